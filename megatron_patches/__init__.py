@@ -1,10 +1,11 @@
-"""What must change in Megatron at run time; on disk it stays unmodified.
+"""Change Megatron at run time where a machine or this kit needs it; its files stay unmodified.
 
-`python -m megatron_patches ENTRY ARGS…` applies the patches that the runtime context needs (`context`:
-version, device, Transformer Engine) and runs the entry. Each module holds the patches of one reason,
-under `cpu/`, `no_te/` and `fused/` by where they are needed; `catalogue` lists all in order, `registry`
-describes and applies them. `patch_file` then executes the file of `PATCH_FILE=`.
+`python -m megatron_patches ENTRY ARGS…` applies the patches that the context needs (`context`: version,
+device, Transformer Engine) and runs the entry. Each module holds the patches of one reason; the folders
+`cpu/`, `no_te/` and `fused/` say where they are needed. `registry` describes and applies patches,
+`catalogue` lists all of them in order, and `patch_file` then executes the file of `PATCH_FILE=`.
 
-Runs inside training processes, on top of `parakit.accounting`. The commands import three modules, none with
-torch: `parakit.launch` reads `context`, `fusions` and `patch_file`. The plan's dry run imports all.
+This package runs inside training processes, on top of `parakit.accounting`. The commands of the kit
+import only `context`, `fusions` and `patch_file`, which do not import torch. The planner's dry run
+imports everything.
 """

@@ -1,4 +1,7 @@
-"""All patches, in the order they are applied: torch first, because Megatron imports its names."""
+"""List all patches in the order in which they are applied.
+
+Patches of torch come first, because Megatron's modules import torch's names when they are loaded.
+"""
 
 from __future__ import annotations
 

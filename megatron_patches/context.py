@@ -1,4 +1,7 @@
-"""Where Megatron is about to run: its version, the device, with or without Transformer Engine."""
+"""Find out what decides which patches are needed: Megatron's version, the device, the packages.
+
+`find_context` is the entry point; `is_known` says whether the patches were tested with a Megatron.
+"""
 
 from __future__ import annotations
 
@@ -18,45 +21,50 @@ from parakit.config import variables
 
 OLDEST_KNOWN = Version("0.15.0rc0")
 NEWEST_KNOWN = Version("0.19")
-"""Every minor release between them trained with the losses of the others; each patch says which of them
-have its targets (`registry.Replacement`)."""
-TRIED_COMMIT = "d98e8a64"
-"""Of main, whose version is the next release's through all its commits: the one that trained so."""
-WHAT_IS_KNOWN = f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}, and main at {TRIED_COMMIT}"
+"""Newest minor release that was tested. All minor releases from `OLDEST_KNOWN` to this one trained with
+equal losses; each patch says which of them have its targets (`registry.Replacement`)."""
+TESTED_COMMIT = "d98e8a64"
+"""Commit of Megatron's main branch that was tested. All commits of main have the version of the next
+release, so the version alone does not identify it."""
+WHAT_IS_KNOWN = f"{OLDEST_KNOWN.base_version} to {NEWEST_KNOWN}, and main at {TESTED_COMMIT}"
 
 
 @dataclass(frozen=True)
 class RuntimeContext:
-    """What decides whether a patch is needed."""
+    """The facts that decide whether a patch is needed."""
 
     device: str
-    """`cpu` or `gpu`."""
+    """Device of the ranks, `cpu` or `gpu`."""
     megatron: Version
     commit: str | None = field(default=None, kw_only=True)
-    """Of a checkout (`commit_of`)."""
+    """Commit of a Megatron checkout (`read_commit`); None for the wheel."""
     has_transformer_engine: bool
-    """It imports; on CPU ranks never, because its layers are CUDA kernels."""
+    """True if Transformer Engine can be imported. Always False on CPU ranks, because its layers are CUDA
+    kernels."""
     fused: tuple[str, ...] = ()
-    """Patches of `fused/` that `FUSED=` names."""
+    """Names in `FUSED=`, which switch on patches of `fused/`."""
     shares_device: bool = False
-    """All ranks are on one GPU."""
+    """True if all ranks are on one GPU (`SHARE_GPU=1`)."""
     allow_unknown_megatron: bool = False
-    """The user lets a Megatron train that the patches were not tried with
+    """True if the user allows a Megatron that the patches were not tested with
     (`ALLOW_UNKNOWN_MEGATRON=1`)."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks are CPU processes over gloo."""
+        """True if the ranks are CPU processes that communicate over gloo."""
         return self.device == "cpu"
 
     @property
     def knows_megatron(self) -> bool:
-        """Whether the patches were tried with this Megatron."""
+        """True if the patches were tested with this Megatron."""
         return is_known(self.megatron, self.commit)
 
 
 def find_context(entry: Path, device: str) -> RuntimeContext:
-    """Inspect the entry's folder and the installed packages, without importing Megatron.
+    """Return the context of an entry on a device (`cpu` or `gpu`), without importing Megatron.
+
+    An entry in a checkout of Megatron-LM runs that checkout, any other entry runs the installed wheel.
+    The environment variables of `FUSED=`, `SHARE_GPU=` and `ALLOW_UNKNOWN_MEGATRON=` are read.
 
     Raises:
         LookupError: Neither a checkout nor the `megatron-core` wheel is there.
@@ -67,8 +75,8 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
     return RuntimeContext(
         device=device,
         megatron=checkout_version(checkout) if is_checkout else wheel_version(),
-        commit=commit_of(checkout) if is_checkout else None,
-        has_transformer_engine=device == "gpu" and _imports("transformer_engine.pytorch"),
+        commit=read_commit(checkout) if is_checkout else None,
+        has_transformer_engine=device == "gpu" and _can_import("transformer_engine.pytorch"),
         fused=parse_fusions(os.environ.get(variables.FUSED, "")),
         shares_device=device == "gpu" and os.environ.get(variables.SHARE_GPU) == "1",
         allow_unknown_megatron=os.environ.get(variables.ALLOW_UNKNOWN_MEGATRON) == "1",
@@ -76,15 +84,15 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
 
 
 def is_known(megatron: Version, commit: str | None) -> bool:
-    """Whether the patches were tried with this commit, or a release of this minor version."""
+    """Return True if the patches were tested with this commit, or with a release of this minor version."""
     is_released = megatron >= OLDEST_KNOWN and megatron.release[:2] <= NEWEST_KNOWN.release[:2]
-    return is_released or (commit or "").startswith(TRIED_COMMIT)
+    return is_released or (commit or "").startswith(TESTED_COMMIT)
 
 
 def unknown_version_problems(
     version: str, commit: str | None, checkout: Path | None
 ) -> Iterator[str]:
-    """Yield a sentence if the patches were not tried with a Megatron.
+    """Yield a sentence if the patches were not tested with a Megatron version.
 
     Args:
         version: Its version.
@@ -101,20 +109,23 @@ def unknown_version_problems(
         )
 
 
-def commit_of(folder: Path) -> str | None:
-    """The commit of a folder, with `-dirty` where it was changed; None outside a repository."""
+def read_commit(folder: Path) -> str | None:
+    """Return the commit of a folder, 12 digits, with `-dirty` if tracked files are changed.
+
+    The result is None outside a repository, and where git is not installed.
+    """
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    # In a container the owner of a mounted checkout is another user.
+    # In a container another user owns a mounted checkout, which git refuses without this setting.
     command = ("git", "-c", "safe.directory=*", "-C", str(folder), *describe)
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return answer.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 def checkout_version(checkout: Path) -> Version:
-    """The version of a Megatron-LM checkout (`megatron/core/package_info.py`).
+    """Return the version of a Megatron-LM checkout (`megatron/core/package_info.py`).
 
     Raises:
         LookupError: The file does not state a version.
@@ -123,15 +134,16 @@ def checkout_version(checkout: Path) -> Version:
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE))
     if len(parts) != 3:
         raise LookupError(f"{checkout} has no version in megatron/core/package_info.py.")
-    pre = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
-    return Version(f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{pre[1] if pre else ''}")
+    match = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
+    pre_release = match[1] if match else ""
+    return Version(f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{pre_release}")
 
 
 def wheel_version() -> Version:
-    """The version of the installed `megatron-core`.
+    """Return the version of the installed `megatron-core`.
 
     Raises:
-        LookupError: It is not installed.
+        LookupError: `megatron-core` is not installed.
     """
     try:
         return Version(importlib.metadata.version("megatron-core"))
@@ -141,8 +153,12 @@ def wheel_version() -> Version:
         ) from None
 
 
-def _imports(name: str) -> bool:
-    """Whether it imports: a Transformer Engine built for another torch is found but fails to load."""
+def _can_import(name: str) -> bool:
+    """Import a module and return True if that succeeds.
+
+    Finding the module is not enough: a Transformer Engine that was built for another torch is found, but
+    fails to load.
+    """
     try:
         importlib.import_module(name)
     except (ImportError, OSError):

@@ -1,8 +1,9 @@
-"""Megatron's C++ data helpers: used where they import, else built for this interpreter.
+"""Use Megatron's C++ data helpers where they can be imported, else build them for this interpreter.
 
-At start-up Megatron runs `make` in its data-set folder. The wheel brings the helpers built but no
-Makefile, and Megatron exits; a checkout's Makefile takes the suffix of whichever
-`python3-config` is first on PATH, and an interpreter of another version then does not find the result.
+Target: `megatron.core.datasets.utils.compile_helpers`, which runs `make` in Megatron's data-set folder at
+every start. Without the patch, the installed wheel would exit, because it brings the built helpers but
+no Makefile. In a checkout, the Makefile names the built file after whichever `python3-config` is first
+on PATH; an interpreter of another version would then not find the file.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 
 
-@around
-def _compile_where_missing(original: Callable[[], None]) -> None:
+@wrap_original
+def _compile_if_missing(original: Callable[[], None]) -> None:
+    """Return if the helpers can be imported; else put this interpreter first on PATH and compile them."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         return
-    # python3 -m pybind11 needs the environment, python3-config lies beside the base interpreter.
-    first = (str(Path(sys.executable).parent), str(sysconfig.get_config_var("BINDIR")))
-    os.environ["PATH"] = os.pathsep.join((*first, os.environ.get("PATH", "")))
+    # The Makefile calls `python3 -m pybind11`, which the environment has, and `python3-config`, which
+    # lies beside the base interpreter.
+    first_folders = (str(Path(sys.executable).parent), str(sysconfig.get_config_var("BINDIR")))
+    os.environ["PATH"] = os.pathsep.join((*first_folders, os.environ.get("PATH", "")))
     original()
     importlib.invalidate_caches()
 
@@ -33,6 +36,6 @@ PATCH = Patch(
     reason="Megatron compiles its data helpers at start-up, for the wrong interpreter or not at all",
     needed=lambda context: True,
     replacements=(
-        Replacement("megatron.core.datasets.utils:compile_helpers", _compile_where_missing),
+        Replacement("megatron.core.datasets.utils:compile_helpers", _compile_if_missing),
     ),
 )

@@ -1,14 +1,15 @@
-"""The names that `FUSED=` takes, and the flags that would disable each. No torch here.
+"""List the names that `FUSED=` takes, and the flags of Megatron that would switch each of them off.
 
-What each does is in its module of `fused/` and in `examples/gpt3/no_te.md`.
+A name's patch is described in its module in `fused/` and in `examples/gpt3/no_te.md`. This module does
+not import torch, because the launcher imports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_KERNELS = ("attention_flash", "attention_cudnn")
-"""They exclude each other."""
+_ATTENTION_KERNELS = ("attention_flash", "attention_cudnn")
+"""Names that exclude each other."""
 NAMES = (
     "bias_gelu",
     "bias_gemm",
@@ -17,29 +18,32 @@ NAMES = (
     "adamw",
     "multi_tensor",
     "gradient_gemm",
-    *_KERNELS,
+    *_ATTENTION_KERNELS,
 )
-_DROPPED = {
+"""All names, in the order in which they are listed and recorded."""
+_DISABLING_FLAGS = {
     "bias_gelu": "--no-bias-gelu-fusion",
     "gradient_gemm": "--no-gradient-accumulation-fusion",
 }
 
 
 def parse_fusions(text: str) -> tuple[str, ...]:
-    """Names out of a list with commas, in the order of `NAMES`.
+    """Return the names in a comma-separated list, each once and in the order of `NAMES`.
+
+    Empty text gives an empty tuple.
 
     Raises:
-        ValueError: A name is unknown, or two exclude each other; the message is a sentence.
+        ValueError: A name is unknown, or two names exclude each other; the message is a sentence.
     """
-    asked = [word.strip() for word in text.split(",") if word.strip()]
-    unknown = [name for name in asked if name not in NAMES]
-    if unknown:
-        raise ValueError(f"FUSED knows no '{unknown[0]}'; it knows {', '.join(NAMES)}.")
-    if set(asked).issuperset(_KERNELS):
-        raise ValueError(f"FUSED={' and '.join(_KERNELS)} exclude each other; name one.")
-    return tuple(name for name in NAMES if name in asked)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown_names = [name for name in names if name not in NAMES]
+    if unknown_names:
+        raise ValueError(f"FUSED knows no '{unknown_names[0]}'; it knows {', '.join(NAMES)}.")
+    if set(names).issuperset(_ATTENTION_KERNELS):
+        raise ValueError(f"FUSED={' and '.join(_ATTENTION_KERNELS)} exclude each other; name one.")
+    return tuple(name for name in NAMES if name in names)
 
 
 def dropped_flags(names: Sequence[str]) -> tuple[str, ...]:
-    """Flags of the runtime that would switch off what these patches provide."""
-    return tuple(flag for name, flag in _DROPPED.items() if name in names)
+    """Return the flags that the launcher must leave out, because they would switch off these patches."""
+    return tuple(flag for name, flag in _DISABLING_FLAGS.items() if name in names)

@@ -1,8 +1,10 @@
-"""Reports to the ledger where an iteration and its parts begin and end, from Megatron's own timers.
+"""Report to the communication log where an iteration and its parts begin and end.
 
-Megatron starts and stops a timer around every forward, backward, transfer, gradient sync and
-optimizer step, by the same names in every version; the log level switches most off, but the
-calls are made. `train_step` is one iteration.
+Targets: `Timers.__call__`, whose timers also open and close spans of the recorder's timeline, and
+`train_step`, which is one iteration. Megatron starts and stops a timer around every forward pass,
+backward pass, transfer, gradient reduction and optimizer step, by the same names in every version. The
+log level switches most timers off, but the calls are made. Without the patch, the kit could not say what
+a rank sends, holds and waits for in an iteration.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from parakit.accounting import Recorder, Timeline
 from parakit.config import variables
 
 _recorder = functools.cache(Recorder.from_environment)
-"""Made when it is first needed: a rank that is forked gets its environment after this import."""
+"""Returns the recorder of this process. It is made at the first call, because a forked rank gets its
+environment only after this module is imported."""
 
 
 class _WatchedTimer:
-    """A Megatron timer that also opens and closes a span."""
+    """A timer of Megatron that also opens and closes a span of a timeline."""
 
     def __init__(self, timer: Any, name: str, timeline: Timeline) -> None:
         self._timer = timer
@@ -29,12 +32,12 @@ class _WatchedTimer:
         self._timeline = timeline
 
     def start(self, *args: Any, **kwargs: Any) -> None:
-        """Start the timer, then the span, so that a barrier the timer waits at is not in it."""
+        """Start the timer, then open the span, so that the timer's barrier is not in the span."""
         self._timer.start(*args, **kwargs)
         self._timeline.begin(self._name)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """End the span, then the timer."""
+        """Close the span, then stop the timer."""
         self._timeline.end(self._name)
         self._timer.stop(*args, **kwargs)
 
@@ -42,8 +45,8 @@ class _WatchedTimer:
         return getattr(self._timer, name)
 
 
-def watched_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..., Any]:
-    """Megatron's `Timers.__call__`, with timers that also open and close spans of a timeline."""
+def wrap_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..., Any]:
+    """Return a `Timers.__call__` whose timers also open and close spans of `timeline`."""
 
     @functools.wraps(original)
     def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> _WatchedTimer:
@@ -53,10 +56,12 @@ def watched_timers(original: Callable[..., Any], timeline: Timeline) -> Callable
 
 
 def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
-    return watched_timers(original, _recorder().timeline)
+    """Return a `Timers.__call__` whose timers report to this process's recorder."""
+    return wrap_timers(original, _recorder().timeline)
 
 
 def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Install the recorder, and return a `train_step` that begins and ends an iteration in it."""
     recorder = _recorder()
     recorder.install()
 
@@ -80,10 +85,11 @@ def _watch_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_figures(recorder: Recorder) -> None:
-    """The last iteration's, to TensorBoard and W&B, on the one rank that Megatron lets write there.
+    """Write the figures of the last iteration to TensorBoard and W&B.
 
-    Megatron's own `--log-timers-to-tensorboard` gathers timers over all ranks in each iteration, which
-    would add to what is counted.
+    Only the rank that Megatron lets write there does so; other ranks return. Megatron's own
+    `--log-timers-to-tensorboard` is not used, because it gathers timers over all ranks in each
+    iteration, and those messages would be counted.
     """
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer

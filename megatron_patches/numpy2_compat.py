@@ -1,4 +1,9 @@
-"""numpy.product, which NumPy 2 removed and Megatron up to 0.15 calls when it saves sharded states."""
+"""Define `numpy.product` again, which NumPy 2 removed.
+
+Target: `numpy.prod`, which stays as it is and is also stored as `numpy.product`. Megatron up to 0.15
+calls `numpy.product` when it saves sharded optimizer states. Without the patch, saving a checkpoint would
+fail with an AttributeError.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,11 @@ from packaging.version import Version
 from megatron_patches.registry import Patch, Replacement
 
 _FIRST_WITHOUT = Version("0.16.0rc0")
+"""First Megatron version that does not call `numpy.product`."""
 
 
 def _define_product(prod: Callable[..., Any]) -> Callable[..., Any]:
+    """Store `prod` as `numpy.product` and return `prod`."""
     vars(np)["product"] = prod
     return prod
 

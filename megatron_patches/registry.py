@@ -1,7 +1,8 @@
-"""How a patch is described and applied.
+"""Describe and apply patches, which replace names in Megatron and torch at run time.
 
-A patch names what it replaces, why, and the Megatron versions it knows. A target that has moved, or
-an untested version, stops the run before training instead of changing it silently.
+A patch names its targets, the reason, and the Megatron versions that have the targets. A missing target
+or an untested version of Megatron stops the run before training; otherwise a patch that no longer fits
+would silently change what is trained.
 """
 
 from __future__ import annotations
@@ -18,88 +19,95 @@ from megatron_patches.context import WHAT_IS_KNOWN, RuntimeContext
 
 
 class PatchError(RuntimeError):
-    """Megatron or torch is not what a patch was written for."""
+    """An error that says that Megatron or torch is not the version a patch was written for."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One name, and the function that makes its new value from its present one."""
+    """One target, and the function that makes its new value from its original value."""
 
     target: str
-    """`package.module:Attribute.attribute`."""
+    """Name that is replaced, as `package.module:Class.attribute`."""
     make: Callable[[Any], Any]
     since: Version | None = None
-    """First Megatron version that has the target."""
+    """First Megatron version that has the target; None if all have it."""
     before: Version | None = None
-    """First Megatron version that no longer has it."""
+    """First Megatron version that no longer has the target; None if all have it."""
 
     def exists_in(self, megatron: Version) -> bool:
-        """Whether this version of Megatron should have the target."""
+        """Return True if this version of Megatron should have the target."""
         is_new_enough = self.since is None or self.since <= megatron
         return is_new_enough and (self.before is None or megatron < self.before)
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Replacements that belong to one reason."""
+    """Replacements that are made together, for one reason."""
 
     name: str
+    """Name in the log's line of patches."""
     reason: str
+    """What would happen without the patch; error messages repeat it."""
     needed: Callable[[RuntimeContext], bool]
+    """Returns True if the patch has to be applied in this context."""
     replacements: tuple[Replacement, ...]
 
 
 def cpu_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
-    """What CPU ranks alone need."""
+    """Return a patch that is applied on CPU ranks only."""
     return Patch(name, reason, lambda context: context.on_cpu, replacements)
 
 
 def no_te_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
-    """What is needed where Transformer Engine is missing."""
+    """Return a patch that is applied where Transformer Engine is missing, on GPUs and on CPU ranks."""
     return Patch(name, reason, lambda context: not context.has_transformer_engine, replacements)
 
 
 def fused_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
-    """What `FUSED=` switches on by this name."""
+    """Return a patch that is applied only if `FUSED=` has this name."""
     return Patch(f"fused {name}", reason, lambda context: name in context.fused, replacements)
 
 
-def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a function's new value of one that takes the original before its own arguments."""
+def wrap_original(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Turn a function that takes the original as its first argument into a `Replacement.make`.
+
+    The new value calls `call(original, *args, **kwargs)` and has the original's name and docstring. Used
+    as a decorator of the wrappers in this package.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             return call(original, *args, **kwargs)
 
-        return replaced
+        return wrapper
 
     return make
 
 
 def check_version(context: RuntimeContext) -> None:
-    """Refuse a Megatron that the patches do not know, unless the user lets an unknown one train.
+    """Refuse a Megatron that the patches were not tested with, unless ALLOW_UNKNOWN_MEGATRON=1.
 
     Raises:
-        PatchError: It is none that `context.is_known`.
+        PatchError: `context.is_known` gives False for the version and the commit.
     """
     if not context.knows_megatron and not context.allow_unknown_megatron:
-        at = f" at {context.commit}" if context.commit else ""
+        commit = f" at {context.commit}" if context.commit else ""
         raise PatchError(
-            f"Megatron {context.megatron}{at} is not known to the patches (they know "
+            f"Megatron {context.megatron}{commit} is not known to the patches (they know "
             f"{WHAT_IS_KNOWN}); point MEGATRON_LM at one of those, or unset it for the wheel; "
             "ALLOW_UNKNOWN_MEGATRON=1 tries it."
         )
 
 
 def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[str, ...]:
-    """Apply those patches that the context needs; return their names.
+    """Apply the patches that the context needs, in their order, and return their names.
 
-    In a Megatron that was not tried and that the user lets train, a target that is not there is left
-    out; `left_out` has it.
+    In an untested Megatron that the user allows (ALLOW_UNKNOWN_MEGATRON=1), a missing target is skipped
+    and added to `skipped_targets`.
 
     Raises:
-        PatchError: The version is unknown, or a target is not where the patch expects it.
+        PatchError: The version is untested and not allowed, or a tested Megatron lacks a target.
     """
     check_version(context)
     applied = [patch for patch in patches if patch.needed(context)]
@@ -112,26 +120,31 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
                 except PatchError:
                     if not lenient:
                         raise
-                    left_out.append(f"{patch.name} ({replacement.target})")
+                    skipped_targets.append(f"{patch.name} ({replacement.target})")
     return tuple(patch.name for patch in applied)
 
 
-WITHOUT = "but for targets that it lacks: "
-"""What comes before their list in a log."""
-left_out: list[str] = []
-"""Patches with a target that an unknown Megatron does not have, in this process."""
+SKIPPED_PREFIX = "but for targets that it lacks: "
+"""Text before the list of skipped targets in the log."""
+skipped_targets: list[str] = []
+"""Skipped targets in this process, each as 'patch (target)': an untested Megatron does not have them."""
 
 
 def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) -> None:
+    """Import the target's module and replace the target.
+
+    Raises:
+        PatchError: The module or the attribute does not exist.
+    """
     module_name, _, path = replacement.target.partition(":")
     *owners, attribute = path.split(".")
     try:
         owner: Any = importlib.import_module(module_name)
         for name in owners:
             owner = getattr(owner, name)
-        # A property must be read from the class's own dictionary; getattr would evaluate it.
-        present = owner.__dict__.get(attribute) if isinstance(owner, type) else None
-        original = present if isinstance(present, property) else getattr(owner, attribute)
+        # A property is read from the class's dictionary, because getattr would evaluate it.
+        in_class = owner.__dict__.get(attribute) if isinstance(owner, type) else None
+        original = in_class if isinstance(in_class, property) else getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
         raise PatchError(
             f"Patch '{patch.name}' ({patch.reason}) expects {replacement.target}, which Megatron "

@@ -1,8 +1,10 @@
-"""What a rank is doing, on request: a signal writes its Python stacks, even while it waits in C code.
+"""Let a rank write its Python stacks when it gets a signal, even while it waits in C code.
 
-A thread sees that they were written and adds the last calls that torch's flight recorder kept. It does
-the same before SIGTERM ends the rank, as it does the others when one has failed: gloo ends a rank whose
-peer's call does not fit its own, and only the calls of all tell whose is wrong.
+`STACKS_SIGNAL` makes faulthandler write the stacks of all threads to `rank<N>.txt`. A thread sees that
+they were written and writes the last calls that torch's flight recorder holds to `rank<N>.pkl`. The same
+happens before SIGTERM ends a rank. When one rank has failed, the launcher ends the others with SIGTERM:
+gloo ends a rank whose peer's call does not match its own, and only the calls of all ranks tell which of
+them is wrong.
 """
 
 from __future__ import annotations
@@ -31,61 +33,81 @@ from parakit.config import variables
 from parakit.config.flag_table import release
 
 RECORDED_CALLS = "1000"
-"""Of each rank; some iterations."""
-_FIRST_NAMED_FR = (2, 9)
-"""The torch from which on its variables are not named after NCCL; it warns of the older names."""
-_LOOK_SECONDS, _PIECE_SECONDS = 0.5, 0.1
+"""Number of last calls that each rank's flight recorder keeps, enough for some iterations."""
+_FIRST_WITH_NEW_NAMES = (2, 9)
+"""First torch whose variables of the flight recorder are named FR and not NCCL. From then on torch warns
+of the older names."""
+_POLL_SECONDS = 0.5
+"""Seconds between two looks at whether stacks were written."""
+_NEXT_PIECE_SECONDS = 0.1
+"""Seconds to wait for the next piece of stacks; faulthandler writes them in many pieces."""
 _COMPILER = "torch._inductor"
 
 
 def dump_stacks_on_request() -> None:
-    """From now on `STACKS_SIGNAL` adds the stacks of all threads to `rank<N>.txt` in the folder.
+    """Install the signal handlers and the thread that write this rank's stacks and last calls.
 
-    The last calls follow in `rank<N>.pkl`. To be called before torch makes a group.
+    The folder is in the environment variable `variables.STACKS`; without it nothing is done. It must be
+    called before torch makes a process group, because it sets the variables of torch's flight recorder.
+    An exception out of a collective also makes the rank write its last calls.
     """
     folder = os.environ.get(variables.STACKS)
     if folder is None:
         return
     path = Path(folder) / f"rank{os.environ.get('RANK', '0')}.txt"
-    # Stays open for as long as the process lives: the handler may not open files.
-    file = path.open("a")
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
-    ending, told = os.pipe()
-    faulthandler.register(signal.SIGTERM, file=told, all_threads=True, chain=False)
-    # Its thread answers no more once the interpreter ends.
+    # The file stays open for as long as the process lives, because the handler may not open files.
+    stacks_file = path.open("a")
+    faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True, chain=False)
+    sigterm_pipe, sigterm_output = os.pipe()
+    faulthandler.register(signal.SIGTERM, file=sigterm_output, all_threads=True, chain=False)
+    # Once the interpreter ends, the thread no longer reads the pipe, so SIGTERM must end the process.
     atexit.register(faulthandler.unregister, signal.SIGTERM)
-    # Workers that load data are ended by it as ever.
+    # Forked workers of data loaders have no such thread, so SIGTERM must end them directly.
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
-    for name, value in _recorder(path.with_name("watchdog-rank")).items():
+    for name, value in _recorder_variables(path.with_name("watchdog-rank")).items():
         os.environ.setdefault(name, value)
-    threading.Thread(target=_answer, args=(file, path, ending), daemon=True).start()
-    sys.excepthook = functools.partial(_failed, path, sys.excepthook)
+    thread_arguments = (stacks_file, path, sigterm_pipe)
+    threading.Thread(target=_write_on_signals, args=thread_arguments, daemon=True).start()
+    sys.excepthook = functools.partial(_write_calls_of_failure, path, sys.excepthook)
 
 
-def _recorder(dumps: Path) -> dict[str, str]:
-    """torch's variables for its flight recorder and for NCCL's watchdog, which dumps it."""
-    is_new = release(importlib.metadata.version("torch")) >= _FIRST_NAMED_FR
-    found = {f"TORCH_{'FR_BUFFER' if is_new else 'NCCL_TRACE_BUFFER'}_SIZE": RECORDED_CALLS}
+def _recorder_variables(dumps: Path) -> dict[str, str]:
+    """Return the environment variables of torch's flight recorder.
+
+    On GPUs they include those of NCCL's watchdog, which writes the recorder to `dumps<N>` on a timeout.
+    """
+    is_new = release(importlib.metadata.version("torch")) >= _FIRST_WITH_NEW_NAMES
+    size_variable = "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    settings = {size_variable: RECORDED_CALLS}
     if os.environ.get(variables.DEVICE) == "gpu":
-        # By itself Megatron 0.19 has the dumps leave out what is done, and where calls were made.
-        found |= {
-            f"TORCH_{'FR_DUMP' if is_new else 'NCCL_DEBUG_INFO'}_TEMP_FILE": str(dumps),
+        file_variable = "TORCH_FR_DUMP_TEMP_FILE" if is_new else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+        # Megatron 0.19 would set the last two so that dumps lack completed calls and call sites.
+        settings |= {
+            file_variable: str(dumps),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_INCLUDE_ONLY_ACTIVE": "0",
             "TORCH_INCLUDE_STACK_TRACE": "1",
         }
-    return found
+    return settings
 
 
-def _answer(stacks: TextIO, path: Path, ending: int) -> None:
+def _write_on_signals(stacks: TextIO, path: Path, sigterm_pipe: int) -> None:
+    """Write the last calls after stacks were written, and let SIGTERM end the process after that.
+
+    This is the thread's function and does not return.
+
+    Args:
+        stacks: The file to which the handler of `STACKS_SIGNAL` writes.
+        path: Path of that file; the calls are written beside it with another suffix.
+        sigterm_pipe: The pipe to which the handler of SIGTERM writes stacks.
+    """
     is_written = False
     while True:
-        is_ending, seconds = False, _LOOK_SECONDS
-        # A handler writes in pieces.
-        while select.select([ending], [], [], seconds)[0]:
-            piece = os.read(ending, 1 << 16)
-            is_ending, seconds = True, _PIECE_SECONDS
-            # Where a rank hung says more than where it was when it was ended for that.
+        is_ending, seconds = False, _POLL_SECONDS
+        while select.select([sigterm_pipe], [], [], seconds)[0]:
+            piece = os.read(sigterm_pipe, 1 << 16)
+            is_ending, seconds = True, _NEXT_PIECE_SECONDS
+            # Stacks of a hang, if there are any, are kept: they say more than those at the end.
             if not is_written:
                 stacks.write(piece.decode(errors="replace"))
                 stacks.flush()
@@ -97,44 +119,53 @@ def _answer(stacks: TextIO, path: Path, ending: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _failed(path: Path, usual: Any, kind: Any, error: BaseException, trace: Any) -> None:
-    """As `sys.excepthook`; what came out of a collective leaves the calls before it."""
+def _write_calls_of_failure(
+    path: Path, excepthook: Any, kind: Any, error: BaseException, trace: Any
+) -> None:
+    """Write the last calls if the exception came out of a collective, then call `excepthook`.
+
+    The last three arguments are those of `sys.excepthook`.
+    """
     frames = traceback.extract_tb(trace)
     if frames and "/torch/distributed/" in frames[-1].filename:
-        with suppress(OSError):  # The folder is gone once the run's end was written.
+        # The launcher deletes the folder when it has written the run's end.
+        with suppress(OSError):
             write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
-    usual(kind, error, trace)
+    excepthook(kind, error, trace)
 
 
 def _recorded_calls() -> dict[str, Any]:
-    """The flight recorders' dump, with what gloo leaves out: the ranks of every group.
+    """Return the dump of the flight recorders, with the ranks of every process group.
 
-    gloo's calls and NCCL's are in recorders of their own, each with its own numbers of records.
+    gloo's and NCCL's calls are in separate recorders. They are merged by time and numbered again. gloo's
+    dump lacks the ranks of the groups, so they are added. Without torch.distributed no call is listed.
     """
     if "torch.distributed" not in sys.modules:
         return {"entries": [], "dumped_ns": time.time_ns()}
     from torch._C import _distributed_c10d as c10d
     from torch.distributed import distributed_c10d
 
-    # For its frames torch would import inductor, 9 s of a core, to ask it for code that it compiled.
-    none = ModuleType(_COMPILER)
-    is_ours = sys.modules.setdefault(_COMPILER, none) is none
-    found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
-    if dump_nccl := getattr(c10d, "_dump_nccl_trace", None):  # Not in torch's builds for CPUs.
-        of_nccl = pickle.loads(dump_nccl())  # noqa: S301
-        entries = sorted(found["entries"] + of_nccl["entries"], key=itemgetter("time_created_ns"))
-        found["entries"] = [{**entry, "record_id": at} for at, entry in enumerate(entries)]
-    if is_ours:
+    # torch would import its compiler, which takes 9 s of a core, to look up frames of compiled code. An
+    # empty module in its place prevents that.
+    empty_module = ModuleType(_COMPILER)
+    is_replaced = sys.modules.setdefault(_COMPILER, empty_module) is empty_module
+    dump: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
+    # torch's builds for CPUs do not have this function.
+    dump_nccl_trace = getattr(c10d, "_dump_nccl_trace", None)
+    if dump_nccl_trace:
+        nccl_dump = pickle.loads(dump_nccl_trace())  # noqa: S301
+        entries = sorted(dump["entries"] + nccl_dump["entries"], key=itemgetter("time_created_ns"))
+        dump["entries"] = [{**entry, "record_id": index} for index, entry in enumerate(entries)]
+    if is_replaced:
         del sys.modules[_COMPILER]
     world = distributed_c10d._world
-    found["pg_config"] = {
-        name: {
+    dump["pg_config"] = {}
+    for group, name in world.pg_names.items():
+        index_by_rank = world.pg_group_ranks[group]
+        dump["pg_config"][name] = {
             "name": name,
             "desc": group.group_desc,
-            "ranks": sorted(places, key=places.__getitem__),
+            "ranks": sorted(index_by_rank, key=index_by_rank.__getitem__),
         }
-        for group, name in world.pg_names.items()
-        for places in [world.pg_group_ranks[group]]
-    }
-    found["dumped_ns"] = time.time_ns()
-    return found
+    dump["dumped_ns"] = time.time_ns()
+    return dump

@@ -1,12 +1,13 @@
-"""Ranks forked from a process that has imported Megatron.
+"""Fork the ranks of short runs from one process that has imported Megatron.
 
 `python -m megatron_patches.warm DESCRIPTOR ENTRY`
 
-Importing torch and Megatron takes most of a short run. This process does it once, patched as ranks are,
-and listens. Each request names a run: its arguments, its environment, its number of ranks, a free port
-for them and the file that they print to. A leader in a session of its own is forked for it, and forks
-the ranks; it ends them all when one fails or when whoever asked is gone, as torchrun does. The process
-begins no threads, because one with threads must not fork; it ends when its standard input ends.
+Importing torch and Megatron takes most of the time of a short run. This server imports and patches them
+once, then listens on the socket with the number DESCRIPTOR. Each request describes a run: its arguments,
+its environment, its number of ranks, a free port for them and the file that they print to. For each
+request the server forks a leader in a session of its own, and the leader forks the ranks. Like torchrun,
+the leader ends all ranks when one fails or when the caller is gone. The server starts no threads, because
+a process with threads must not fork. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -32,33 +33,40 @@ from typing import NoReturn
 
 from megatron_patches.__main__ import announce, enter
 from megatron_patches.context import find_context
-from megatron_patches.entry import kept_imports
+from megatron_patches.entry import freeze_imports
 from megatron_patches.registry import apply_patches
 from megatron_patches.stacks import dump_stacks_on_request
 from parakit.config import variables
 
 REQUEST_BYTES = 1 << 20
+"""Largest size of a request."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 4.0
-"""From SIGTERM to SIGKILL, as the supervisor has it."""
+"""Seconds from SIGTERM to SIGKILL, as in the launcher's supervisor."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one forked process is to be."""
+    """The rank that a forked process becomes."""
 
     number: int
+    """Number of this rank from 0."""
     ranks: int
+    """Number of ranks of the run."""
     port: int
+    """Port on which the ranks find each other."""
     arguments: list[str]
-    """The entry and its flags, as `sys.argv` has them."""
+    """The entry and its flags, the content of `sys.argv`."""
     environment: dict[str, str]
 
 
 def main(descriptor: int, entry: Path) -> None:
-    """Import and serve; returns in the server at last. Each rank ends here, with its training."""
+    """Import and patch Megatron, then fork ranks until standard input ends.
+
+    Only the server returns. Each forked rank trains and ends in this function.
+    """
     with socket.socket(fileno=descriptor) as listener:
-        with kept_imports():
+        with freeze_imports():
             from megatron_patches.catalogue import PATCHES
 
             context = find_context(entry, os.environ[variables.DEVICE])
@@ -70,25 +78,28 @@ def main(descriptor: int, entry: Path) -> None:
         rank = _serve(listener)
     if rank is None:
         return
-    _take_place(rank)
-    # Those that only this run's environment asks for, such as the ledger's.
-    further = apply_patches([each for each in PATCHES if each.name not in applied], context)
-    announce(context, [each.name for each in PATCHES if each.name in (*applied, *further)])
+    _become_rank(rank)
+    # Some patches, such as the one of the communication log, are switched on by a run's environment.
+    late_patches = [patch for patch in PATCHES if patch.name not in applied]
+    all_applied = (*applied, *apply_patches(late_patches, context))
+    announce(context, [patch.name for patch in PATCHES if patch.name in all_applied])
     _train(code, str(entry))
 
 
 def _train(code: CodeType, entry: str) -> NoReturn:
-    """Run the entry, and end without the interpreter's own end, as children of multiprocessing do.
+    """Run the entry's code and end the process without Python's usual finalization.
 
-    That looks through all that torch and Megatron are: as long as a run of a tiny model takes. What
-    fails ends as any process does, with its traceback.
+    The finalization goes through all objects of torch and Megatron, which takes as long as a run of a
+    tiny model. Children of multiprocessing skip it as well. An exception, or an exit with another code
+    than 0, ends the process as usual, with its traceback.
     """
     try:
         enter(code, entry)
-    except SystemExit as asked:
-        if asked.code:
+    except SystemExit as exit_request:
+        if exit_request.code:
             raise
-    threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads, as the interpreter does.
+    # The interpreter waits for threads in the same way.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -96,7 +107,10 @@ def _train(code: CodeType, entry: str) -> NoReturn:
 
 
 def read_help_once() -> None:
-    """The flags' help, which Megatron's parser finds in the source of 28 classes: not in every rank."""
+    """Make Megatron's parser of flags once and cache the source code that it reads.
+
+    The parser takes the help of flags from the source of 28 classes. Forked ranks then find it in memory.
+    """
     from megatron.training import arguments
 
     inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
@@ -105,8 +119,12 @@ def read_help_once() -> None:
 
 
 def _serve(listener: socket.socket) -> Rank | None:
-    """Fork a leader for every request; returns in the ranks, and None when standard input has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is the launcher's to handle.
+    """Fork a leader for every request on `listener` until standard input ends.
+
+    The function returns None in the server, and the rank in each forked rank.
+    """
+    # Ctrl-C in a terminal reaches this process as well; the launcher handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [], 10 * POLL_SECONDS)
         with suppress(ChildProcessError):
@@ -121,78 +139,100 @@ def _serve(listener: socket.socket) -> Rank | None:
 
 
 def _lead(caller: socket.socket) -> Rank:
-    """In the leader: forks the ranks, in which alone it returns."""
+    """Fork the ranks of a request, wait for them, and send one byte, 0 or 1, to the caller.
+
+    The leader ends in this function. Only the forked ranks return, with what they are.
+    """
     status = 1
     try:
         os.setsid()
-        words, files, _, _ = socket.recv_fds(caller, REQUEST_BYTES, 1)
-        request = json.loads(words)
+        message, files, _, _ = socket.recv_fds(caller, REQUEST_BYTES, 1)
+        request = json.loads(message)
         os.dup2(files[0], 1)
         os.dup2(files[0], 2)
-        children: dict[int, int] = {}
+        rank_by_pid: dict[int, int] = {}
         for number in range(request["ranks"]):
-            child = os.fork()
-            if child == 0:
+            pid = os.fork()
+            if pid == 0:
                 caller.close()
                 return Rank(number, **request)
-            children[child] = number
-        status = _watch(children, caller)
+            rank_by_pid[pid] = number
+        status = _wait_for_ranks(rank_by_pid, caller)
         caller.send(bytes([status]))
     except Exception:
         traceback.print_exc()
     os._exit(status)
 
 
-def _take_place(rank: Rank) -> None:
-    """The variables that torchrun would set, and a name by which the launcher finds the process."""
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(rank.ranks))
-    numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank.number))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank.port)}
+def _become_rank(rank: Rank) -> None:
+    """Set the environment, arguments and signal handlers of a rank in this process.
+
+    The environment gets the variables that torchrun would set, and the process is named `rank<N>`, by
+    which the launcher finds it.
+    """
+    torchrun_variables = {
+        "WORLD_SIZE": str(rank.ranks),
+        "LOCAL_WORLD_SIZE": str(rank.ranks),
+        "RANK": str(rank.number),
+        "LOCAL_RANK": str(rank.number),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(rank.port),
+    }
     os.environ.clear()
-    os.environ.update(rank.environment | sizes | numbers | where)
+    os.environ.update(rank.environment | torchrun_variables)
     Path("/proc/self/comm").write_text(f"rank{rank.number}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = rank.arguments
     dump_stacks_on_request()
 
 
-def _watch(ranks: dict[int, int], caller: socket.socket) -> int:
-    """Wait; 0 if all ranks ended well. Ends them all when one fails, or when the caller is gone."""
-    running = dict(ranks)
+def _wait_for_ranks(rank_by_pid: dict[int, int], caller: socket.socket) -> int:
+    """Return 0 when all ranks have ended with exit code 0, else 1.
+
+    When one rank fails, the others are ended and the failure is printed. When the caller closes its
+    socket, all ranks are ended.
+    """
+    running = dict(rank_by_pid)
     while running:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child in running:
-            rank, code = running.pop(child), os.waitstatus_to_exitcode(status)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
             if code != 0:
-                _end(running)
-                _report(rank, child, code)
+                _end_ranks(running)
+                _print_failure(rank, pid, code)
                 return 1
         elif select.select([caller], [], [], POLL_SECONDS)[0]:
-            _end(running)
+            _end_ranks(running)
             return 1
     return 0
 
 
-def _end(running: dict[int, int]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _end_ranks(running: dict[int, int]) -> None:
+    """Send SIGTERM to the processes, and SIGKILL to those that still run after `GRACE_SECONDS`.
+
+    The keys of `running` are process ids; each is removed when its process has ended.
+    """
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
         deadline = time.monotonic() + GRACE_SECONDS
         while running and time.monotonic() < deadline:
-            child, _ = os.waitpid(-1, os.WNOHANG)
-            if running.pop(child, None) is None:
+            ended_pid, _ = os.waitpid(-1, os.WNOHANG)
+            if running.pop(ended_pid, None) is None:
                 time.sleep(POLL_SECONDS)
 
 
-def _report(rank: int, pid: int, code: int) -> None:
-    """The failure in the lines that torchrun would print, which the report reads."""
-    how = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {pid}" if code < 0 else ""
+def _print_failure(rank: int, pid: int, code: int) -> None:
+    """Print a rank's failure in torchrun's lines, which the report reads; `code` is minus the signal."""
+    cause = ""
+    if code < 0:
+        cause = f"Signal {-code} ({signal.Signals(-code).name}) received by PID {pid}"
     lines = (
-        "",  # What a library prints at the end of a process need not end its line.
+        "",  # A library may have printed a last line without its end.
         "Root Cause (first observed failure):",
         f"  rank      : {rank} (local_rank: {rank})",
         f"  exitcode  : {code} (pid: {pid})",
-        f"  traceback : {how}",
+        f"  traceback : {cause}",
     )
     print("\n".join(lines), file=sys.stderr, flush=True)
 

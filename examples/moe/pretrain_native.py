@@ -9,9 +9,9 @@ is trained:
 
 from __future__ import annotations
 
-from megatron_patches.entry import named_refusals
+from megatron_patches.entry import name_entry_in_errors
 from parakit.native import main
 
 if __name__ == "__main__":
-    with named_refusals(__file__):
+    with name_entry_in_errors(__file__):
         main()

@@ -1,7 +1,7 @@
-"""Which elements of which parameters a rank counts in the gradient norm.
+"""Record which elements of which parameters a rank counts in the gradient norm.
 
-Nothing of Megatron's selection is written here again: what is noted is what it gives to the function
-that computes the norm, and over which ranks that function sums.
+Megatron's selection is not repeated here. What it passes to the function that computes the norm is
+recorded, and over which ranks that function sums.
 """
 
 from __future__ import annotations
@@ -18,54 +18,62 @@ from parakit.capturing import Piece, local
 
 
 class NormMembership:
-    """What one step of the optimizer counts."""
+    """The elements of parameters that one step of the optimizer counts in the norm."""
 
     def __init__(self, parameters: ParameterMap, optimizer: Any) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._counted: dict[tuple[int, ...], Counter[int]] = {}
-        """By the ranks of the norm's group, how often each parameter's part (by id) is counted."""
+        """How often each parameter (by id) is counted, by the ranks over which the norm is summed."""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks over which norms were summed."""
+        """Ranks over which norms were summed, one tuple per group."""
         return tuple(self._counted)
 
     def note(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        """`get_grad_norm_fp32`, of which it is noted what it is given."""
-        given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        """Record the gradients and call `get_grad_norm_fp32`, which is `original`, with all arguments."""
+        all_gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
         ranks = tuple(get_process_group_ranks(kwargs.get("grad_stats_parallel_group")))
-        mesh = next((one.device_mesh for one in given if hasattr(one, "device_mesh")), None)
-        if mesh is not None:  # Under FSDP those of the gradients' shards, too.
-            shards, here = get_process_group_ranks(mesh.get_group()), torch.distributed.get_rank()
-            ranks = tuple(sorted({rank + shard - here for rank in ranks for shard in shards}))
-        times = Counter(id(one) for one in given)
-        counted = {
-            id(parameter): times[id(gradient)]
-            for parameter, part in self._parameters.parts(self._optimizer)
-            for gradient in _gradients(part)
-            if times[id(gradient)]
-        }
-        # The most of all calls, not their sum: a norm may be computed twice to be used once.
+        meshes = (tensor.device_mesh for tensor in all_gradients if hasattr(tensor, "device_mesh"))
+        mesh = next(meshes, None)
+        if mesh is not None:
+            # Under FSDP the norm is also summed over the ranks with the gradients' other shards.
+            shard_ranks = get_process_group_ranks(mesh.get_group())
+            local_rank = torch.distributed.get_rank()
+            ranks = tuple(
+                sorted({rank + shard - local_rank for rank in ranks for shard in shard_ranks})
+            )
+        count_by_gradient = Counter(id(gradient) for gradient in all_gradients)
+        counted: dict[int, int] = {}
+        for parameter, part in self._parameters.parts(self._optimizer):
+            for gradient in _list_gradients(part):
+                if count_by_gradient[id(gradient)]:
+                    counted[id(parameter)] = count_by_gradient[id(gradient)]
+        # Calls are combined by their maximum, not their sum: a norm may be computed twice and used once.
         self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(counted)
         return original(gradients, *args, **kwargs)
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], Piece]]:
-        """How often each element is counted: a group's ranks, and the parameter's part."""
+        """Yield how often each element is counted: the ranks of the norm, and a piece with the counts.
+
+        Parameters that are not counted are left out. The counts are uint8.
+        """
         for ranks, counted in self._counted.items():
             for parameter, part in self._parameters.parts(self._optimizer):
                 if counted[id(parameter)]:
-                    times = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
+                    counts = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
                     start = part.start or 0
-                    times[start : start + local(part.main).numel()] = counted[id(parameter)]
-                    for piece in self._parameters.pieces(parameter, times):
+                    counts[start : start + local(part.main).numel()] = counted[id(parameter)]
+                    for piece in self._parameters.pieces(parameter, counts):
                         yield ranks, piece
 
 
-def _gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
-    """What Megatron takes as the gradient of what the optimizer updates."""
+def _list_gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
+    """Yield the tensors that Megatron may pass as the gradient of the tensor that the optimizer updates."""
     for name in ("grad", "decoupled_grad"):
         gradient = getattr(part.main, name, None)
         if gradient is not None:
             yield gradient
-            if hasattr(gradient, "_local_tensor"):  # Megatron-FSDP's shard is taken out of it.
+            if hasattr(gradient, "_local_tensor"):
+                # Megatron-FSDP passes the local shard of a DTensor.
                 yield local(gradient)

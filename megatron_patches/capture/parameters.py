@@ -1,13 +1,14 @@
-"""A parameter's gradient, optimizer state and weight, and a buffer, with its place in the whole.
+"""Find the position of each parameter and buffer of a rank in the full tensor.
 
-The place is what Megatron's own `sharded_state_dict` says of the model: it knows tensor, pipeline,
-virtual and expert parallelism, tied copies, and parameters that checkpoints hold in parts (a gated MLP's
-two halves). The distributed optimizer's flat ranges come from its own map of parameters.
+The position is the one in the model's own `sharded_state_dict`, which knows tensor, pipeline, virtual and
+expert parallelism, tied copies, and parameters that checkpoints hold in parts (the two halves of a gated
+MLP). The flat ranges of the distributed optimizer come from its own map of parameters. A `Piece` is a
+tensor of values with its position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,50 +20,47 @@ from parakit.capturing import Piece, local
 
 
 class ParameterMap:
-    """Where each parameter of a rank's model chunks lies in the whole model."""
+    """The parameters and buffers of a rank's model chunks with their positions in the full tensors."""
 
     def __init__(self, chunks: list[torch.nn.Module], names: list[dict[str, str]]) -> None:
-        """Look the parameters up; `names` gives each module's global name by its own."""
+        """Look up all parameters and saved buffers.
+
+        Args:
+            chunks: Chunks of the model.
+            names: One dictionary per chunk: each module's global name by its name in the chunk.
+        """
         self._entries: dict[int, Any] = {}
         self._names: dict[int, str] = {}
         self.parameters: list[torch.nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
-        """Those that checkpoints hold."""
+        """Buffers that checkpoints hold."""
         self.unplaced: list[str] = []
+        """Names of the parameters and buffers that `sharded_state_dict` does not hold."""
         for chunk, names_of_chunk in zip(chunks, names, strict=True):
-            entries = {id(entry.data): entry for entry in _entries(_described(chunk))}
-            saved = (
-                (f"{prefix}.{own}".lstrip("."), buffer)
-                for prefix, inner in chunk.named_modules()
-                for own, buffer in inner.named_buffers(recurse=False)
-                if own not in inner._non_persistent_buffers_set
-            )
-            for name, held in (*chunk.named_parameters(), *saved):
-                module, _, own = name.rpartition(".")
-                self._names.setdefault(id(held), f"{names_of_chunk[module]}.{own}")
-                # Some modules detach before they describe: it is the same memory.
-                memory = (local(held).data_ptr(), local(held).shape)
-                alike = (e for e in entries.values() if (e.data.data_ptr(), e.data.shape) == memory)
-                entry = entries.get(id(held)) or next(alike, None)
+            entries = {id(entry.data): entry for entry in _list_entries(_shard_state(chunk))}
+            for name, tensor in (*chunk.named_parameters(), *_list_saved_buffers(chunk)):
+                module, _, tensor_name = name.rpartition(".")
+                self._names.setdefault(id(tensor), f"{names_of_chunk[module]}.{tensor_name}")
+                entry = entries.get(id(tensor)) or _find_by_memory(entries.values(), tensor)
                 if entry is None:
                     self.unplaced.append(name)
-                elif id(held) not in self._entries:
-                    self._entries[id(held)] = entry
-                    if isinstance(held, torch.nn.Parameter):
-                        self.parameters.append(held)
+                elif id(tensor) not in self._entries:
+                    self._entries[id(tensor)] = entry
+                    if isinstance(tensor, torch.nn.Parameter):
+                        self.parameters.append(tensor)
                     else:
-                        self.buffers.append(held)
+                        self.buffers.append(tensor)
 
     def places(self, parameter: torch.Tensor) -> bool:
-        """Whether it is known where the parameter lies."""
+        """Return True if the parameter's position in the full tensor is known."""
         return id(parameter) in self._entries
 
     def name(self, parameter: torch.Tensor) -> str:
-        """The parameter's name with global numbers."""
+        """Return the parameter's name with the global numbers of layers and experts."""
         return self._names[id(parameter)]
 
     def parts(self, optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, OptimizerPart]]:
-        """Parameters of which the optimizer of this rank holds anything, and what."""
+        """Yield the parameters that this rank's optimizer updates at least a part of, and that part."""
         for parameter in self.parameters:
             part = _optimizer_part(optimizer, parameter)
             if part is not None:
@@ -71,105 +69,177 @@ class ParameterMap:
     def pieces(
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
-        """Bring `values`, of the parameter's shape or its flat range from `start` on, to places."""
-        whole, partial = self.spread(parameter, values, start)
-        yield from self.split(parameter, whole, partial)
+        """Yield `values` in pieces with their positions.
+
+        Args:
+            parameter: The parameter that the values belong to.
+            values: One value per element, in the parameter's shape or flat.
+            start: Index of the first value in the flattened parameter; None if there is one value for
+                every element.
+        """
+        full, is_partial = self.spread(parameter, values, start)
+        yield from self.split(parameter, full, is_partial)
 
     def spread(
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Values in the parameter's shape, and whether they are a copy that has NaN for absent ones."""
+        """Return `values` in the parameter's shape, and whether some elements have no value.
+
+        The arguments are those of `pieces`. If elements have no value, the result is a copy on the CPU
+        with NaN, or 0 for integers, in their place; else it is a view of `values`.
+        """
         values, shape = local(values), local(parameter).shape
-        if held := flat_range(parameter):
-            start, shape = held.start, parameter.shape
+        fsdp_range = flat_range(parameter)
+        if fsdp_range:
+            start, shape = fsdp_range.start, parameter.shape
         if start is not None:
             absent = torch.nan if values.is_floating_point() else 0
-            whole = torch.full((parameter.numel(),), absent, dtype=values.dtype)
-            whole[start : start + values.numel()] = values.detach().cpu().view(-1)
-            values = whole
+            full = torch.full((parameter.numel(),), absent, dtype=values.dtype)
+            full[start : start + values.numel()] = values.detach().cpu().view(-1)
+            values = full
         return values.detach().view(shape), start is not None
 
     def split(
-        self, parameter: torch.Tensor, values: torch.Tensor, partial: bool
+        self, parameter: torch.Tensor, values: torch.Tensor, is_partial: bool
     ) -> Iterator[Piece]:
-        """Views of `values`, of the parameter's shape, each with its place."""
+        """Yield views of `values`, which have the parameter's shape, each with its position.
+
+        A parameter that checkpoints hold in parts gives one piece per part; their names end in `[0]`,
+        `[1]`. `is_partial` says that some elements have no value.
+        """
         entry, name = self._entries[id(parameter)], self._names[id(parameter)]
         if not hasattr(entry, "build_fn"):
-            yield Piece(name, _place(entry, partial), values)
+            yield Piece(name, _make_placement(entry, is_partial), values)
             return
         built = entry.build_fn(entry.key, values, entry.replica_id, None)
-        for number, part in enumerate(_entries(built)):
-            yield Piece(f"{name}[{number}]", _place(part, partial), part.data)
+        for number, part in enumerate(_list_entries(built)):
+            yield Piece(f"{name}[{number}]", _make_placement(part, is_partial), part.data)
+
+
+def _list_saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that checkpoints hold, with their names in the chunk."""
+    for prefix, module in chunk.named_modules():
+        for buffer_name, buffer in module.named_buffers(recurse=False):
+            if buffer_name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{buffer_name}".lstrip("."), buffer
+
+
+def _find_by_memory(entries: Iterable[Any], tensor: torch.Tensor) -> Any:
+    """Return the entry with the tensor's memory and shape; None if there is none.
+
+    Some modules detach their parameters for `sharded_state_dict`, which makes another object.
+    """
+    memory = (local(tensor).data_ptr(), local(tensor).shape)
+    for entry in entries:
+        if (entry.data.data_ptr(), entry.data.shape) == memory:
+            return entry
+    return None
 
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What an optimizer keeps of one parameter: whole, or a flat range from `start` on."""
+    """The part of a parameter that this rank's optimizer updates: all of it, or a flat range."""
 
     start: int | None
+    """Index of the range's first element in the flattened parameter; None for the full parameter."""
     main: torch.Tensor
-    """The tensor that it updates: the parameter, or a master copy of it or of the range."""
+    """The tensor that is updated: the parameter, or a master copy of the parameter or of the range."""
     states: dict[str, torch.Tensor]
+    """The optimizer's states by name, and the master copy as `param` if its type is another."""
     gradient: torch.Tensor | None
+    """The reduced gradient of the part; None if there is none."""
     group: dict[str, Any]
     """The optimizer's parameter group, with its learning rate and weight decay."""
 
 
 def _optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
-    """The states and the reduced gradient of a parameter; None if this rank holds nothing of it."""
-    for one in optimizers(optimizer):
-        ranges = getattr(one, "model_param_gbuf_map", None)
-        if ranges is not None:
-            if parameter not in ranges:
-                continue
-            try:
-                held = one._get_model_param_range_map(parameter)["param"]
-                states = one._get_main_param_and_optimizer_states(parameter)
-            except KeyError:
-                return None  # Another rank's shard has all of it.
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                gradient = gradient.view(-1)[held.start : held.end]
-            group, place = one.model_param_group_index_map[parameter]
-            settings = one.optimizer.param_groups[group]
-            main = settings["params"][place]
-            return OptimizerPart(held.start, main, _kept(states, parameter), gradient, settings)
-        main = getattr(parameter, "main_param", None)
-        main = parameter if main is None else main
-        for group in one.param_groups:
-            if any(main is held for held in group["params"]):
-                inner = getattr(one, "optimizer", one)
-                states = _kept({**inner.state.get(main, {}), "param": main}, parameter)
-                return OptimizerPart(None, main, states, gradient_of(parameter), group)
+    """Return the part of a parameter that this rank's optimizer updates; None if it updates nothing."""
+    for megatron_optimizer in optimizers(optimizer):
+        if getattr(megatron_optimizer, "model_param_gbuf_map", None) is None:
+            part = _full_part(megatron_optimizer, parameter)
+            if part is not None:
+                return part
+        elif parameter in megatron_optimizer.model_param_gbuf_map:
+            return _sharded_part(megatron_optimizer, parameter)
     return None
 
 
-def _described(chunk: torch.nn.Module) -> Any:
-    """The chunk's sharded state dict.
+def _sharded_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
+    """Return the range of a parameter that this rank's shard of a distributed optimizer holds.
 
-    Before 0.19 Megatron takes every DTensor for torch FSDP2's, whose ranks have equally many rows each;
-    Megatron-FSDP's have ranges of flat buffers. With MTP the model of 0.16 reads `dp_cp_group` from the
-    caller's metadata, which all modules within it would add.
+    The result is None if another rank's shard holds all of the parameter.
+    """
+    try:
+        held_range = optimizer._get_model_param_range_map(parameter)["param"]
+        states = optimizer._get_main_param_and_optimizer_states(parameter)
+    except KeyError:
+        return None
+    gradient = gradient_of(parameter)
+    if gradient is not None:
+        gradient = gradient.view(-1)[held_range.start : held_range.end]
+    group_index, index_in_group = optimizer.model_param_group_index_map[parameter]
+    group = optimizer.optimizer.param_groups[group_index]
+    return OptimizerPart(
+        start=held_range.start,
+        main=group["params"][index_in_group],
+        states=_select_tensors(states, parameter),
+        gradient=gradient,
+        group=group,
+    )
+
+
+def _full_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
+    """Return the full parameter as a part of an optimizer without sharding; None if it has it not."""
+    master = getattr(parameter, "main_param", None)
+    main = parameter if master is None else master
+    for group in optimizer.param_groups:
+        if any(main is candidate for candidate in group["params"]):
+            torch_optimizer = getattr(optimizer, "optimizer", optimizer)
+            states = {**torch_optimizer.state.get(main, {}), "param": main}
+            return OptimizerPart(
+                start=None,
+                main=main,
+                states=_select_tensors(states, parameter),
+                gradient=gradient_of(parameter),
+                group=group,
+            )
+    return None
+
+
+def _shard_state(chunk: torch.nn.Module) -> Any:
+    """Return the chunk's sharded state dict.
+
+    Two faults of older versions are worked around. Before 0.19 Megatron takes every DTensor for one of
+    torch FSDP2, whose ranks have equally many rows; the DTensors of Megatron-FSDP are ranges of flat
+    buffers. With MTP, the model of 0.16 reads `dp_cp_group` from the caller's metadata, where only its
+    modules would add it.
     """
     from megatron.core import utils
-    from megatron.core.transformer import utils as of_modules
+    from megatron.core.transformer import utils as transformer_utils
 
-    known = utils.HAVE_DTENSOR
-    ranged = any(hasattr(one, "megatron_fsdp_slice") for one in chunk.parameters())
-    utils.HAVE_DTENSOR = known and not ranged
+    have_dtensor = utils.HAVE_DTENSOR
+    has_flat_ranges = any(
+        hasattr(parameter, "megatron_fsdp_slice") for parameter in chunk.parameters()
+    )
+    utils.HAVE_DTENSOR = have_dtensor and not has_flat_ranges
     try:
-        ensure = getattr(of_modules, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
-        return chunk.sharded_state_dict(metadata=ensure(None))  # type: ignore[operator]
+        ensure_group = getattr(
+            transformer_utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata
+        )
+        return chunk.sharded_state_dict(metadata=ensure_group(None))  # type: ignore[operator]
     finally:
-        utils.HAVE_DTENSOR = known
+        utils.HAVE_DTENSOR = have_dtensor
 
 
-def _place(entry: Any, partial: bool) -> Placement:
-    return Placement(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), partial)
+def _make_placement(entry: Any, is_partial: bool) -> Placement:
+    """Return the position of an entry of a sharded state dict."""
+    return Placement(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), is_partial)
 
 
-def _kept(states: dict[str, Any], parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """States that are tensors, among them the master copy where it is more than the weight itself."""
+def _select_tensors(
+    states: dict[str, Any], parameter: torch.nn.Parameter
+) -> dict[str, torch.Tensor]:
+    """Return the states that are tensors, without a master copy (`param`) of the parameter's own type."""
     return {
         name: value
         for name, value in states.items()
@@ -178,19 +248,22 @@ def _kept(states: dict[str, Any], parameter: torch.nn.Parameter) -> dict[str, to
     }
 
 
-def _entries(state: Any) -> Iterator[Any]:
-    """The sharded tensors, and the factories of such, of a nested state dict."""
+def _list_entries(state: Any) -> Iterator[Any]:
+    """Yield the sharded tensors, and the factories of sharded tensors, in a nested state dict."""
     if isinstance(state, dict):
         for value in state.values():
-            yield from _entries(value)
+            yield from _list_entries(value)
     elif isinstance(state, (list, tuple)):
         for value in state:
-            yield from _entries(value)
+            yield from _list_entries(value)
     elif hasattr(state, "replica_id") and isinstance(state.data, torch.Tensor):
         yield state
 
 
 def flat_range(parameter: torch.Tensor) -> slice | None:
-    """Which of its elements this rank has, under Megatron-FSDP, which splits flat buffers, not rows."""
-    found: slice | None = getattr(parameter, "megatron_fsdp_slice", None)
-    return found
+    """Return the range of the flattened parameter that this rank has under Megatron-FSDP, else None.
+
+    Megatron-FSDP splits flat buffers and not rows, so a rank may have a part of a row.
+    """
+    fsdp_slice: slice | None = getattr(parameter, "megatron_fsdp_slice", None)
+    return fsdp_slice

@@ -1,6 +1,6 @@
-"""Hooks on a model's modules that hand every tensor, and its gradient, to a sink.
+"""Set hooks on a model's modules that pass every tensor, and its gradient, to a sink.
 
-What a probe is stands in `parakit.capturing.sinks`.
+`parakit.capturing.sinks` defines sinks and probes.
 """
 
 from __future__ import annotations
@@ -30,60 +30,83 @@ from parakit.capturing import Sink, tap
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a module."""
+    """One call of a module in a forward pass."""
 
     name: str
     micro_batch: int
     number: int
-    """Of the calls in the micro batch by one caller, from 0."""
+    """Number of the call from 0, among the calls of the module by one caller in the micro batch."""
     caller: str = ""
-    """The module that it, or what it is in, is called by and no part of; empty where there is none."""
+    """The module that makes the call, directly or through modules within, and that does not contain the
+    called module; empty if there is none."""
     recomputed: bool = False
+    """True if the call repeats a forward pass during backward."""
 
 
 class Probes:
-    """Hooks on all modules of all model chunks, for one iteration."""
+    """The hooks on all modules of all model chunks, for one iteration."""
 
     def __init__(self, chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink):
-        """Hook into `chunks`; `names` gives each module's global name by its own, chunk by chunk."""
+        """Set the hooks.
+
+        Args:
+            chunks: Chunks of the model.
+            names: One dictionary per chunk: each module's global name by its name in the chunk.
+            sink: Takes the tensors and their gradients.
+        """
         self._sink = sink
-        self._micro_batches: Counter[int] = Counter()
+        self._num_micro_batches: Counter[int] = Counter()
+        """Number of micro batches that have begun, by chunk."""
         self._micro_batch: dict[int, int] = {}
-        self._calls: Counter[tuple[int, str, int, str]] = Counter()
-        """Of a chunk's module in a micro batch by a caller; several chunks have a `decoder`."""
+        """Number of the current micro batch, by chunk."""
+        self._num_calls: Counter[tuple[int, str, int, str]] = Counter()
+        """Number of calls by chunk, module, micro batch and caller. The chunk is part of the key because
+        several chunks have a `decoder`."""
         self._running: list[_Call] = []
-        """The innermost last."""
+        """Calls that have not returned, the innermost last."""
         self._to_recompute: dict[str, list[_Call]] = {}
+        """Calls that backward may repeat, in the order of the forward passes, by module."""
         self._handles: list[Any] = []
         for number, (chunk, names_of_chunk) in enumerate(zip(chunks, names, strict=True)):
-            # What is in the middle of a pipeline is no input or output of the whole.
-            begins = getattr(chunk, "pre_process", True)
-            ends = getattr(chunk, "post_process", True)
-            for own, module in chunk.named_modules():
+            # Tensors between pipeline stages are no inputs or outputs of the full model or decoder.
+            is_first = getattr(chunk, "pre_process", True)
+            is_last = getattr(chunk, "post_process", True)
+            for name, module in chunk.named_modules():
                 if getattr(module, "local_experts", None):
-                    continue  # Rows of several experts; each expert is a module of its own.
-                whole = own in ("", "decoder")
-                takes = begins or not whole or (ends and own == "")
-                self._hook(module, names_of_chunk[own], number, takes, gives=ends or not whole)
+                    # Its tensors have rows of several experts. Each expert is a module with hooks.
+                    continue
+                is_full = name in ("", "decoder")
+                takes = is_first or not is_full or (is_last and name == "")
+                gives = is_last or not is_full
+                self._hook(module, names_of_chunk[name], chunk=number, takes=takes, gives=gives)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
     def begin_micro_batch(self, chunk: int) -> int:
-        """Note that a chunk's next forward pass begins; its number is returned."""
-        number = self._micro_batches[chunk]
-        self._micro_batches[chunk] += 1
+        """Begin the next micro batch of a chunk and return its number from 0."""
+        number = self._num_micro_batches[chunk]
+        self._num_micro_batches[chunk] += 1
         self._micro_batch[chunk] = number
         return number
 
     def _hook(
         self, module: torch.nn.Module, name: str, chunk: int, takes: bool, gives: bool
     ) -> None:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        arguments = inspect.signature(module.forward).parameters.values()
-        of_arguments = [argument.name for argument in arguments if argument.kind in kinds]
+        """Set the hooks before and after a module's forward pass.
+
+        Args:
+            module: The module.
+            name: Its global name.
+            chunk: Number of its chunk.
+            takes: Whether its inputs are captured.
+            gives: Whether its outputs are captured.
+        """
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind in positional]
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._begin_call(name, chunk)
@@ -93,7 +116,7 @@ class Probes:
             stage = Stage.INPUTS if name == MODEL else Stage.OUTPUTS
             args = tuple(
                 self._probe(value, stage, name, f"input.{key}", call)
-                for key, value in zip(chain(of_arguments, count()), args, strict=False)
+                for key, value in zip(chain(names, count()), args, strict=False)
             )
             kwargs = {
                 key: self._probe(value, stage, name, f"input.{key}", call)
@@ -106,7 +129,8 @@ class Probes:
             if not gives:
                 return output
             if isinstance(output, torch.Tensor):
-                if name == MODEL and output.ndim == 2:  # [b, s], not logits [b, s, vocabulary].
+                if name == MODEL and output.ndim == 2:
+                    # The model returned losses [b, s] and not logits [b, s, vocabulary].
                     return self._probe(output, Stage.LOSS, LOSS, OF_EACH_TOKEN, call)
                 return self._probe(output, Stage.OUTPUTS, name, "output", call)
             if isinstance(output, (tuple, list)):
@@ -121,71 +145,90 @@ class Probes:
         self._handles.append(module.register_forward_hook(after))
 
     def _begin_call(self, name: str, chunk: int) -> _Call:
-        # -1 outside of a backward pass, where forward passes are recomputed.
+        """Return the call that begins now; in a backward pass it is the earlier call that it repeats."""
+        # The id is -1 outside of a backward pass; inside of one, forward passes are recomputed.
         if torch._C._current_graph_task_id() == -1:
             micro_batch, caller = self._micro_batch[chunk], ""
             if self._running:
-                around = self._running[-1]
-                within = around.name == MODEL or name.startswith(f"{around.name}.")
-                caller = around.caller if within else around.name
-            # A rank need not have all callers of a module, so each one's calls are counted alone.
+                outer = self._running[-1]
+                is_within = outer.name == MODEL or name.startswith(f"{outer.name}.")
+                caller = outer.caller if is_within else outer.name
+            # A rank may lack some callers of a module. Calls are counted per caller, so that their
+            # numbers are the same on every rank.
             key = (chunk, name, micro_batch, caller)
-            call = _Call(name, micro_batch, self._calls[key], caller)
-            self._calls[key] += 1
-            # Not only where gradients are off: inside of a checkpoint Megatron switches them on.
+            call = _Call(name, micro_batch, self._num_calls[key], caller)
+            self._num_calls[key] += 1
+            # Whether gradients are on does not tell whether the call will be recomputed: Megatron
+            # switches them on inside of a checkpoint.
             self._to_recompute.setdefault(name, []).append(call)
             return call
-        # Micro batches of a chunk go backward in the order in which they went forward, and of a
-        # module that is recomputed every call is.
+        # A chunk's micro batches run backward in the order of their forward passes, and if a module is
+        # recomputed, then every call of it is.
         return replace(self._to_recompute[name].pop(0), recomputed=True)
 
     def _probe(self, value: Any, stage: Stage, name: str, slot: str, call: _Call) -> Any:
+        """Return `value` with a tap for it and its gradient; values that are no activations unchanged."""
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
         slot += CALLED_BY + call.caller if call.caller else ""
-        backward, of_call = Stage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
-        gradient, seen = Site(backward, name, slot, *of_call), Site(stage, name, slot, *of_call)
-        if call.recomputed:  # That is a part of the backward pass.
-            seen = Site(backward, name, f"{RECOMPUTED}{slot}", *of_call)
-        return tap(self._sink, value, [(seen, gradient)])
+        backward, position = Stage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
+        gradient_site = Site(backward, name, slot, *position)
+        value_site = Site(stage, name, slot, *position)
+        if call.recomputed:
+            # A recomputed value belongs to the backward pass.
+            value_site = Site(backward, name, f"{RECOMPUTED}{slot}", *position)
+        return tap(self._sink, value, [(value_site, gradient_site)])
 
 
 def global_names(
     chunks: list[torch.nn.Module], layers_before: list[int], experts_before: int
 ) -> list[dict[str, str]]:
-    """Each module's name with the global numbers of layers and experts, by its own, chunk by chunk."""
+    """Return each module's name with the global numbers of layers and experts.
 
-    def whole(own: str, before: int) -> str:
-        parts = own.split(".")
+    Args:
+        chunks: Chunks of the model on this rank.
+        layers_before: Number of layers before each chunk, in other chunks and on other ranks.
+        experts_before: Number of experts on the ranks before this one.
+
+    Returns:
+        One dictionary per chunk, with the global names by the names in the chunk.
+    """
+
+    def make_global(name: str, num_layers: int) -> str:
+        parts = name.split(".")
         for index, (parent, number) in enumerate(pairwise(parts), start=1):
             if parent == "layers" and index >= 2 and parts[index - 2] == "decoder":
-                parts[index] = str(int(number) + before)
+                parts[index] = str(int(number) + num_layers)
             elif parent == "local_experts":
                 parts[index] = str(int(number) + experts_before)
-        return ".".join(parts) if own else MODEL
+        return ".".join(parts) if name else MODEL
 
-    return [
-        {own: whole(own, before) for own, _ in chunk.named_modules()}
-        for chunk, before in zip(chunks, layers_before, strict=True)
-    ]
+    names_by_chunk = []
+    for chunk, num_layers in zip(chunks, layers_before, strict=True):
+        names_of_chunk = {name: make_global(name, num_layers) for name, _ in chunk.named_modules()}
+        names_by_chunk.append(names_of_chunk)
+    return names_by_chunk
 
 
-def modules_of(
+def list_modules(
     chunks: list[torch.nn.Module], names: list[dict[str, str]]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every module of a rank with its global name."""
+    """Yield every module of a rank with its global name; `names` are those of `global_names`."""
     for chunk, names_of_chunk in zip(chunks, names, strict=True):
-        for own, module in chunk.named_modules():
-            yield names_of_chunk[own], module
+        for name, module in chunk.named_modules():
+            yield names_of_chunk[name], module
 
 
-def described(module: torch.nn.Module) -> CapturedModule:
-    """Its class, and where its forward pass stands."""
-    return CapturedModule(type(module).__name__, source_of(type(module).forward))
+def describe_module(module: torch.nn.Module) -> CapturedModule:
+    """Return the module's class, and file and line of its forward method."""
+    return CapturedModule(type(module).__name__, locate_function(type(module).forward))
 
 
-def source_of(function: Callable[..., Any]) -> str:
-    """File and line of a function, from the folder that holds `megatron`; empty if it has none."""
+def locate_function(function: Callable[..., Any]) -> str:
+    """Return file and line of a function; empty for a function without Python code.
+
+    The path begins at the folder `megatron`, `megatron_patches` or `torch`; other paths are absolute.
+    """
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""

@@ -1,18 +1,22 @@
-"""Which rank is captured: its place in every group, the names of its modules, what is not captured."""
+"""Describe the rank that is captured: its position in every group, its modules, what is not captured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import described, global_names, modules_of, source_of
+from megatron_patches.capture.probes import (
+    describe_module,
+    global_names,
+    list_modules,
+    locate_function,
+)
 from parakit.accounting import optimizers
 from parakit.artifacts.capture import (
     BUCKETS,
@@ -33,35 +37,39 @@ _FUNCTIONS = {
     **dict.fromkeys(RATE_SLOTS, "optimizer:_get_param_groups"),
     INITIAL: "tensor_parallel.random:model_parallel_cuda_manual_seed",
 }
-"""What computes a stage's tensors, or those of a slot, where no module does."""
+"""Function of `megatron.core` that computes the tensors of a stage or slot, where no module does."""
 
 
-def module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
-    """Global names of the modules: layers are counted over pipeline stages and virtual stages."""
+def gather_module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
+    """Return the global name of each module by its name in the chunk, one dictionary per chunk.
+
+    Layers are numbered over pipeline stages and virtual stages, experts over expert-parallel ranks. All
+    ranks must call this function together, because they exchange their numbers of layers.
+    """
     from megatron.core import mpu
 
-    counts = [len(getattr(getattr(one, "decoder", None), "layers", ())) for one in chunks]
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    here = (mpu.get_pipeline_model_parallel_rank(), counts)
-    torch.distributed.all_gather_object(of_ranks, here)
-    of_stages = dict(of_ranks)
-    in_order = [
-        (chunk, stage, of_stages[stage][chunk])
-        for chunk in range(len(chunks))
-        for stage in sorted(of_stages)
+    layers_per_chunk = [
+        len(getattr(getattr(chunk, "decoder", None), "layers", ())) for chunk in chunks
     ]
-    sums = accumulate((count for *_, count in in_order), initial=0)
-    before = {(chunk, stage): so_far for (chunk, stage, _), so_far in zip(in_order, sums)}  # noqa: B905
+    local_stage = mpu.get_pipeline_model_parallel_rank()
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, (local_stage, layers_per_chunk))
+    layers_by_stage: dict[int, list[int]] = dict(gathered)
+    layers_before = []
+    num_layers = 0
+    # Layers continue from the last stage's first chunk to the first stage's second chunk, and so on.
+    for chunk_number in range(len(chunks)):
+        for stage in sorted(layers_by_stage):
+            if stage == local_stage:
+                layers_before.append(num_layers)
+            num_layers += layers_by_stage[stage][chunk_number]
     experts = getattr(chunks[0].config, "num_moe_experts", None) or 0
-    experts_before = (
-        mpu.get_expert_model_parallel_rank() * experts // mpu.get_expert_model_parallel_world_size()
-    )
-    return global_names(
-        chunks, [before[number, here[0]] for number in range(len(chunks))], experts_before
-    )
+    expert_rank = mpu.get_expert_model_parallel_rank()
+    experts_before = expert_rank * experts // mpu.get_expert_model_parallel_world_size()
+    return global_names(chunks, layers_before, experts_before)
 
 
-def captured_rank(
+def describe_rank(
     chunks: list[torch.nn.Module],
     names: list[dict[str, str]],
     parameters: ParameterMap,
@@ -69,30 +77,41 @@ def captured_rank(
     optimizer: Any,
     loss_scales: tuple[float, ...],
 ) -> CapturedRank:
-    """What `rank.json` says of this rank: its place in every group, the batch, the modules."""
+    """Return the content of `rank.json`: the rank's position in every group, the batch, the modules.
+
+    Args:
+        chunks: Chunks of the model.
+        names: Global names of the modules (`gather_module_names`).
+        parameters: The captured parameters.
+        norm_groups: Ranks over which gradient norms were summed, one tuple per group.
+        optimizer: Megatron's optimizer.
+        loss_scales: Loss scale of each iteration under fp16; empty without fp16.
+    """
     from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
 
-    def place(group: str) -> tuple[int, int]:
-        of = f"get_{group}_parallel"
-        return getattr(mpu, f"{of}_rank")(), getattr(mpu, f"{of}_world_size")()
+    def find_position(group: str) -> tuple[int, int]:
+        """Return this rank's number in a parallel group, and the group's size."""
+        function = f"get_{group}_parallel"
+        return getattr(mpu, f"{function}_rank")(), getattr(mpu, f"{function}_world_size")()
 
     args = get_args()
-    data, tensor, context = place("data"), place("tensor_model"), place("context")
-    of_groups = ("moe_router_num_groups", "moe_router_group_topk")
-    groups: Any = tuple(getattr(args, name, None) for name in of_groups)
+    data, context = find_position("data"), find_position("context")
+    tensor = find_position("tensor_model")
+    group_arguments = ("moe_router_num_groups", "moe_router_group_topk")
+    groups: Any = tuple(getattr(args, name, None) for name in group_arguments)
     return CapturedRank(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         iteration=args.curr_iteration + 1,
         tensor=tensor,
-        pipeline=place("pipeline_model"),
+        pipeline=find_position("pipeline_model"),
         virtual_stages=len(chunks),
         context=context,
         data=data,
-        expert=place("expert_model"),
-        expert_tensor=place("expert_tensor"),
+        expert=find_position("expert_model"),
+        expert_tensor=find_position("expert_tensor"),
         expert_sources=_expert_sources((data[0], context[0], tensor[0])),
         sequence_parallel=bool(args.sequence_parallel),
         gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
@@ -106,58 +125,68 @@ def captured_rank(
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
         loss_scales=loss_scales,
-        modules={name: described(module) for name, module in modules_of(chunks, names)},
-        functions=_functions(chunks[0].config, optimizer),
+        modules={name: describe_module(module) for name, module in list_modules(chunks, names)},
+        functions=_find_functions(chunks[0].config, optimizer),
         router_groups=groups if all(groups) else None,
         norm_groups=norm_groups,
-        notes=tuple(_notes(parameters)),
+        notes=tuple(_describe_gaps(parameters)),
     )
 
 
-def _functions(config: Any, optimizer: Any) -> dict[str, str]:
-    fused = getattr(config, "cross_entropy_loss_fusion", False)
-    place = "fusions.fused_cross_entropy" if fused else "tensor_parallel.cross_entropy"
-    update = type(optimizers(optimizer)[0])
-    name = f"{update.__module__.removeprefix('megatron.core.')}:{update.__name__}"
-    found = {
-        Stage.LOSS: f"{place}:_VocabParallelCrossEntropy.forward",
-        Stage.ACTIVATION_GRADIENTS: f"{place}:_VocabParallelCrossEntropy.backward",
+def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
+    """Return file and line of the function that computes each stage's or slot's tensors.
+
+    A function that this Megatron does not have is left out.
+    """
+    is_fused = getattr(config, "cross_entropy_loss_fusion", False)
+    loss_module = "fusions.fused_cross_entropy" if is_fused else "tensor_parallel.cross_entropy"
+    optimizer_class = type(optimizers(optimizer)[0])
+    optimizer_module = optimizer_class.__module__.removeprefix("megatron.core.")
+    optimizer_name = f"{optimizer_module}:{optimizer_class.__name__}"
+    functions = {
+        Stage.LOSS: f"{loss_module}:_VocabParallelCrossEntropy.forward",
+        Stage.ACTIVATION_GRADIENTS: f"{loss_module}:_VocabParallelCrossEntropy.backward",
         **_FUNCTIONS,
-        Stage.OPTIMIZER_STATE: f"{name}.step",
-        Stage.WEIGHTS: f"{name}.step_with_ready_grads",
+        Stage.OPTIMIZER_STATE: f"{optimizer_name}.step",
+        Stage.WEIGHTS: f"{optimizer_name}.step_with_ready_grads",
     }
     sources = {}
-    for what, name in found.items():
-        module, _, function = name.partition(":")
-        with suppress(ImportError, AttributeError):  # Not every Megatron has one of that name.
-            source = source_of(attrgetter(function)(import_module(f"megatron.core.{module}")))
+    for stage_or_slot, target in functions.items():
+        module, _, function = target.partition(":")
+        # Some versions of Megatron lack a module or a function of that name.
+        with suppress(ImportError, AttributeError):
+            source = locate_function(attrgetter(function)(import_module(f"megatron.core.{module}")))
             if source:
-                sources[what] = source
+                sources[stage_or_slot] = source
     return sources
 
 
-def _expert_sources(here: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Places of the ranks that send tokens to this rank's experts, in the order of their rows."""
+def _expert_sources(position: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Return the positions of the ranks that send tokens to this rank's experts, in the order of the rows.
+
+    A position is the rank's number in its data-, context- and tensor-parallel group; `position` is this
+    rank's. All ranks must call this function together.
+    """
     from megatron.core import mpu
     from megatron.training import get_args
 
-    places: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(places, here)
+    positions: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(positions, position)
     ranks = torch.distributed.get_process_group_ranks(
         mpu.get_expert_tensor_and_model_parallel_group()
     )
     size = mpu.get_expert_tensor_parallel_world_size()
     if get_args().moe_token_dispatcher_type != "allgather":
-        # Sent over expert-parallel ranks first, what arrives is gathered over tensor-parallel ones.
+        # Tokens are sent between expert-parallel ranks first, then gathered over tensor-parallel ranks.
         ranks = [rank for number in range(size) for rank in ranks[number::size]]
-    return tuple(places[rank] for rank in ranks)
+    return tuple(positions[rank] for rank in ranks)
 
 
-def _notes(parameters: ParameterMap) -> Iterator[str]:
-    """What is not captured, and why."""
+def _describe_gaps(parameters: ParameterMap) -> Iterator[str]:
+    """Yield a note for everything that is not captured, with the reason."""
     for name in parameters.unplaced:
         yield f"{name} has no place in sharded_state_dict"
     marks = {"is_torch_fsdp2_param": "torch FSDP2", "megatron_fsdp_slice": "Megatron-FSDP"}
     for mark, wrapper in marks.items():
-        if any(hasattr(one, mark) for one in parameters.parameters):
+        if any(hasattr(parameter, mark) for parameter in parameters.parameters):
             yield f"local gradients: {wrapper} reduces them within the backward pass"

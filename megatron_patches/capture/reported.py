@@ -1,4 +1,4 @@
-"""Sums of losses that Megatron keeps in order to print them, beside the losses of the model."""
+"""Keep the sums of auxiliary losses that Megatron prints unchanged while an iteration is repeated."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 
 @contextmanager
-def reported_losses_kept() -> Iterator[None]:
+def preserve_reported_losses() -> Iterator[None]:
     """Put Megatron's sums of auxiliary, z and MTP losses back at the end, as they were at the start.
 
     Every forward pass adds to them, and the log prints their sum at the iteration's end. Passes inside
     of this context repeat an iteration for the capture, so the log must not print them.
     """
-    kept = [(values, values.clone()) for values in _list_sums()]
+    saved_sums = [(values, values.clone()) for values in _list_sums()]
     yield
-    for values, before in kept:
-        values.copy_(before)
+    for values, saved in saved_sums:
+        values.copy_(saved)
 
 
 def _list_sums() -> Iterator[torch.Tensor]:
     """Yield the tensors that routers and MTP layers add their losses to."""
     for entry in (*_list_entries_of_routers(), *_list_entries_of_mtp()):
-        held = entry if isinstance(entry, dict) else vars(entry)
-        yield from (value for value in held.values() if isinstance(value, torch.Tensor))
+        fields = entry if isinstance(entry, dict) else vars(entry)
+        yield from (value for value in fields.values() if isinstance(value, torch.Tensor))
 
 
 def _list_entries_of_routers() -> list[Any]:
     """Return an entry for each loss that routers have reported so far."""
-    # From 0.19 on a tracker of its own; before, a dictionary among the process groups.
+    # From 0.19 on Megatron has a tracker for these losses; before, a dictionary in parallel_state.
     with suppress(ImportError):
         logging = import_module("megatron.core.transformer.moe.moe_logging")
         return list(logging.get_moe_metrics_tracker().metrics.values())

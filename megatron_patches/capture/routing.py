@@ -1,9 +1,9 @@
-"""Which experts each router chooses, of which scores; another run's choice can take its place.
+"""Capture the scores and choices of each router; another run's choice can replace them.
 
-It stands where Megatron keeps its own replay of routing (`TopKRouter.router_replay`), so that what is
-chosen from and what is chosen are seen between the two. In a Megatron without a replay (0.15) the first
-choice of a call of `TopKRouter.routing` is taken. Routers that choose otherwise (sinkhorn, quantiles)
-are left alone: their maps are compared as any output.
+The hook stands where Megatron has its own replay of routing (`TopKRouter.router_replay`), between the
+scores and the choice. A Megatron without a replay (0.15) gets it around the first choice in a call of
+`TopKRouter.routing`. Routers that choose in another way (sinkhorn, quantiles) are left alone: their maps
+are compared as any other output.
 """
 
 from __future__ import annotations
@@ -16,81 +16,88 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_patches.capture.probes import modules_of
+from megatron_patches.capture.probes import list_modules
 from parakit.artifacts.capture import CHOICE, SCORES, Site, Stage
 from parakit.capturing import Sink
 
 
 @contextmanager
-def watched_routing(
+def capture_routing(
     chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink, earlier: str = ""
 ) -> Iterator[None]:
-    """Hand every choice of one iteration to the sink.
+    """Pass every choice of the routers to the sink while the context is open.
 
     Args:
-        chunks: Of the model.
-        names: Each module's global name by its own, chunk by chunk.
-        sink: What becomes of the choices.
-        earlier: Begins the slots of an iteration before the one that is captured.
+        chunks: Chunks of the model.
+        names: One dictionary per chunk: each module's global name by its name in the chunk.
+        sink: Takes the scores and choices, and may return another choice.
+        earlier: Beginning of the slots' names in an iteration before the captured one.
     """
-    with ExitStack() as replaced:
-        for name, module in modules_of(chunks, names):
+    with ExitStack() as replacements:
+        for name, module in list_modules(chunks, names):
             choices = _Choices(name, sink, earlier)
             if "router_replay" in vars(module) and module.router_replay is None:
-                replaced.enter_context(patch.object(module, "router_replay", choices))
-            elif _is_older(module):
-                asking = _asking(cast(Any, module.routing), choices)
-                replaced.enter_context(patch.object(module, "routing", asking))
+                replacements.enter_context(patch.object(module, "router_replay", choices))
+            elif _is_router_without_replay(module):
+                routing = _wrap_routing(cast(Any, module.routing), choices)
+                replacements.enter_context(patch.object(module, "routing", routing))
         yield
 
 
-def _is_older(module: torch.nn.Module) -> bool:
-    """Whether it is a router of a Megatron without a replay, and chooses the best."""
+def _is_router_without_replay(module: torch.nn.Module) -> bool:
+    """Return True for a router of a Megatron without a replay that chooses the highest scores."""
     is_router = hasattr(module, "routing") and hasattr(module, "topk")
     has_replay = hasattr(module, "router_replay")
     return is_router and not has_replay and getattr(module, "routing_type", "") != "sinkhorn"
 
 
-def _asking(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
-    """A router's `routing`; its first choice among experts, or groups of them, is that of `choices`."""
+def _wrap_routing(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
+    """Return a router's `routing` whose first choice goes through `choices`.
+
+    The first choice is the first call of `torch.topk` over experts or of `group_limited_topk`. Later
+    calls are the originals.
+    """
     from megatron.core.transformer.moe import moe_utils
 
-    best, of_groups = torch.topk, moe_utils.group_limited_topk
+    topk, group_limited_topk = torch.topk, moe_utils.group_limited_topk
 
     @functools.wraps(routing)
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as replaced:
+    def routing_with_choices(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as replacements:
 
-            def first(scores: torch.Tensor, k: int, dim: int = -1, **more: Any) -> Any:
+            def choose_first(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
                 if dim != 1:
-                    return best(scores, k, dim, **more)
-                replaced.close()
+                    return topk(scores, k, dim, **options)
+                replacements.close()
                 return choices.get_replay_topk(
-                    scores, k, default_compute_topk=lambda scores, k, **_: best(scores, k, dim)
+                    scores, k, default_compute_topk=lambda scores, k, **_: topk(scores, k, dim)
                 )
 
-            def first_of_groups(scores: torch.Tensor, topk: int, **groups: Any) -> Any:
-                replaced.close()
-                choose = functools.partial(of_groups, **groups)
+            def choose_first_in_groups(scores: torch.Tensor, topk: int, **groups: Any) -> Any:
+                replacements.close()
+                choose = functools.partial(group_limited_topk, **groups)
                 return choices.get_replay_topk(
                     scores, topk, default_compute_topk=lambda scores, k, **_: choose(scores, k)
                 )
 
-            replaced.enter_context(patch.object(torch, "topk", first))
-            replaced.enter_context(patch.object(moe_utils, "group_limited_topk", first_of_groups))
+            replacements.enter_context(patch.object(torch, "topk", choose_first))
+            replacements.enter_context(
+                patch.object(moe_utils, "group_limited_topk", choose_first_in_groups)
+            )
             return routing(*args, **kwargs)
 
-    return routed
+    return routing_with_choices
 
 
 class _Choices:
-    """One router's, with the method of Megatron's `RouterReplay` that a router calls."""
+    """The choices of one router, with the method of Megatron's `RouterReplay` that a router calls."""
 
     def __init__(self, name: str, sink: Sink, earlier: str) -> None:
         self._name, self._sink, self._earlier = name, sink, earlier
-        self._given: list[torch.Tensor | None] = []
-        """What takes the place of each micro batch's choice."""
-        self._recomputed = 0
+        self._replacements: list[torch.Tensor | None] = []
+        """The choice that replaces the router's, per micro batch; None keeps the router's choice."""
+        self._num_recomputed = 0
+        """Number of micro batches whose forward pass has been recomputed in backward."""
 
     def get_replay_topk(
         self,
@@ -100,31 +107,40 @@ class _Choices:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose as the router does; scores [tokens, experts] to scores and numbers [tokens, topk]."""
+        """Return the scores and the numbers of the chosen experts, both [tokens, topk].
+
+        `scores` is [tokens, experts]. The router's choice goes to the sink, which may replace it. A
+        recomputed forward pass makes the same choice as the pass before.
+        """
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        # -1 outside of a backward pass, where forward passes are recomputed.
+        # The id is -1 outside of a backward pass; inside of one, forward passes are recomputed.
         if torch._C._current_graph_task_id() == -1:
-            self._given.append(self._seen(scores.detach(), chosen))
-            given = self._given[-1]
+            self._replacements.append(self._write_choice(scores.detach(), chosen))
+            replacement = self._replacements[-1]
         else:
-            given = self._given[self._recomputed]
-            self._recomputed += 1
-        if given is None:
+            replacement = self._replacements[self._num_recomputed]
+            self._num_recomputed += 1
+        if replacement is None:
             return values, chosen
-        return scores.gather(1, given), given
+        return scores.gather(1, replacement), replacement
 
-    def _seen(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
-        micro_batch = len(self._given)
-        sites = (
-            Site(Stage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
-            for slot in (SCORES, CHOICE)
-        )
-        self._sink.write(next(sites), scores)
-        which = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
-        given = self._sink.choose(next(sites), which)
-        if given is None or given.shape != which.shape:
+    def _write_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Pass scores and choice to the sink, and return the choice that it replaces it by.
+
+        The result has the shape of `chosen`; None keeps the router's choice, also if the sink's choice
+        is of other tokens or experts.
+        """
+        micro_batch = len(self._replacements)
+
+        def make_site(slot: str) -> Site:
+            return Site(Stage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
+
+        self._sink.write(make_site(SCORES), scores)
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        replacement = self._sink.choose(make_site(CHOICE), is_chosen)
+        if replacement is None or replacement.shape != is_chosen.shape:
             return None
-        return given.nonzero()[:, 1].view(chosen.shape).to(chosen.device)
+        return replacement.nonzero()[:, 1].view(chosen.shape).to(chosen.device)

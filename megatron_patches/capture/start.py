@@ -1,8 +1,8 @@
-"""What an iteration begins with: weights, buffers and states, put back, replaced or off by rounding.
+"""Save, restore, replace and perturb what an iteration begins with: weights, buffers and states.
 
-Repeated with weights off by one rounding error, an iteration says how far each tensor follows. Source of
-the idea: TTrace (arXiv:2506.09280), whose tolerance is the response of a tensor to a change of its input
-by the machine's epsilon.
+An iteration that is repeated with weights that are off by one rounding error shows how strongly each
+tensor responds. The idea is from TTrace (arXiv:2506.09280), whose tolerance is the response of a tensor to
+a change of its input by the machine epsilon.
 """
 
 from __future__ import annotations
@@ -25,90 +25,108 @@ from parakit.artifacts.capture import (
 from parakit.capturing import Recording, State, local, perturb, reach
 
 
-class Start:
+class InitialState:
     """A rank's weights and buffers at the start of the captured iteration."""
 
     def __init__(self, model: list[Any], parameters: ParameterMap) -> None:
         self._model, self._parameters = model, parameters
         self._last: dict[int, torch.Tensor] = {}
-        """What the optimizer updates of each parameter (by id), as it was one iteration ago."""
+        """Copy of the tensor that the optimizer updates, by the parameter's id, one iteration ago."""
         self._reach: dict[int, torch.Tensor] = {}
+        """Sum of the update magnitudes so far, by the parameter's id."""
 
     def follow(self, optimizer: Any) -> None:
-        """Before an iteration, note how far the update before it reached."""
+        """Add up the magnitude of the last update; this is called before each iteration."""
         for parameter, part in self._parameters.parts(optimizer):
-            number, now = id(parameter), local(part.main).detach()
+            key, current = id(parameter), local(part.main).detach()
             squares = part.states.get("exp_avg_sq")
-            if number in self._last and squares is not None:
-                reached = reach(*_rows(parameter, part, now - self._last[number], squares))
-                reached = reached.reshape(now.shape)
-                self._reach[number] = self._reach.get(number, 0) + reached
-            self._last[number] = now.clone()
+            if key in self._last and squares is not None:
+                update = current - self._last[key]
+                magnitude = reach(*_shape_as_parameter(parameter, part, update, squares))
+                self._reach[key] = self._reach.get(key, 0) + magnitude.reshape(current.shape)
+            self._last[key] = current.clone()
 
     def write(self, sink: Recording, optimizer: Any) -> None:
-        """Write them, and how far updates reached; begin with others, if that is forced."""
+        """Write weights, buffers and update magnitudes to the sink.
+
+        If the sink returns other values for a weight or a buffer, the model begins with those values.
+        """
         for parameter, part in self._parameters.parts(optimizer):
             if id(parameter) in self._reach:
-                reached = self._reach[id(parameter)]
-                for piece in self._parameters.pieces(parameter, reached, part.start):
+                magnitude = self._reach[id(parameter)]
+                for piece in self._parameters.pieces(parameter, magnitude, part.start):
                     sink.write_piece(Stage.WEIGHTS, REACH, piece)
         self._last.clear()
         self._reach.clear()
-        changed = False
+        is_changed = False
         with torch.no_grad():
-            held = self._parameters
-            begins: list[tuple[str, torch.Tensor]] = [(START_WEIGHT, w) for w in held.parameters]
-            begins += [(START_BUFFER, one) for one in held.buffers]
-            for slot, one in begins:
-                whole, partial = held.spread(one, one.data)
-                for piece in held.split(one, whole, partial):
-                    given = sink.begin(slot, piece)
-                    if given is not None and not torch.equal(given, piece.values):
-                        piece.values.copy_(given)
-                        changed = True
-                if partial:
-                    local(one.data).view(-1).copy_(whole.view(-1)[flat_range(one)])
-        if changed:
-            self._carry_over(optimizer)
+            tensors: list[tuple[str, torch.Tensor]] = [
+                *((START_WEIGHT, parameter) for parameter in self._parameters.parameters),
+                *((START_BUFFER, buffer) for buffer in self._parameters.buffers),
+            ]
+            for slot, tensor in tensors:
+                is_changed |= self._write_tensor(sink, slot, tensor)
+        if is_changed:
+            self._update_copies(optimizer)
 
-    def _carry_over(self, optimizer: Any) -> None:
-        """Change copies of the weights as well: the optimizer's, or what Megatron-FSDP computes with."""
-        flat = [chunk for chunk in self._model if is_megatron_fsdp(chunk)]
-        for chunk in flat:
+    def _write_tensor(self, sink: Recording, slot: str, tensor: torch.Tensor) -> bool:
+        """Write one weight or buffer, and return True if the sink replaced its values."""
+        is_changed = False
+        full, is_partial = self._parameters.spread(tensor, tensor.data)
+        for piece in self._parameters.split(tensor, full, is_partial):
+            replacement = sink.begin(slot, piece)
+            if replacement is not None and not torch.equal(replacement, piece.values):
+                piece.values.copy_(replacement)
+                is_changed = True
+        if is_partial:
+            # The pieces are views of a copy, so the values are copied back into the model.
+            local(tensor.data).view(-1).copy_(full.view(-1)[flat_range(tensor)])
+        return is_changed
+
+    def _update_copies(self, optimizer: Any) -> None:
+        """Copy changed weights to the optimizer's master copies, or to those that Megatron-FSDP uses."""
+        fsdp_chunks = [chunk for chunk in self._model if is_megatron_fsdp(chunk)]
+        for chunk in fsdp_chunks:
             chunk.param_and_grad_buffer.copy_main_weights_to_model_weights()
-            # The optimizer's step has begun to gather the weights of before.
+            # The optimizer's last step has begun to gather the old weights, so they are gathered again.
             chunk.start_param_sync(force_sync=True)
-        if not flat:
+        if not fsdp_chunks:
             optimizer.reload_model_params()
 
 
-def initial_pieces(parameters: ParameterMap) -> list[InitialPiece]:
-    """What the layout has initialised by itself, of a model that has not loaded anything yet."""
-    found = []
+def describe_initial_weights(parameters: ParameterMap) -> list[InitialPiece]:
+    """Return digest, mean and deviation of each piece of the weights, before a checkpoint is loaded."""
+    pieces = []
     for parameter in parameters.parameters:
         for piece in parameters.pieces(parameter, parameter.data):
             values = piece.values.detach().cpu().contiguous()
             deviation, mean = torch.std_mean(values.double(), correction=0)
             digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
-            place, shape = piece.placement, tuple(values.shape)
-            entry = InitialPiece(piece.name, place, shape, digest, float(mean), float(deviation))
-            found.append(entry)
-    return found
+            initial_piece = InitialPiece(
+                piece.name,
+                piece.placement,
+                tuple(values.shape),
+                digest,
+                float(mean),
+                float(deviation),
+            )
+            pieces.append(initial_piece)
+    return pieces
 
 
-def _rows(
+def _shape_as_parameter(
     parameter: torch.Tensor, part: OptimizerPart, *tensors: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Tensors of an optimizer's part, in rows where it is the whole parameter."""
-    whole = local(parameter)
+    """Yield an optimizer part's tensors in the parameter's shape; flat if they are only a range of it."""
+    local_parameter = local(parameter)
     for tensor in tensors:
         flat = local(tensor).reshape(-1)
-        alike = part.start is None and flat.numel() == whole.numel()
-        yield flat.view(whole.shape) if alike else flat
+        is_full = part.start is None and flat.numel() == local_parameter.numel()
+        yield flat.view(local_parameter.shape) if is_full else flat
 
 
 def gather_weights(model: list[Any]) -> None:
-    """Let ranks have the weights of now, which `--overlap-param-gather` sends in a forward pass."""
+    """Gather the updated weights now; `--overlap-param-gather` would do so in the next forward pass."""
     from megatron.core.distributed import DistributedDataParallel
 
     for chunk in model:
@@ -117,28 +135,37 @@ def gather_weights(model: list[Any]) -> None:
 
 
 class Snapshot:
-    """Everything an iteration changes, to begin the same iteration again."""
+    """A copy of everything that an iteration changes, with which it can begin again."""
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-        inner = [getattr(one, "optimizer", one) for one in optimizers(optimizer)]
-        held = [one for chunk in chunks for one in (*chunk.parameters(), *chunk.buffers())]
-        held += [one for each in inner for group in each.param_groups for one in group["params"]]
-        self._state = State(held, *inner)
-        scalers = (getattr(one, "grad_scaler", None) for one in optimizers(optimizer))
-        counting = (scheduler, *(one for one in scalers if one is not None))
-        self._counted = [(one, dict(vars(one))) for one in counting]
-        self._tracked = _tracker().get_states()
+        """Copy weights, buffers, optimizer states, scheduler, loss scalers and random states."""
+        megatron_optimizers = optimizers(optimizer)
+        torch_optimizers = [getattr(outer, "optimizer", outer) for outer in megatron_optimizers]
+        tensors: list[torch.Tensor] = []
+        for chunk in chunks:
+            tensors += [*chunk.parameters(), *chunk.buffers()]
+        for torch_optimizer in torch_optimizers:
+            for group in torch_optimizer.param_groups:
+                tensors += group["params"]
+        self._state = State(tensors, *torch_optimizers)
+        scalers = (getattr(outer, "grad_scaler", None) for outer in megatron_optimizers)
+        objects = (scheduler, *(scaler for scaler in scalers if scaler is not None))
+        self._attributes = [(counter, dict(vars(counter))) for counter in objects]
+        self._rng_states = _get_rng_tracker().get_states()
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Restore all of it in place."""
         self._state.restore()
-        for one, counted in self._counted:
-            vars(one).update(counted)
-        _tracker().set_states(self._tracked)
+        for counter, attributes in self._attributes:
+            vars(counter).update(attributes)
+        _get_rng_tracker().set_states(self._rng_states)
 
 
 def perturb_weights(parameters: ParameterMap, seed: str) -> None:
-    """Let every weight be off by a rounding error, its copies on several ranks alike."""
+    """Change every weight in place by one rounding error, copies on several ranks in the same way.
+
+    The changes depend on `seed` and on the position in the full parameter.
+    """
     perturb(
         (f"{seed} {piece.placement.key} {piece.placement.global_offset}", piece.values)
         for parameter in parameters.parameters
@@ -146,7 +173,8 @@ def perturb_weights(parameters: ParameterMap, seed: str) -> None:
     )
 
 
-def _tracker() -> Any:
+def _get_rng_tracker() -> Any:
+    """Return Megatron's tracker of random states."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     return get_cuda_rng_tracker()

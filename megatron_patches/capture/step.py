@@ -1,4 +1,9 @@
-"""One captured iteration, around Megatron's own `train_step`."""
+"""Capture one iteration around Megatron's own `train_step`.
+
+Targets: `train_step`, which is wrapped, and `load_checkpoint`, before which the initial weights are
+described. Megatron writes no tensors that could be compared with those of another strategy; without the
+patch, `make verify-…` would have nothing to compare.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,18 +23,18 @@ import torch
 
 from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap
-from megatron_patches.capture.probes import Probes, modules_of
-from megatron_patches.capture.rank import captured_rank, module_names
-from megatron_patches.capture.reported import reported_losses_kept
-from megatron_patches.capture.routing import watched_routing
+from megatron_patches.capture.probes import Probes, list_modules
+from megatron_patches.capture.rank import describe_rank, gather_module_names
+from megatron_patches.capture.reported import preserve_reported_losses
+from megatron_patches.capture.routing import capture_routing
 from megatron_patches.capture.start import (
+    InitialState,
     Snapshot,
-    Start,
+    describe_initial_weights,
     gather_weights,
-    initial_pieces,
     perturb_weights,
 )
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 from parakit.accounting import is_megatron_fsdp
 from parakit.artifacts.capture import (
     BUFFER,
@@ -53,16 +59,17 @@ from parakit.capturing import Recording, Responding, Sink, StoredTensors, norm_o
 from parakit.config import variables
 
 SCHEDULE = "schedule"
-"""Name of the learning rate's schedule among the modules."""
+"""Name of the learning rate's schedule among the captured modules."""
 _RATES = dict(zip(("lr", "weight_decay"), RATE_SLOTS, strict=True))
-"""Keys of a parameter group, and their slots."""
+"""Slots of the two rates, by their keys in a parameter group."""
 
 
 _WATCHES: list[_Watch] = []
+"""The watch of this process; empty before the first iteration."""
 
 
-@around
-def _capturing(
+@wrap_original
+def _capture_step(
     original: Callable[..., Any],
     forward_step: Any,
     data: Any,
@@ -70,75 +77,97 @@ def _capturing(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`train_step`."""
+    """Run `train_step`, and capture it if it is the requested iteration.
+
+    Earlier iterations only record update magnitudes, loss scales and routers' choices, and begin with
+    perturbed weights if that is asked for. Later iterations run as usual.
+    """
     from megatron.training import get_args
 
     def call(step: Callable[..., Any]) -> Any:
         return original(step, data, model, *args, **kwargs)
 
-    wanted = int(os.environ.get(variables.CAPTURE_ITERATION, "1"))
+    captured_iteration = int(os.environ.get(variables.CAPTURE_ITERATION, "1"))
     iteration = get_args().curr_iteration + 1
-    if iteration > wanted:
+    if iteration > captured_iteration:
         return call(forward_step)
     if not _WATCHES:
         _WATCHES.append(_Watch(model, *args[:2]))
     watch = _WATCHES[0]
     if watch.chunks[0].config.fp16:
         watch.scales += (float(watch.optimizer.get_loss_scale()),)
-    if watch.seeds:  # A reference; of it alone it is asked how far updates reach.
+    if watch.seeds:
+        # Only a reference run measures update magnitudes.
         watch.start.follow(watch.optimizer)
-    if iteration == wanted:
+    if iteration == captured_iteration:
         return watch.capture(call, forward_step, data)
-    if drift := os.environ.get(variables.CAPTURE_DRIFT):
+    drift = os.environ.get(variables.CAPTURE_DRIFT)
+    if drift:
         perturb_weights(watch.parameters, f"{drift} {iteration}")
-    # What a router chose otherwise is in the optimizer's state.
+    # Another choice of a router in an earlier iteration has changed the optimizer's state, so choices are
+    # captured in all iterations.
     earlier = f"{EARLIER}{iteration} "
-    with watched_routing(watch.chunks, watch.names, watch.recording, earlier):
+    with capture_routing(watch.chunks, watch.names, watch.recording, earlier):
         return call(forward_step)
 
 
 _INITIAL: list[InitialPiece] = []
+"""Description of the weights before a checkpoint was loaded; empty if it is not known."""
 
 
-@around
-def _noting_initial(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`load_checkpoint`, before which it is noted what the layout begins with by itself."""
-    flat = any(map(is_megatron_fsdp, model))
-    chunks = [_unwrapped(chunk) for chunk in model]
-    initialised = chunks[0].config.perform_initialization  # Else it is whatever memory held.
-    if initialised and not (_INITIAL or flat):
-        _INITIAL.extend(initial_pieces(ParameterMap(chunks, module_names(chunks))))
+@wrap_original
+def _record_initial_weights(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Describe the weights that the model begins with by itself, then call `load_checkpoint`.
+
+    Nothing is recorded under Megatron-FSDP, or if Megatron does not initialise the weights.
+    """
+    is_fsdp = any(map(is_megatron_fsdp, model))
+    chunks = [_unwrap_chunk(chunk) for chunk in model]
+    # Without initialization the weights are what the memory held before.
+    is_initialised = chunks[0].config.perform_initialization
+    if is_initialised and not (_INITIAL or is_fsdp):
+        _INITIAL.extend(describe_initial_weights(ParameterMap(chunks, gather_module_names(chunks))))
     return original(model, *args, **kwargs)
 
 
 class _Watch:
-    """A rank's model and optimizer, and the folder that takes an iteration's tensors."""
+    """The model and optimizer of a rank, and the folder that its captured tensors are written to."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         self.model, self.optimizer, self.scheduler = list(model), optimizer, scheduler
         self.seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self.folder = Path(os.environ[variables.CAPTURE]) / f"rank-{torch.distributed.get_rank()}"
-        self.chunks = [_unwrapped(chunk) for chunk in model]
-        self.names = module_names(self.chunks)
+        self.chunks = [_unwrap_chunk(chunk) for chunk in model]
+        self.names = gather_module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         forced = os.environ.get(variables.CAPTURE_FORCED)
-        given = Path(forced, self.folder.name) if forced else None
-        stored = StoredTensors(given) if given and (given / INDEX_FILE).is_file() else None
-        self.recording = Recording(self.writer, stored)
+        forced_folder = Path(forced, self.folder.name) if forced else None
+        has_forced_tensors = forced_folder and (forced_folder / INDEX_FILE).is_file()
+        forced_tensors = StoredTensors(forced_folder) if has_forced_tensors else None  # type: ignore[arg-type]
+        self.recording = Recording(self.writer, forced_tensors)
         self.parameters = ParameterMap(self.chunks, self.names)
-        self.start = Start(self.model, self.parameters)
+        self.start = InitialState(self.model, self.parameters)
         self.scales: tuple[float, ...] = ()
-        """Of losses, in fp16, of each iteration."""
-        self.begun: int | None = None
-        """Micro batches, where the parts of gradients are asked for."""
-        self.so_far: dict[int, torch.Tensor] = {}
-        """The gradient of each parameter (by id) before the last of them."""
+        """Loss scale of each iteration so far; empty without fp16."""
+        self.num_begun: int | None = None
+        """Number of micro batches that have begun; None if the parts of gradients are not captured."""
+        self.last_gradients: dict[int, torch.Tensor] = {}
+        """Copy of each gradient before the current micro batch, by the parameter's id."""
 
     def capture(self, call: Callable[..., Any], forward_step: Any, data: Any) -> Any:
-        """Run the iteration, writing its tensors; then again, with changed weights or without probes.
+        """Run the iteration and write its tensors, then repeat it, and return what the first run returned.
 
-        Probes copy what a later call may overwrite. It is not repeated without them under another run's
-        tensors, nor under Megatron-FSDP, whose flat buffers cannot be put back.
+        A reference (`seeds` above 0) is repeated with perturbed weights, which measures how tensors
+        respond. Any other run is repeated once without probes: probes copy tensors that a later call may
+        overwrite, and so might hide a fault. There is no repetition with the tensors of another run, nor
+        under Megatron-FSDP, whose flat buffers cannot be restored.
+
+        Args:
+            call: Runs Megatron's `train_step` with a forward step.
+            forward_step: Megatron's forward step.
+            data: Megatron's data iterator, a list of them, or None.
         """
         gather_weights(self.model)
         self.start.write(self.recording, self.optimizer)
@@ -148,15 +177,14 @@ class _Watch:
             for parameter in self.parameters.parameters:
                 slot = f"{PART}the iteration before"
                 self._write_gradient(self.recording, slot, parameter)
-            self.begun = 0
-        other = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT, variables.CAPTURE_PARTS)
-        flat = any(map(is_megatron_fsdp, self.model))
-        again = self.seeds or not (flat or any(os.environ.get(name) for name in other))
-        snapshot = Snapshot(self.chunks, self.optimizer, self.scheduler) if again else None
-        carried = list(self._carried()) if self.seeds else []
+            self.num_begun = 0
+        snapshot = None
+        if self._is_repeated():
+            snapshot = Snapshot(self.chunks, self.optimizer, self.scheduler)
+        state_norms = list(self._measure_states()) if self.seeds else []
         self._write_schedule()
-        with _replayed(data) as rewind:
-            answer, groups = self._run(call, forward_step, self.recording)
+        with _replay_data(data) as rewind:
+            result, groups = self._run(call, forward_step, self.recording)
             self.writer.flush()
             if snapshot is not None:
                 responding = Responding(StoredTensors(self.folder, self.writer.records))
@@ -164,143 +192,180 @@ class _Watch:
                     snapshot.restore()
                     if self.seeds:
                         perturb_weights(self.parameters, str(seed))
-                        if seed == self.seeds:  # The last.
+                        is_last = seed == self.seeds
+                        if is_last:
                             responding.round_otherwise(seed)
                     rewind()
-                    with reported_losses_kept():
-                        self._run(call, forward_step, responding, observed=self.seeds > 0)
-                responding.carry(carried)
+                    with preserve_reported_losses():
+                        self._run(call, forward_step, responding, has_probes=self.seeds > 0)
+                responding.carry(state_norms)
                 file = RESPONSES_FILE if self.seeds else UNOBSERVED_FILE
                 (self.folder / file).write_text(json.dumps(responding.responses))
-        described = captured_rank(
+        rank = describe_rank(
             self.chunks, self.names, self.parameters, groups, self.optimizer, self.scales
         )
-        self.writer.close(described)
-        return answer
+        self.writer.close(rank)
+        return result
+
+    def _is_repeated(self) -> bool:
+        """Return True if the iteration is run again after its capture."""
+        if self.seeds:
+            return True
+        excluding = (variables.CAPTURE_FORCED, variables.CAPTURE_DRIFT, variables.CAPTURE_PARTS)
+        is_fsdp = any(map(is_megatron_fsdp, self.model))
+        return not is_fsdp and not any(os.environ.get(name) for name in excluding)
 
     def _run(
-        self, call: Callable[..., Any], forward_step: Any, sink: Sink, observed: bool = True
+        self, call: Callable[..., Any], forward_step: Any, sink: Sink, has_probes: bool = True
     ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-        """What the iteration returns, and the groups of ranks over which norms were summed.
+        """Run the iteration and pass its tensors to the sink.
 
-        What PATCH_FILE= puts around Megatron's functions must come after the report, so they are
-        replaced now, not with the patches.
+        Without probes, activations and their gradients are not captured. Megatron's functions are
+        replaced here, and not with the patches, so that a function that PATCH_FILE= has wrapped is seen
+        with the wrapper.
+
+        Returns:
+            What `call` returns, and the groups of ranks over which gradient norms were summed.
         """
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-        from megatron.core.optimizer import optimizer as of_norms
+        from megatron.core.optimizer import optimizer as optimizer_module
 
-        probes = Probes(self.chunks, self.names, sink) if observed else None
+        probes = Probes(self.chunks, self.names, sink) if has_probes else None
         norms: list[Any] = []
         membership = NormMembership(self.parameters, self.optimizer)
-        before = self._before_update()
+        before = self._copy_weights()
         reduce, clip = (
             _ParamAndGradBucketGroup.start_grad_sync,
-            of_norms.clip_grad_by_total_norm_fp32,
+            optimizer_module.clip_grad_by_total_norm_fp32,
         )
-        counted = around(membership.note)(of_norms.get_grad_norm_fp32)
+        counted = wrap_original(membership.note)(optimizer_module.get_grad_norm_fp32)
         config = self.chunks[0].config
         step, finalize = self.optimizer.step, config.finalize_model_grads_func
 
         @functools.wraps(clip)
-        def clipping(
+        def clip_and_note(
             parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
         ) -> Any:
             norms.append(total_norm)
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
 
         @functools.wraps(finalize)
-        def finalizing(*args: Any, **kwargs: Any) -> Any:
+        def write_counts_and_finalize(*args: Any, **kwargs: Any) -> Any:
             self._write_counts(sink)
             return finalize(*args, **kwargs)
 
-        def stepping(*args: Any, **kwargs: Any) -> Any:
+        def write_and_step(*args: Any, **kwargs: Any) -> Any:
             self._write_parts()
             for parameter, part in self.parameters.parts(self.optimizer):
                 if part.gradient is not None:
                     stage, values = Stage.REDUCED_GRADIENTS, part.gradient
                     self._write(sink, stage, "gradient", parameter, values, part.start)
-            stepped = step(*args, **kwargs)
-            for clip_call, norm in enumerate((stepped[1], *norms)):
+            step_result = step(*args, **kwargs)
+            returned_norm = step_result[1]
+            for clip_call, norm in enumerate((returned_norm, *norms)):
                 slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
-                # Where nothing is clipped some of Megatron's optimizers compute no norm, and return 0.
+                # If nothing is clipped, some of Megatron's optimizers compute no norm and return 0.
                 if norm is not None and (norms or float(norm) > 0):
                     sink.write(Site(Stage.NORM, "grad_norm", slot), number(float(norm)))
             for ranks, piece in membership.pieces():
                 sink.write_piece(Stage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
-            return stepped
+            return step_result
 
         with (
-            patch.object(_ParamAndGradBucketGroup, "start_grad_sync", self._reducing(reduce, sink)),
-            patch.object(of_norms, "clip_grad_by_total_norm_fp32", clipping),
-            patch.object(of_norms, "get_grad_norm_fp32", counted),
-            patch.object(config, "finalize_model_grads_func", finalizing),
-            patch.object(self.optimizer, "step", stepping),
-            watched_routing(self.chunks, self.names, sink),
+            patch.object(
+                _ParamAndGradBucketGroup, "start_grad_sync", self._wrap_reduction(reduce, sink)
+            ),
+            patch.object(optimizer_module, "clip_grad_by_total_norm_fp32", clip_and_note),
+            patch.object(optimizer_module, "get_grad_norm_fp32", counted),
+            patch.object(config, "finalize_model_grads_func", write_counts_and_finalize),
+            patch.object(self.optimizer, "step", write_and_step),
+            capture_routing(self.chunks, self.names, sink),
         ):
             try:
-                answer = call(self._watched(sink, probes, forward_step) if probes else forward_step)
+                if probes:
+                    forward_step = self._wrap_forward_step(sink, probes, forward_step)
+                result = call(forward_step)
             finally:
                 if probes:
                     probes.remove()
         gather_weights(self.model)
         self._write_states(sink, before)
-        return answer, membership.groups
+        return result, membership.groups
 
-    def _watched(self, sink: Sink, probes: Probes, forward_step: Any) -> Callable[..., Any]:
-        """Megatron's forward step, which says when a micro batch begins and what its loss is."""
+    def _wrap_forward_step(
+        self, sink: Sink, probes: Probes, forward_step: Any
+    ) -> Callable[..., Any]:
+        """Return a forward step that also reports to the sink and the probes.
+
+        It reports that a micro batch begins, and writes the micro batch's loss masks and losses.
+        """
 
         @functools.wraps(forward_step)
-        def watched(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_report(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             sink.begin_micro_batch()
             self._write_parts()
-            micro_batch = probes.begin_micro_batch(self.chunks.index(_unwrapped(model)))
+            micro_batch = probes.begin_micro_batch(self.chunks.index(_unwrap_chunk(model)))
             output, loss = forward_step(data, model, *args, **kwargs)
 
             @functools.wraps(loss)
-            def loss_of(*tensors: Any, **named: Any) -> Any:
-                answer = loss(*tensors, **named)
-                for index, value in enumerate(answer[:2] if len(answer) == 3 else answer[:1]):
+            def compute_loss_and_report(*tensors: Any, **options: Any) -> Any:
+                result = loss(*tensors, **options)
+                # Three values are the loss, the number of tokens and what is logged; two lack the tokens.
+                reported = result[:2] if len(result) == 3 else result[:1]
+                for index, value in enumerate(reported):
                     site = Site(Stage.LOSS, LOSS, "tokens" if index else "sum", micro_batch)
                     sink.write(site, value.detach().clone())
-                return answer
+                return result
 
-            masks = (one for one in getattr(loss, "args", ()) if isinstance(one, torch.Tensor))
+            # The loss function is a partial with the loss mask as an argument.
+            loss_arguments = getattr(loss, "args", ())
+            masks = (value for value in loss_arguments if isinstance(value, torch.Tensor))
             for index, mask in enumerate(masks):
                 sink.write(Site(Stage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask)
-            return output, loss_of
+            return output, compute_loss_and_report
 
-        return watched
+        return forward_and_report
 
-    def _reducing(self, original: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
-        """`start_grad_sync` of a bucket group: what each rank has before anything is reduced."""
-        written: set[int] = set()
+    def _wrap_reduction(self, original: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
+        """Return a `start_grad_sync` that first writes the local gradients of its bucket group.
+
+        Each gradient is written once, also if Megatron reduces it again.
+        """
+        written_ids: set[int] = set()
 
         @functools.wraps(original)
-        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-            for parameter in (one for bucket in group.buckets for one in bucket.params_list):
-                if self.parameters.places(parameter) and id(parameter) not in written:
-                    written.add(id(parameter))
-                    self._write_gradient(sink, "gradient", parameter)
+        def write_and_start(group: Any, *args: Any, **kwargs: Any) -> Any:
+            for bucket in group.buckets:
+                for parameter in bucket.params_list:
+                    if self.parameters.places(parameter) and id(parameter) not in written_ids:
+                        written_ids.add(id(parameter))
+                        self._write_gradient(sink, "gradient", parameter)
             return original(group, *args, **kwargs)
 
-        return start
+        return write_and_start
 
     def _write_gradient(self, sink: Sink, slot: str, parameter: Any) -> None:
+        """Write a parameter's local gradient (`main_grad`), if it has one."""
         if getattr(parameter, "main_grad", None) is not None:
             self._write(sink, Stage.LOCAL_GRADIENTS, slot, parameter, parameter.main_grad)
 
     def _write_parts(self) -> None:
-        """What gradients have gained by the last micro batch."""
-        if self.begun is None:
+        """Write what the last micro batch added to each gradient, and count the micro batch that begins.
+
+        Nothing is done unless the parts of gradients are captured.
+        """
+        if self.num_begun is None:
             return
         for parameter in self.parameters.parameters:
-            now: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
-            before = self.so_far.get(id(parameter))
+            gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            before = self.last_gradients.get(id(parameter))
             if before is not None:
-                slot = f"{PART}micro batch {self.begun - 1}"
-                self._write(self.recording, Stage.LOCAL_GRADIENTS, slot, parameter, now - before)
-            self.so_far[id(parameter)] = now.detach().clone()
-        self.begun += 1
+                slot = f"{PART}micro batch {self.num_begun - 1}"
+                self._write(
+                    self.recording, Stage.LOCAL_GRADIENTS, slot, parameter, gradient - before
+                )
+            self.last_gradients[id(parameter)] = gradient.detach().clone()
+        self.num_begun += 1
 
     def _write(
         self,
@@ -311,38 +376,47 @@ class _Watch:
         values: torch.Tensor,
         start: int | None = None,
     ) -> None:
+        """Write the values of a parameter in pieces; `start` is as in `ParameterMap.pieces`."""
         for piece in self.parameters.pieces(parameter, values, start):
             sink.write_piece(stage, slot, piece)
 
     def _write_counts(self, sink: Sink) -> None:
-        """How many tokens routers gave each expert, before Megatron's last reduction resets it."""
-        for name, module in modules_of(self.chunks, self.names):
+        """Write how many tokens each router gave each expert; Megatron resets the counts after that."""
+        for name, module in list_modules(self.chunks, self.names):
             counts = getattr(module, "local_tokens_per_expert", None)
             if isinstance(counts, torch.Tensor):
                 sink.write(Site(Stage.OUTPUTS, name, COUNTS), counts)
 
     def _write_states(self, sink: Sink, before: dict[tuple[int, str], torch.Tensor]) -> None:
+        """Write the optimizer's states, weights and buffers, and how the update changed weights.
+
+        `before` has the copies of `_copy_weights`.
+        """
         stage = Stage.OPTIMIZER_STATE
         for parameter, part in self.parameters.parts(self.optimizer):
             for name, values in part.states.items():
                 if values.numel() > 1 or parameter.numel() == 1:
                     self._write(sink, stage, name, parameter, values, part.start)
-                else:  # The number of steps.
+                else:
+                    # A single number is the count of steps.
                     site = Site(stage, self.parameters.name(parameter), name)
                     sink.write(site, number(values))
-                old = before.get((id(parameter), name))
-                if old is not None:
-                    moved = values.detach().float() - old.float()
-                    self._write(sink, stage, f"{name} {UPDATE}", parameter, moved, part.start)
+                old_values = before.get((id(parameter), name))
+                if old_values is not None:
+                    update = values.detach().float() - old_values.float()
+                    self._write(sink, stage, f"{name} {UPDATE}", parameter, update, part.start)
         for parameter in self.parameters.parameters:
-            moved = parameter.detach().float() - before[id(parameter), "weight"].float()
-            self._write(sink, Stage.WEIGHTS, UPDATE, parameter, moved)
+            update = parameter.detach().float() - before[id(parameter), "weight"].float()
+            self._write(sink, Stage.WEIGHTS, UPDATE, parameter, update)
             self._write(sink, Stage.WEIGHTS, "weight", parameter, parameter.data)
         for buffer in self.parameters.buffers:
             self._write(sink, Stage.WEIGHTS, BUFFER, buffer, buffer)
 
     def _write_schedule(self) -> None:
-        """What the update is made with: a resumed run must have it again, and every rank."""
+        """Write the scheduler's steps and each parameter's learning rate and weight decay.
+
+        They must be the same on every rank, and in a resumed run the same as without the interruption.
+        """
         steps = Site(Stage.OPTIMIZER_STATE, SCHEDULE, "steps")
         self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))
         for parameter, part in self.parameters.parts(self.optimizer):
@@ -350,8 +424,8 @@ class _Watch:
                 site = Site(Stage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
                 self.recording.write(site, number(float(part.group[key])))
 
-    def _carried(self) -> Iterator[tuple[Site, float]]:
-        """States that earlier iterations left, with their norms."""
+    def _measure_states(self) -> Iterator[tuple[Site, float]]:
+        """Yield the optimizer states of earlier iterations with their norms, piece by piece."""
         for parameter, part in self.parameters.parts(self.optimizer):
             for name, values in part.states.items():
                 if name != "param" and values.numel() > 1:
@@ -359,8 +433,8 @@ class _Watch:
                         site = Site(Stage.OPTIMIZER_STATE, piece.name, name)
                         yield site, norm_of(piece.values)
 
-    def _before_update(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Copies of what an update changes: weights and master copies of them."""
+    def _copy_weights(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Return copies of all weights (`weight`) and master copies (`param`), by parameter id and name."""
         copies = {
             (id(parameter), "weight"): parameter.detach().clone()
             for parameter in self.parameters.parameters
@@ -371,9 +445,10 @@ class _Watch:
         return copies
 
 
-def _unwrapped(chunk: Any) -> Any:
-    """A model chunk without what is around it, Megatron-FSDP's inner wrapper included."""
-    from megatron.training.checkpointing import unwrap_model  # Its name in every version.
+def _unwrap_chunk(chunk: Any) -> Any:
+    """Return a model chunk without its wrappers, also without the inner wrapper of Megatron-FSDP."""
+    # Every version of Megatron has the function in this module.
+    from megatron.training.checkpointing import unwrap_model
 
     chunk = unwrap_model(chunk)
     while is_megatron_fsdp(chunk):
@@ -381,31 +456,51 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _again(source: Iterator[Any], taken: list[Any]) -> Iterator[Any]:
-    """The micro batches that were taken, then further ones, which are taken too; each a copy."""
-    for batch in tuple(taken):
-        yield copy(batch)
-    for batch in source:
-        taken.append(batch)
-        yield copy(batch)
+@dataclass(frozen=True)
+class _ReplayedIterator:
+    """One of Megatron's data iterators, its source, and the micro batches that were read so far."""
+
+    iterator: Any
+    source: Iterator[Any]
+    read_batches: list[Any] = field(default_factory=list)
+
+    def rewind(self) -> None:
+        """Let the iterator begin again with the first micro batch that was read."""
+        self.iterator.iterable = self._repeat_and_continue()
+
+    def _repeat_and_continue(self) -> Iterator[Any]:
+        """Yield copies of the micro batches that were read, then of further ones, which are stored."""
+        for batch in tuple(self.read_batches):
+            yield copy(batch)
+        for batch in self.source:
+            self.read_batches.append(batch)
+            yield copy(batch)
 
 
 @contextmanager
-def _replayed(data: Any) -> Iterator[Callable[[], None]]:
-    """Let data iterators give the same micro batches again, once what is yielded is called."""
-    iterators = [one for one in (data if isinstance(data, list) else [data]) if one is not None]
-    sources: list[tuple[Any, Any, list[Any]]] = [(one, one.iterable, []) for one in iterators]
+def _replay_data(data: Any) -> Iterator[Callable[[], None]]:
+    """Yield a function that makes data iterators give the same micro batches again.
+
+    `data` is one iterator, a list of iterators, or None on ranks without data. The iterators have their
+    own sources again when the context ends.
+    """
+    iterators = data if isinstance(data, list) else [data]
+    replayed = [
+        _ReplayedIterator(iterator, iterator.iterable)
+        for iterator in iterators
+        if iterator is not None
+    ]
 
     def rewind() -> None:
-        for one, source, taken in sources:
-            one.iterable = _again(source, taken)
+        for replayed_iterator in replayed:
+            replayed_iterator.rewind()
 
     rewind()
     try:
         yield rewind
     finally:
-        for one, source, _ in sources:
-            one.iterable = source
+        for replayed_iterator in replayed:
+            replayed_iterator.iterator.iterable = replayed_iterator.source
 
 
 PATCH = Patch(
@@ -413,7 +508,7 @@ PATCH = Patch(
     reason="Megatron writes no tensors that could be compared with those of another layout",
     needed=lambda context: variables.CAPTURE in os.environ,
     replacements=(
-        Replacement("megatron.training.training:train_step", _capturing),
-        Replacement("megatron.training.training:load_checkpoint", _noting_initial),
+        Replacement("megatron.training.training:train_step", _capture_step),
+        Replacement("megatron.training.training:load_checkpoint", _record_initial_weights),
     ),
 )

@@ -1,4 +1,4 @@
-"""What CPU ranks need: torch.cuda answered by the process itself, and gloo in place of NCCL.
+"""Patches that CPU ranks need: the process itself answers for torch.cuda, and gloo replaces NCCL.
 
-Every patch here is applied on CPU ranks alone. Imported by `megatron_patches.catalogue` only.
+Every patch in this folder is applied on CPU ranks only. Only `megatron_patches.catalogue` imports it.
 """

@@ -1,8 +1,10 @@
-"""CUDA code that Megatron compiles at start-up or import stays uncompiled on CPU ranks.
+"""Leave CUDA code uncompiled that Megatron compiles at start-up or import.
 
-Up to 0.16 it loads its legacy fused kernels on every start and fails where there is no nvcc; from
-0.15 on it builds an allocator for managed memory, at import in 0.15.0, and continues without it when
-the build raises RuntimeError.
+Targets: `torch.utils.cpp_extension.load_inline` and, up to Megatron 0.16,
+`megatron.legacy.fused_kernels.load`. Without the patch, a machine without nvcc would fail at the legacy
+fused kernels, which Megatron up to 0.16 loads on every start. From 0.15 on Megatron also builds an
+allocator for managed memory (at import in 0.15.0); it continues without the allocator if the build raises
+RuntimeError, so the patch raises one.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 
-@around
+@wrap_original
 def _refuse_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Raise RuntimeError if an extension contains CUDA code, else build it."""
     if kwargs.get("with_cuda"):
         raise RuntimeError("CUDA extensions are not built for CPU ranks")
     return original(*args, **kwargs)

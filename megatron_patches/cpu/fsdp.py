@@ -1,10 +1,15 @@
-"""Both FSDPs on CPU ranks: device meshes of the host, and gathers that are finished when issued.
+"""Let Megatron-FSDP and torch FSDP2 run on CPU ranks.
 
-Megatron-FSDP and torch FSDP2 ask for a device mesh on `cuda` by name. With CUDA, a gather left in flight
-is ordered by its stream before whatever reads, frees or sends next. gloo's runs in a thread that nothing
-orders: beside tensor parallelism a rank once died in that thread, in memory that had been freed. Waiting
-where the gather is issued gives the order of a stream. Megatron-FSDP of 0.15 looks flattened meshes up
-where torch no longer keeps them.
+`MESH` replaces `DeviceMesh.from_group` and builds device meshes for the CPU. Both FSDPs name `cuda`;
+without the patch, torch would refuse the mesh, because gloo has no CUDA tensors.
+
+`ORDER` replaces `_coalescing_manager` of Megatron-FSDP and waits for each gather where it is issued. With
+CUDA, a stream orders a gather in flight before whatever reads, frees or sends its memory next. gloo's
+gather runs in a thread that nothing orders. Without the patch, a rank with tensor parallelism once died
+in that thread, in memory that had been freed.
+
+`NAMES` replaces `get_mesh_names` of Megatron-FSDP 0.15, which looks for flattened meshes where newer
+versions of torch no longer keep them. Without the patch, Megatron-FSDP 0.15 would fail with these torches.
 """
 
 from __future__ import annotations
@@ -15,36 +20,41 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.registry import Patch, Replacement, around, cpu_patch
+from megatron_patches.registry import Patch, Replacement, cpu_patch, wrap_original
 
 
-def _on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
+def _build_on_cpu(original: Callable[..., Any]) -> staticmethod[..., Any]:
+    """Return a `DeviceMesh.from_group` that builds every mesh for the CPU."""
+
     @functools.wraps(original)
-    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
+    def build_from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
         return original(group, "cpu", *args, **kwargs)
 
-    return staticmethod(from_group)
+    return staticmethod(build_from_group)
 
 
-@around
-def _without_overlap(
+@wrap_original
+def _wait_at_once(
     original: Callable[..., Any],
     group: Any = None,
     device: Any = None,
     async_ops: bool = False,  # noqa: ARG001
 ) -> Any:
+    """Open `_coalescing_manager` with synchronous operations, whatever the caller asks for."""
     return original(group, device, async_ops=False)
 
 
-@around
-def _with_flattened(_: Callable[..., list[str]], device_mesh: Any = None) -> list[str]:
+@wrap_original
+def _list_mesh_names(_: Callable[..., list[str]], device_mesh: Any = None) -> list[str]:
+    """Return the names of the mesh's dimensions and of its flattened meshes; none for None."""
     if device_mesh is None:
         return []
     flattened = device_mesh._get_root_mesh()._flatten_mapping
     return list(dict.fromkeys((*(device_mesh.mesh_dim_names or ()), *flattened)))
 
 
-def _keeps_children() -> bool:
+def _has_child_meshes() -> bool:
+    """Return True if this torch keeps the meshes within a mesh where Megatron-FSDP 0.15 looks."""
     from torch.distributed.device_mesh import _mesh_resources
 
     return hasattr(_mesh_resources, "child_to_root_mapping")
@@ -53,7 +63,7 @@ def _keeps_children() -> bool:
 MESH = cpu_patch(
     "device_mesh",
     "FSDP's device meshes are built for cuda",
-    Replacement("torch.distributed:DeviceMesh.from_group", _on_cpu),
+    Replacement("torch.distributed:DeviceMesh.from_group", _build_on_cpu),
 )
 ORDER = cpu_patch(
     "fsdp_order",
@@ -61,19 +71,19 @@ ORDER = cpu_patch(
     Replacement(
         "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer:"
         "_coalescing_manager",
-        _without_overlap,
+        _wait_at_once,
     ),
 )
 NAMES = Patch(
     name="mesh_names",
     reason="Megatron-FSDP of 0.15 asks torch for the meshes within a mesh by a name that is gone",
     needed=lambda context: (
-        context.on_cpu and context.megatron < Version("0.16.0rc0") and not _keeps_children()
+        context.on_cpu and context.megatron < Version("0.16.0rc0") and not _has_child_meshes()
     ),
     replacements=(
         Replacement(
             "megatron.core.distributed.fsdp.src.megatron_fsdp.utils:get_mesh_names",
-            _with_flattened,
+            _list_mesh_names,
         ),
     ),
 )

@@ -1,9 +1,10 @@
-"""torch.compile on CPU ranks: every function stays uncompiled, and the compiler is not loaded.
+"""Leave every function uncompiled on CPU ranks, and keep torch's compiler from being loaded.
 
-Megatron decorates its small functions with `torch.compile` (`megatron/core/jit.py`). Loading the
-compiler is a third of a CPU rank's start, and every rank would compile C++ for each function it calls.
-torch's optimizers and dispatch modes, such as the memory ledger's, load it at their first call, to keep
-it off what they do (torch/_compile.py).
+Targets: `torch.compile`, and methods of torch's optimizers and of the kit's memory accounting that would
+load the compiler. Megatron decorates its small functions with `torch.compile` (`megatron/core/jit.py`).
+Without the patch, loading the compiler would be a third of a CPU rank's start, and every rank would
+compile C++ code for each function it calls. torch's optimizers and dispatch modes also load the compiler
+at their first call, to exclude themselves from compilation (`torch/_compile.py`).
 """
 
 from __future__ import annotations
@@ -15,46 +16,56 @@ from typing import Any
 from megatron_patches.registry import Patch, Replacement
 
 
-def not_compiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """torch.compile's interface, called or as a decorator with arguments, without the compiler."""
-    return not_compiled if model is None else model
+def skip_compilation(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Return the function unchanged, in place of `torch.compile`.
+
+    Without a function, return this function itself: `torch.compile` with only options is a decorator.
+    """
+    return skip_compilation if model is None else model
 
 
-def undecorated(method: Callable[..., Any]) -> Any:
-    """What the decorator that keeps the compiler off a method was given."""
+def remove_decorator(method: Callable[..., Any]) -> Any:
+    """Return the method without the decorator that excludes it from compilation.
+
+    A method without a decorator is returned unchanged.
+    """
     return getattr(method, "__wrapped__", method)
 
 
-def step_alone(step: Callable[..., Any]) -> Any:
-    """An optimizer's step, with gradients off unless it is differentiable, that loads no compiler."""
+def remove_step_decorator(step: Callable[..., Any]) -> Any:
+    """Return an optimizer's `step` without the decorator that loads the compiler.
+
+    Like that decorator, it switches gradients off unless the optimizer is differentiable.
+    """
     import torch
 
-    update = undecorated(step)
+    update = remove_decorator(step)
 
     @functools.wraps(update)
-    def without_compiler(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_without_compiler(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
             return update(optimizer, *args, **kwargs)
 
-    return without_compiler
+    return step_without_compiler
 
 
-_KEPT_OFF = (
+_DECORATED_METHODS = (
     "torch.optim:Optimizer.add_param_group",
     "torch.optim:Optimizer.zero_grad",
     "torch.optim:Optimizer.state_dict",
     "torch.optim:Optimizer.load_state_dict",
     "parakit.accounting.memory:_EveryResult.__torch_dispatch__",
 )
+"""Methods whose decorator loads the compiler at the first call."""
 
 PATCH = Patch(
     name="no_dynamo",
     reason="loading torch's compiler is a third of a CPU rank's start, and nothing there needs it",
     needed=lambda context: context.on_cpu and not context.fused,
     replacements=(
-        Replacement("torch:compile", lambda _: not_compiled),
-        *(Replacement(target, undecorated) for target in _KEPT_OFF),
-        Replacement("torch.optim:Adam.step", step_alone),
+        Replacement("torch:compile", lambda _: skip_compilation),
+        *(Replacement(target, remove_decorator) for target in _DECORATED_METHODS),
+        Replacement("torch.optim:Adam.step", remove_step_decorator),
     ),
 )
-"""That Megatron loads no compiler with it is seen in `tests/patches/fused/test_in_megatron.py`."""
+"""`tests/patches/fused/test_in_megatron.py` checks that Megatron loads no compiler with this patch."""

@@ -1,7 +1,9 @@
-"""What a checkpoint's writer reports stays in its process on CPU ranks, unless it writes in another.
+"""Keep the report of a checkpoint's writer in the rank's own process.
 
-Megatron keeps the report in a queue of a process of its own, which imports torch to read it: on a CPU
-that takes longer than a tiny model takes to train. Only `--async-save` writes in another process.
+Target: `get_write_results_queue` of Megatron's asynchronous file writer (up to 0.16 with a leading
+underscore). Megatron keeps the report in a queue in a separate process, which imports torch to read it.
+Without the patch, saving would start that process on every CPU rank, which takes longer than a tiny model
+takes to train. Only `--async-save` writes in another process and keeps Megatron's queue.
 """
 
 from __future__ import annotations
@@ -13,25 +15,32 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_patches.context import OLDEST_KNOWN
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
-_own: queue.Queue[Any] = queue.Queue()
+_local_queue: queue.Queue[Any] = queue.Queue()
 
 
-@around
-def _within_the_process(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@wrap_original
+def _use_local_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a queue in this process, or Megatron's queue under `--async-save`."""
     from megatron.training import get_args
 
-    return original(*args, **kwargs) if get_args().async_save else _own
+    return original(*args, **kwargs) if get_args().async_save else _local_queue
 
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-_NAMED = Version("0.17.0rc0")
+_FIRST_PUBLIC = Version("0.17.0rc0")
+"""First Megatron version in which the function has no leading underscore."""
 
 PATCH = cpu_patch(
     "results_queue",
     "a writer's report is kept by a process that imports torch for it",
-    # Before, another process wrote in every case.
-    Replacement(f"{_MODULE}:_get_write_results_queue", _within_the_process, OLDEST_KNOWN, _NAMED),
-    Replacement(f"{_MODULE}:get_write_results_queue", _within_the_process, since=_NAMED),
+    # Megatron before 0.15 always writes in another process.
+    Replacement(
+        f"{_MODULE}:_get_write_results_queue",
+        _use_local_queue,
+        since=OLDEST_KNOWN,
+        before=_FIRST_PUBLIC,
+    ),
+    Replacement(f"{_MODULE}:get_write_results_queue", _use_local_queue, since=_FIRST_PUBLIC),
 )

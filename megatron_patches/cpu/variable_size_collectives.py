@@ -1,11 +1,15 @@
-"""Collectives whose parts differ in size, because a router decides it, on CPU ranks.
+"""Run collectives on gloo whose parts differ in size because a router decides it.
 
-The tensor-parallel ranks that share an expert each bring as many tokens as were routed to it. NCCL
-gathers and reduce-scatters such parts; gloo needs equal ones. An all-to-all takes any, and over a group
-sends the same bytes: every rank's part to every other. The all-to-all in turn needs its split sizes as
-numbers: Megatron makes NumPy arrays of them where it copies them from a GPU, so tensors that are on the
-host already stay tensors. The layer-wise optimizer gathers lists of whole weights, of which ranks have
-unequal numbers: there each rank broadcasts its own.
+`PATCH` replaces `_gather_along_first_dim` and `_reduce_scatter_along_first_dim` of Megatron's mappings,
+and `allgather_params` of the layer-wise optimizer. The tensor-parallel ranks that share an expert each
+have as many tokens as were routed to it. NCCL gathers and reduce-scatters parts of any size, gloo only
+equal parts; without the patch, gloo would refuse them. An all-to-all takes parts of any size and sends
+the same bytes: every rank's part to every other rank. The layer-wise optimizer gathers lists of full
+weights, of which ranks have unequal numbers; there each rank broadcasts its own.
+
+`SPLITS` replaces `maybe_move_tensor_to_cpu`. The all-to-all needs its split sizes as numbers. Megatron
+makes NumPy arrays of them where it copies them from a GPU; without the patch, tensors that are on the
+host already would stay tensors, which gloo refuses.
 """
 
 from __future__ import annotations
@@ -18,32 +22,56 @@ from packaging.version import Version
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from megatron_patches.registry import Replacement, around, cpu_patch
+from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 
 def gather_parts(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) -> torch.Tensor:
-    """All ranks' parts, concatenated: [rows of this rank, …] to [sum(rows), …]."""
-    ranks, own = len(rows), part.shape[0]
-    whole = part.new_empty((sum(rows), *part.shape[1:]))
+    """Return the parts of all ranks, concatenated in the order of the ranks, by an all-to-all.
+
+    Args:
+        part: This rank's part, [rows of this rank, …].
+        group: The ranks.
+        rows: Number of rows of each rank's part.
+
+    Returns:
+        A tensor [sum(rows), …], the same on every rank.
+    """
+    ranks, local_rows = len(rows), part.shape[0]
+    full = part.new_empty((sum(rows), *part.shape[1:]))
     copies = part.repeat(ranks, *(1 for _ in part.shape[1:]))
-    distributed.all_to_all_single(whole, copies, list(rows), [own] * ranks, group=group)
-    return whole
+    distributed.all_to_all_single(full, copies, list(rows), [local_rows] * ranks, group=group)
+    return full
 
 
 def reduce_scatter_parts(
-    whole: torch.Tensor, group: ProcessGroup, rows: Sequence[int]
+    full: torch.Tensor, group: ProcessGroup, rows: Sequence[int]
 ) -> torch.Tensor:
-    """This rank's part of the ranks' sum: [sum(rows), …] to [rows of this rank, …]."""
-    ranks, own = len(rows), rows[group.rank()]
-    parts = whole.new_empty((ranks * own, *whole.shape[1:]))
-    distributed.all_to_all_single(parts, whole.contiguous(), [own] * ranks, list(rows), group=group)
-    return parts.view(ranks, own, *whole.shape[1:]).sum(dim=0)
+    """Return this rank's part of the sum over all ranks, by an all-to-all and a local sum.
+
+    Args:
+        full: This rank's tensor, [sum(rows), …].
+        group: The ranks.
+        rows: Number of rows of each rank's part.
+
+    Returns:
+        A tensor [rows of this rank, …].
+    """
+    ranks, local_rows = len(rows), rows[group.rank()]
+    parts = full.new_empty((ranks * local_rows, *full.shape[1:]))
+    received_rows = [local_rows] * ranks
+    distributed.all_to_all_single(parts, full.contiguous(), received_rows, list(rows), group=group)
+    return parts.view(ranks, local_rows, *full.shape[1:]).sum(dim=0)
 
 
-def _on_gloo(
-    by_all_to_all: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
+def _replace_on_gloo(
+    collective: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    @around
+    """Return a `Replacement.make` that calls `collective` for gloo groups with given rows.
+
+    Without rows, and for other backends, the original is called.
+    """
+
+    @wrap_original
     def call(
         original: Callable[..., torch.Tensor],
         tensor: torch.Tensor,
@@ -52,36 +80,44 @@ def _on_gloo(
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        # Equal parts too, so that every iteration makes the same calls.
+        # Equal parts are sent by `collective` as well, so that every iteration makes the same calls.
         if rows is None or distributed.get_backend(group) != "gloo":
             return original(tensor, group, rows, *args, **kwargs)
-        return by_all_to_all(tensor, group, rows)
+        return collective(tensor, group, rows)
 
     return call
 
 
-@around
-def _as_numpy(
+@wrap_original
+def _convert_to_numpy(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
+    """Call `maybe_move_tensor_to_cpu` and return a NumPy array if the caller asks for one."""
     moved = original(tensor, as_numpy, record_stream)
     return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
 
 
-def gather_list(parts: Sequence[torch.Tensor], own: torch.Tensor, group: ProcessGroup) -> None:
-    """`torch.distributed.all_gather` of parts of any lengths; `own` is this rank's element."""
+def gather_list(
+    parts: Sequence[torch.Tensor], local_part: torch.Tensor, group: ProcessGroup
+) -> None:
+    """Fill `parts`, one per rank, by broadcasts; they may differ in shape.
+
+    It replaces `torch.distributed.all_gather`. `local_part` is what this rank sends.
+    """
     for rank, part in enumerate(parts):
-        distributed.broadcast(own if rank == group.rank() else part, group=group, group_src=rank)
+        tensor = local_part if rank == group.rank() else part
+        distributed.broadcast(tensor, group=group, group_src=rank)
 
 
-@around
-def _of_any_lengths(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    equal = distributed.all_gather
+@wrap_original
+def _gather_by_broadcasts(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call the original with `gather_list` in place of `torch.distributed.all_gather`."""
+    all_gather = distributed.all_gather
     distributed.all_gather = gather_list  # type: ignore[assignment]
     try:
         original(*args, **kwargs)
     finally:
-        distributed.all_gather = equal
+        distributed.all_gather = all_gather
 
 
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
@@ -90,13 +126,15 @@ SPLITS = cpu_patch(
     "expert_splits",
     "split sizes of the expert all-to-all stay tensors on the host, and gloo needs numbers",
     Replacement(
-        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _as_numpy
+        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", _convert_to_numpy
     ),
 )
 PATCH = cpu_patch(
     "variable_size_collectives",
     "gloo gathers and reduce-scatters only parts of equal length",
-    Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _on_gloo(gather_parts)),
-    Replacement(f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _on_gloo(reduce_scatter_parts)),
-    Replacement(f"{_LAYER_WISE}.allgather_params", _of_any_lengths, since=Version("0.17")),
+    Replacement(f"{_MAPPINGS}:_gather_along_first_dim", _replace_on_gloo(gather_parts)),
+    Replacement(
+        f"{_MAPPINGS}:_reduce_scatter_along_first_dim", _replace_on_gloo(reduce_scatter_parts)
+    ),
+    Replacement(f"{_LAYER_WISE}.allgather_params", _gather_by_broadcasts, since=Version("0.17")),
 )

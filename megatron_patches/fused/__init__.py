@@ -1,9 +1,9 @@
-"""What Transformer Engine and Apex do faster on a GPU, done with torch alone; off unless named.
+"""Patches that do on a GPU with torch alone what Transformer Engine and Apex do faster.
 
-`FUSED=norm,adamw make train-…` switches patches on by the names in `megatron_patches.fusions`, which
-loads no torch and is read by `parakit.launch`. Each patch changes how something is computed, never what:
-the tests check it against Megatron's own path and float64. All else is imported by
-`megatron_patches.catalogue` only.
+They are off unless named: `FUSED=norm,adamw make train-…` switches on the patches with these names in
+`megatron_patches.fusions`. Each patch changes how a result is computed, and not the result: the tests
+compare it with Megatron's own path and with float64. Only `megatron_patches.catalogue` imports the modules
+of this folder; `parakit.launch` reads `fusions`, which does not load torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as compiled, once; looked up when it is called: CPU ranks replace the compiler."""
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled by `torch.compile`, which is called once per function.
+
+    `torch.compile` is looked up at the call and not at import, because CPU ranks replace it.
+    """
     return torch.compile(function)

@@ -1,6 +1,8 @@
-"""Attention by one of torch's kernels and no other, so that they can be measured against each other.
+"""Compute attention by one of torch's kernels only (`FUSED=attention_flash` or `attention_cudnn`).
 
-A kernel that cannot take the inputs raises "No available kernel"; no slower one is used silently.
+Target: `DotProductAttention.forward`. Without the patch, torch chooses the kernel by rules, and the kernels
+cannot be measured against each other. A kernel that cannot take the inputs raises "No available kernel";
+no slower kernel is used silently.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_patches.registry import Patch, Replacement, around, fused_patch
+from megatron_patches.registry import Patch, Replacement, fused_patch, wrap_original
 
 
-def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wraps a function so that scaled_dot_product_attention in it uses this kernel alone."""
+def use_only_backend(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a `Replacement.make` whose function uses only `backend` for scaled_dot_product_attention."""
 
-    @around
+    @wrap_original
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with sdpa_kernel(backend):
             return original(*args, **kwargs)
@@ -24,16 +26,17 @@ def only(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., An
     return call
 
 
-def _patch(name: str, backend: SDPBackend) -> Patch:
+def _make_patch(name: str, backend: SDPBackend) -> Patch:
+    """Return the patch that `FUSED=<name>` switches on."""
     return fused_patch(
         name,
         "torch chooses an attention kernel by rules, not by measurement",
         Replacement(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-            only(backend),
+            use_only_backend(backend),
         ),
     )
 
 
-FLASH = _patch("attention_flash", SDPBackend.FLASH_ATTENTION)
-CUDNN = _patch("attention_cudnn", SDPBackend.CUDNN_ATTENTION)
+FLASH = _make_patch("attention_flash", SDPBackend.FLASH_ATTENTION)
+CUDNN = _make_patch("attention_cudnn", SDPBackend.CUDNN_ATTENTION)

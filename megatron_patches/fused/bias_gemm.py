@@ -1,8 +1,9 @@
-"""The bias of a linear layer added by the matrix product itself.
+"""Add the bias of a linear layer in the matrix product itself (`FUSED=bias_gemm`).
 
-Megatron multiplies, then adds the bias in a pass of its own, which reads and writes the whole output: in
-GPT's layers that of the query-key-value projection, which is three hidden states wide. cuBLAS adds a
-bias at the end of the product at no cost; torch.addmm requests it. Transformer Engine does the same.
+Target: `LinearWithGradAccumulationAndAsyncCommunication.forward`. Without the patch, Megatron multiplies,
+then adds the bias in a separate pass that reads and writes the full output; in GPT's layers that is the
+output of the query-key-value projection, which is three hidden states wide. cuBLAS adds a bias at the end
+of the product at no cost, and torch.addmm requests that. Transformer Engine does the same.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _SUMS = ("add", "__add__")
 
 
 class BiasInProduct(TorchFunctionMode):
-    """Inside, the first product adds the bias, and the sum that follows is omitted."""
+    """A mode in which the first matrix product adds the bias, and the later sum with the bias is skipped."""
 
     def __init__(self, bias: Tensor) -> None:
         super().__init__()
         self._bias = bias
-        self._added = False
-        self.left_out = False
+        self._is_added = False
+        self.has_skipped_sum = False
 
     def __torch_function__(
         self,
@@ -36,31 +37,33 @@ class BiasInProduct(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """torch's hook for every function that is called inside."""
-        if func is torch.matmul and not self._added:
-            self._added = True
+        """Replace the product and the sum; torch calls this for every function inside the mode."""
+        if func is torch.matmul and not self._is_added:
+            self._is_added = True
             rows, columns = args
             product = torch.addmm(self._bias, rows.flatten(0, -2), columns)
             return product.view(*rows.shape[:-1], columns.size(-1))
-        if self._added and func.__name__ in _SUMS and args[1:2] and args[1] is self._bias:
-            self.left_out = True
+        if self._is_added and func.__name__ in _SUMS and args[1:2] and args[1] is self._bias:
+            self.has_skipped_sum = True
             return args[0]
         return func(*args, **(kwargs or {}))
 
     def check(self) -> None:
-        """Refuse a layer that adds its bias in another way: it would be added twice.
+        """Raise an error if the layer added its bias in another way, and so a second time.
 
         Raises:
-            PatchError: The product took the bias, and no sum with it followed.
+            PatchError: The product added the bias, and no sum with the bias was skipped.
         """
-        if self._added and not self.left_out:
+        if self._is_added and not self.has_skipped_sum:
             raise PatchError(
                 "FUSED=bias_gemm expects Megatron's linear layer to add its bias after the product, and "
                 "this one does not; leave it out."
             )
 
 
-def _in_the_product(original: Callable[..., Tensor]) -> Any:
+def _add_bias_in_product(original: Callable[..., Tensor]) -> Any:
+    """Return the static method `forward` that runs the original in `BiasInProduct` if it has a bias."""
+
     @functools.wraps(original)
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         if bias is None:
@@ -79,6 +82,6 @@ PATCH = fused_patch(
     Replacement(
         "megatron.core.tensor_parallel.layers:"
         "LinearWithGradAccumulationAndAsyncCommunication.forward",
-        _in_the_product,
+        _add_bias_in_product,
     ),
 )

@@ -1,12 +1,14 @@
-"""Cross entropy over chunks of tokens, without fp32 logits of the whole micro batch.
+"""Compute cross entropy over chunks of tokens, without fp32 logits of the full micro batch.
 
-Megatron's own makes an fp32 copy of the logits and keeps it as the softmax until backward: 4 bytes an
-element beside the 2 of the logits. Its native fusion (`--cross-entropy-loss-fusion`, to 0.19) keeps it
-too and returns the gradient in bf16, also under fp16. Here forward keeps the logits as they are and
-one log-sum-exp a token; backward computes the softmax again and writes the gradient over the logits,
-which are not read again. Only a few chunks of fp32 exist at a time.
+Target: `vocab_parallel_cross_entropy` (`FUSED=cross_entropy`). Without the patch, Megatron makes an fp32
+copy of the logits and stores it as the softmax for backward: 4 bytes per element beside the logits' 2.
+Its native fusion (`--cross-entropy-loss-fusion`, up to 0.19) stores it too, and returns the gradient in
+bf16 even under fp16.
 
-Over TP ranks, each with a part of the vocabulary, log-sum-exps are combined: log Σ exp(lse_r).
+Here forward stores the logits as they are and one log-sum-exp per token. Backward computes the softmax
+again and writes the gradient over the logits, which nothing reads after that. Only a few chunks of fp32
+exist at a time. Over TP ranks, each of which has a part of the vocabulary, the ranks' log-sum-exps are
+combined to log Σ exp(lse_r).
 """
 
 from __future__ import annotations
@@ -18,85 +20,106 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_patches.fused import compiled
-from megatron_patches.registry import Replacement, around, fused_patch
+from megatron_patches.fused import compile_once
+from megatron_patches.registry import Replacement, fused_patch, wrap_original
 
 CHUNK_TOKENS = 2048
-"""206 million logits of GPT-2's vocabulary: 0.4 GB in fp32 a temporary."""
+"""Number of tokens per chunk. With GPT-2's vocabulary, a chunk has 103 million logits: 0.4 GB per
+temporary tensor in fp32."""
 
 
 def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and the target's logit of each token, fp32 (float64 stays); logits [n, v], target [n].
+    """Return the log-sum-exp and the target's logit of each token, both [n], in fp32 or float64.
 
-    A target outside 0 … v−1 is on another rank; its logit is 0 here.
+    Args:
+        logits: Logits of this rank's part of the vocabulary, [n, v].
+        target: Index of the correct token in this part, [n]. An index outside of 0 … v−1 belongs to
+            another rank, and the logit is then 0.
     """
-    wide = _wide(logits)
+    wide = _widen(logits)
     lse = torch.logsumexp(wide, -1)
-    hit = torch.arange(logits.size(-1), device=logits.device) == target[:, None]
-    return lse, torch.where(hit, wide, 0.0).sum(-1)
+    is_target = torch.arange(logits.size(-1), device=logits.device) == target[:, None]
+    return lse, torch.where(is_target, wide, 0.0).sum(-1)
 
 
 def write_gradient(logits: Tensor, target: Tensor, lse: Tensor, upstream: Tensor) -> None:
-    """Replace logits [n, v] by (softmax − one-hot) · upstream; target, lse and upstream are [n]."""
-    hit = torch.arange(logits.size(-1), device=logits.device) == target[:, None]
-    softmax = torch.exp(_wide(logits) - lse[:, None])
-    logits.copy_((softmax - hit.to(softmax.dtype)) * upstream[:, None])
+    """Overwrite the logits [n, v] with their gradient, (softmax − one-hot) · upstream.
+
+    `target`, `lse` (from `token_statistics`) and `upstream` (the gradient of the losses) are [n].
+    """
+    is_target = torch.arange(logits.size(-1), device=logits.device) == target[:, None]
+    softmax = torch.exp(_widen(logits) - lse[:, None])
+    logits.copy_((softmax - is_target.to(softmax.dtype)) * upstream[:, None])
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss of each token; backward takes the logits' memory for their gradient, so it runs once."""
+    """The loss per token. Backward overwrites the logits with their gradient, so it can run only once."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
-        """Loss [s, b] of logits [s, b, v / TP] and target [s, b]."""
+        """Return the losses [s, b] of logits [s, b, v / TP] and targets [s, b].
+
+        `group` is the tensor-parallel group; None is a single rank.
+        """
         flat, local = logits.view(-1, logits.size(-1)), target.reshape(-1)
         if group is not None and group.size() > 1:
             local = local - group.rank() * flat.size(-1)
-        statistics = compiled(token_statistics)
-        chunks = [statistics(*pair) for pair in _chunks(flat, local)]
-        lse, predicted = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        statistics = compile_once(token_statistics)
+        chunks = [statistics(*tensors) for tensors in _split_into_chunks(flat, local)]
+        lse, target_logits = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if group is not None and group.size() > 1:
-            lse, predicted = _over_ranks(lse, predicted, group)
+            lse, target_logits = _combine_over_ranks(lse, target_logits, group)
         ctx.save_for_backward(logits, local, lse)
-        return (lse - predicted).view(target.shape)
+        return (lse - target_logits).view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of the logits, in their memory."""
+        """Return the gradient of the logits, in the memory of the logits."""
         logits, local, lse = ctx.saved_tensors
-        # Detached it still counts its changes, so that a second backward is refused.
+        # A detached tensor still counts its changes, so torch refuses a second backward.
         flat = logits.detach().view(-1, logits.size(-1))
-        write = compiled(write_gradient)
-        for part in _chunks(flat, local, lse, upstream[0].reshape(-1)):
-            write(*part)
+        write = compile_once(write_gradient)
+        for tensors in _split_into_chunks(flat, local, lse, upstream[0].reshape(-1)):
+            write(*tensors)
         return logits.detach(), None, None
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _widen(logits: Tensor) -> Tensor:
+    """Return the logits in fp32; float64 stays float64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+def _split_into_chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return the tensors' views of `CHUNK_TOKENS` rows each, one tuple per chunk."""
     return list(zip(*(torch.split(tensor, CHUNK_TOKENS) for tensor in tensors), strict=True))
 
 
-def _over_ranks(lse: Tensor, predicted: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+def _combine_over_ranks(lse: Tensor, target_logits: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exps over the full vocabulary and the targets' logits, both [n].
+
+    On each rank, `target_logits` is 0 for targets of other ranks, so the ranks' sum is the logit.
+    """
     highest = lse.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    # One call for both sums: each is a vector of one number a token.
-    sums = torch.stack((torch.exp(lse - highest), predicted))
+    # Both sums have one number per token, so one all-reduce sends them together.
+    sums = torch.stack((torch.exp(lse - highest), target_logits))
     dist.all_reduce(sums, group=group)
     return highest + torch.log(sums[0]), sums[1]
 
 
-@around
-def _chunked(
+@wrap_original
+def _compute_chunked(
     _: Callable[..., Tensor],
     logits: Tensor,
     target: Tensor,
     label_smoothing: float = 0.0,
     tp_group: Any = None,
 ) -> Tensor:
+    """Return the losses as `vocab_parallel_cross_entropy` does.
+
+    Raises:
+        NotImplementedError: Label smoothing is on.
+    """
     if label_smoothing:
         raise NotImplementedError(
             f"FUSED=cross_entropy knows no label smoothing ({label_smoothing}); leave it out."
@@ -112,5 +135,5 @@ def _chunked(
 PATCH = fused_patch(
     "cross_entropy",
     "Megatron's loss keeps the softmax of all logits in fp32",
-    Replacement("megatron.core.tensor_parallel:vocab_parallel_cross_entropy", _chunked),
+    Replacement("megatron.core.tensor_parallel:vocab_parallel_cross_entropy", _compute_chunked),
 )

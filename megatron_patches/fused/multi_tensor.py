@@ -1,8 +1,11 @@
-"""Gradient norm, clipping, and copies between 16-bit and fp32 parameters over all tensors at once.
+"""Compute gradient norm, clipping and copies of parameters over all tensors at once.
 
-Without Transformer Engine and Apex Megatron falls back to a loop: the norm reads one number from the
-device for each tensor, and waits for it; scaling and copying start one or two kernels a tensor. torch's
-`_foreach` functions take all tensors in a few kernels. From 0.17 on the norm also stays on the device.
+Targets (`FUSED=multi_tensor`): `l2_norm_impl`, `multi_tensor_scale_impl` and
+`multi_tensor_scale_tensor_impl` of `clip_grads`, `_multi_tensor_copy_this_to_that` of the optimizer, and
+`_copy_model_grads_to_main_grads`. Without the patch, and without Transformer Engine and Apex, Megatron
+loops over the tensors: the norm reads one number per tensor from the device and waits for it; scaling and
+copying start one or two kernels per tensor. torch's `_foreach` functions take all tensors in a few
+kernels. From 0.17 on the norm also stays on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from megatron_patches.l2_norm import l2_norm
-from megatron_patches.registry import Replacement, around, fused_patch
+from megatron_patches.registry import Replacement, fused_patch, wrap_original
 
 Lists = Sequence[Sequence[Tensor]]
 _CLIPPING = "megatron.core.optimizer.clip_grads"
@@ -23,7 +26,10 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 
 def scale(_: int, __: Any, lists: Lists, factor: float | Tensor) -> None:
-    """Write the first list's tensors times a factor into the second's; replaces multi_tensor_scale."""
+    """Write the tensors of the first list, times `factor`, into those of the second list.
+
+    It has the signature of Apex's `multi_tensor_scale`; the first two arguments are ignored.
+    """
     sources, targets = lists
     if any(source is not target for source, target in zip(sources, targets, strict=True)):
         copy_all(sources, targets)
@@ -37,20 +43,33 @@ def copy_all(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Any =
 
 
 def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """fp32 gradients of the same shapes; those that are fp32 already are themselves."""
+    """Return the gradients in fp32, in their order.
+
+    fp32 gradients are returned themselves; the others are copied into one new buffer.
+    """
     narrow = [gradient for gradient in gradients if gradient.dtype != torch.float32]
     if not narrow:
         return list(gradients)
     sizes = [gradient.numel() for gradient in narrow]
-    flat = torch.empty(sum(sizes), dtype=torch.float32, device=narrow[0].device)
-    wide = [p.view(g.shape) for p, g in zip(torch.split(flat, sizes), narrow, strict=True)]
+    buffer = torch.empty(sum(sizes), dtype=torch.float32, device=narrow[0].device)
+    wide = [
+        part.view(gradient.shape)
+        for part, gradient in zip(torch.split(buffer, sizes), narrow, strict=True)
+    ]
     copy_all(narrow, wide)
-    found = iter(wide)
-    return [g if g.dtype == torch.float32 else next(found) for g in gradients]
+    remaining_wide = iter(wide)
+    return [
+        gradient if gradient.dtype == torch.float32 else next(remaining_wide)
+        for gradient in gradients
+    ]
 
 
-@around
-def _copying_gradients_at_once(original: Callable[..., None], self: Any) -> None:
+@wrap_original
+def _copy_gradients_at_once(original: Callable[..., None], self: Any) -> None:
+    """Copy the model's gradients to the fp32 master parameters, all in a few kernels.
+
+    If a parameter has no `main_grad`, Megatron's own method is called.
+    """
     pairs = [
         pair
         for groups in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
@@ -80,6 +99,6 @@ PATCH = fused_patch(
     Replacement(f"{_OPTIMIZER}:_multi_tensor_copy_this_to_that", lambda _: copy_all),
     Replacement(
         f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
-        _copying_gradients_at_once,
+        _copy_gradients_at_once,
     ),
 )

@@ -1,8 +1,9 @@
-"""LayerNorm compiled, forward and backward.
+"""Compile LayerNorm, forward and backward (`FUSED=norm`).
 
-Without Apex Megatron's layer norm is `WrappedTorchNorm`, which is torch.nn.LayerNorm and so already one
-kernel forward (`F.layer_norm`); its backward takes one for the input and one or two for weight and bias,
-which read the same again. The compiler of torch 2.11 makes one pass of the backward.
+Target: `WrappedTorchNorm.__new__`, which makes Megatron's layer norm without Apex, a torch.nn.LayerNorm.
+Its forward is one kernel already (`F.layer_norm`). Without the patch, backward takes one kernel for the
+input and one or two for weight and bias, which read the same values again. The compiler of torch 2.11
+makes one pass of backward.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.fused import compiled
-from megatron_patches.registry import Replacement, around, fused_patch
+from megatron_patches.fused import compile_once
+from megatron_patches.registry import Replacement, fused_patch, wrap_original
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalise over the last dimension in fp32, scale and shift; x [s, b, h], weight and bias [h]."""
+    """Return x normalised over its last dimension, times weight plus bias, in the type of x.
+
+    Shapes: x [s, b, h], weight and bias [h]. 16-bit inputs are computed in fp32.
+    """
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
@@ -30,26 +34,30 @@ class CompiledLayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm whose arithmetic is compiled."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        result: Tensor = compiled(layer_norm)(input, self.weight, self.bias, self.eps)
+        """Return the input normalised over its last dimension."""
+        result: Tensor = compile_once(layer_norm)(input, self.weight, self.bias, self.eps)
         return result
 
 
-def recast(norm: torch.nn.Module) -> torch.nn.Module:
-    """The same module, compiled if it is a LayerNorm over one dimension with weight and bias."""
-    whole = type(norm) is torch.nn.LayerNorm and norm.bias is not None
-    if whole and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
+def make_compiled_norm(norm: torch.nn.Module) -> torch.nn.Module:
+    """Return the module itself, as a CompiledLayerNorm if it is a LayerNorm that can be one.
+
+    A LayerNorm over several dimensions, one without bias and every other norm stay as they are.
+    """
+    has_bias = type(norm) is torch.nn.LayerNorm and norm.bias is not None
+    if has_bias and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]
         norm.__class__ = CompiledLayerNorm
     return norm
 
 
-@around
-def _recasting(original: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
-    return recast(original(*args, **kwargs))
+@wrap_original
+def _make_compiled(original: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Make a norm and return it compiled, if it can be."""
+    return make_compiled_norm(original(*args, **kwargs))
 
 
 PATCH = fused_patch(
     "norm",
     "torch's LayerNorm takes three kernels backward",
-    Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _recasting),
+    Replacement("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _make_compiled),
 )

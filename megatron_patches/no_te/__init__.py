@@ -1,4 +1,4 @@
-"""What Megatron cannot do without Transformer Engine, done with torch: on a plain GPU and on CPU ranks.
+"""Patches that do with torch what Megatron cannot do without Transformer Engine, on GPUs and CPU ranks.
 
-Imported by `megatron_patches.catalogue` only.
+Only `megatron_patches.catalogue` imports this folder.
 """

@@ -1,10 +1,12 @@
-"""torch's Adam under Megatron's distributed optimizer, so that its checkpoints can be loaded.
+"""Let Megatron's distributed optimizer load what it saved of torch's Adam.
 
-Megatron's distributed optimizer saves and loads what Apex's and Transformer Engine's Adam hold: two
-moments a parameter, and one step count a parameter group. torch's Adam counts in a tensor a parameter:
-there is none before the first step, so loading fails (`assert len(steps) == 1`), and after loading all
-parameters share one tensor, which then counts each step many times. Here torch's Adam keeps its count
-in the parameter groups and passes it to torch's kernels for the length of a step.
+Targets: `DistributedOptimizer.__init__`, and `HAVE_APEX_OR_TE` and `USING_APEX_OPTIMIZER` of its module.
+The distributed optimizer saves and loads what Apex's and Transformer Engine's Adam hold: two moments per
+parameter, and one step count per parameter group. torch's Adam has a step count per parameter, in a
+tensor. Without the patch, loading would fail (`assert len(steps) == 1`), because there is no count before
+the first step; and after loading all parameters would share one tensor, which would count each step many
+times. With the patch, torch's Adam has its count in the parameter groups and lends it to the parameters
+for the duration of a step. The two names let Megatron treat torch's Adam as Apex's.
 """
 
 from __future__ import annotations
@@ -16,65 +18,73 @@ from typing import Any
 import torch
 
 from megatron_patches.context import RuntimeContext
-from megatron_patches.registry import Patch, Replacement, around
+from megatron_patches.registry import Patch, Replacement, wrap_original
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
 
 
 def count_steps_by_group(optimizer: torch.optim.Optimizer) -> None:
-    """Keep the number of steps in `param_groups[…]["step"]`, as Apex's FusedAdam does."""
+    """Register hooks that keep the number of steps in `param_groups[…]["step"]`, as Apex's FusedAdam."""
     optimizer.register_step_pre_hook(_lend_counts)
     optimizer.register_step_post_hook(_take_counts_back)
-    # torch's Adam does not load states without one.
-    optimizer.register_load_state_dict_pre_hook(_with_any_count)
+    # torch's Adam refuses to load states without a step count.
+    optimizer.register_load_state_dict_pre_hook(_add_zero_counts)
     optimizer.register_load_state_dict_post_hook(_drop_counts)
 
 
 def _lend_counts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give each parameter with a state its group's step count, before a step."""
     for group in optimizer.param_groups:
-        # Not one whose state was asked for and is empty: torch would take it for begun.
-        known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
-        # The fused kernel reads the counts on the device; one allocation serves them all.
-        device = known[0].device if known and group.get("fused") else torch.device("cpu")
-        counts = torch.full((len(known),), float(group.get("step", 0)), device=device)
-        for parameter, count in zip(known, counts.unbind(), strict=True):
+        # A parameter with an empty state gets no count: torch would then not initialise its moments.
+        parameters = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
+        # The fused kernel reads the counts on the device. One allocation holds all of them.
+        device = torch.device("cpu")
+        if parameters and group.get("fused"):
+            device = parameters[0].device
+        counts = torch.full((len(parameters),), float(group.get("step", 0)), device=device)
+        for parameter, count in zip(parameters, counts.unbind(), strict=True):
             optimizer.state[parameter]["step"] = count
 
 
 def _take_counts_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Add 1 to each group's step count and remove the parameters' counts, after a step."""
     for group in optimizer.param_groups:
         group["step"] = group.get("step", 0) + 1
     _drop_counts(optimizer)
 
 
-def _with_any_count(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+def _add_zero_counts(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return the loaded state dict with a step count of 0 per parameter; `_drop_counts` removes it."""
     states = {key: {**state, "step": torch.tensor(0.0)} for key, state in loaded["state"].items()}
     return {**loaded, "state": states}
 
 
 def _drop_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the step counts of all parameters."""
     for state in optimizer.state.values():
         state.pop("step", None)
 
 
-@around
-def _counting_by_group(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+@wrap_original
+def _count_by_group(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a distributed optimizer, and count steps per group if its optimizer is torch's Adam."""
     original(self, *args, **kwargs)
     if isinstance(self.optimizer, torch.optim.Adam):
         count_steps_by_group(self.optimizer)
 
 
-def _only_torch_has_adam(context: RuntimeContext) -> bool:
+def _uses_torch_adam(context: RuntimeContext) -> bool:
+    """Return True if neither Transformer Engine nor Apex is here, so that Megatron takes torch's Adam."""
     return not context.has_transformer_engine and importlib.util.find_spec("apex") is None
 
 
 PATCH = Patch(
     name="adam_step",
     reason="the distributed optimizer cannot load what it saved of torch's Adam",
-    needed=_only_torch_has_adam,
+    needed=_uses_torch_adam,
     replacements=(
-        Replacement(f"{_MODULE}:DistributedOptimizer.__init__", _counting_by_group),
-        # Megatron may now treat torch's Adam as Apex's.
+        Replacement(f"{_MODULE}:DistributedOptimizer.__init__", _count_by_group),
+        # With the count in the groups, Megatron's code for Apex's Adam fits torch's Adam.
         Replacement(f"{_MODULE}:HAVE_APEX_OR_TE", lambda _: True),
         Replacement(f"{_MODULE}:USING_APEX_OPTIMIZER", lambda _: True),
     ),

@@ -1,9 +1,13 @@
-"""Causal attention on SDPA: over a sequence split between ranks, and whole on a GPU.
+"""Compute causal attention with torch's SDPA, also over a sequence that is split between ranks.
 
-Megatron's own DotProductAttention refuses context parallelism. Rank r of c holds the chunks r and
-2c−1−r of 2c, so that causal work is even. Here K and V are gathered over the group and gathered again
-in backward, which sends what the ring of Transformer Engine sends, 6U(c−1)/c a layer, and keeps only
-the local K and V between the passes (Ring Attention, arXiv 2310.01889; Llama 3, arXiv 2407.21783 §3.3).
+Targets: `DotProductAttention.__init__` and `DotProductAttention.forward`, Megatron's attention without
+Transformer Engine. Without the patch, it would refuse context parallelism and multi-latent attention, and
+on a GPU it would keep its [s, s] scores for backward.
+
+Under context parallelism rank r of c holds the chunks r and 2c−1−r of 2c, so that all ranks have equally
+much causal work. Here K and V are gathered over the group, and gathered again in backward. That sends as
+many bytes as the ring of Transformer Engine, 6U(c−1)/c per layer, and stores only the local K and V for
+backward (Ring Attention, arXiv 2310.01889; Llama 3, arXiv 2407.21783 §3.3).
 """
 
 from __future__ import annotations
@@ -16,45 +20,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_patches.registry import Replacement, around, no_te_patch
+from megatron_patches.registry import Replacement, no_te_patch, wrap_original
 
 
-def positions_of_rank(rank: int, ranks: int, local_length: int) -> Tensor:
-    """Global positions of a rank's tokens, shape [local_length], in the order it holds them."""
+def rank_positions(rank: int, ranks: int, local_length: int) -> Tensor:
+    """Return the global positions of a rank's tokens, [local_length], in the order of its tokens.
+
+    `ranks` is the size of the context-parallel group, `local_length` the number of tokens per rank.
+    """
     chunk = local_length // 2
     first = torch.arange(rank * chunk, (rank + 1) * chunk)
     second = torch.arange((2 * ranks - 1 - rank) * chunk, (2 * ranks - rank) * chunk)
     return torch.cat((first, second))
 
 
-def positions_of_gathered(ranks: int, local_length: int) -> Tensor:
-    """Global positions of all ranks' tokens, shape [local_length·ranks], in rank order."""
-    return torch.cat([positions_of_rank(r, ranks, local_length) for r in range(ranks)])
+def gathered_positions(ranks: int, local_length: int) -> Tensor:
+    """Return the global positions of the tokens of all ranks, [local_length·ranks], in rank order."""
+    return torch.cat([rank_positions(rank, ranks, local_length) for rank in range(ranks)])
 
 
 @functools.lru_cache(maxsize=4)
 def causal_mask(rank: int, ranks: int, local_length: int) -> Tensor:
-    """True where a query may attend to a key, shape [local_length, local_length·ranks].
+    """Return the mask that is True where a query may attend to a key, [local_length, local_length·ranks].
 
-    Rows are this rank's positions, columns those of all ranks in rank order: attention does not
-    depend on the order of keys, so the gathered K and V need no reordering.
+    Rows are the positions of `rank`, columns those of all ranks in rank order. Attention does not depend
+    on the order of keys, so the gathered K and V need no reordering.
     """
-    queries = positions_of_rank(rank, ranks, local_length)
-    keys = positions_of_gathered(ranks, local_length)
+    queries = rank_positions(rank, ranks, local_length)
+    keys = gathered_positions(ranks, local_length)
     return queries[:, None] >= keys[None, :]
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, p: float
 ) -> Tensor:
-    """SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out.
+    """Return attention by SDPA in Megatron's layout: [s, b, heads, width] in, [s, b, heads·width] out.
 
-    Without a mask it is causal, which flash kernels can do without keeping scores. They take no mask;
-    those that do share no key between heads, so keys and values are repeated for them.
+    Args:
+        query: Queries of all heads.
+        key: Keys; they may have fewer heads than the queries (grouped-query attention).
+        value: Values, with as many heads as the keys.
+        mask: True where a query may attend. None is causal attention, which flash kernels compute
+            without storing scores.
+        scale: Factor of the scores.
+        p: Dropout probability of the scores.
     """
     if mask is not None and query.size(2) != key.size(2):
-        shared = query.size(2) // key.size(2)
-        key, value = (tensor.repeat_interleave(shared, 2) for tensor in (key, value))
+        # The kernels that take a mask cannot share a key between heads, so keys and values are repeated.
+        queries_per_key = query.size(2) // key.size(2)
+        key, value = (tensor.repeat_interleave(queries_per_key, 2) for tensor in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
@@ -69,12 +83,16 @@ def attend(
 
 
 def is_plain(attention: Any) -> bool:
-    """Whether Megatron's attention is causal, over all that came before, with the usual softmax."""
+    """Return True if attention is causal over all earlier tokens, with the usual softmax.
+
+    `attention` is a `DotProductAttention`. A sliding window, a softmax offset or attention that ends at
+    documents gives False.
+    """
     return _is_causal(attention) and not _ends_at_documents()
 
 
 def _is_causal(attention: Any) -> bool:
-    """The same but for what a mask hides as well."""
+    """Return True if attention is causal, without a window and a softmax offset; documents may end it."""
     from megatron.core.transformer.enums import AttnMaskType
 
     return (
@@ -85,102 +103,115 @@ def _is_causal(attention: Any) -> bool:
 
 
 def _ends_at_documents() -> bool:
-    """Whether attention ends where a document does (`--reset-attention-mask`), which no config says."""
+    """Return True under `--reset-attention-mask`, which ends attention at documents.
+
+    The flag is read from Megatron's global arguments, because no config has it.
+    """
     from megatron.training import global_vars
 
     return bool(getattr(global_vars._GLOBAL_ARGS, "reset_attention_mask", False))
 
 
 def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a bias or packed sequences are given; Megatron's own attention refuses those."""
-    named = (kwargs.get(name) for name in ("attention_bias", "packed_seq_params"))
-    return any(value is not None for value in (*args[2:], *named))
+    """Return True if `forward` gets a bias or packed sequences, which Megatron's own attention refuses.
+
+    `args` and `kwargs` are the arguments of `forward` after query, key and value.
+    """
+    by_name = (kwargs.get(name) for name in ("attention_bias", "packed_seq_params"))
+    return any(value is not None for value in (*args[2:], *by_name))
 
 
-@around
-def _without_refusal(
+@wrap_original
+def _initialise(
     original: Callable[..., None],
     self: Any,
     config: Any,
     *args: Any,
-    k_channels: int | None = None,  # noqa: ARG001 - the scale that depends on it is given
+    k_channels: int | None = None,  # noqa: ARG001 - the scale is an argument, so it is not derived
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    unsplit = copy.copy(config)
-    unsplit.context_parallel_size = 1
-    original(self, unsplit, *args, **kwargs)
+    """Initialise the attention without its refusals of context parallelism and multi-latent attention."""
+    config_without_cp = copy.copy(config)
+    config_without_cp.context_parallel_size = 1
+    original(self, config_without_cp, *args, **kwargs)
     self.config = config
     if v_channels is not None:
-        # Multi-latent attention: values, and so the output, have a width of their own.
+        # Under multi-latent attention values, and so the output, have another width than keys.
         self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
-def _attend_dropping(
+def _attend_with_settings(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """`attend` with the dropout, scale and random state of one of Megatron's attention modules."""
+    """Return `attend` with the dropout, the scale and the random state of a `DotProductAttention`."""
     from megatron.core import tensor_parallel
 
     dropout = attention.attention_dropout.p if attention.training else 0.0
-    # Query-key layer scaling divides the scores by the layer's number, and multiplies them later.
+    # With query-key layer scaling, `softmax_scale` is divided by the layer's number, and the softmax
+    # multiplies by it again; SDPA has one scale.
     scale = attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0)
     arguments = (query, key, value, mask, scale, dropout)
     if attention.config.sequence_parallel:
         return attend(*arguments)
-    # As Megatron's own: TP ranks hold different heads and must drop different scores.
+    # TP ranks hold different heads and must drop different scores, so Megatron has a random state for
+    # them. Under sequence parallelism it does not use that state here.
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return attend(*arguments)
 
 
 def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: int) -> Tensor:
-    """`causal_mask` without what Megatron's own mask hides as well, such as other documents.
+    """Return `causal_mask` without the keys that Megatron's mask hides, such as other documents.
 
     Args:
-        hidden: True where a query may not attend, shape [b, 1, local_length, local_length·ranks], its
-            rows this rank's and its columns in the order of the sequence; None hides nothing more.
-        rank: Of this process in its context-parallel group.
-        ranks: Of the group.
-        local_length: Tokens of a rank.
+        hidden: True where a query may not attend, [b, 1, local_length, local_length·ranks]. Rows are
+            this rank's tokens, columns are in the order of the sequence. None hides nothing.
+        rank: Number of this process in its context-parallel group.
+        ranks: Size of the group.
+        local_length: Number of tokens per rank.
     """
     mask = causal_mask(rank, ranks, local_length)
     if hidden is None:
         return mask
-    keys = positions_of_gathered(ranks, local_length)
+    keys = gathered_positions(ranks, local_length)
     return mask.to(hidden.device) & ~hidden[..., keys.to(hidden.device)]
 
 
 def _attend_gathered(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None
 ) -> Tensor:
-    """Attention of a rank's queries to all ranks' keys and values."""
+    """Return the attention of this rank's queries to the keys and values of all ranks in its group.
+
+    `hidden` is Megatron's mask as in `gathered_mask`.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     group = parallel_state.get_context_parallel_group()
-    # Gathers along the sequence; its backward is the reduce-scatter of dK and dV.
+    # This function gathers along the sequence; its backward is the reduce-scatter of dK and dV.
     gather = functools.partial(gather_from_sequence_parallel_region, group=group)
     mask = gathered_mask(hidden, group.rank(), group.size(), query.size(0)).to(query.device)
-    return _attend_dropping(attention, query, gather(key), gather(value), mask)
+    return _attend_with_settings(attention, query, gather(key), gather(value), mask)
 
 
-def _hidden_by_documents(
+def _find_document_mask(
     attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return Megatron's mask where documents are masked from one another, else None.
+    """Return Megatron's mask under `--reset-attention-mask`; None if attention does not end at documents.
+
+    `args` and `kwargs` are the arguments of `forward` after query, key and value.
 
     Raises:
         NotImplementedError: The attention is not plain causal, it gets a bias or packed sequences, or
-            no mask is given by which it could end at documents.
+            it should end at documents and gets no mask.
     """
-    # Plain causal attention needs no mask of each sample.
-    documents = _ends_at_documents()
-    hidden: Tensor | None = (
-        (args[0] if args else kwargs.get("attention_mask")) if documents else None
-    )
-    # A later pipeline stage gets no mask, and could not end at documents.
-    without_mask = documents and hidden is None
-    if not _is_causal(attention) or without_mask or has_bias_or_packing(args, kwargs):
+    hidden: Tensor | None = None
+    lacks_mask = False
+    if _ends_at_documents():
+        hidden = args[0] if args else kwargs.get("attention_mask")
+        # Later pipeline stages get no mask, so they could not end attention at documents.
+        lacks_mask = hidden is None
+    if not _is_causal(attention) or lacks_mask or has_bias_or_packing(args, kwargs):
         raise NotImplementedError(
             f"Context parallelism without Transformer Engine knows plain causal attention, not "
             f"{attention.attn_mask_type} with window {attention.config.window_size} and softmax "
@@ -190,8 +221,8 @@ def _hidden_by_documents(
     return hidden
 
 
-@around
-def _on_sdpa(
+@wrap_original
+def _forward(
     original: Callable[..., Tensor],
     self: Any,
     query: Tensor,
@@ -200,18 +231,19 @@ def _on_sdpa(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
+    """Compute attention: by SDPA under context parallelism and on GPUs, else by Megatron's own code."""
     from megatron.core import tensor_parallel
 
     if self.config.context_parallel_size == 1:
-        # CPU ranks use Megatron's own attention; on a GPU its scores would fill the memory.
+        # On a GPU the scores of Megatron's own attention would fill the memory.
         if query.is_cuda and is_plain(self) and not has_bias_or_packing(args, kwargs):
-            return _attend_dropping(self, query, key, value, None)
+            return _attend_with_settings(self, query, key, value, None)
         if self.config.multi_latent_attention:
-            # Both are parts of one tensor, which Megatron views as rows; others need no copy.
+            # Key and value are parts of one tensor there, but Megatron views each as contiguous rows.
             key, value = key.contiguous(), value.contiguous()
         return original(self, query, key, value, *args, **kwargs)
-    hidden = _hidden_by_documents(self, args, kwargs)
-    # Recomputing this part in backward is what gathers K and V a second time.
+    hidden = _find_document_mask(self, args, kwargs)
+    # The checkpoint recomputes this part in backward, which gathers K and V a second time.
     out: Tensor = tensor_parallel.checkpoint(
         functools.partial(_attend_gathered, self), False, query, key, value, hidden
     )
@@ -223,10 +255,10 @@ PATCH = no_te_patch(
     "Megatron's own attention refuses context parallelism and MLA, and keeps its scores",
     Replacement(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-        _without_refusal,
+        _initialise,
     ),
     Replacement(
         "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        _on_sdpa,
+        _forward,
     ),
 )

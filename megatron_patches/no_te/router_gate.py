@@ -1,7 +1,8 @@
-"""The router's gate where Transformer Engine is missing.
+"""Compute the router's logits without Transformer Engine.
 
-Up to 0.16 Megatron's gate calls a name that only an import of Transformer Engine defines, and stops with
-`name 'te_general_gemm' is not defined`.
+Target: `router_gating_linear` of `megatron.core.transformer.moe.router`, up to Megatron 0.16. It calls a
+name that only an import of Transformer Engine defines. Without the patch, the first forward pass of a
+mixture of experts would fail with `name 'te_general_gemm' is not defined`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from packaging.version import Version
 from megatron_patches.registry import Replacement, no_te_patch
 
 
-def gate(tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any) -> torch.Tensor:
-    """The router's logits in its own dtype; shapes [.., hidden], [experts, hidden] to [.., experts].
+def compute_router_logits(
+    tokens: torch.Tensor, weight: torch.Tensor, *bias_and_dtype: Any
+) -> torch.Tensor:
+    """Return the router's logits [.., experts], computed in the router's type.
 
-    From 0.15.0 on Megatron passes a bias between weight and dtype.
+    Args:
+        tokens: Hidden states [.., hidden].
+        weight: Weight of the gate [experts, hidden].
+        *bias_and_dtype: The type last. From 0.15.0 on Megatron passes a bias before it, which may be
+            None.
     """
     *biases, dtype = bias_and_dtype
     bias = biases[0].to(dtype) if biases and biases[0] is not None else None
@@ -29,7 +36,7 @@ PATCH = no_te_patch(
     "the router's gate calls a name that only Transformer Engine's import defines",
     Replacement(
         "megatron.core.transformer.moe.router:router_gating_linear",
-        lambda _: gate,
+        lambda _: compute_router_logits,
         before=Version("0.17.0rc0"),
     ),
 )

@@ -1,8 +1,9 @@
-"""Layer norms under sequence parallelism without Transformer Engine.
+"""Allow torch's layer norms under sequence parallelism.
 
-Megatron's wrapper around torch's norms refuses sequence parallelism. Torch's norm is correct:
-each rank normalises its own positions, and parameters marked `sequence_parallel` have their
-gradients summed over the tensor-parallel ranks by Megatron's `finalize_model_grads`.
+Target: `WrappedTorchNorm.__new__`, Megatron's wrapper of torch's norms. Without the patch, the wrapper
+would refuse sequence parallelism. torch's norm is correct there: each rank normalises its own positions,
+and Megatron's `finalize_model_grads` sums the gradients of parameters that are marked with
+`sequence_parallel` over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Any
 
 import torch
 
-from megatron_patches.registry import Replacement, around, no_te_patch
+from megatron_patches.registry import Replacement, no_te_patch, wrap_original
 
 
-@around
+@wrap_original
 def _mark_parameters(
     original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> torch.nn.Module:
-    unsplit = copy.copy(config)
-    unsplit.sequence_parallel = False
-    norm = original(cls, unsplit, *args, **kwargs)
+    """Make a norm without sequence parallelism, then mark its parameters with the config's value."""
+    config_without_sp = copy.copy(config)
+    config_without_sp.sequence_parallel = False
+    norm = original(cls, config_without_sp, *args, **kwargs)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm

@@ -8,8 +8,8 @@ import socket
 import sys
 from pathlib import Path
 
-from megatron_patches.entry import kept_imports
-from megatron_patches.warm import _serve, _take_place, _train
+from megatron_patches.entry import freeze_imports
+from megatron_patches.warm import _become_rank, _serve, _train
 from parakit.experiments.verify.verifier import START
 from parakit.launch.supervise.warm import WarmMegatron
 
@@ -27,12 +27,12 @@ def main(descriptor: int, entry: Path) -> None:
     """Import and serve; each rank ends here, with its training."""
     with socket.socket(fileno=descriptor) as listener:
         code = compile(entry.read_bytes(), str(entry), "exec")
-        with kept_imports():
+        with freeze_imports():
             exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
             importlib.import_module("torch._dynamo")  # Which the first optimizer of a rank loads.
         rank = _serve(listener)
     if rank is not None:
-        _take_place(rank)
+        _become_rank(rank)
         _train(code, str(entry))
 
 

@@ -10,7 +10,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.convert.hf.into_megatron import import_model, read_source
-from parakit.convert.hf.progress import Work
+from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -27,7 +27,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hub")
     for name, config in (("mine-gpt2", GPT2), ("mine-llama", LLAMA)):
         source = read_source(write_model(root / "sources" / name, config))
-        import_model(source, name, Work(), root)
+        import_model(source, name, ConversionProgress(), root)
     return root
 
 
@@ -83,7 +83,7 @@ def test_fsdp_gets_the_weights_before_it_wraps_and_the_native_backend_by_its_own
 
 def test_weights_that_have_changed_are_refused_and_never_written_anew(tmp_path: Path) -> None:
     source = read_source(write_model(tmp_path / "source", GPT2))
-    import_model(source, "mine-gpt2", Work(), tmp_path)
+    import_model(source, "mine-gpt2", ConversionProgress(), tmp_path)
     launch = launch_of(tmp_path, "baseline-mine-gpt2-1cpu")
     console, weights = Console(quiet=True), tmp_path / "mine-gpt2" / "checkpoint"
     assert ensure_start_checkpoint(launch, console) == weights

@@ -21,7 +21,7 @@ def _as_it_was() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("megatron", "has"), [("0.15.0rc2", True), ("0.15.3", True), ("0.16.0", False)]
 )
-def test_old_megatrons_find_what_numpy_2_dropped(megatron: str, has: bool) -> None:
+def test_old_megatrons_find_numpy_product_under_numpy_2(megatron: str, has: bool) -> None:
     assert not hasattr(np, "product")
     apply_patches([PATCH], RuntimeContext("cpu", Version(megatron), False))
     assert hasattr(np, "product") == has

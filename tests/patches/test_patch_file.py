@@ -37,7 +37,7 @@ def test_a_patch_file_changes_what_is_imported(tmp_path: Path, imported: ModuleT
     assert imported.answer() == 2
 
 
-def test_an_exception_in_it_is_named_with_the_file_and_its_line(tmp_path: Path) -> None:
+def test_exception_in_a_patch_file_is_named_with_file_and_line(tmp_path: Path) -> None:
     environment = written(tmp_path, "def fail():\n    return {}['key']\n\nfail()\n")
     with pytest.raises(PatchFileError, match=r"PATCH_FILE=\S+change.py, line 2: KeyError: 'key'"):
         execute_patch_file(environment)
@@ -53,7 +53,7 @@ def test_a_file_that_changed_since_the_run_was_recorded_is_refused(tmp_path: Pat
         execute_patch_file(environment)
 
 
-def test_several_files_are_executed_in_their_order_and_known_by_what_they_hold(
+def test_several_patch_files_are_executed_in_order_and_identified_by_their_contents(
     tmp_path: Path, imported: ModuleType
 ) -> None:
     codes = ["answer = lambda: 2\n", "answer = lambda old=Megatron.answer: old() + 1\n"]
@@ -71,6 +71,6 @@ def test_several_files_are_executed_in_their_order_and_known_by_what_they_hold(
         execute_patch_file({"KIT_PATCH_FILE": name, "KIT_PATCH_FILE_SHA256": sha256})
 
 
-def test_a_command_of_before_that_names_the_old_variable_is_refused() -> None:
+def test_command_with_the_old_variable_is_refused() -> None:
     with pytest.raises(PatchFileError, match="KIT_PLANT= is KIT_PATCH_FILE= now"):
         execute_patch_file({"KIT_PLANT": "a.py"})

@@ -37,7 +37,7 @@ def twice(original):  # type: ignore[no-untyped-def]
     return lambda *arguments: 2 * original(*arguments)
 
 
-def test_functions_and_methods_are_replaced_by_what_follows_from_them(module: ModuleType) -> None:
+def test_functions_and_methods_are_replaced_by_wrappers_of_them(module: ModuleType) -> None:
     both = patch(
         Replacement("patched_here:answer", twice), Replacement("patched_here:Layer.width", twice)
     )
@@ -87,15 +87,15 @@ def test_the_releases_from_the_published_commit_on_are_known(
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], known) == ("test",)
 
 
-def test_of_an_untried_megatron_a_target_that_is_not_there_is_left_out_and_named(
+def test_missing_target_of_an_untested_megatron_is_skipped_and_named(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "left_out", [])
+    monkeypatch.setattr(registry, "skipped_targets", [])
     newer = replace(CPU, megatron=Version("0.99"), allow_unknown_megatron=True)
     both = patch(
         Replacement("patched_here:answer", twice), Replacement("patched_here:moved", twice)
     )
     assert apply_patches([both], newer) == ("test",)
-    assert registry.left_out == ["test (patched_here:moved)"]
+    assert registry.skipped_targets == ["test (patched_here:moved)"]
     with pytest.raises(PatchError, match="patched_here:moved"):
         apply_patches([both], replace(CPU, allow_unknown_megatron=True))

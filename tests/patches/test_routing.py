@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.routing import adding_loss, dropping, routing
+from megatron_patches.routing import record_decision, record_drops, record_loss
 from parakit.accounting.routing import RoutingLedger
 from parakit.artifacts.measurements import LayerRouting
 
@@ -29,8 +29,8 @@ class Router:
 
     def __init__(self, *, kept: torch.Tensor | None = None, loss: float = 0) -> None:
         self._kept, self._loss = kept, loss
-        self._drop = dropping(lambda probabilities, chosen: (probabilities, kept))
-        self._attach = adding_loss(lambda router, activation, *_: activation)
+        self._drop = record_drops(lambda probabilities, chosen: (probabilities, kept))
+        self._attach = record_loss(lambda router, activation, *_: activation)
 
     def routing(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, chosen = torch.rand(2, 3), CHOSEN
@@ -45,7 +45,7 @@ class Router:
 
 def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
     router = Router(**parts)
-    routing(Router.routing)(router, LOGITS)
+    record_decision(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
     result = ledger.result(0)
     assert result is not None
@@ -59,7 +59,9 @@ def test_a_dropless_router_reports_whom_it_chose_in_its_layer(ledger: RoutingLed
     assert row.load_balancing_loss is None
 
 
-def test_what_capacity_leaves_out_is_dropped_and_padding_is_no_token(ledger: RoutingLedger) -> None:
+def test_tokens_beyond_the_capacity_count_as_dropped_and_padding_does_not_count(
+    ledger: RoutingLedger,
+) -> None:
     padded = torch.tensor([[True, False, True], [False, False, True]])
     row = route(ledger, kept=padded)
     assert (row.tokens_per_expert, row.dropped_tokens) == ((1, 0, 1), 2)
@@ -72,6 +74,6 @@ def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: Routi
 def test_evaluation_is_not_reported(ledger: RoutingLedger) -> None:
     router = Router()
     router.training = False
-    routing(Router.routing)(router, LOGITS)
+    record_decision(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
     assert ledger.result(0) is None

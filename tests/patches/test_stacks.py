@@ -5,7 +5,7 @@ import pytest
 import torch.distributed  # noqa: F401 - what is asked has loaded it
 from torch._C import _distributed_c10d as c10d
 
-from megatron_patches.stacks import _recorded_calls, _recorder
+from megatron_patches.stacks import _recorded_calls, _recorder_variables
 
 
 def test_calls_of_gloo_and_of_nccl_are_dumped_in_the_order_of_time(
@@ -30,9 +30,9 @@ def test_nccls_watchdog_dumps_every_call_into_the_runs_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KIT_DEVICE", "cpu")
-    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in _recorder(Path("stacks/watchdog-rank"))
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in _recorder_variables(Path("stacks/watchdog-rank"))
     monkeypatch.setenv("KIT_DEVICE", "gpu")
-    found = _recorder(Path("stacks/watchdog-rank"))
+    found = _recorder_variables(Path("stacks/watchdog-rank"))
     assert found["TORCH_FR_DUMP_TEMP_FILE"] == "stacks/watchdog-rank"
     assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_INCLUDE_ONLY_ACTIVE"]) == ("1", "0")
 
@@ -41,8 +41,8 @@ def test_nccls_watchdog_dumps_every_call_into_the_runs_folder(
     ("version", "name"),
     [("2.8.1", "TORCH_NCCL_TRACE_BUFFER_SIZE"), ("2.11.0+cu130", "TORCH_FR_BUFFER_SIZE")],
 )
-def test_the_recorder_has_the_name_that_this_torch_knows(
+def test_recorder_variables_have_the_names_of_this_torch(
     version: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)
-    assert name in _recorder(Path("any"))
+    assert name in _recorder_variables(Path("any"))

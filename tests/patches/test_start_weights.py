@@ -6,14 +6,14 @@ from megatron_patches import start_weights
 from parakit.config import variables
 
 
-def test_weights_are_copied_in_only_where_a_start_is_named(monkeypatch: Any) -> None:
+def test_initial_weights_are_loaded_only_if_a_checkpoint_is_named(monkeypatch: Any) -> None:
     monkeypatch.delenv(variables.START_WEIGHTS, raising=False)
     assert not start_weights.PATCH.needed(None)  # type: ignore[arg-type]
     monkeypatch.setenv(variables.START_WEIGHTS, "runs/.start/x")
     assert start_weights.PATCH.needed(None)  # type: ignore[arg-type]
 
 
-def test_noise_is_added_to_what_is_constant_alone_and_follows_from_name_and_seed() -> None:
+def test_noise_is_added_only_to_constant_values_and_depends_on_name_and_seed() -> None:
     def noisy(values: torch.Tensor, name: str = "a", seed: str = "1") -> torch.Tensor:
         values = values.clone()
         start_weights.add_noise(name, values, seed)

@@ -68,7 +68,7 @@ from parakit.checkpoint.parallelism import (
 from parakit.checkpoint.whole import cut_axis
 from parakit.config.files import ROOT, from_root
 from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
-from parakit.convert import Work, check_room
+from parakit.convert import ConversionProgress, check_disk_space
 from parakit.costs import violations
 
 FILE_BYTES = 1 << 30
@@ -123,7 +123,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
     plan = _Plan(contents, new)
     unfinished = target.with_name(f".{target.name}.resharding")
     done = sum(file.stat().st_size for file in unfinished.glob("iter_*/*.distcp"))
-    check_room(target, max(0, plan.size_bytes - done))
+    check_disk_space(target, max(0, plan.size_bytes - done))
     unfinished.mkdir(parents=True, exist_ok=True)
     with (unfinished / _OWN[1]).open("wb") as held:
         try:
@@ -134,7 +134,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
         _begin(unfinished, _Job(str(contents.folder), made_of, strategy))
         folder = unfinished / f"iter_{contents.iteration or 0:07d}"
         try:
-            summary = plan.write(folder, Work(console))
+            summary = plan.write(folder, ConversionProgress(console))
         except DamagedCheckpointError as error:
             raise ReshardError(
                 f"{error}; copy the file again from where the checkpoint was saved, or reshard an older "
@@ -286,7 +286,7 @@ class _Plan:
         if moves_ranks(new, old) and "random" in self._contents.states:
             yield "Without random states: masks of dropout are those of a fresh start."
 
-    def write(self, folder: Path, work: Work) -> str:
+    def write(self, folder: Path, work: ConversionProgress) -> str:
         """Write what is not there yet, and the index of all; the closing line."""
         folder.mkdir(exist_ok=True)
         work.begin(f"reshard to {strategy_name(self._new)}", self.size_bytes)
@@ -367,7 +367,7 @@ class _Plan:
 
 
 def _written(
-    folder: Path, name: str, pieces: Sequence[_Piece], source: Path, work: Work
+    folder: Path, name: str, pieces: Sequence[_Piece], source: Path, work: ConversionProgress
 ) -> list[StoredPart]:
     """Write a file, or find that it is written, and read it back."""
     index = folder / f"{name}.json"

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import msgspec
 
-from megatron_patches.entry import kept_imports
+from megatron_patches.entry import freeze_imports
 from parakit.artifacts.dry_run import RankAnswer, RankJob
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     """Serve until the input ends."""
     answers = os.dup(1)
     os.dup2(2, 1)  # Megatron prints; only answers may go where answers are read.
-    with kept_imports():
+    with freeze_imports():
         from parakit.dryrun.run import prepare
 
         entry = prepare()

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_patches.catalogue import PATCHES
 from megatron_patches.context import find_context
-from megatron_patches.ledger import watched_timers
+from megatron_patches.ledger import wrap_timers
 from megatron_patches.registry import Patch, Replacement, apply_patches
 from megatron_patches.warm import read_help_once
 from parakit.accounting import CallWatcher, CommunicationLedger, MemoryLedger, Span, Timeline
@@ -125,7 +125,7 @@ class IterationWatch:
         replaced = (
             Replacement(
                 "megatron.core.timers:Timers.__call__",
-                lambda original: watched_timers(original, self._timeline),
+                lambda original: wrap_timers(original, self._timeline),
             ),
             Replacement(f"{training}:train_step", self._watch_step),
             Replacement(f"{training}:checkpoint_and_decide_exit", self._end_iteration),

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_patches.context import checkout_version, commit_of
+from megatron_patches.context import checkout_version, read_commit
 from parakit.artifacts.run import Code, MegatronEntry
 from parakit.cluster import MEGATRON_IN_IMAGE, ImagePair
 from parakit.config.errors import LaunchError
@@ -49,12 +49,12 @@ def find_entry(megatron_lm: Path | None, pair: ImagePair | None = None) -> Megat
             f"MEGATRON_LM={megatron_lm} does not state its version in megatron/core/package_info.py; "
             "point it at a Megatron-LM checkout."
         ) from None
-    return MegatronEntry(str(megatron_lm / "pretrain_gpt.py"), version, commit_of(megatron_lm))
+    return MegatronEntry(str(megatron_lm / "pretrain_gpt.py"), version, read_commit(megatron_lm))
 
 
 def kit_commit() -> str | None:
     """The commit of this kit."""
-    return commit_of(ROOT)
+    return read_commit(ROOT)
 
 
 def code_of(entry: MegatronEntry | None) -> Code:

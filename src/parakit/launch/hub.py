@@ -22,11 +22,11 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
     Raises:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
-    from parakit.convert import Work, import_model, read_source
+    from parakit.convert import ConversionProgress, import_model, read_source
 
     source = read_source(folder_of(hf))
     name = name or Path(hf).name.lower()
-    summary = import_model(source, name, Work(console), known_as=hf)
+    summary = import_model(source, name, ConversionProgress(console), known_as=hf)
     console.print(f"{summary} → {from_root(HUB / name)}", highlight=False)
     console.print(
         f"Train it with 'make train-tp2-{name}-2gpu DATA=…' (data: make prepare-ds INPUT=… NAME=… "
@@ -42,7 +42,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
     Raises:
         LaunchError, ValueError: It cannot be converted; nothing was written.
     """
-    from parakit.convert import Work, export_model
+    from parakit.convert import ConversionProgress, export_model
 
     folder = ROOT / run
     if folder.parent == HUB:
@@ -55,7 +55,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
         model, shape = load_model(record.spec.model), record.spec.shape
     weights = imported_weights(model)
     imported, target = weights.parent if weights else None, Path(to).absolute()
-    summary = export_model(checkpoint, words, shape, imported, target, Work(console))
+    summary = export_model(checkpoint, words, shape, imported, target, ConversionProgress(console))
     console.print(f"{summary} → {to}", highlight=False)
     return 0
 

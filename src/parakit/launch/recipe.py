@@ -18,21 +18,21 @@ from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert import (
     BRIDGE_VERSION,
     ENTRY_FILE,
-    GPUS_OF_A_MACHINE,
+    GPUS_PER_MACHINE,
     RECIPE_FILE,
     Recipe,
     RecipeError,
+    build_imported_recipe,
     build_recipe,
     check_recipe_entry,
-    imported,
+    flags_from_fields,
     is_bridge_installed,
     model_name,
     read_recipe,
-    reading_of_fields,
     recipe_differences,
-    recipe_of_flags,
-    written_entry,
-    written_recipe,
+    recipe_from_flags,
+    render_entry,
+    render_recipe,
 )
 from parakit.costs import violations
 from parakit.formatting.terminal import say
@@ -79,13 +79,13 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     origin = f"make export-recipe RUN={run} TO={to}"
     folder = RECIPES / source.name
     ranks = source.spec.parallelism.world_size
-    if to == NEMO and ranks > GPUS_OF_A_MACHINE:
+    if to == NEMO and ranks > GPUS_PER_MACHINE:
         raise LaunchError(
             f"{run} needs {ranks} GPUs, and nemo-run's entry is for one machine of "
-            f"{GPUS_OF_A_MACHINE}; use TO=bridge with an executor of your own."
+            f"{GPUS_PER_MACHINE}; use TO=bridge with an executor of your own."
         )
-    recipe = recipe_of_flags(source.words, source.spec)
-    text = written_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))
+    recipe = recipe_from_flags(source.words, source.spec)
+    text = render_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))
     files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
     if to == NEMO:
         entry = _entry(source, origin, from_root(folder / ENTRY_FILE))
@@ -122,8 +122,8 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         )
     if name != model_name(name):
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
-    reading = reading_of_fields(read_recipe(file))
-    read = imported(reading, name, gpus)
+    reading = flags_from_fields(read_recipe(file))
+    read = build_imported_recipe(reading, name, gpus)
     for reason in violations(read.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(read.spec)
@@ -185,7 +185,7 @@ def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
 def _entry(source: RecipeRun, origin: str, path: str) -> str:
     given = source.environment
     needed = {name: given[name] for name in _NEEDED_BY_RANKS if name in given}
-    return written_entry(source.spec, source.name, needed, origin, path)
+    return render_entry(source.spec, source.name, needed, origin, path)
 
 
 def _started(entry: str, recipe: str, spec: RunSpec) -> str:

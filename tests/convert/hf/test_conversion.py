@@ -22,16 +22,16 @@ from parakit.config.model import model_of
 from parakit.convert.hf import progress
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_import, read_source
-from parakit.convert.hf.progress import Work
+from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
-from parakit.convert.hf.tensor_files import FILE, INDEX, Described, TensorFolder, write_tensors
+from parakit.convert.hf.tensor_files import FILE, INDEX, TensorFolder, TensorHeader, write_tensors
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 CHECKPOINT = "checkpoint/iter_0000001"
 
 
 def imported(source: Path, hub: Path, name: str = "mine") -> Path:
-    import_model(read_source(source), name, Work(), hub)
+    import_model(read_source(source), name, ConversionProgress(), hub)
     return hub / name
 
 
@@ -40,7 +40,15 @@ def exported(
 ) -> Path:
     model = model_of(str(folder / f"{folder.name}.args"))
     own = folder if as_imported else None
-    export_model(folder / CHECKPOINT, model.flags, model.shape, own, target, Work(), shard_bytes)
+    export_model(
+        folder / CHECKPOINT,
+        model.flags,
+        model.shape,
+        own,
+        target,
+        ConversionProgress(),
+        shard_bytes,
+    )
     return target
 
 
@@ -64,7 +72,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
     ids=["gpt2", "gpt2-bare", "gpt2-untied-fp16", "llama-bf16", "llama-tied-wide-heads"],
 )
 @pytest.mark.parametrize("shard_bytes", [10**9, 700])
-def test_what_was_imported_is_exported_bit_for_bit(
+def test_imported_model_is_exported_bit_for_bit(
     tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, prefix: str | None, shard_bytes: int
 ) -> None:
     source = write_model(tmp_path / "source", config, dtype, shard_bytes, prefix)
@@ -77,7 +85,7 @@ def test_what_was_imported_is_exported_bit_for_bit(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_without_its_import_a_model_gets_a_config_of_its_flags(tmp_path: Path) -> None:
+def test_model_that_was_not_imported_gets_a_config_from_its_flags(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", {**LLAMA, "rope_scaling": LLAMA3_SCALING})
     folder = imported(source, tmp_path / "hub")
     back = exported(folder, tmp_path / "back", as_imported=False)
@@ -102,7 +110,7 @@ def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
     assert read_import(folder).padding_rows == 125
 
 
-def test_tokenizer_files_go_with_the_weights_both_ways(tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied_on_import_and_export(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", GPT2)
     tokenizer = {"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": []}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -116,7 +124,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -
     held = TensorFolder(folder)
     tensors = {name: held.read(name) for name in held.tensors}
     change(tensors)
-    described = [Described(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
+    described = [TensorHeader(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]
     write_tensors(folder, described, iter(tensors.values()))
 
 
@@ -191,10 +199,10 @@ def test_masks_of_older_files_and_a_stored_copy_of_a_tied_output_layer_are_left_
 def test_a_name_that_targets_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
     source = read_source(write_model(tmp_path / "source", GPT2))
     with pytest.raises(ValueError, match="NAME="):
-        import_model(source, name, Work())
+        import_model(source, name, ConversionProgress())
 
 
-def test_a_folder_that_is_there_and_a_full_disk_are_refused_before_anything_is_written(
+def test_existing_folder_and_full_disk_are_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_model(tmp_path / "source", GPT2)
@@ -221,7 +229,7 @@ def test_an_error_while_writing_leaves_nothing_behind(
 
     monkeypatch.setattr(TensorFolder, "read", failing)
     with pytest.raises(OSError, match="No space left"):
-        import_model(source, "mine", Work(), tmp_path / "hub")
+        import_model(source, "mine", ConversionProgress(), tmp_path / "hub")
     assert list((tmp_path / "hub").iterdir()) == []
 
 
@@ -234,7 +242,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         exported(folder, tmp_path / "back")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
     (folder / CHECKPOINT / ".metadata").write_bytes(b"x")
     with pytest.raises(ValueError, match="no whole checkpoint"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parakit.artifacts.torch_dist import EMBEDDING
 from parakit.config.model import ModelShape
-from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 
 
 def shape(**other: Any) -> ModelShape:
@@ -28,7 +28,11 @@ def shape(**other: Any) -> ModelShape:
 
 
 def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
-    return next(one for one in pairs_of(family, model) if one.parameter == parameter)
+    return next(
+        tensor_pair
+        for tensor_pair in list_tensor_pairs(family, model)
+        if tensor_pair.parameter == parameter
+    )
 
 
 @given(
@@ -41,7 +45,7 @@ def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
     tied=st.booleans(),
 )
 @settings(max_examples=60)
-def test_taking_apart_and_joining_give_the_same_bits_both_ways(
+def test_split_and_join_are_inverse_bit_for_bit(
     family: str, groups: int, per_group: int, width: int, hidden: int, ffn: int, tied: bool
 ) -> None:
     own = groups * per_group
@@ -54,12 +58,12 @@ def test_taking_apart_and_joining_give_the_same_bits_both_ways(
         ffn_hidden=ffn,
         tied_embeddings=tied,
     )
-    for one in pairs_of(family, model):
-        whole = torch.randn(one.shape)
-        parts = one.form.split(whole)
-        assert tuple(tuple(part.shape) for part in parts) == one.shapes
-        assert torch.equal(one.form.join(parts), whole)
-        again = one.form.split(one.form.join(parts))
+    for tensor_pair in list_tensor_pairs(family, model):
+        whole = torch.randn(tensor_pair.shape)
+        parts = tensor_pair.form.split(whole)
+        assert tuple(tuple(part.shape) for part in parts) == tensor_pair.shapes
+        assert torch.equal(tensor_pair.form.join(parts), whole)
+        again = tensor_pair.form.split(tensor_pair.form.join(parts))
         assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
@@ -89,15 +93,19 @@ def test_gate_comes_before_value() -> None:
     assert joined.flatten().tolist() == [1, 2, 3, 4]
 
 
-def test_a_norm_has_the_key_of_transformer_engine_and_the_name_of_its_own_module() -> None:
-    norm = next(one for one in pairs_of("llama", shape()) if "input_layernorm" in one.names[0])
+def test_norm_has_transformer_engines_key_and_the_name_of_its_module() -> None:
+    norm = next(
+        tensor_pair
+        for tensor_pair in list_tensor_pairs("llama", shape())
+        if "input_layernorm" in tensor_pair.names[0]
+    )
     assert norm.key == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
     assert norm.parameter == "decoder.layers.0.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(("tied", "count"), [(True, 2 + 12 * 2 + 2), (False, 2 + 12 * 2 + 3)])
 def test_an_untied_model_has_an_output_layer_last(tied: bool, count: int) -> None:
-    pairs = pairs_of("gpt2", shape(tied_embeddings=tied))
+    pairs = list_tensor_pairs("gpt2", shape(tied_embeddings=tied))
     assert len(pairs) == count
     assert pairs[0].key == EMBEDDING
     assert (pairs[-1].names == ("lm_head.weight",)) is not tied

@@ -13,10 +13,10 @@ from parakit.artifacts.capture import Site, Stage
 from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
 from parakit.config import variables
 from parakit.config.model import model_of
-from parakit.convert.hf.families import pairs_of
+from parakit.convert.hf.families import list_tensor_pairs
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_source
-from parakit.convert.hf.progress import Work
+from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import CONFIGS, write_model
 from parakit.native.capture import Counterpart, capturing
 from parakit.native.engines import TorchEngine
@@ -32,17 +32,17 @@ TOKENS = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(1
 
 
 def counterpart(folder: Path, rows: int = 0) -> Counterpart:
-    from parakit.convert.hf.reference import counterpart_of, load
+    from parakit.convert.hf.reference import build_counterpart, load_reference
 
     source = read_source(folder)
     rows = rows or source.shape.vocabulary
-    model = load(source, DENSE, rows)
+    model = load_reference(source, DENSE, rows)
     shape = replace(source.shape, vocabulary=rows)
-    return counterpart_of(model, pairs_of(source.model_type, shape), shape.layers)
+    return build_counterpart(model, list_tensor_pairs(source.model_type, shape), shape.layers)
 
 
 def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture:
-    from parakit.convert.hf.reference import Causal
+    from parakit.convert.hf.reference import CausalModel
 
     for name, value in (
         (variables.CAPTURE, str(at)),
@@ -51,7 +51,7 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
     ):
         monkeypatch.setenv(name, value)
     other = counterpart(folder)
-    assert isinstance(other.model, Causal)
+    assert isinstance(other.model, CausalModel)
     alone = RankLayout(0, 1, 1, torch.device("cpu"))
     engine = capturing(TorchEngine(other.model, DENSE, alone), other, DENSE)
     for _ in range(2):
@@ -61,9 +61,7 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
 
 
 @pytest.mark.parametrize("config", [GPT2, {**LLAMA, "rope_scaling": LLAMA3_SCALING}])
-def test_its_parameters_are_those_that_were_imported(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_reference_has_the_imported_parameters(tmp_path: Path, config: dict[str, Any]) -> None:
     folder = write_model(tmp_path / "m", config)
     source = read_source(folder)
     by_name = {pair.parameter: source.values(pair) for pair in source.pairs}
@@ -74,7 +72,7 @@ def test_its_parameters_are_those_that_were_imported(
         assert torch.equal(piece.values, by_name[whole.name]), whole.name
 
 
-def test_padding_rows_of_a_layout_are_copies_of_the_last_and_change_no_other_logit(
+def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_other_logit(
     tmp_path: Path,
 ) -> None:
     folder = write_model(tmp_path / "m", {**GPT2, "tie_word_embeddings": False})
@@ -89,7 +87,7 @@ def test_padding_rows_of_a_layout_are_copies_of_the_last_and_change_no_other_log
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_an_iteration_has_megatrons_names_places_and_order(
+def test_captured_iteration_has_megatrons_names_positions_and_order(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "m", config)
@@ -117,19 +115,19 @@ def test_an_iteration_has_megatrons_names_places_and_order(
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_loads_what_was_exported_with_nothing_missing_and_nothing_left(
+def test_transformers_loads_an_exported_model_without_missing_and_unexpected_tensors(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     source = write_model(tmp_path / "source", CONFIGS[family], dtype)
-    import_model(read_source(source), "mine", Work(), tmp_path / "hub")
+    import_model(read_source(source), "mine", ConversionProgress(), tmp_path / "hub")
     folder = tmp_path / "hub" / "mine"
     model = model_of(str(folder / "mine.args"))
     for imported in (folder, None):  # With its own config, and with one of Megatron's flags.
         checkpoint = folder / "checkpoint" / "iter_0000001"
         target = tmp_path / f"back-{imported is None}"
-        export_model(checkpoint, model.flags, model.shape, imported, target, Work())
+        export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
         (target / "config.json").write_text(
             json.dumps({**json.loads((target / "config.json").read_text()), "bos_token_id": 0})
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from parakit.convert.recipe.fields import Recipe, recipe_of_flags
+from parakit.convert.recipe.fields import Recipe, recipe_from_flags
 from parakit.convert.recipe.table import Symbol, Value
 from parakit.launch.options import options_from_texts
 from parakit.launch.recipe import RecipeRun, source_of_target
@@ -24,7 +24,7 @@ def source(target: str) -> RecipeRun:
 
 
 def recipe_of(run: RecipeRun) -> Recipe:
-    return recipe_of_flags(run.words, run.spec)
+    return recipe_from_flags(run.words, run.spec)
 
 
 def document(fields: Mapping[str, Value]) -> dict[str, Any]:

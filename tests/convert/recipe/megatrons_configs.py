@@ -20,12 +20,12 @@ import torch
 
 from parakit.convert.recipe import evaluate
 
-evaluate.STOOD_IN = ("transformer_engine",)
+evaluate.REPLACEABLE_PACKAGES = ("transformer_engine",)
 
 
 def main(words: str, out: str) -> None:
     warnings.simplefilter("ignore")
-    evaluate.stand_in()
+    evaluate.replace_missing_packages()
     h100 = SimpleNamespace(major=9, minor=0)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: h100  # type: ignore[assignment]

@@ -16,8 +16,14 @@ from rich.console import Console
 from parakit.config.files import ROOT, read_yaml
 from parakit.convert.recipe import bridge
 from parakit.convert.recipe.fields import Recipe
-from parakit.convert.recipe.table import BRIDGE, RecipeError, Symbol, Value, fields_of_yaml
-from parakit.convert.recipe.written import written_recipe
+from parakit.convert.recipe.table import (
+    BRIDGE_DEFAULTS,
+    RecipeError,
+    Symbol,
+    Value,
+    parse_container,
+)
+from parakit.convert.recipe.written import render_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
 from parakit.launch.recipe import export_recipe, import_recipe
@@ -84,19 +90,19 @@ def test_defaults_of_bridge_are_the_packages(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    assert fields_of_yaml(read_yaml(out)) == BRIDGE
+    assert parse_container(read_yaml(out)) == BRIDGE_DEFAULTS
 
 
 @pytest.mark.slow
 @NEEDS_BRIDGE
 @pytest.mark.parametrize("target", TARGETS)
-def test_bridge_makes_of_a_recipe_what_megatron_makes_of_the_flags(
+def test_bridges_configuration_of_a_recipe_equals_megatrons_configuration_of_the_flags(
     target: str, configs: Mapping[str, Any], tmp_path: Path
 ) -> None:
     asked = source(target)
     recipe = recipe_of(asked)
     ranks = asked.spec.parallelism.world_size
-    (tmp_path / "recipe.py").write_text(written_recipe(recipe, asked.spec, "", ""))
+    (tmp_path / "recipe.py").write_text(render_recipe(recipe, asked.spec, "", ""))
     out = tmp_path / "validated.yaml"
     subprocess.run(
         [
@@ -107,7 +113,7 @@ def test_bridge_makes_of_a_recipe_what_megatron_makes_of_the_flags(
         check=True,
         capture_output=True,
     )
-    fields = fields_of_yaml(read_yaml(out))
+    fields = parse_container(read_yaml(out))
     compared, apart = 0, []
     for place, megatron in places(configs[target], fields):
         compared += 1
@@ -173,16 +179,16 @@ def test_an_exported_target_is_checked_and_imported_again(
 
 @pytest.mark.slow
 @NEEDS_BRIDGE
-def test_a_container_that_is_not_the_run_is_found() -> None:
+def test_differences_between_container_and_run_are_named() -> None:
     asked = source("train-tp2-gpt2-tiny-2gpu")
     recipe = recipe_of(asked)
-    built = {**BRIDGE, **recipe.fields, "optimizer.lr": 1.0, "model.qk_layernorm": True}
+    built = {**BRIDGE_DEFAULTS, **recipe.fields, "optimizer.lr": 1.0, "model.qk_layernorm": True}
     assert list(bridge.recipe_differences(recipe, built, asked.spec)) == [
         "optimizer.lr is 1.0 in the container and 0.001 in the run.",
         "model.qk_layernorm is True in the container, which the run does not ask for.",
     ]
     without = Recipe(recipe.fields, (*recipe.flags, "--seed", "7"), ())
-    (other,) = bridge.recipe_differences(without, {**BRIDGE, **recipe.fields}, asked.spec)
+    (other,) = bridge.recipe_differences(without, {**BRIDGE_DEFAULTS, **recipe.fields}, asked.spec)
     assert other.startswith("The container reads as another run")
 
 

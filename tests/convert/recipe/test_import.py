@@ -9,8 +9,8 @@ from rich.console import Console
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.convert.recipe import bridge
-from parakit.convert.recipe.flags import reading_of_fields
-from parakit.convert.recipe.imported import imported, model_name
+from parakit.convert.recipe.flags import flags_from_fields
+from parakit.convert.recipe.imported import build_imported_recipe, model_name
 from parakit.convert.recipe.table import RecipeError, Symbol, Value
 from parakit.launch import recipe as command
 from parakit.launch.recipe import import_recipe
@@ -138,13 +138,13 @@ def test_python_is_not_run_without_an_environment_for_it(
         bridge.read_recipe(str(tmp_path / "other.yaml"))
 
 
-def test_what_no_flag_says_is_named(fields: Fields) -> None:
+def test_fields_that_no_flag_expresses_are_named(fields: Fields) -> None:
     more: Fields = {
         "logger.log_energy": True,
         "comm_overlap.tp_comm_overlap": True,
         "tokenizer.tokenizer_type": "HuggingFaceTokenizer",
     }
-    named = [sentence.split()[0] for sentence in reading_of_fields(fields | more).left_out]
+    named = [sentence.split()[0] for sentence in flags_from_fields(fields | more).left_out]
     assert named == [
         "tokenizer.tokenizer_type",
         "logger.log_energy",
@@ -152,26 +152,26 @@ def test_what_no_flag_says_is_named(fields: Fields) -> None:
     ]
 
 
-def test_the_weight_decay_that_counts_is_the_schedulers(fields: Fields) -> None:
+def test_weight_decay_is_the_schedulers(fields: Fields) -> None:
     """Bridge's own recipes give the optimizer 0.1 and the scheduler, which overrides it, 0.033."""
     apart: Fields = {"scheduler.start_weight_decay": 0.033, "scheduler.end_weight_decay": 0.033}
-    reading = reading_of_fields(fields | apart)
+    reading = flags_from_fields(fields | apart)
     assert Flags(reading.flags).text("--weight-decay") == "0.033"
     assert [sentence for sentence in reading.left_out if "optimizer.weight_decay 0.1" in sentence]
 
 
-def test_a_precision_by_name_is_what_the_name_stands_for(fields: Fields) -> None:
+def test_precision_by_name_is_replaced_by_its_fields(fields: Fields) -> None:
     bare = {place: each for place, each in fields.items() if not place.startswith("mixed_")}
-    named = reading_of_fields({**bare, "mixed_precision": "bf16-mixed"})
+    named = flags_from_fields({**bare, "mixed_precision": "bf16-mixed"})
     assert Flags(named.flags).has("--bf16")
     assert not Flags(named.flags).has("--grad-reduce-in-bf16")
-    assert not Flags(reading_of_fields(bare).flags).has("--fp16")
-    on_model = reading_of_fields({**bare, "model.bf16": True, "ddp.grad_reduce_in_fp32": True})
+    assert not Flags(flags_from_fields(bare).flags).has("--fp16")
+    on_model = flags_from_fields({**bare, "model.bf16": True, "ddp.grad_reduce_in_fp32": True})
     assert Flags(on_model.flags).has("--bf16")
 
 
-def test_a_blend_of_no_data_set_is_given_as_none(fields: Fields) -> None:
-    read = imported(reading_of_fields(fields | {"dataset.blend": [[], []]}), "mine")
+def test_empty_blend_of_data_sets_gives_no_flag(fields: Fields) -> None:
+    read = build_imported_recipe(flags_from_fields(fields | {"dataset.blend": [[], []]}), "mine")
     assert "EXTRA" not in read.variables
 
 

@@ -13,11 +13,11 @@ from parakit.config.model import model_names, training_flags
 from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert.recipe.bridge import read_recipe
-from parakit.convert.recipe.fields import recipe_of_flags
-from parakit.convert.recipe.flags import RecipeFlags, reading_of_fields
-from parakit.convert.recipe.imported import imported
-from parakit.convert.recipe.table import ROWS, RecipeError, Symbol
-from parakit.convert.recipe.written import written_entry, written_recipe
+from parakit.convert.recipe.fields import recipe_from_flags
+from parakit.convert.recipe.flags import RecipeFlags, flags_from_fields
+from parakit.convert.recipe.imported import build_imported_recipe
+from parakit.convert.recipe.table import FLAGS_WITH_FIELDS, RecipeError, Symbol
+from parakit.convert.recipe.written import render_entry, render_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
 from parakit.launch.recipe import export_recipe, source_of_folder
@@ -54,7 +54,7 @@ def comes_back(model: str, *strategies: str) -> None:
         ranks = STRATEGIES[strategy]
         asked = source(f"train-{strategy}-{model}-{ranks}gpu")
         recipe = recipe_of(asked)
-        reading = reading_of_fields(recipe.fields)
+        reading = flags_from_fields(recipe.fields)
         read = spec_of_flags(reading.flags, ranks, DeviceKind.GPU, model)
         assert replace(read, strategy=strategy) == asked.spec
         assert (recipe.left_out, reading.left_out) == ((), ())
@@ -66,15 +66,15 @@ def test_a_recipe_comes_back_from_the_yaml_that_bridge_writes(tmp_path: Path) ->
     fields["model.attention_backend"] = Symbol("megatron.core.transformer.enums.AttnBackend.fused")
     read = read_recipe(str(write(tmp_path / "r.yaml", fields)))
     assert read.items() >= fields.items()
-    assert Flags(reading_of_fields(read).flags).text("--attention-backend") == "fused"
+    assert Flags(flags_from_fields(read).flags).text("--attention-backend") == "fused"
 
 
 def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
     """What the kit trains by an imported recipe's model file, target and variables."""
     ranks, model = spec.parallelism.world_size, spec.model
-    made = imported(reading, model, ranks)
+    made = build_imported_recipe(reading, model, ranks)
     strategy = made.target.removeprefix("train-").removesuffix(f"-{model}-{ranks}gpu")
-    words = merge_flags(
+    arguments = merge_flags(
         training_flags(made.family),
         made.model_flags,
         strategy_flags(parse_strategy(strategy, ranks)),
@@ -83,10 +83,10 @@ def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
         ("--seed", made.variables.get("SEED", "1234")),
         shlex.split(made.variables.get("EXTRA", "")),
     )
-    return spec_of_flags(words, ranks, DeviceKind.GPU, model)
+    return spec_of_flags(arguments, ranks, DeviceKind.GPU, model)
 
 
-def test_a_run_on_cpu_ranks_keeps_what_trains_and_names_what_was_for_the_cpu() -> None:
+def test_recipe_of_a_cpu_run_leaves_out_and_names_its_cpu_flags() -> None:
     recipe = recipe_of(source_of_folder(str(RUNS / "20261122T010857Z-tp2-gpt2-tiny-2cpu")))
     assert recipe.fields["model.tensor_model_parallel_size"] == 2
     assert recipe.fields["model.bias_activation_fusion"] is True
@@ -115,9 +115,9 @@ def test_a_tokenizer_without_files_counts_its_end_of_document_entry() -> None:
 
 def test_synonyms_are_one_flag() -> None:
     asked = source("train-vpp2-gpt2-large-2gpu")
-    words = merge_flags(asked.words, ("--recompute-activations",))
-    spec = spec_of_flags(words, 2, DeviceKind.GPU, "gpt2-large")
-    fields = recipe_of_flags(words, spec).fields
+    arguments = merge_flags(asked.words, ("--recompute-activations",))
+    spec = spec_of_flags(arguments, 2, DeviceKind.GPU, "gpt2-large")
+    fields = recipe_from_flags(arguments, spec).fields
     assert fields["model.recompute_granularity"] == "selective"
     assert fields["model.virtual_pipeline_model_parallel_size"] == 2
     assert fields["model.overlap_p2p_comm"] is True
@@ -136,27 +136,27 @@ def test_a_run_that_megatron_did_not_train_is_refused(
 ) -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     with pytest.raises(RecipeError, match=sentence):
-        recipe_of_flags(asked.words, replace(asked.spec, **change))
+        recipe_from_flags(asked.words, replace(asked.spec, **change))
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (("--max-position-embeddings", "2048"), "2048 learned positions for sequences of 1024"),
         (("--multi-latent-attention",), "--multi-latent-attention makes a model"),
         (("--lr", "fast"), "--lr fast is not a number"),
     ],
 )
-def test_a_run_that_a_recipe_cannot_say_is_refused(words: tuple[str, ...], sentence: str) -> None:
-    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, words)
+def test_run_that_no_recipe_expresses_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
+    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, arguments)
     with pytest.raises(RecipeError, match=sentence):
-        recipe_of_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
+        recipe_from_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
 
 
-def test_what_has_no_counterpart_is_named() -> None:
+def test_flags_and_settings_without_a_field_are_named() -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     spec = replace(asked.spec, patch_file=PatchFile("bug.py", "00"), shares_gpu=True)
-    left_out = recipe_of_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
+    left_out = recipe_from_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
     assert [sentence.partition(":")[0] for sentence in left_out] == [
         "SHARE_GPU=1",
         "PATCH_FILE=bug.py",
@@ -172,7 +172,7 @@ def test_what_has_no_counterpart_is_named() -> None:
         ("runs/none", "bridge", "is no run folder"),
     ],
 )
-def test_a_run_that_is_none_is_refused_before_anything_is_written(
+def test_invalid_run_is_refused_before_anything_is_written(
     run: str, to: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "RECIPES", tmp_path / "recipes")
@@ -183,18 +183,20 @@ def test_a_run_that_is_none_is_refused_before_anything_is_written(
 
 def test_a_recipe_is_a_python_file_with_units_and_the_command_that_trains_it() -> None:
     asked = source("train-tp2-llama3-8b-2gpu")
-    text = written_recipe(recipe_of(asked), asked.spec, "make …", "recipes/x/bridge_recipe.py")
+    text = render_recipe(recipe_of(asked), asked.spec, "make …", "recipes/x/bridge_recipe.py")
     compile(text, "bridge_recipe.py", "exec")
     assert "torchrun --standalone --nproc-per-node 2 recipes/x/bridge_recipe.py" in text
     assert "            seq_length=8192,  # tokens\n" in text
     assert "            activation_func=torch.nn.functional.silu,\n" in text
     assert "            num_query_groups=8,  # heads of keys and values\n" in text
-    entry = written_entry(asked.spec, "x", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "make …", "y")
+    entry = render_entry(asked.spec, "x", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "make …", "y")
     compile(entry, "nemo_entry.py", "exec")
     assert 'launcher="torchrun"' in entry
 
 
-def test_each_flag_and_each_field_stands_in_the_table_once() -> None:
+def test_each_field_is_in_the_table_once() -> None:
     changing = "--weight-decay-incr-style=linear"
-    places = [place for row in ROWS if changing not in row.only_with for place in row.recipe]
+    places = [
+        field for row in FLAGS_WITH_FIELDS if changing not in row.only_with for field in row.recipe
+    ]
     assert len(set(places)) == len(places)

@@ -10,7 +10,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.config.run import Backend
 from parakit.convert.hf.into_megatron import import_model, read_source
-from parakit.convert.hf.progress import Work
+from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
 from parakit.experiments.verify.command import SharedReferences
 from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
@@ -24,7 +24,9 @@ from tests.given import run
 
 def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> Verification:
     if not (tmp_path / "mine").exists():
-        import_model(read_source(write_model(tmp_path / "m", GPT2)), "mine", Work(), tmp_path)
+        import_model(
+            read_source(write_model(tmp_path / "m", GPT2)), "mine", ConversionProgress(), tmp_path
+        )
     model = str(tmp_path / "mine" / "mine.args")
     options = Options(runs=tmp_path / "runs", extra=extra, model=model)
     return compose_pair(Pair(parse_target(f"train-{strategy}", options), "hf"))

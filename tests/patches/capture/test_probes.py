@@ -1,7 +1,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_patches.capture.probes import Probes, described, global_names
+from megatron_patches.capture.probes import Probes, describe_module, global_names
 from parakit.artifacts.capture import CaptureWriter, Site, Stage
 from parakit.capturing.sinks import KnownTensors, Recording, Responding, StoredTensors
 from tests.verify.captures import rank
@@ -45,8 +45,8 @@ def captured(tmp_path, model, x=2.0, forced=None):
 
 
 def value(stored, name, slot, stage=Stage.OUTPUTS):
-    found = stored.get(Site(stage, name, slot, 0))
-    return None if found is None else found.item()
+    result = stored.get(Site(stage, name, slot, 0))
+    return None if result is None else result.item()
 
 
 def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
@@ -56,7 +56,7 @@ def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
     assert value(stored, "model", "input.x", Stage.INPUTS) == 2
 
 
-def test_a_modules_gradient_is_its_own_part_where_its_input_has_other_users(tmp_path):
+def test_gradient_of_a_modules_input_excludes_other_users_of_that_input(tmp_path):
     stored = captured(tmp_path / "c", Model())
     gradients = Stage.ACTIVATION_GRADIENTS
     assert value(stored, "second", "input.x", gradients) == 3
@@ -80,7 +80,7 @@ def test_a_recomputed_pass_is_written_beside_the_first(tmp_path):
     assert value(stored, "second", "input.x", backward) == 3
 
 
-def test_a_forced_input_hides_what_went_wrong_before(tmp_path):
+def test_forced_input_hides_faults_before_it(tmp_path):
     right = captured(tmp_path / "right", Model())
     wrong = Model()
     wrong.first.weight.data.fill_(5)
@@ -90,7 +90,7 @@ def test_a_forced_input_hides_what_went_wrong_before(tmp_path):
     assert value(stored, "second", "output") == 18  # what was computed is of the forced input.
 
 
-def test_a_forced_gradient_hides_what_went_wrong_after(tmp_path):
+def test_forced_gradient_hides_faults_after_it(tmp_path):
     right = captured(tmp_path / "right", Model())
     wrong = Model()
     wrong.second.weight.data.fill_(7)
@@ -107,7 +107,7 @@ def test_a_tensor_that_was_written_can_still_be_freed(tmp_path):
     assert tensor.untyped_storage().nbytes() == 0
 
 
-def test_memory_that_one_tensor_had_and_another_has_is_not_taken_for_the_first():
+def test_tensor_in_reused_memory_is_not_taken_for_the_earlier_tensor():
     known, memory = KnownTensors(), bytearray(8)
     first, second = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
     known.note(first, "first")
@@ -132,7 +132,7 @@ class Difference(torch.nn.Module):
         return x[:1] - x[1:]
 
 
-def test_rounding_of_what_a_module_is_given_is_a_response_where_changed_weights_are_none(tmp_path):
+def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_path):
     model = torch.nn.Sequential(Inner(), Difference())
     names = [{"": "model", "0": "first", "1": "second"}]
     given = torch.tensor([1.0, 1.0078125])
@@ -169,7 +169,7 @@ def test_integers_are_not_off_by_rounding(tmp_path):
     assert sorted(set((off - 6).tolist())) == [-apart, apart]
 
 
-def test_what_overflows_with_other_weights_is_no_response(tmp_path):
+def test_overflow_with_perturbed_weights_is_no_response(tmp_path):
     responding = Responding(captured(tmp_path / "c", Model()))
     for value in (float("inf"), 6.03):
         responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([value]))
@@ -177,7 +177,7 @@ def test_what_overflows_with_other_weights_is_no_response(tmp_path):
     assert abs(response - 0.005) < 1e-6
 
 
-def test_a_state_is_off_by_what_it_began_with_as_well(tmp_path):
+def test_response_of_a_state_includes_its_initial_values(tmp_path):
     gradient = Site(Stage.REDUCED_GRADIENTS, "w", "gradient")
     average, squares = (
         Site(Stage.OPTIMIZER_STATE, "w", name) for name in ("exp_avg", "exp_avg_sq")
@@ -192,8 +192,8 @@ def test_a_state_is_off_by_what_it_began_with_as_well(tmp_path):
     responding.carry(
         [(average, 50.0), (squares, 5.0), (Site(Stage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0)]
     )
-    found = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
-    assert found == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}
+    result = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
+    assert result == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}
 
 
 def test_layers_and_experts_have_their_global_numbers():
@@ -206,9 +206,9 @@ def test_layers_and_experts_have_their_global_numbers():
     (names,) = global_names([stage], [2], 4)
     own = "decoder.layers.0.experts.local_experts.0"
     assert (names[own], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
-    found = described(stage.get_submodule(own))
-    assert found.kind == "Inner"
-    assert found.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
+    result = describe_module(stage.get_submodule(own))
+    assert result.kind == "Inner"
+    assert result.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
 
 
 class Borrower(torch.nn.Module):
@@ -232,7 +232,7 @@ class Lending(torch.nn.Module):
         return self.borrower(x if self.lends else self.first(x))
 
 
-def test_calls_are_numbered_by_caller_as_a_rank_need_not_have_every_one(tmp_path):
+def test_calls_are_numbered_per_caller(tmp_path):
     inputs = []
     for lends in (False, True):
         model, writer = Lending(lends), CaptureWriter(tmp_path / str(lends))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_patches.capture.reported import reported_losses_kept
+from megatron_patches.capture.reported import preserve_reported_losses
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
@@ -14,7 +14,7 @@ def test_losses_of_repeated_passes_are_not_reported() -> None:
     try:
         MTPLossLoggingHelper.tracker["loss_values"] = ahead
         tracker.record("load_balancing_loss", torch.tensor(2.0), layer_number=1, num_layers=2)
-        with reported_losses_kept():
+        with preserve_reported_losses():
             tracker.record("load_balancing_loss", torch.tensor(2.5), layer_number=1, num_layers=2)
             ahead += 4
         assert tracker.metrics["load_balancing_loss"].values.tolist() == [2.0, 0.0]

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_patches.capture.routing import watched_routing
+from megatron_patches.capture.routing import capture_routing
 from parakit.artifacts.capture import CHOICE, SCORES
 
 SCORED = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.4]])
@@ -57,7 +57,7 @@ def megatron(monkeypatch):
 def test_the_first_choice_of_a_router_without_replay_is_seen(topk):
     router, sink, best = OlderRouter(), Sink(), torch.topk
     router.topk = topk
-    with watched_routing([router], [{"": "router"}], sink):
+    with capture_routing([router], [{"": "router"}], sink):
         plain = router.routing(SCORED)
         router.routing(SCORED + 1)
     assert torch.equal(sink.seen[SCORES, 0], SCORED)
@@ -69,10 +69,10 @@ def test_the_first_choice_of_a_router_without_replay_is_seen(topk):
     assert (torch.topk, "routing" in vars(router)) == (best, False)
 
 
-def test_another_choice_takes_the_place_of_the_first_alone():
+def test_another_choice_replaces_only_the_first():
     router = OlderRouter()
     given = torch.tensor([[True, False, False], [False, False, True]])
-    with watched_routing([router], [{"": "router"}], Sink(given)):
+    with capture_routing([router], [{"": "router"}], Sink(given)):
         values, chosen, again = router.routing(SCORED)
     assert chosen.tolist() == [[0], [2]]
     assert values.tolist() == [[SCORED[0, 0]], [SCORED[1, 2]]]
@@ -82,6 +82,6 @@ def test_another_choice_takes_the_place_of_the_first_alone():
 def test_sinkhorn_is_left_alone():
     router, sink = OlderRouter(), Sink()
     router.routing_type = "sinkhorn"
-    with watched_routing([router], [{"": "router"}], sink):
+    with capture_routing([router], [{"": "router"}], sink):
         router.routing(SCORED)
     assert sink.seen == {}

@@ -23,7 +23,7 @@ def test_an_iteration_that_overflows_is_repeated_at_its_own_loss_scale() -> None
     assert (scaler._scale.item(), scaler._hysteresis_tracker, scheduler.num_steps) == (4.0, 1, 3)
 
 
-def test_an_optimizer_without_a_loss_scale_is_put_back() -> None:
+def test_optimizer_without_a_loss_scale_is_restored() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight.item()

@@ -10,5 +10,5 @@ def test_every_way_to_name_a_gpu_becomes_the_host(device: object) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta", torch.device("cpu"), True, torch.float32])
-def test_anything_else_stays_what_it_was(device: object) -> None:
+def test_other_devices_are_unchanged(device: object) -> None:
     assert to_cpu(device) is device

@@ -33,7 +33,7 @@ class Mesh:
         return self
 
 
-def test_the_names_of_a_mesh_are_its_own_and_those_of_flattened_ones() -> None:
+def test_names_of_a_mesh_include_its_flattened_meshes() -> None:
     def gone(device_mesh: Any) -> list[str]:
         raise AttributeError("child_to_root_mapping")
 

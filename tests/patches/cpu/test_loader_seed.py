@@ -1,7 +1,7 @@
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_patches.cpu.loader_seed import _preserving_the_state
+from megatron_patches.cpu.loader_seed import _preserve_rng_state
 
 
 def test_a_loader_draws_nothing_from_the_generator_that_dropout_uses() -> None:
@@ -11,6 +11,6 @@ def test_a_loader_draws_nothing_from_the_generator_that_dropout_uses() -> None:
     iter(loader)
     assert not torch.equal(torch.get_rng_state(), untouched)  # What torch does by itself.
     torch.manual_seed(7)
-    batches = _preserving_the_state(DataLoader.__iter__)(loader)
+    batches = _preserve_rng_state(DataLoader.__iter__)(loader)
     assert torch.equal(torch.get_rng_state(), untouched)
     assert len(list(batches)) == 3

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_patches.cpu.results_queue import _within_the_process
+from megatron_patches.cpu.results_queue import _use_local_queue
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -14,6 +14,6 @@ def test_only_a_checkpoint_written_by_another_process_needs_a_queue_between_them
     arguments = SimpleNamespace(async_save=is_async)
     megatron = SimpleNamespace(get_args=lambda: arguments)
     monkeypatch.setitem(sys.modules, "megatron.training", megatron)
-    found = _within_the_process(lambda: "between processes")()
-    assert (found == "between processes") is is_async
-    assert isinstance(found, queue.Queue) is not is_async
+    result = _use_local_queue(lambda: "between processes")()
+    assert (result == "between processes") is is_async
+    assert isinstance(result, queue.Queue) is not is_async

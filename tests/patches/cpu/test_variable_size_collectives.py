@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.cpu.variable_size_collectives import _as_numpy, _on_gloo
+from megatron_patches.cpu.variable_size_collectives import _convert_to_numpy, _replace_on_gloo
 from parakit.config.files import ROOT
 from tests.patience import OF_A_RUN
 
@@ -50,7 +50,7 @@ def test_equal_parts_and_other_backends_are_left_to_megatron(
         return "Megatron's"
 
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
-    call = _on_gloo(ours)(megatrons)  # type: ignore[arg-type]
+    call = _replace_on_gloo(ours)(megatrons)  # type: ignore[arg-type]
     assert call(torch.zeros(4), None, rows) == name
 
 
@@ -59,15 +59,15 @@ def stays(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = Fa
     return tensor
 
 
-def test_split_sizes_are_numpy_arrays_as_they_are_from_a_gpu() -> None:
-    move = _as_numpy(stays)
+def test_split_sizes_are_numpy_arrays_as_on_a_gpu() -> None:
+    move = _convert_to_numpy(stays)
     sizes = move(torch.tensor([3, 1]), as_numpy=True)
     assert isinstance(sizes, np.ndarray)
     assert sizes.tolist() == [3, 1]
 
 
-def test_what_is_wanted_as_a_tensor_stays_one() -> None:
-    move = _as_numpy(stays)
+def test_split_sizes_stay_tensors_unless_numpy_is_asked_for() -> None:
+    move = _convert_to_numpy(stays)
     tokens = torch.tensor([3, 1])
     assert move(tokens) is tokens
     assert move(None, as_numpy=True) is None

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from megatron_patches.cpu.no_dynamo import not_compiled
-from megatron_patches.fused import compiled
+from megatron_patches.cpu.no_dynamo import skip_compilation
+from megatron_patches.fused import compile_once
 
 
 @pytest.fixture(autouse=True)
 def uncompiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading the compiler takes longer than all of them; slow ones are about it too."""
-    compiled.cache_clear()
+    compile_once.cache_clear()
     if "slow" not in request.keywords:
-        monkeypatch.setattr(torch, "compile", not_compiled)
+        monkeypatch.setattr(torch, "compile", skip_compilation)
 
 
 def devices() -> list[object]:

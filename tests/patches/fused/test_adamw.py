@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from megatron_patches.fused.adamw import _in_one_kernel
+from megatron_patches.fused.adamw import _make_fused_adamw
 from megatron_patches.no_te.adam_step import count_steps_by_group
 
-FUSED = _in_one_kernel(torch.optim.AdamW)
+FUSED = _make_fused_adamw(torch.optim.AdamW)
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -25,7 +25,7 @@ def trained(make: object, dtype: torch.dtype, device: str, by_group: bool) -> li
 
 
 @pytest.mark.parametrize("by_group", [False, True])
-def test_updates_equal_those_of_the_unfused_one_and_of_float64(device: str, by_group: bool) -> None:
+def test_fused_updates_equal_unfused_updates_and_float64(device: str, by_group: bool) -> None:
     torch.manual_seed(0)
     fused = trained(FUSED, torch.float64, device, by_group)
     plain = trained(torch.optim.AdamW, torch.float64, device, False)
@@ -37,7 +37,7 @@ def test_updates_equal_those_of_the_unfused_one_and_of_float64(device: str, by_g
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_it_is_still_torchs_adam_to_whoever_asks() -> None:
+def test_fused_adamw_is_an_instance_of_torchs_adam() -> None:
     optimizer = FUSED([torch.nn.Parameter(torch.zeros(2))], **OPTIONS)
     assert isinstance(optimizer, torch.optim.Adam)
     assert optimizer.param_groups[0]["fused"] is True

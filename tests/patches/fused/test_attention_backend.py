@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron_patches.fused.attention_backend import only
+from megatron_patches.fused.attention_backend import use_only_backend
 from megatron_patches.no_te.attention import attend, causal_mask
 
 
@@ -14,8 +14,8 @@ def test_inside_only_the_named_kernel_is_allowed() -> None:
         return [cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()]
 
     before = allowed()
-    assert only(SDPBackend.FLASH_ATTENTION)(allowed)() == [True, False, False]
-    assert only(SDPBackend.CUDNN_ATTENTION)(allowed)() == [False, True, False]
+    assert use_only_backend(SDPBackend.FLASH_ATTENTION)(allowed)() == [True, False, False]
+    assert use_only_backend(SDPBackend.CUDNN_ATTENTION)(allowed)() == [False, True, False]
     assert allowed() == before
 
 
@@ -26,7 +26,7 @@ def test_the_kernels_result_is_attention() -> None:
     def attend() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    torch.testing.assert_close(only(SDPBackend.FLASH_ATTENTION)(attend)(), attend())
+    torch.testing.assert_close(use_only_backend(SDPBackend.FLASH_ATTENTION)(attend)(), attend())
 
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -42,7 +42,7 @@ def attending(kernel: str, device: str) -> Callable[..., torch.Tensor]:
     backend = KERNELS[kernel]
     if backend is SDPBackend.CUDNN_ATTENTION and device == "cpu":
         pytest.skip("cuDNN is a library for GPUs")
-    return attend if backend is None else only(backend)(attend)
+    return attend if backend is None else use_only_backend(backend)(attend)
 
 
 def check_against_float64(
@@ -83,7 +83,7 @@ def test_each_kernel_and_its_gradients_equal_float64(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kernel", ["chosen", "cudnn"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_with_the_mask_of_split_sequences_it_and_its_gradients_equal_float64(
+def test_attention_with_the_mask_of_split_sequences_and_its_gradients_equal_float64(
     kernel: str, dtype: torch.dtype, rank: int, device: str
 ) -> None:
     # gpt2-large over two ranks: 512 queries, 1024 keys, heads 80 wide.

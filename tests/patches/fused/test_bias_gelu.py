@@ -40,7 +40,7 @@ def test_forward_and_both_gradients_equal_float64(
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
-def test_it_is_the_function_of_megatrons_own_fusion() -> None:
+def test_bias_gelu_equals_megatrons_own_fusion() -> None:
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_it_is_the_function_of_megatrons_own_fusion() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_the_sum_of_a_column_is_kept_in_fp32(device: str) -> None:
+def test_bias_gradient_is_summed_in_fp32(device: str) -> None:
     # 4096 gradients of 1.0 in fp16: a running fp16 sum would stop at 2048.
     x = torch.full((4096, 1, 2), 30.0, dtype=torch.float16, device=device)
     bias = torch.zeros(2, dtype=torch.float16, device=device, requires_grad=True)
@@ -67,7 +67,7 @@ def test_the_sum_of_a_column_is_kept_in_fp32(device: str) -> None:
     assert bias.grad.tolist() == [4096.0, 4096.0]
 
 
-def test_nothing_is_kept_but_what_it_was_given() -> None:
+def test_bias_gelu_stores_only_its_inputs_for_backward() -> None:
     kept: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.fused.bias_gemm import BiasInProduct, _in_the_product
+from megatron_patches.fused.bias_gemm import BiasInProduct, _add_bias_in_product
 from megatron_patches.registry import PatchError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -15,7 +15,7 @@ def linear(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any, *_: A
     return output if bias is None else output + bias
 
 
-FUSED = _in_the_product(linear).__func__
+FUSED = _add_bias_in_product(linear).__func__
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -28,12 +28,12 @@ def test_the_sum_with_the_bias_equals_float64(
     x = torch.randn(tokens, batch, inner, device=device).to(dtype)
     weight = torch.randn(outer, inner, device=device).to(dtype)
     bias = torch.randn(outer, device=device).to(dtype)
-    found = FUSED(None, x, weight, bias)
+    result = FUSED(None, x, weight, bias)
     expected = linear(None, x.double(), weight.double(), bias.double())
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype] * inner**0.5}
-    assert (found.shape, found.dtype) == ((tokens, batch, outer), dtype)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), expected, **close)
+    assert (result.shape, result.dtype) == ((tokens, batch, outer), dtype)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result.double(), expected, **close)
 
 
 def test_the_bias_is_added_once_and_by_the_product() -> None:
@@ -45,9 +45,11 @@ def test_the_bias_is_added_once_and_by_the_product() -> None:
         return output + bias
 
     ones = torch.ones(1, 1, 2)
-    found = _in_the_product(noting).__func__(None, ones, torch.ones(2, 2), torch.full((2,), 3.0))
+    result = _add_bias_in_product(noting).__func__(
+        None, ones, torch.ones(2, 2), torch.full((2,), 3.0)
+    )
     assert asked == ["product with bias"]
-    assert found.tolist() == [[[5.0, 5.0]]]
+    assert result.tolist() == [[[5.0, 5.0]]]
 
 
 def test_without_a_bias_nothing_changes() -> None:
@@ -65,11 +67,11 @@ def test_other_sums_and_later_products_stay_what_they_are() -> None:
     mode.check()
 
 
-def test_a_layer_that_adds_its_bias_otherwise_is_refused() -> None:
+def test_layer_that_adds_its_bias_in_another_way_is_refused() -> None:
     def otherwise(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return torch.matmul(input, weight.t()).sub(-bias)
 
     with pytest.raises(PatchError, match="add its bias after the product"):
-        _in_the_product(otherwise).__func__(
+        _add_bias_in_product(otherwise).__func__(
             None, torch.ones(1, 1, 2), torch.ones(2, 2), torch.ones(2)
         )

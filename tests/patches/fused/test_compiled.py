@@ -52,7 +52,9 @@ def computed(function: Callable[..., object], name: str, device: str) -> list[to
 @pytest.mark.parametrize(
     "function", [gelu_of_sum, gradients, layer_norm, token_statistics, write_gradient]
 )
-def test_one_graph_that_computes_the_same(function: Callable[..., object], device: str) -> None:
+def test_compiled_function_is_one_graph_with_the_same_result(
+    function: Callable[..., object], device: str
+) -> None:
     name = function.__name__
     compiled = computed(torch.compile(function, fullgraph=True), name, device)
     plain = computed(function, name, device)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.fused import cross_entropy
-from megatron_patches.fused.cross_entropy import ChunkedCrossEntropy, _chunked
+from megatron_patches.fused.cross_entropy import ChunkedCrossEntropy, _compute_chunked
 from tests.patience import PATIENCE
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -77,7 +77,7 @@ def test_the_gradient_takes_the_logits_memory_and_runs_once() -> None:
         loss.backward()
 
 
-def test_nothing_of_the_logits_size_is_saved_but_the_logits_themselves() -> None:
+def test_cross_entropy_stores_no_tensor_of_the_logits_size_but_the_logits() -> None:
     saved: list[torch.Tensor] = []
     logits = torch.randn(4, 2, 6, dtype=torch.bfloat16, requires_grad=True) * 1
 
@@ -92,7 +92,7 @@ def test_nothing_of_the_logits_size_is_saved_but_the_logits_themselves() -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_over_ranks_with_parts_of_the_vocabulary_it_is_the_whole_loss(ranks: int) -> None:
+def test_loss_over_ranks_with_parts_of_the_vocabulary_equals_the_full_loss(ranks: int) -> None:
     torch.manual_seed(0)
     logits, upstream = torch.randn(5, 2, 4 * ranks).mul(3), torch.rand(5, 2)
     target = torch.randint(4 * ranks, (5, 2))
@@ -117,6 +117,6 @@ def test_over_ranks_with_parts_of_the_vocabulary_it_is_the_whole_loss(ranks: int
 
 
 def test_label_smoothing_is_refused_by_name() -> None:
-    replaced = _chunked(lambda *args, **kwargs: torch.zeros(1))
+    replaced = _compute_chunked(lambda *args, **kwargs: torch.zeros(1))
     with pytest.raises(NotImplementedError, match="label smoothing"):
         replaced(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), label_smoothing=0.1)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_patches.fused.gradient_gemm import _provide, accumulate, extension
+from megatron_patches.fused.gradient_gemm import _provide, accumulate, make_extension
 from megatron_patches.registry import PatchError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -29,7 +29,7 @@ def test_the_product_is_added_to_what_the_buffer_holds(
 
 
 def test_the_extension_has_the_names_that_megatron_calls() -> None:
-    module = extension()
+    module = make_extension()
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
         assert getattr(module, name) is accumulate
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_patches.fused.multi_tensor import (
-    _copying_gradients_at_once,
+    _copy_gradients_at_once,
     copy_all,
     scale,
     wide_gradients,
@@ -19,7 +19,7 @@ def tensors(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
 
-def test_the_norm_is_that_of_all_numbers_together(device: str) -> None:
+def test_norm_runs_over_the_elements_of_all_tensors(device: str) -> None:
     found, per_tensor = l2_norm(0, None, [tensors(torch.float32, device)], False)
     flat = torch.cat([tensor.flatten().double() for tensor in tensors(torch.float32, device)])
     assert per_tensor is None
@@ -28,7 +28,7 @@ def test_the_norm_is_that_of_all_numbers_together(device: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor([0.5])])
-def test_scaling_in_place_and_into_others(factor: Any, device: str) -> None:
+def test_tensors_are_scaled_in_place_and_into_other_tensors(factor: Any, device: str) -> None:
     factor = factor.to(device) if isinstance(factor, torch.Tensor) else factor
     sources, targets = tensors(torch.float32, device), tensors(torch.float32, device)
     for target in targets:
@@ -43,7 +43,7 @@ def test_scaling_in_place_and_into_others(factor: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_copies_convert_as_one_by_one(dtype: torch.dtype, device: str) -> None:
+def test_copying_all_tensors_converts_like_copying_each(dtype: torch.dtype, device: str) -> None:
     sources, targets = tensors(torch.float32, device), tensors(dtype, device)
     copy_all(sources, targets)
     for source, target in zip(sources, targets, strict=True):
@@ -52,7 +52,7 @@ def test_copies_convert_as_one_by_one(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_gradients_are_widened_and_wide_ones_are_themselves(
+def test_16_bit_gradients_become_fp32_and_fp32_gradients_are_returned_themselves(
     dtype: torch.dtype, device: str
 ) -> None:
     wide = torch.randn(2, device=device)
@@ -81,7 +81,7 @@ def test_gradients_reach_the_fp32_parameters_as_megatrons_loop_brings_them() -> 
 
     mine, theirs = optimizer_of(torch.bfloat16), optimizer_of(torch.bfloat16)
     Upstream._copy_model_grads_to_main_grads(theirs)
-    _copying_gradients_at_once(lambda self: pytest.fail("not the fallback"))(mine)
+    _copy_gradients_at_once(lambda self: pytest.fail("not the fallback"))(mine)
     for one, other in zip(
         mine.fp32_from_float16_groups, theirs.fp32_from_float16_groups, strict=True
     ):
@@ -95,5 +95,5 @@ def test_without_gradient_buffers_megatrons_own_copies() -> None:
     optimizer = optimizer_of(torch.bfloat16)
     del optimizer.float16_groups[0][0].main_grad
     asked: list[Any] = []
-    _copying_gradients_at_once(asked.append)(optimizer)
+    _copy_gradients_at_once(asked.append)(optimizer)
     assert asked == [optimizer]

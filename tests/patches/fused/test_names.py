@@ -7,7 +7,7 @@ def test_names_come_in_one_order_however_they_are_written() -> None:
     assert parse_fusions(" adamw,norm , ,norm") == ("norm", "adamw")
 
 
-def test_nothing_is_on_unless_it_is_asked_for() -> None:
+def test_no_fused_patch_is_on_by_default() -> None:
     assert parse_fusions("") == ()
 
 

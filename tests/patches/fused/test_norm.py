@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_patches.fused.norm import CompiledLayerNorm, recast
+from megatron_patches.fused.norm import CompiledLayerNorm, make_compiled_norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -19,12 +19,12 @@ def norm_of(width: int, dtype: torch.dtype, device: str) -> torch.nn.LayerNorm:
 def test_forward_and_gradients_equal_torchs_in_float64(
     dtype: torch.dtype, shape: tuple[int, ...], device: str
 ) -> None:
-    found = recast(norm_of(shape[-1], dtype, device))
+    result = make_compiled_norm(norm_of(shape[-1], dtype, device))
     exact = norm_of(shape[-1], dtype, device).double()
     x = torch.randn(shape, device=device).add(3).to(dtype).requires_grad_()
     wide = x.detach().double().requires_grad_()
     upstream = torch.randn(shape, device=device).to(dtype)
-    out = found(x)
+    out = result(x)
     out.backward(upstream)
     expected = exact(wide)
     expected.backward(upstream.double())
@@ -32,7 +32,7 @@ def test_forward_and_gradients_equal_torchs_in_float64(
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **close)
     torch.testing.assert_close(x.grad.double(), wide.grad, **close)  # type: ignore[union-attr]
-    for mine, theirs in zip(found.parameters(), exact.parameters(), strict=True):
+    for mine, theirs in zip(result.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)  # type: ignore[union-attr]
 
 
@@ -40,10 +40,10 @@ def test_a_recast_norm_keeps_its_parameters_and_their_marks() -> None:
     norm = torch.nn.LayerNorm(4)
     norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
     names = list(norm.state_dict())
-    found = recast(norm)
-    assert isinstance(found, CompiledLayerNorm)
-    assert list(found.state_dict()) == names
-    assert found.weight.sequence_parallel  # type: ignore[attr-defined]
+    result = make_compiled_norm(norm)
+    assert isinstance(result, CompiledLayerNorm)
+    assert list(result.state_dict()) == names
+    assert result.weight.sequence_parallel  # type: ignore[attr-defined]
 
 
 def test_other_norms_stay_as_they_are() -> None:
@@ -52,4 +52,4 @@ def test_other_norms_stay_as_they_are() -> None:
         torch.nn.LayerNorm(4, bias=False),
         torch.nn.LayerNorm((2, 4)),
     ):
-        assert type(recast(norm)) is type(norm)
+        assert type(make_compiled_norm(norm)) is type(norm)

@@ -36,7 +36,7 @@ def test_the_count_is_in_the_groups_and_only_moments_are_in_the_state() -> None:
     assert {key for state in optimizer.state.values() for key in state} == {"exp_avg", "exp_avg_sq"}
 
 
-def test_a_state_that_was_looked_at_before_the_first_step_is_begun_by_it() -> None:
+def test_empty_state_of_a_parameter_is_initialised_by_the_first_step() -> None:
     plain, looked_at = optimizer_of(), optimizer_of()
     count_steps_by_group(looked_at)
     for group in looked_at.param_groups:
@@ -46,7 +46,7 @@ def test_a_state_that_was_looked_at_before_the_first_step_is_begun_by_it() -> No
         assert torch.equal(one, other)
 
 
-def test_what_was_saved_resumes_as_if_it_had_not_been() -> None:
+def test_adam_resumes_from_a_saved_state_as_without_interruption() -> None:
     whole, first = optimizer_of(), optimizer_of()
     for optimizer in (whole, first):
         count_steps_by_group(optimizer)

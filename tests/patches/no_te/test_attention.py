@@ -5,23 +5,23 @@ import pytest
 import torch
 
 from megatron_patches.no_te.attention import (
-    _hidden_by_documents,
+    _find_document_mask,
     attend,
     causal_mask,
     gathered_mask,
     has_bias_or_packing,
     is_plain,
-    positions_of_rank,
+    rank_positions,
 )
 
 
 def test_a_rank_holds_its_chunk_and_the_mirrored_one() -> None:
-    assert [positions_of_rank(r, 2, 4).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [rank_positions(r, 2, 4).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_position_is_held_once(ranks: int) -> None:
-    held = torch.cat([positions_of_rank(r, ranks, 16 // ranks) for r in range(ranks)])
+    held = torch.cat([rank_positions(r, ranks, 16 // ranks) for r in range(ranks)])
     assert sorted(held.tolist()) == list(range(16))
 
 
@@ -46,21 +46,21 @@ def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, grou
     values = value.repeat_interleave(heads // groups, 2)
     whole = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), values).flatten(2)
 
-    order = torch.cat([positions_of_rank(r, ranks, length // ranks) for r in range(ranks)])
+    order = torch.cat([rank_positions(r, ranks, length // ranks) for r in range(ranks)])
     for rank in range(ranks):
-        mine = positions_of_rank(rank, ranks, length // ranks)
+        mine = rank_positions(rank, ranks, length // ranks)
         mask = causal_mask(rank, ranks, length // ranks)
         part = attend(query[mine], key[order], value[order], mask, scale, 0.0)
         torch.testing.assert_close(part, whole[mine])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_megatrons_mask_hides_is_hidden_from_every_rank(ranks: int) -> None:
+def test_keys_hidden_by_megatrons_mask_are_hidden_on_every_rank(ranks: int) -> None:
     length, document = 16, torch.tensor([0] * 5 + [1] * 11)
     hidden = torch.ones(length, length).triu(1).bool() | (document[:, None] != document)
-    order = torch.cat([positions_of_rank(r, ranks, length // ranks) for r in range(ranks)])
+    order = torch.cat([rank_positions(r, ranks, length // ranks) for r in range(ranks)])
     for rank in range(ranks):
-        mine = positions_of_rank(rank, ranks, length // ranks)
+        mine = rank_positions(rank, ranks, length // ranks)
         own = hidden[mine][None, None]
         mask = gathered_mask(own, rank, ranks, length // ranks)
         assert torch.equal(mask[0, 0], ~hidden[mine][:, order])
@@ -112,7 +112,7 @@ def test_only_causal_attention_with_the_usual_softmax_is_plain(
     assert is_plain(module) is plain
 
 
-def test_a_bias_or_packed_sequences_are_has_bias_or_packing() -> None:
+def test_bias_and_packed_sequences_are_detected() -> None:
     assert not has_bias_or_packing((torch.ones(1), "causal"), {"attention_bias": None})
     assert has_bias_or_packing((torch.ones(1), "causal", torch.ones(1)), {})
     assert has_bias_or_packing((torch.ones(1),), {"packed_seq_params": object()})
@@ -127,12 +127,12 @@ def test_over_a_split_sequence_a_bias_or_packed_sequences_are_refused_and_not_ig
     module = SimpleNamespace(
         attn_mask_type=AttnMaskType.causal, config=SimpleNamespace(window_size=None)
     )
-    assert _hidden_by_documents(module, (torch.ones(1),), {argument: None}) is None
+    assert _find_document_mask(module, (torch.ones(1),), {argument: None}) is None
     with pytest.raises(NotImplementedError, match="no bias, no packed sequences"):
-        _hidden_by_documents(module, (torch.ones(1),), {argument: object()})
+        _find_document_mask(module, (torch.ones(1),), {argument: object()})
 
 
-def test_with_a_mask_no_kernel_is_asked_to_share_keys_between_heads(
+def test_keys_and_values_are_repeated_per_head_if_a_mask_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []

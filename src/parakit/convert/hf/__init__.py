@@ -1,7 +1,7 @@
-"""Weights of Hugging Face's GPT-2 and Llama from and to Megatron's checkpoints, without a GPU.
+"""Convert weights of GPT-2 and Llama between Hugging Face and Megatron's checkpoints, without a GPU.
 
-`families` is the one table of names and reshapings; `tensor_files` reads and writes safetensors and
-`checkpoint` writes Megatron's distributed format, both a tensor at a time; `into_megatron` and
-`from_megatron` are the two commands; `reference` trains the same model with `transformers`, for the
-proof.
+`families` is the only table of tensor names and reshapings. `tensor_files` reads and writes safetensors,
+`checkpoint` writes Megatron's distributed format; both hold one tensor at a time. `into_megatron` and
+`from_megatron` are the two commands. `reference` trains the same model with `transformers`, for
+`make verify-hf`.
 """

@@ -1,7 +1,7 @@
-"""Weights as Megatron's distributed checkpoint (torch_dist), as one rank would save them.
+"""Write weights as a checkpoint in Megatron's distributed format (torch_dist), as one rank would save them.
 
-What Megatron keeps beside tensors is written in the form that every version reads (0.13 to 0.19):
-`common.pt`, and an empty extra state of each linear layer.
+Besides tensors, a checkpoint of Megatron has `common.pt` and an extra state per linear layer. Both are
+written in the form that every version from 0.13 to 0.19 reads; the extra states are empty.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
 from parakit.convert.hf.families import TensorPair
 
 ITERATION = 1
-"""The least that every Megatron takes; `--finetune` begins at 0 all the same."""
+"""Iteration of the checkpoint: the smallest that every Megatron loads. With `--finetune` training begins
+at 0 all the same."""
 FOLDER = f"iter_{ITERATION:07d}"
 
-_WITH_STATE = (
+_MODULES_WITH_STATE = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""Modules whose extra state Megatron asks for; it is None without 8-bit floats."""
+"""Modules whose extra state Megatron loads; the state is None unless 8-bit floats are used."""
 
 _FILE = "__0_0.distcp"
 
@@ -35,7 +36,14 @@ _FILE = "__0_0.distcp"
 def write_checkpoint(
     folder: Path, layers: int, tensors: Iterable[tuple[TensorPair, Tensor]]
 ) -> None:
-    """Make a folder that `--load` takes; each tensor is written before the next one is asked for."""
+    """Write a folder that Megatron's `--load` takes.
+
+    Args:
+        folder: The folder to write into; `iter_0000001` in it is made and must not exist.
+        layers: Number of layers of the model.
+        tensors: Megatron's tensors. Each is written before the next is taken from the iterable, so only
+            one has to be in memory.
+    """
     target = folder / FOLDER
     target.mkdir(parents=True)
     args = Namespace(
@@ -48,23 +56,23 @@ def write_checkpoint(
     )
     common = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
     torch.save({**common, "num_floating_point_operations_so_far": 0}, target / "common.pt")
-    held: dict[str, StoredTensor] = {}
+    stored_by_key: dict[str, StoredTensor] = {}
     with (target / _FILE).open("wb") as file:
         states = {
             f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": add_piece(
                 file, _FILE, [None]
             )
             for layer in range(layers)
-            for module in _WITH_STATE
+            for module in _MODULES_WITH_STATE
         }
         for pair, values in tensors:
-            stacked = pair.layer is not None
-            piece = values.unsqueeze(0) if stacked else values
-            whole = (layers, *values.shape) if stacked else tuple(values.shape)
+            is_stacked = pair.layer is not None
+            piece = values.unsqueeze(0) if is_stacked else values
+            full_shape = (layers, *values.shape) if is_stacked else tuple(values.shape)
             dtype = str(values.dtype).removeprefix("torch.")
-            stored = held.setdefault(pair.key, StoredTensor(whole, dtype, {}, {}))
-            at = (pair.layer or 0, *(0 for _ in whole[1:]))
-            stored.sizes[at] = tuple(piece.shape)
-            stored.parts[at] = add_piece(file, _FILE, piece.contiguous())
-    write_metadata(target, StoredMetadata(held, (), states))
+            stored = stored_by_key.setdefault(pair.key, StoredTensor(full_shape, dtype, {}, {}))
+            offset = (pair.layer or 0, *(0 for _ in full_shape[1:]))
+            stored.sizes[offset] = tuple(piece.shape)
+            stored.parts[offset] = add_piece(file, _FILE, piece.contiguous())
+    write_metadata(target, StoredMetadata(stored_by_key, (), states))
     (folder / TRACKER_FILE).write_text(str(ITERATION))

@@ -1,8 +1,9 @@
-"""Which tensors of Hugging Face's make which tensor of Megatron's: `families.csv`, a line a tensor.
+"""List which tensors of Hugging Face make which tensor of Megatron, for GPT-2 and Llama.
 
-Keys are those of Megatron's checkpoints, where layers of one kind are stacked in one tensor and a norm
-has the name of the linear layer that follows it, with or without Transformer Engine. A `Form` is a pure
-reshaping with its inverse; it fits weights, gradients and optimizer states alike.
+The table is `families.csv`, one line per tensor. Its keys are the names in Megatron's checkpoints: the
+layers of one kind are stacked in one tensor, and a norm has the name of the linear layer that follows
+it, with or without Transformer Engine. A `Reshaping` only moves elements and has an inverse, so it fits
+weights, gradients and optimizer states alike.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from parakit.artifacts.torch_dist import NORMS, OUTPUT, Shape
 from parakit.config.model import ModelShape
 
 HEAD = "lm_head.weight"
-"""The only tensor without a family's prefix."""
+"""The output layer, the only tensor of Hugging Face without its family's prefix."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """How one tensor of Megatron's is made of Hugging Face's, and how it is taken apart."""
+class Reshaping:
+    """A function that makes one tensor of Megatron from tensors of Hugging Face, and its inverse."""
 
     join: Callable[[Sequence[Tensor]], Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
@@ -32,43 +33,51 @@ class Form:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """One tensor of Megatron's, of one layer, and what it is made of."""
+    """One tensor of Megatron in one layer, and the tensors of Hugging Face that it is made of."""
 
     key: str
+    """Name in Megatron's checkpoints, without the number of the layer."""
     layer: int | None
+    """Number of the layer from 0; None outside of the layers."""
     shape: Shape
-    """Of this layer, without padding of the vocabulary."""
+    """Shape in one layer, without padding of the vocabulary."""
     names: tuple[str, ...]
-    """Hugging Face's, with the family's prefix."""
-    form: Form
+    """Names in Hugging Face's files, with the prefix."""
+    form: Reshaping
 
     @property
     def parameter(self) -> str:
-        """The name of Megatron's parameter, with the layer's number from 0."""
+        """Name of Megatron's parameter, with the number of the layer from 0."""
         if self.layer is None:
             return self.key
-        rest = self.key.removeprefix("decoder.layers.")
+        name = self.key.removeprefix("decoder.layers.")
         for norm, module in NORMS.items():
-            rest = rest.replace(norm, module)
-        return f"decoder.layers.{self.layer}.{rest}"
+            name = name.replace(norm, module)
+        return f"decoder.layers.{self.layer}.{name}"
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of Hugging Face's tensors."""
+        """Shapes of Hugging Face's tensors, in the order of `names`."""
         parts = self.form.split(torch.empty(self.shape, device="meta"))
         return tuple(tuple(part.shape) for part in parts)
 
 
-def prefix_of(family: str, names: Collection[str]) -> str:
-    """What a file's names begin with: nothing in files of a bare model, such as GPT-2's on the hub."""
-    first = next(row for row in _TABLE if row["family"] == family)
-    return "" if first["names"] in names else _PREFIXES[family]
+def detect_prefix(family: str, names: Collection[str]) -> str:
+    """Return what the tensors' names in a folder begin with.
+
+    The prefix is empty for files of a bare model, such as those of GPT-2 on the hub.
+    """
+    first_row = next(row for row in _TABLE if row["family"] == family)
+    return "" if first_row["names"] in names else _PREFIXES[family]
 
 
-def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple[TensorPair, ...]:
-    """Every tensor of a model, outside of the layers first, then layer by layer, then the output.
+def list_tensor_pairs(
+    family: str, shape: ModelShape, prefix: str | None = None
+) -> tuple[TensorPair, ...]:
+    """Return every tensor of a model: the embeddings, then layer by layer, then the final norm and output.
 
-    Hugging Face's names begin with the prefix, by default the family's own.
+    A model with tied embeddings has no output tensor. Hugging Face's names begin with `prefix`; None is
+    the family's usual prefix.
     """
     prefix = _PREFIXES[family] if prefix is None else prefix
     sizes = {
@@ -81,72 +90,88 @@ def pairs_of(family: str, shape: ModelShape, prefix: str | None = None) -> tuple
         "gated": 2 * shape.ffn_hidden,
     }
 
-    def pair(row: Mapping[str, str], layer: int | None = None) -> TensorPair:
-        names = (name if name == HEAD else prefix + name for name in row["names"].split())
-        numbered = tuple(name.format(layer) for name in names)
-        own = tuple(sizes[name] for name in row["sizes"].split())
-        return TensorPair(row["key"], layer, own, numbered, _form(row["form"], shape))
+    def make_pair(row: Mapping[str, str], layer: int | None = None) -> TensorPair:
+        prefixed_names = (name if name == HEAD else prefix + name for name in row["names"].split())
+        return TensorPair(
+            key=row["key"],
+            layer=layer,
+            shape=tuple(sizes[size] for size in row["sizes"].split()),
+            names=tuple(name.format(layer) for name in prefixed_names),
+            form=_make_reshaping(row["form"], shape),
+        )
 
     rows = [row for row in _TABLE if row["family"] == family]
-    inside = [row for row in rows if "{}" in row["names"]]
-    first = [row for row in rows if row["key"].startswith("embedding.")]
-    last = [row for row in rows if row not in (*inside, *first)]
+    layer_rows = [row for row in rows if "{}" in row["names"]]
+    first_rows = [row for row in rows if row["key"].startswith("embedding.")]
+    last_rows = [row for row in rows if row not in (*layer_rows, *first_rows)]
+    if shape.tied_embeddings:
+        last_rows = [row for row in last_rows if row["key"] != OUTPUT]
     return (
-        *map(pair, first),
-        *(pair(row, layer) for layer in range(shape.layers) for row in inside),
-        *(pair(row) for row in last if row["key"] != OUTPUT or not shape.tied_embeddings),
+        *map(make_pair, first_rows),
+        *(make_pair(row, layer) for layer in range(shape.layers) for row in layer_rows),
+        *map(make_pair, last_rows),
     )
 
 
 def is_buffer(name: str) -> bool:
-    """Whether older files hold a tensor that no model needs: masks, and angles of rotary positions."""
+    """Return True for a buffer of older files that no model needs: masks and rotary frequencies."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
-def _form(name: str, shape: ModelShape) -> Form:
-    """What the table calls a reshaping."""
-    match name:
-        case "transposed":  # GPT-2's Conv1D has the inputs first.
-            return Form(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
-        case "halves":  # Gate and value of a gated MLP, one after the other.
-            return Form(lambda parts: torch.cat(list(parts)), lambda whole: whole.chunk(2))
+def _make_reshaping(form: str, shape: ModelShape) -> Reshaping:
+    """Return the reshaping that `families.csv` names in its column `form`; `same` changes nothing."""
+    match form:
+        case "transposed":
+            # GPT-2's Conv1D holds [inputs, outputs], Megatron's linear layer [outputs, inputs].
+            return Reshaping(lambda parts: parts[0].t(), lambda tensor: (tensor.t(),))
+        case "halves":
+            # Gate and value of a gated MLP follow one another in Megatron's tensor.
+            return Reshaping(lambda parts: torch.cat(list(parts)), lambda tensor: tensor.chunk(2))
         case "by_group":
-            return _by_group(shape)
+            return _reshape_separate_qkv(shape)
         case "fused_by_group":
-            return _fused_by_group(shape)
+            return _reshape_fused_qkv(shape)
         case _:
-            return Form(lambda parts: parts[0], lambda whole: (whole,))
+            return Reshaping(lambda parts: parts[0], lambda tensor: (tensor,))
 
 
-def _by_group(shape: ModelShape) -> Form:
-    """Rows of queries, keys and values: group by group, its queries, its key, its value."""
+def _reshape_separate_qkv(shape: ModelShape) -> Reshaping:
+    """Return the reshaping between separate queries, keys and values and Megatron's `linear_qkv`.
+
+    Megatron's rows are in the order of the query groups: the queries of a group, its key, its value.
+    """
     groups, width = shape.query_groups, shape.head_width
-    rows = shape.heads // groups * width
+    query_rows = shape.heads // groups * width
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, 1).flatten(0, 1)
 
-    def split(whole: Tensor) -> Sequence[Tensor]:
-        grouped = whole.reshape(groups, rows + 2 * width, *whole.shape[1:])
-        return [part.flatten(0, 1) for part in torch.split(grouped, [rows, width, width], 1)]
+    def split(tensor: Tensor) -> Sequence[Tensor]:
+        grouped = tensor.reshape(groups, query_rows + 2 * width, *tensor.shape[1:])
+        parts = torch.split(grouped, [query_rows, width, width], 1)
+        return [part.flatten(0, 1) for part in parts]
 
-    return Form(join, split)
+    return Reshaping(join, split)
 
 
-def _fused_by_group(shape: ModelShape) -> Form:
-    """The same of one tensor with all queries, all keys, all values; a matrix is a Conv1D's."""
-    grouped = _by_group(shape)
+def _reshape_fused_qkv(shape: ModelShape) -> Reshaping:
+    """Return the reshaping between GPT-2's `c_attn` and Megatron's `linear_qkv`.
 
-    def turned(tensor: Tensor) -> Tensor:
+    `c_attn` holds all queries, then all keys, then all values. Its matrix is a Conv1D's, [inputs,
+    outputs]; its bias is a vector and is not transposed.
+    """
+    separate = _reshape_separate_qkv(shape)
+
+    def transpose_matrix(tensor: Tensor) -> Tensor:
         return tensor.t() if tensor.ndim > 1 else tensor
 
-    return Form(
-        lambda parts: grouped.join(turned(parts[0]).chunk(3)),
-        lambda whole: (turned(torch.cat(list(grouped.split(whole)))),),
+    return Reshaping(
+        lambda parts: separate.join(transpose_matrix(parts[0]).chunk(3)),
+        lambda tensor: (transpose_matrix(torch.cat(list(separate.split(tensor)))),),
     )
 
 
 _PREFIXES = {"gpt2": "transformer.", "llama": "model."}
 _TABLE = tuple(csv.DictReader(Path(__file__).with_name("families.csv").read_text().splitlines()))
-"""A line a tensor; `{}` in a name is the layer's number."""
+"""Rows of `families.csv`, one per tensor; `{}` in a name stands for the number of the layer."""

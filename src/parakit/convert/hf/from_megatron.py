@@ -1,4 +1,8 @@
-"""`make export-hf`: the weights of a run's checkpoint as a folder that `transformers` loads."""
+"""`make export-hf`: write a checkpoint of Megatron as a folder that `transformers` loads.
+
+The checkpoint is in Megatron's distributed format. The folder has safetensors, `config.json`, and the
+tokenizer's files if the model was imported from Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -22,74 +26,82 @@ from parakit.artifacts.torch_dist import (
 from parakit.config.flags import flag_words, merge_flags
 from parakit.config.huggingface import config_of_flags, read_config
 from parakit.config.model import ModelShape
-from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 from parakit.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
-from parakit.convert.hf.progress import ConversionError, Work, check_room
-from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
+from parakit.convert.hf.progress import ConversionError, ConversionProgress, check_disk_space
+from parakit.convert.hf.tensor_files import SHARD_BYTES, TensorHeader, write_tensors
 
-_WEIGHTS = ("embedding.", "decoder.", "output_layer.")
-"""What names of the model's tensors begin with; the others are the optimizer's."""
+_WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+"""Beginnings of the names of the model's tensors; all other tensors are the optimizer's."""
 
 
 def export_model(
     checkpoint: Path,
-    words: Sequence[str],
+    arguments: Sequence[str],
     shape: ModelShape,
     imported: Path | None,
     target: Path,
-    work: Work,
+    progress: ConversionProgress,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Write a folder of Hugging Face's, whole or not at all; returns the closing line.
+    """Write a checkpoint as a folder of Hugging Face, and return the closing line.
+
+    An error on the way leaves no folder behind.
 
     Args:
-        checkpoint: Megatron's (`iter_…`).
-        words: Megatron's arguments of the run that saved it.
-        shape: The model's.
-        imported: The folder of the imported model that was trained, if one was.
-        target: It is made.
-        work: Shows progress.
-        shard_bytes: Most of a file.
+        checkpoint: A folder `iter_…` of Megatron's.
+        arguments: Megatron's arguments of the run that saved the checkpoint.
+        shape: The model's dimensions.
+        imported: The folder of the imported model that the run began from. With None, or if the folder
+            has no `import.json`, `config.json` is made from the arguments.
+        target: The folder to write; it must not exist.
+        progress: Prints how many bytes are written.
+        shard_bytes: The largest size of a safetensors file in bytes.
 
     Raises:
-        ConversionError, ConfigError: The checkpoint is of another model, or of no family that is known,
-            the folder is there, or there is no room; nothing was written.
+        ConversionError, ConfigError: The checkpoint is damaged or of another model, the family is
+            neither GPT-2 nor Llama, the target exists, or the disk has no space; nothing is written.
     """
-    tensors = _tensors(checkpoint)
-    own = imported if imported and (imported / IMPORT_FILE).is_file() else None
-    config = _config(own, words, shape, tensors[EMBEDDING].dtype)
-    prefix = read_import(own).prefix if own else None
-    pairs = pairs_of(str(config["model_type"]), shape, prefix)
-    _check(checkpoint, tensors, pairs, shape)
+    tensors = _read_tensors(checkpoint)
+    source = imported if imported and (imported / IMPORT_FILE).is_file() else None
+    config = _make_config(source, arguments, shape, tensors[EMBEDDING].dtype)
+    prefix = read_import(source).prefix if source else None
+    pairs = list_tensor_pairs(str(config["model_type"]), shape, prefix)
+    _check_tensors(checkpoint, tensors, pairs, shape)
     if target.exists():
         raise ConversionError(f"TO={target} exists already; remove it, or name another folder.")
-    described = [
-        Described(name, part, getattr(torch, tensors[pair.key].dtype))
+    headers = [
+        TensorHeader(name, part_shape, getattr(torch, tensors[pair.key].dtype))
         for pair in pairs
-        for name, part in zip(pair.names, pair.shapes, strict=True)
+        for name, part_shape in zip(pair.names, pair.shapes, strict=True)
     ]
-    total = sum(one.size_bytes for one in described)
-    check_room(target, total)
+    total_bytes = sum(header.size_bytes for header in headers)
+    check_disk_space(target, total_bytes)
 
-    def values() -> Iterator[Tensor]:
+    def read_values() -> Iterator[Tensor]:
         for pair in pairs:
+            # Rows beyond the vocabulary are padding, which `transformers` has not.
             rows = pair.shape[0] if pair.key in VOCABULARY else None
-            for part in pair.form.split(
-                read_tensor(checkpoint, tensors[pair.key], pair.layer, rows)
-            ):
-                work.done(part.nbytes)
+            values = read_tensor(checkpoint, tensors[pair.key], pair.layer, rows)
+            for part in pair.form.split(values):
+                progress.done(part.nbytes)
                 yield part
 
-    work.begin(f"export to {target.name}", total)
+    progress.begin(f"export to {target.name}", total_bytes)
     with made_whole(target) as folder:
-        write_tensors(folder, described, values(), shard_bytes)
+        write_tensors(folder, headers, read_values(), shard_bytes)
         (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n")
-        if own is not None:
-            copy_companions(own, folder)
-    return work.summary(sum(math.prod(one.shape) for one in described))
+        if source is not None:
+            copy_companions(source, folder)
+    return progress.summary(sum(math.prod(header.shape) for header in headers))
 
 
-def _tensors(folder: Path) -> Mapping[str, StoredTensor]:
+def _read_tensors(folder: Path) -> Mapping[str, StoredTensor]:
+    """Return the stored tensors of a checkpoint by key.
+
+    Raises:
+        ConversionError: The checkpoint is damaged, or holds no word embedding.
+    """
     try:
         tensors = read_metadata(folder).tensors
     except DamagedCheckpointError as error:
@@ -104,50 +116,67 @@ def _tensors(folder: Path) -> Mapping[str, StoredTensor]:
     return tensors
 
 
-def _config(
-    imported: Path | None, words: Sequence[str], shape: ModelShape, dtype: str
+def _make_config(
+    imported: Path | None, arguments: Sequence[str], shape: ModelShape, dtype: str
 ) -> dict[str, object]:
-    """Of the flags, or the imported model's own with the stored type, where it is still that model."""
-    explicit = {  # What Megatron derives where a flag is missing.
+    """Return the content of `config.json`.
+
+    For an imported model it is the source's own config with the type of the stored tensors, else a
+    config that is made from Megatron's arguments.
+
+    Raises:
+        ConversionError: The arguments describe another type of model than the imported one.
+    """
+    # Megatron derives these where the flag is missing, so the config needs them written out.
+    derived_flags = {
         "--vocab-size": shape.vocabulary,
         "--ffn-hidden-size": shape.ffn_hidden,
         "--num-query-groups": shape.query_groups,
         "--kv-channels": shape.head_width,
         "--max-position-embeddings": shape.positions or None,
     }
-    config = config_of_flags(merge_flags(words, flag_words(explicit)), dtype)
+    config = config_of_flags(merge_flags(arguments, flag_words(derived_flags)), dtype)
     if imported is None:
         return config
-    own = read_config(imported / CONFIG_FILE)
-    if own["model_type"] != config["model_type"]:
+    source_config = read_config(imported / CONFIG_FILE)
+    if source_config["model_type"] != config["model_type"]:
         raise ConversionError(
-            f"The run was trained from {imported.name}, a model of the type {own['model_type']}, with "
-            f"flags that make it another; leave those out of EXTRA=."
+            f"The run was trained from {imported.name}, a model of the type "
+            f"{source_config['model_type']}, with flags that make it another; leave those out of EXTRA=."
         )
-    names = [name for name in ("dtype", "torch_dtype") if name in own] or ["torch_dtype"]
-    return {**own, **dict.fromkeys(names, config["dtype"])}
+    dtype_fields = [name for name in ("dtype", "torch_dtype") if name in source_config]
+    return {**source_config, **dict.fromkeys(dtype_fields or ["torch_dtype"], config["dtype"])}
 
 
-def _check(
+def _check_tensors(
     folder: Path,
     tensors: Mapping[str, StoredTensor],
     pairs: Sequence[TensorPair],
     shape: ModelShape,
 ) -> None:
-    """Refuse missing, extra and wrong tensors."""
+    """Raise an error if the checkpoint's tensors are not those of the model.
+
+    Raises:
+        ConversionError: A tensor is missing, has another shape, or belongs to no tensor of Hugging Face.
+    """
     for pair in pairs:
         if pair.key not in tensors:
             raise ConversionError(f"{folder} lacks {pair.key}, which the model has.")
-        found = tensors[pair.key].shape
-        wanted = pair.shape if pair.layer is None else (shape.layers, *pair.shape)
-        fits = found == wanted
-        if pair.key in VOCABULARY:  # Padded.
-            fits = found[0] >= wanted[0] and found[1:] == wanted[1:]
+        stored_shape = tensors[pair.key].shape
+        model_shape = pair.shape if pair.layer is None else (shape.layers, *pair.shape)
+        fits = stored_shape == model_shape
+        if pair.key in VOCABULARY:
+            # Megatron pads the vocabulary, so more rows than the model's are right.
+            has_rows = stored_shape[0] >= model_shape[0]
+            fits = has_rows and stored_shape[1:] == model_shape[1:]
         if not fits:
             raise ConversionError(
-                f"{folder} holds {pair.key} with the shape {list(found)}, and the run's "
-                f"model has {list(wanted)}; it is another model's checkpoint."
+                f"{folder} holds {pair.key} with the shape {list(stored_shape)}, and the run's "
+                f"model has {list(model_shape)}; it is another model's checkpoint."
             )
-    weights = {key for key in tensors if key.startswith(_WEIGHTS)}
-    if extra := sorted(weights - {pair.key for pair in pairs}):
-        raise ConversionError(f"{folder} holds {extra[0]}, which neither GPT-2 nor Llama has.")
+    weights = {key for key in tensors if key.startswith(_WEIGHT_PREFIXES)}
+    unknown_keys = sorted(weights - {pair.key for pair in pairs})
+    if unknown_keys:
+        raise ConversionError(
+            f"{folder} holds {unknown_keys[0]}, which neither GPT-2 nor Llama has."
+        )

@@ -1,8 +1,9 @@
-"""`make import-hf`: a folder of Hugging Face's as a model of this kit, `hub/NAME`.
+"""`make import-hf`: write a folder of Hugging Face as a model of this kit, `hub/NAME`.
 
-The folder gets `NAME.args` (Megatron's flags, which load the weights), `checkpoint/` (Megatron's own
-distributed format, for any strategy), `import.json` and the source's config and tokenizer as they are.
-Everything is checked before anything is written, and the folder is there whole or not at all.
+`hub/NAME` gets `NAME.args` (Megatron's flags, which load the weights), `checkpoint/` (Megatron's
+distributed format, which any strategy loads), `import.json`, and copies of the source's config and
+tokenizer. Everything is checked before anything is written, and an error while writing leaves no folder
+behind.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from parakit.convert.hf.checkpoint import write_checkpoint
 from parakit.convert.hf.families import (
     HEAD,
     TensorPair,
+    detect_prefix,
     is_buffer,
-    pairs_of,
-    prefix_of,
+    list_tensor_pairs,
 )
-from parakit.convert.hf.progress import ConversionError, Work, check_room
+from parakit.convert.hf.progress import ConversionError, ConversionProgress, check_disk_space
 from parakit.convert.hf.tensor_files import TensorFolder
 
 IMPORT_FILE = "import.json"
@@ -48,35 +49,35 @@ _COMPANIONS = (
     *("tokenizer*", "vocab.json", "merges.txt", "vocab.txt", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template*", "*.model", "generation_config.json", "LICENSE*"),
 )
-"""Files that go with the weights, as they are."""
+"""Patterns of the files that are copied together with the weights."""
 
-_PADDED_TO = 128
-"""Padding rows are stored up to a multiple of this, so that any tensor-parallel strategy finds its
-own."""
+_PADDING_MULTIPLE = 128
+"""Rows of the vocabulary are stored up to a multiple of this number, so that every tensor-parallel
+strategy finds the padding rows that it needs."""
 
 
 class ImportRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`import.json`: what was imported."""
+    """The content of `import.json`: what was imported, and from where."""
 
     source: str
-    """The folder, or the hub's name of the model."""
+    """The source as the user named it: a folder, or the model's name on the hub."""
     folder: str
-    """Where its files are."""
+    """Absolute path of the folder with the source's files."""
     model_type: str
     prefix: str
-    """What the names of its tensors begin with."""
+    """Beginning of the names of the source's tensors."""
     parameters: int
-    """Without padding, tied ones once."""
+    """Number of parameters, without padding; tied embeddings count once."""
     vocabulary: int
     padding_rows: int
-    """Stored after the vocabulary's rows: copies of the last one."""
+    """Number of rows that are stored after the vocabulary's rows: copies of the last row."""
     ignored: tuple[str, ...] = ()
-    """Buffers of older files, which no model needs."""
+    """Names of buffers in older files, which no model needs."""
 
 
 @dataclass(frozen=True)
 class ImportSource:
-    """A folder that can be imported: every tensor is there, in its shape, and none is left over."""
+    """A folder of Hugging Face that can be imported: it has exactly the tensors that its config needs."""
 
     folder: Path
     model_type: str
@@ -88,15 +89,17 @@ class ImportSource:
     ignored: tuple[str, ...]
 
     def values(self, pair: TensorPair) -> Tensor:
-        """Megatron's tensor."""
+        """Read Hugging Face's tensors of a pair and return Megatron's tensor."""
         return pair.form.join([self.tensors.read(name) for name in pair.names])
 
 
 def read_source(folder: Path) -> ImportSource:
-    """Look at a folder without reading weights.
+    """Read config, tensor headers and tokenizer of a folder, and check that they fit together.
+
+    Weights are not read, except for an output layer that should equal the embedding.
 
     Raises:
-        ConversionError, ConfigError: It cannot be converted; one sentence that says why.
+        ConversionError, ConfigError: The folder cannot be converted; one sentence that says why.
     """
     if not folder.is_dir():
         raise ConversionError(f"There is no folder {folder}; name one that holds a {CONFIG_FILE}.")
@@ -104,41 +107,48 @@ def read_source(folder: Path) -> ImportSource:
     model_type = read_config(folder / CONFIG_FILE)["model_type"]
     shape = model_from_flags(folder.name, "gpt3", flags).shape
     tensors = TensorFolder(folder)
-    prefix = prefix_of(model_type, tensors.tensors)
-    pairs = pairs_of(model_type, shape, prefix)
-    left = _check_names(folder, tensors, pairs, shape)
+    prefix = detect_prefix(model_type, tensors.tensors)
+    pairs = list_tensor_pairs(model_type, shape, prefix)
+    ignored = _check_names(folder, tensors, pairs, shape)
     _check_tensors(folder, tensors, pairs)
     _check_tokenizer(folder, shape.vocabulary)
-    return ImportSource(folder, model_type, flags, shape, tensors, prefix, pairs, left)
+    return ImportSource(folder, model_type, flags, shape, tensors, prefix, pairs, ignored)
 
 
 def import_model(
-    source: ImportSource, name: str, work: Work, hub: Path = HUB, known_as: str = ""
+    source: ImportSource,
+    name: str,
+    progress: ConversionProgress,
+    hub: Path = HUB,
+    known_as: str = "",
 ) -> str:
-    """Write `hub/NAME`, where the source is named as it is `known_as`, or else by its folder; returns
-    the closing line.
+    """Write the model as the folder `name` in `hub`, and return the closing line.
+
+    Args:
+        source: The folder to import.
+        name: The model's name in make targets.
+        progress: Prints how many bytes are written.
+        hub: The folder of imported models.
+        known_as: The source's name in `import.json`; empty takes the path of its folder.
 
     Raises:
-        ConversionError: The name is taken, or there is no room; nothing was written.
+        ConversionError: The name is taken or not allowed, or the disk has no space; nothing is written.
     """
     target = hub / name
     _check_name(name, target, hub)
     vocabulary = source.shape.vocabulary
-    padding = round_up(vocabulary, _PADDED_TO) - vocabulary
-    held = source.tensors.tensors
-    total = sum(held[name].size_bytes for pair in source.pairs for name in pair.names)
-    rows = [held[pair.names[0]] for pair in source.pairs if pair.key in VOCABULARY]
-    total += sum(one.size_bytes // vocabulary * padding for one in rows)
-    check_room(target, total)
+    padding_rows = round_up(vocabulary, _PADDING_MULTIPLE) - vocabulary
+    total_bytes = _count_bytes(source, padding_rows)
+    check_disk_space(target, total_bytes)
 
-    def made() -> Iterator[tuple[TensorPair, Tensor]]:
+    def read_values() -> Iterator[tuple[TensorPair, Tensor]]:
         for pair in source.pairs:
             values = source.values(pair)
-            if padding and pair.key in VOCABULARY:
-                # Copies of the last row, as Megatron's own converter pads: rows of 0 would win a
-                # softmax whose other logits are negative, as GPT-2's are.
-                values = torch.cat((values, values[-1:].expand(padding, -1)))
-            work.done(values.nbytes)
+            if padding_rows and pair.key in VOCABULARY:
+                # The padding rows are copies of the last row, as in Megatron's own converter: rows of 0
+                # would have the largest logits in a softmax of negative logits, which GPT-2 has.
+                values = torch.cat((values, values[-1:].expand(padding_rows, -1)))
+            progress.done(values.nbytes)
             yield pair, values
 
     record = ImportRecord(
@@ -148,30 +158,33 @@ def import_model(
         prefix=source.prefix,
         parameters=sum(math.prod(pair.shape) for pair in source.pairs),
         vocabulary=vocabulary,
-        padding_rows=padding,
+        padding_rows=padding_rows,
         ignored=source.ignored,
     )
-    work.begin(f"import {name}", total)
+    progress.begin(f"import {name}", total_bytes)
     with made_whole(target) as folder:
-        write_checkpoint(folder / IMPORTED_WEIGHTS, source.shape.layers, made())
-        (folder / f"{name}.args").write_text(_args_file(source, record, target))
+        write_checkpoint(folder / IMPORTED_WEIGHTS, source.shape.layers, read_values())
+        (folder / f"{name}.args").write_text(_compose_args_file(source, record, target))
         write_record(folder / IMPORT_FILE, record)
         copy_companions(source.folder, folder, also=(CONFIG_FILE,))
-    return work.summary(record.parameters)
+    return progress.summary(record.parameters)
 
 
 def copy_companions(source: Path, target: Path, also: Sequence[str] = ()) -> None:
-    """Copy tokenizer, generation config and the like."""
+    """Copy tokenizer, generation config, chat template and licence, and files that match `also`.
+
+    A file that the source lacks is skipped.
+    """
     for pattern in (*_COMPANIONS, *also):
         for path in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(path, target / path.name)
 
 
 def read_import(folder: Path) -> ImportRecord:
-    """The record of an imported model.
+    """Return the record of an imported model.
 
     Raises:
-        ConversionError: It is not there, or cannot be read.
+        ConversionError: The folder has no `import.json`, or the file cannot be read.
     """
     try:
         return msgspec.json.decode(read_regular_file(folder / IMPORT_FILE), type=ImportRecord)
@@ -181,7 +194,20 @@ def read_import(folder: Path) -> ImportRecord:
         ) from None
 
 
+def _count_bytes(source: ImportSource, padding_rows: int) -> int:
+    """Return the bytes of all tensors of a source after padding of the vocabulary."""
+    headers = source.tensors.tensors
+    total_bytes = 0
+    for pair in source.pairs:
+        total_bytes += sum(headers[name].size_bytes for name in pair.names)
+        if pair.key in VOCABULARY:
+            bytes_per_row = headers[pair.names[0]].size_bytes // source.shape.vocabulary
+            total_bytes += bytes_per_row * padding_rows
+    return total_bytes
+
+
 def _check_name(name: str, target: Path, hub: Path) -> None:
+    """Raise a ConversionError if make targets cannot have the name, or if it is taken."""
     if not is_plain_name(name):
         raise ConversionError(f"NAME={name} is no model's name; use letters, digits, '.' and '-'.")
     if target.exists():
@@ -195,46 +221,55 @@ def _check_name(name: str, target: Path, hub: Path) -> None:
 def _check_names(
     folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair], shape: ModelShape
 ) -> tuple[str, ...]:
-    """Refuse missing and extra tensors; return the buffers that are ignored."""
-    wanted = {name for pair in pairs for name in pair.names}
-    missing = [name for pair in pairs for name in pair.names if name not in tensors.tensors]
-    if missing:
+    """Check that the folder has the tensors of the model and no others; return the ignored buffers.
+
+    An output layer beside tied embeddings is allowed if it equals the embedding.
+
+    Raises:
+        ConversionError: A tensor is missing, or belongs to no tensor of Megatron.
+    """
+    expected_names = [name for pair in pairs for name in pair.names]
+    missing_names = [name for name in expected_names if name not in tensors.tensors]
+    if missing_names:
         raise ConversionError(
-            f"{folder} lacks {missing[0]}{_and_others(missing)}, which its {CONFIG_FILE} asks for."
+            f"{folder} lacks {missing_names[0]}{_count_others(missing_names)}, which its {CONFIG_FILE} "
+            "asks for."
         )
-    extra = sorted(set(tensors.tensors) - wanted)
-    if shape.tied_embeddings and HEAD in extra:
+    extra_names = sorted(set(tensors.tensors) - set(expected_names))
+    if shape.tied_embeddings and HEAD in extra_names:
         embedding = next(pair.names[0] for pair in pairs if pair.key == EMBEDDING)
         if not torch.equal(tensors.read(HEAD), tensors.read(embedding)):
             raise ConversionError(
                 f"{folder} holds a {HEAD} of its own, and its {CONFIG_FILE} ties it to {embedding}; "
                 "set tie_word_embeddings to false."
             )
-        extra.remove(HEAD)
-    ignored = tuple(name for name in extra if is_buffer(name))
-    unknown = [name for name in extra if name not in ignored]
-    if unknown:
+        extra_names.remove(HEAD)
+    ignored_names = tuple(name for name in extra_names if is_buffer(name))
+    unknown_names = [name for name in extra_names if name not in ignored_names]
+    if unknown_names:
         raise ConversionError(
-            f"{folder} holds {unknown[0]}{_and_others(unknown)}, which no tensor of Megatron's takes; "
-            "it is another architecture than its config.json says."
+            f"{folder} holds {unknown_names[0]}{_count_others(unknown_names)}, which no tensor of "
+            "Megatron's takes; it is another architecture than its config.json says."
         )
-    return ignored
+    return ignored_names
 
 
-def _and_others(names: Sequence[str]) -> str:
+def _count_others(names: Sequence[str]) -> str:
+    """Return ' and 3 more' for four names; nothing for one."""
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair]) -> None:
+    """Raise a ConversionError for a tensor of another shape, or for parts of one tensor in two types."""
     for pair in pairs:
-        found = [tensors.tensors[name] for name in pair.names]
-        for one, shape in zip(found, pair.shapes, strict=True):
-            if one.shape != shape:
+        headers = [tensors.tensors[name] for name in pair.names]
+        for header, shape in zip(headers, pair.shapes, strict=True):
+            if header.shape != shape:
                 raise ConversionError(
-                    f"{folder} holds {one.name} with the shape {list(one.shape)}, and its "
+                    f"{folder} holds {header.name} with the shape {list(header.shape)}, and its "
                     f"{CONFIG_FILE} asks for {list(shape)}."
                 )
-        if len({one.dtype for one in found}) > 1:
+        if len({header.dtype for header in headers}) > 1:
             raise ConversionError(
                 f"{folder} holds {' and '.join(pair.names)}, which are one tensor in Megatron, in "
                 "different types; save them in one."
@@ -242,31 +277,45 @@ def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPa
 
 
 def _check_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Refuse a tokenizer with ids beyond the vocabulary; fewer entries are the model's own padding."""
+    """Raise a ConversionError if the tokenizer has an id that the vocabulary has not.
+
+    A folder without a tokenizer passes, and so does a tokenizer with fewer entries than the vocabulary,
+    because a model may pad its vocabulary itself.
+    """
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         if not (folder / name).is_file():
             continue
         try:
-            content = json.loads((folder / name).read_bytes())
-            added = []
-            if name == "tokenizer.json":
-                added = [int(token["id"]) for token in content.get("added_tokens") or []]
-                content = content["model"]["vocab"]
-            ids = range(len(content)) if isinstance(content, list) else content.values()
-            largest = max((*ids, *added), default=0)
+            largest_id = _find_largest_id(folder / name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConversionError(f"{folder / name} is no tokenizer's file ({error}).") from None
-        if largest >= vocabulary:
+        if largest_id >= vocabulary:
             raise ConversionError(
-                f"{folder / name} has the token id {largest}, and the model a vocabulary of "
+                f"{folder / name} has the token id {largest_id}, and the model a vocabulary of "
                 f"{vocabulary}; the tokenizer is another model's."
             )
 
 
-def _args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
-    divisor = math.gcd(source.shape.vocabulary, _PADDED_TO)
+def _find_largest_id(path: Path) -> int:
+    """Return the largest token id in a tokenizer's JSON file, 0 if it has none.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: The file has another structure.
+    """
+    content = json.loads(path.read_bytes())
+    added_ids = []
+    if path.name == "tokenizer.json":
+        added_ids = [int(token["id"]) for token in content.get("added_tokens") or []]
+        content = content["model"]["vocab"]
+    ids = range(len(content)) if isinstance(content, list) else content.values()
+    return max((*ids, *added_ids), default=0)
+
+
+def _compose_args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
+    """Return the text of `NAME.args`: Megatron's flags for the model, and those that load its weights."""
+    divisor = math.gcd(source.shape.vocabulary, _PADDING_MULTIPLE)
     weights = from_root(target / IMPORTED_WEIGHTS)
-    words = merge_flags(
+    flags = merge_flags(
         source.flags,
         ("--make-vocab-size-divisible-by", str(divisor)),
         ("--load", weights, "--finetune", "--no-load-optim", "--no-load-rng"),
@@ -277,4 +326,4 @@ def _args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
         "The vocabulary is padded no further than tensor parallelism needs: Megatron counts padding",
         "in its softmax, transformers has none.",
     )
-    return args_text(comments, words)
+    return args_text(comments, flags)

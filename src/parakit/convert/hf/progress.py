@@ -1,4 +1,8 @@
-"""What stops a conversion, its progress on the terminal, and the room that it needs."""
+"""Report the progress of a conversion, check the free disk space, and define its error.
+
+A conversion copies tensors from one checkpoint format into another. `ConversionProgress` counts the
+bytes and prints them, `check_disk_space` refuses a target that does not fit on its disk.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +17,67 @@ from parakit.config.files import from_root
 from parakit.formatting.terminal import say
 from parakit.formatting.units import amount, duration
 
-_LINE_SECONDS = 10.0
-"""Between two lines of progress."""
-_BESIDE_TENSORS = 64 << 20
-"""Room for metadata, tokenizer and configs."""
+_SECONDS_PER_LINE = 10.0
+"""Seconds between two printed lines of progress."""
+_BYTES_BESIDE_TENSORS = 64 << 20
+"""Bytes that are reserved on the disk for metadata, tokenizer and configs."""
 
 
 class ConversionError(ValueError):
     """A model that cannot be converted; one sentence that names the thing, the value and the remedy."""
 
 
-class Work:
-    """Counts bytes as they are written."""
+class ConversionProgress:
+    """A counter of converted bytes that prints a line every ten seconds."""
 
     def __init__(self, console: Console | None = None) -> None:
+        """Set the counter to 0. Lines are printed to `console`; None prints nothing."""
         self._console = console
         self.begin("", 0)
 
     def begin(self, title: str, total_bytes: int) -> None:
-        """A conversion of so many bytes begins."""
+        """Start the clock and the counter of a conversion of `total_bytes`; lines begin with `title`."""
         self._title, self._total, self._done = title, total_bytes, 0
         self._start = time.monotonic()
-        self._due = self._start + _LINE_SECONDS
+        self._next_line = self._start + _SECONDS_PER_LINE
 
     def done(self, written_bytes: int) -> None:
-        """A tensor was made."""
+        """Add the bytes of a converted tensor, and print a line if ten seconds have passed."""
         self._done += written_bytes
         now = time.monotonic()
-        if self._console is None or now < self._due:
+        if self._console is None or now < self._next_line:
             return
-        self._due = now + _LINE_SECONDS
-        rate = self._done / (now - self._start)
+        self._next_line = now + _SECONDS_PER_LINE
+        bytes_per_second = self._done / (now - self._start)
+        seconds_left = (self._total - self._done) / bytes_per_second
         done, total = amount(self._done), amount(self._total)
-        left = (self._total - self._done) / rate
-        say(self._console, f"{self._title}: {done} of {total}, {amount(rate)}/s, {left:.0f} s left")
+        rate = f"{amount(bytes_per_second)}/s"
+        say(self._console, f"{self._title}: {done} of {total}, {rate}, {seconds_left:.0f} s left")
 
     def summary(self, parameters: int) -> str:
-        """The closing line; memory is this process's, its libraries included."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """Return the closing line: the number of parameters, the bytes, the time and the peak memory.
+
+        The memory is the peak resident memory of this process, which includes its libraries.
+        """
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         seconds = duration(time.monotonic() - self._start)
-        written = f"{amount(self._done)} in {seconds}, peak memory {amount(peak)}"
+        written = f"{amount(self._done)} in {seconds}, peak memory {amount(peak_bytes)}"
         return f"{parameters:,} parameters, {written}"
 
 
-def check_room(target: Path, wanted_bytes: int) -> None:
-    """Refuse a folder that its disk has no room for.
+def check_disk_space(target: Path, tensor_bytes: int) -> None:
+    """Raise an error if the disk of `target` lacks space for the tensors and 64 MiB of other files.
+
+    `target` need not exist: the disk is the one of its nearest parent folder that does.
 
     Raises:
-        ConversionError: With what is free.
+        ConversionError: The disk has less free space; the sentence says how much.
     """
-    there = next(folder for folder in target.resolve().parents if folder.is_dir())
-    needed, free = wanted_bytes + _BESIDE_TENSORS, shutil.disk_usage(there).free
-    if free < needed:
+    parent = next(folder for folder in target.resolve().parents if folder.is_dir())
+    needed_bytes = tensor_bytes + _BYTES_BESIDE_TENSORS
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
         raise ConversionError(
-            f"{from_root(target)} needs {amount(needed)}, and {there} has {amount(free)} free; make "
-            "room there, or name another folder."
+            f"{from_root(target)} needs {amount(needed_bytes)}, and {parent} has {amount(free_bytes)} "
+            "free; make room there, or name another folder."
         )

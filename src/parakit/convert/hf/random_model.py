@@ -1,4 +1,4 @@
-"""A small model with random weights in a folder as `save_pretrained` writes it, without transformers."""
+"""Write a small model with random weights in the format of `save_pretrained`, without `transformers`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from torch import Tensor
 
 from parakit.config.huggingface import exact_flags
 from parakit.config.model import model_from_flags
-from parakit.convert.hf.families import pairs_of
-from parakit.convert.hf.tensor_files import SHARD_BYTES, Described, write_tensors
+from parakit.convert.hf.families import list_tensor_pairs
+from parakit.convert.hf.tensor_files import SHARD_BYTES, TensorHeader, write_tensors
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(
     Path(__file__).with_name("random_models.json").read_text()
 )
-"""GPT-2's vocabulary is one that TP 2 pads; Llama's positions are those that its scaling is made for."""
+"""The content of `config.json` of one small model per family, by the family's name.
+
+The size of GPT-2's vocabulary is odd, so that TP 2 has to pad it. Llama has the number of positions that
+its rotary scaling is made for.
+"""
 
 
 def write_model(
@@ -28,22 +32,34 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
     prefix: str | None = None,
 ) -> Path:
-    """Make the folder; every element of every tensor is random, norms and biases too."""
+    """Write `config.json` and safetensors of a random model into a new folder, and return the folder.
+
+    Every element of every tensor is random, also in norms and biases, so that no two elements can be
+    confused. The seed is fixed.
+
+    Args:
+        folder: The folder to make; it must not exist.
+        config: The content of `config.json`.
+        dtype: The type of all tensors.
+        shard_bytes: The largest size of a file in bytes.
+        prefix: What the tensors' names begin with; None is the family's usual prefix.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    shape = model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json")).shape
-    described = [
-        Described(name, shape, dtype)
-        for pair in pairs_of(config["model_type"], shape, prefix)
+    model = model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json"))
+    headers = [
+        TensorHeader(name, shape, dtype)
+        for pair in list_tensor_pairs(config["model_type"], model.shape, prefix)
         for name, shape in zip(pair.names, pair.shapes, strict=True)
     ]
     generator = torch.Generator().manual_seed(1)
-    values = (_random(one, generator) for one in described)
-    write_tensors(folder, described, values, shard_bytes)
+    values = (_draw_values(header, generator) for header in headers)
+    write_tensors(folder, headers, values, shard_bytes)
     return folder
 
 
-def _random(one: Described, generator: torch.Generator) -> Tensor:
-    values = 0.1 * torch.randn(one.shape, generator=generator)
-    is_norm = len(one.shape) == 1 and one.name.endswith("weight")
-    return (1 + values if is_norm else values).to(one.dtype)
+def _draw_values(header: TensorHeader, generator: torch.Generator) -> Tensor:
+    """Return normal values of deviation 0.1 around 0, or around 1 for the weight of a norm."""
+    values = 0.1 * torch.randn(header.shape, generator=generator)
+    is_norm = len(header.shape) == 1 and header.name.endswith("weight")
+    return (1 + values if is_norm else values).to(header.dtype)

@@ -1,9 +1,9 @@
-"""The same model, batches and updates by `transformers`: what an imported model is compared with.
+"""Train an imported model with `transformers`, as the reference that Megatron is compared with.
 
-The weights as `from_pretrained` loads them, in fp32, on one rank, under the native backend's engine. It
-takes Megatron's flags as that backend does, and the model from the folder that was imported. Where a
-strategy of Megatron has padding rows (TP that does not divide the vocabulary), the model gets the same,
-copies of its last row.
+The model has the weights that `from_pretrained` loads, in fp32, on one rank, and gets the same batches
+and updates as Megatron, from the native backend's engine. The program takes Megatron's flags as the
+native backend does, and the folder of the imported model. If Megatron's strategy pads the vocabulary (TP
+that does not divide it), this model gets the same padding rows, which are copies of its last row.
 
     torchrun --nproc-per-node 1 -m parakit.convert.hf.reference --imported hub/NAME FLAGS…
 """
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from parakit.artifacts.capture import Placement
 from parakit.capturing import Sink
 from parakit.config.flags import drop_flags
-from parakit.convert.hf.families import TensorPair, pairs_of
+from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 from parakit.convert.hf.into_megatron import ImportSource, read_import, read_source
 from parakit.native import (
     FROM_CONFIG,
@@ -48,64 +48,96 @@ from parakit.native import (
     train,
 )
 
-_OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), "embedding.word_embeddings")
-_OUTSIDE |= dict.fromkeys(("ln_f", "norm"), "decoder.final_layernorm") | {"lm_head": "output_layer"}
-_IN_LAYER = dict.fromkeys(("ln_1", "input_layernorm"), ".input_layernorm") | {"": ""}
-_IN_LAYER |= dict.fromkeys(("ln_2", "post_attention_layernorm"), ".pre_mlp_layernorm")
-_IN_LAYERS = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
-"""What families call their layers: `transformer.h.0`, `model.layers.0.mlp`."""
+_MODULE_NAMES = {
+    "wte": "embedding.word_embeddings",
+    "embed_tokens": "embedding.word_embeddings",
+    "ln_f": "decoder.final_layernorm",
+    "norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+}
+"""Megatron's names of the modules outside of the layers, by the last part of the name in `transformers`."""
+_SUFFIXES_IN_LAYER = {
+    "": "",
+    "ln_1": ".input_layernorm",
+    "input_layernorm": ".input_layernorm",
+    "ln_2": ".pre_mlp_layernorm",
+    "post_attention_layernorm": ".pre_mlp_layernorm",
+}
+"""Megatron's names of the modules in a layer, by the names in `transformers`; empty is the layer."""
+_LAYER_NAME = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
+"""Pattern of module names in a layer: `transformer.h.0` (GPT-2), `model.layers.0.mlp` (Llama)."""
 
 
-class Causal(nn.Module):
-    """A model of `transformers` that takes tokens and gives logits, and nothing else."""
+class CausalModel(nn.Module):
+    """A model of `transformers` that takes only tokens and returns only logits."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, sequence] to [batch, sequence, vocabulary]."""
+        """Return the logits [batch, sequence, vocabulary] of tokens [batch, sequence]."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
 
 class ReferenceTaps(Taps):
-    """Megatron's names of what both models have: embeddings, layers, norms, logits."""
+    """Taps on the modules that both models have: embeddings, layers, norms and the output layer."""
 
     def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:  # noqa: ARG002
-        """Megatron's name of a module, and what it is there."""
-        if in_layers := _IN_LAYERS.fullmatch(name):
-            layer, inside = in_layers.groups()
-            own = _IN_LAYER.get(inside or "")
-            whole = None if own is None else f"decoder.layers.{layer}{own}"
-        else:
-            whole = _OUTSIDE.get(name.rpartition(".")[2])
-        point = point_of(whole) if whole else None
-        if whole is None or point is None:
+        """Return Megatron's name of a module and what is captured there; None captures nothing."""
+        megatron_name = _find_megatron_name(name)
+        point = point_of(megatron_name) if megatron_name else None
+        if megatron_name is None or point is None:
             return None
-        # Arguments of norms have other names in each family.
-        return whole, replace(point, takes=()) if whole.endswith("layernorm") else point
+        if megatron_name.endswith("layernorm"):
+            # Each family names the argument of its norms otherwise, so no input is captured.
+            point = replace(point, takes=())
+        return megatron_name, point
 
 
-def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
-    """The model's parameters as Megatron's, by the table that weights are converted with."""
-    named = dict(model.model.named_parameters())
+def _find_megatron_name(name: str) -> str | None:
+    """Return Megatron's name of a module of `transformers`; None if Megatron has no such module."""
+    in_layer = _LAYER_NAME.fullmatch(name)
+    if in_layer is None:
+        return _MODULE_NAMES.get(name.rpartition(".")[2])
+    layer, module = in_layer.groups()
+    suffix = _SUFFIXES_IN_LAYER.get(module or "")
+    return None if suffix is None else f"decoder.layers.{layer}{suffix}"
 
-    def whole(pair: TensorPair) -> Whole:
-        stacked = pair.layer is not None
-        shape = (*(layers,) * stacked, *pair.shape)
-        offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
-        parameters = tuple(named[name] for name in pair.names)
-        return Whole(pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join)
 
-    def taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
+def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
+    """Return the model with its parameters as Megatron's tensors and with its taps.
+
+    Args:
+        model: The model of `transformers`.
+        pairs: Its tensors (`list_tensor_pairs`), the table that weights are imported with.
+        layers: Number of layers, which Megatron's checkpoints stack in the first dimension.
+    """
+    parameters_by_name = dict(model.model.named_parameters())
+
+    def make_whole(pair: TensorPair) -> Whole:
+        shape, offset = pair.shape, tuple(0 for _ in pair.shape)
+        if pair.layer is not None:
+            shape, offset = (layers, *shape), (pair.layer, *offset)
+        parameters = tuple(parameters_by_name[name] for name in pair.names)
+        placement = Placement(pair.key, shape, offset)
+        return Whole(pair.parameter, placement, parameters, pair.form.join)
+
+    def make_taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
         return ReferenceTaps(model, sink, batches)
 
-    return Counterpart(model, tuple(map(whole, pairs)), taps)
+    return Counterpart(model, tuple(map(make_whole, pairs)), make_taps)
 
 
-def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
-    """The folder's model in fp32, with this run's dropout and `rows` rows of the vocabulary."""
+def load_reference(source: ImportSource, settings: Settings, rows: int) -> CausalModel:
+    """Return the source's model in fp32 and in training mode.
+
+    Args:
+        source: The folder that was imported.
+        settings: Settings of the run; its two dropout probabilities replace those of the config.
+        rows: Rows of the vocabulary. Rows beyond the source's vocabulary are copies of its last row.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(source.folder)
@@ -118,35 +150,38 @@ def load(source: ImportSource, settings: Settings, rows: int) -> Causal:
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.folder, config=config, dtype=torch.float32, attn_implementation="eager"
     )
-    if rows > source.shape.vocabulary:
+    vocabulary = source.shape.vocabulary
+    if rows > vocabulary:
         model.resize_token_embeddings(rows, mean_resizing=False)
         with torch.no_grad():
             for parameter in {model.get_input_embeddings().weight, model.lm_head.weight}:
-                parameter[source.shape.vocabulary :] = parameter[source.shape.vocabulary - 1]
-    return Causal(model.train())
+                parameter[vocabulary:] = parameter[vocabulary - 1]
+    return CausalModel(model.train())
 
 
-def main(words: Sequence[str]) -> None:
-    """Train to `--exit-interval`."""
+def main(argv: Sequence[str]) -> None:
+    """Train to `--exit-interval`, printing what the native backend prints."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument(IMPORTED, type=Path, required=True)
     parser.add_argument(PADDED, type=int, default=0)
-    own, rest = parser.parse_known_args(words)
-    settings = parse_settings(drop_flags(rest, FROM_CONFIG))
-    source = read_source(Path(read_import(own.imported).folder))
-    rows = max(own.padded_vocabulary, source.shape.vocabulary)
+    arguments, flags = parser.parse_known_args(argv)
+    settings = parse_settings(drop_flags(flags, FROM_CONFIG))
+    source = read_source(Path(read_import(arguments.imported).folder))
+    rows = max(arguments.padded_vocabulary, source.shape.vocabulary)
     dist.init_process_group("gloo")
     ranks = RankLayout(0, 1, 1, torch.device("cpu"))
     torch.manual_seed(settings.seed)
-    model = load(source, settings, rows)
+    model = load_reference(source, settings, rows)
     shape = replace(source.shape, vocabulary=rows)
-    pairs = pairs_of(source.model_type, shape)
-    print(parameters_line(0, 0, sum(one.numel() for one in model.parameters())), flush=True)
-    counterpart = counterpart_of(model, pairs, shape.layers)
+    pairs = list_tensor_pairs(source.model_type, shape)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(parameters_line(0, 0, num_parameters), flush=True)
+    counterpart = build_counterpart(model, pairs, shape.layers)
     engine = capturing(TorchEngine(model, settings, ranks), counterpart, settings)
-    count = settings.train_iters * settings.global_batch_size
-    prefix = Path(settings.data_path)
-    samples = SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed)
+    num_samples = settings.train_iters * settings.global_batch_size
+    samples = SplitSamples(
+        Path(settings.data_path), settings.split, num_samples, settings.seq_length, settings.seed
+    )
     train(settings, ranks, engine, samples)
     dist.destroy_process_group()
 

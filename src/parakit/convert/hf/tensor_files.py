@@ -1,4 +1,8 @@
-"""Tensors of a folder in the safetensors format, in one file or several, a tensor at a time."""
+"""Read and write the tensors of a folder in the safetensors format, one tensor at a time.
+
+A folder holds one file (`model.safetensors`), or several files and an index that names the file of each
+tensor. A `TensorHeader` is a tensor's name, shape and type without its values.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,15 @@ from parakit.convert.hf.progress import ConversionError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-"""Most of a written file, as `save_pretrained` has it."""
+"""Largest size of a written file in bytes, the same as in `save_pretrained`."""
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Described:
-    """A tensor of a folder, without its values."""
+class TensorHeader:
+    """A tensor's name, shape and type, without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,140 +37,168 @@ class Described:
 
     @property
     def size_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of the tensor's values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class TensorFolder:
-    """What a folder holds; values are read when they are asked for."""
+    """The tensors of a folder. Headers are read at once, values when `read` is called."""
 
     def __init__(self, folder: Path) -> None:
-        """Read every file's header.
+        """Read the header of every file.
 
         Raises:
-            ConversionError: There is no such file, or one is damaged or of an unknown type.
+            ConversionError: The folder has no safetensors, a file is missing or damaged, a tensor is
+                not where the index says, or a type is none of fp32, fp16 and bf16.
         """
         self._files: dict[str, Path] = {}
-        self.tensors: dict[str, Described] = {}
-        indexed = _indexed(folder)
-        for file in _files_of(folder, indexed):
-            self._describe(file)
-        for name, named in indexed.items():
-            if self._files.get(name) != folder / named:
+        self.tensors: dict[str, TensorHeader] = {}
+        index = _read_index(folder)
+        for file in _list_files(folder, index):
+            self._read_headers(file)
+        for name, file_name in index.items():
+            if self._files.get(name) != folder / file_name:
                 raise ConversionError(
-                    f"{folder / INDEX} names {name} in {named}, which does not hold it; download the "
-                    "folder again."
+                    f"{folder / INDEX} names {name} in {file_name}, which does not hold it; download "
+                    "the folder again."
                 )
 
     def read(self, name: str) -> Tensor:
-        """A tensor's values, in memory of their own."""
+        """Return a copy of a tensor's values."""
         with safe_open(self._files[name], framework="pt") as file:
             values: Tensor = file.get_tensor(name)
             return values.clone()
 
-    def _describe(self, path: Path) -> None:
+    def _read_headers(self, path: Path) -> None:
+        """Add the headers of one file to `tensors`."""
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    found = file.get_slice(name)
-                    dtype = _DTYPES.get(found.get_dtype())
+                for name in file.keys():  # noqa: SIM118 - safe_open returns no mapping
+                    tensor = file.get_slice(name)
+                    dtype = _DTYPES.get(tensor.get_dtype())
                     if dtype is None:
                         raise ConversionError(
-                            f"{path} holds {name} as {found.get_dtype()}; only "
+                            f"{path} holds {name} as {tensor.get_dtype()}; only "
                             f"{', '.join(_DTYPES)} can be converted."
                         )
-                    self.tensors[name] = Described(name, tuple(found.get_shape()), dtype)
+                    self.tensors[name] = TensorHeader(name, tuple(tensor.get_shape()), dtype)
                     self._files[name] = path
         except (SafetensorError, OSError) as error:
             raise ConversionError(f"{path} cannot be read ({error}); download it again.") from None
 
 
-def differing(one: TensorFolder, other: TensorFolder) -> list[str]:
-    """Names that only one has, or whose shape, type or bits differ."""
+def list_differing_tensors(first: TensorFolder, second: TensorFolder) -> list[str]:
+    """Return the names that only one folder has, or whose shape, type or bits differ, sorted."""
     return [
         name
-        for name in sorted(one.tensors.keys() | other.tensors.keys())
-        if one.tensors.get(name) != other.tensors.get(name)
-        or not torch.equal(_bits(one.read(name)), _bits(other.read(name)))
+        for name in sorted(first.tensors.keys() | second.tensors.keys())
+        if first.tensors.get(name) != second.tensors.get(name)
+        or not torch.equal(_view_bytes(first.read(name)), _view_bytes(second.read(name)))
     ]
 
 
-def _bits(values: Tensor) -> Tensor:
+def _view_bytes(values: Tensor) -> Tensor:
+    """Return the bytes of the values in their order, uint8; equal bytes are equal also for NaN."""
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-def _files_of(folder: Path, indexed: Mapping[str, str]) -> list[Path]:
+def _list_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    """Return the folder's safetensors files.
+
+    Raises:
+        ConversionError: There is none, or the index names a file that is missing.
+    """
     if (folder / FILE).is_file() and not (folder / INDEX).is_file():
         return [folder / FILE]
-    files = [folder / name for name in dict.fromkeys(indexed.values())]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
+    files = [folder / name for name in dict.fromkeys(index.values())]
+    missing_files = [file.name for file in files if not file.is_file()]
+    if missing_files:
         raise ConversionError(
-            f"{folder} lacks {missing[0]}, which {INDEX} names; download the folder again."
+            f"{folder} lacks {missing_files[0]}, which {INDEX} names; download the folder again."
         )
     if files:
         return files
     pickled = next(folder.glob("pytorch_model*.bin"), None)
-    also = f" ({pickled.name} is a pickle: save it with save_pretrained first)" if pickled else ""
-    raise ConversionError(f"{folder} holds no {FILE} and no {INDEX}{also}.")
+    hint = f" ({pickled.name} is a pickle: save it with save_pretrained first)" if pickled else ""
+    raise ConversionError(f"{folder} holds no {FILE} and no {INDEX}{hint}.")
 
 
-def _indexed(folder: Path) -> Mapping[str, str]:
+def _read_index(folder: Path) -> Mapping[str, str]:
+    """Return the file name of each tensor by the index; empty for a folder without an index.
+
+    Raises:
+        ConversionError: The index is no JSON object with a `weight_map`.
+    """
     index = folder / INDEX
     if not index.is_file():
         return {}
     try:
-        named: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: Path(file).name for name, file in named.items()}
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: Path(file).name for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{index} is no index of tensors ({error}).") from None
 
 
 def write_tensors(
     folder: Path,
-    described: Sequence[Described],
+    headers: Sequence[TensorHeader],
     values: Iterable[Tensor],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors, whose values come in their order, each when it is made, to files of at most
-    `shard_bytes`, unless one tensor is more."""
-    shards: list[list[Described]] = [[]]
-    for one in described:
-        held = sum(each.size_bytes for each in shards[-1])
-        if shards[-1] and held + one.size_bytes > shard_bytes:
+    """Write tensors to a folder: to one file, or to several files and an index.
+
+    Args:
+        folder: The folder; it must exist.
+        headers: The tensors in the order in which they are written.
+        values: Their values in the same order. Each is written before the next is taken from the
+            iterable, so only one has to be in memory.
+        shard_bytes: The most bytes of tensors per file. A larger tensor has a file of its own.
+    """
+    shards: list[list[TensorHeader]] = [[]]
+    for header in headers:
+        bytes_in_shard = sum(other.size_bytes for other in shards[-1])
+        if shards[-1] and bytes_in_shard + header.size_bytes > shard_bytes:
             shards.append([])
-        shards[-1].append(one)
-    left, count = iter(values), len(shards)
-    weights: dict[str, str] = {}
+        shards[-1].append(header)
+    remaining_values = iter(values)
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        weights |= {one.name: name for one in shard}
+        name = FILE
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= {header.name: name for header in shard}
         with (folder / name).open("wb") as file:
-            _write_shard(file, shard, left)
-    if count > 1:
-        total = sum(one.size_bytes for one in described)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            _write_shard(file, shard, remaining_values)
+    if len(shards) > 1:
+        total_size = sum(header.size_bytes for header in headers)
+        index = {
+            "metadata": {"total_size": total_size},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_shard(file: BinaryIO, shard: Sequence[Described], values: Iterator[Tensor]) -> None:
-    """A file: the header's length, the header as JSON, the values one after another."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _write_shard(file: BinaryIO, shard: Sequence[TensorHeader], values: Iterator[Tensor]) -> None:
+    """Write one safetensors file: the header's length, the header as JSON, the values in order.
+
+    One tensor per header is taken from `values`.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for one in shard:
-        end = offset + one.size_bytes
-        header[one.name] = {
-            "dtype": _NAMES[one.dtype],
-            "shape": list(one.shape),
+    for header in shard:
+        end = offset + header.size_bytes
+        entries[header.name] = {
+            "dtype": _DTYPE_NAMES[header.dtype],
+            "shape": list(header.shape),
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
-    for one in shard:
+    for header in shard:
         tensor = next(values)
-        assert tuple(tensor.shape) == one.shape
-        assert tensor.dtype == one.dtype
-        file.write(memoryview(numpy.asarray(_bits(tensor))))
+        assert tuple(tensor.shape) == header.shape
+        assert tensor.dtype == header.dtype
+        file.write(memoryview(numpy.asarray(_view_bytes(tensor))))

@@ -1,6 +1,7 @@
-"""Recipes of Megatron-Bridge and nemo-run: a run of the kit as one, and one as the kit's flags.
+"""Convert runs of the kit to recipes of Megatron-Bridge and nemo-run, and recipes to the kit's flags.
 
-`table` says which flag is which field, once for both ways; `written` gives a recipe's text for a
-`RunSpec`, `imported` the flags and variables of a recipe's container; `bridge` asks Bridge itself, in
-an environment of its own, where `evaluate` runs. Only `parakit.launch` imports it.
+`table` says once, for both directions, which flag of Megatron is which field of a recipe. `fields` turns
+a run into fields and `written` renders them as Python files; `flags` turns fields into flags and
+`imported` makes a model, a target and variables of the flags. `bridge` runs Megatron-Bridge in a virtual
+environment of its own, where `evaluate` is executed. Only `parakit.launch` imports this package.
 """

@@ -1,4 +1,8 @@
-"""Megatron-Bridge in an environment of its own: what a recipe builds, and whether that is the run."""
+"""Build and check recipes with Megatron-Bridge, which is installed in a virtual environment of its own.
+
+`make setup-bridge` installs that environment. Without it, recipes can be read from YAML only, and
+exported recipes are not checked.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,22 @@ import yaml
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 from parakit.convert.recipe.fields import Recipe
-from parakit.convert.recipe.flags import reading_of_fields
+from parakit.convert.recipe.flags import flags_from_fields
 from parakit.convert.recipe.table import (
-    BRIDGE,
+    BRIDGE_DEFAULTS,
     CONTAINER,
     Fields,
     RecipeError,
-    fields_of_yaml,
-    shown,
+    format_value,
+    parse_container,
 )
 from parakit.convert.recipe.written import RECIPE_FILE
 
 ENVIRONMENT = ROOT / ".venv-bridge"
-"""Made by `make setup-bridge`."""
+"""Virtual environment that `make setup-bridge` makes."""
 
 _EVALUATE = Path(__file__).with_name("evaluate.py")
-_SECONDS = 300
+_TIMEOUT_SECONDS = 300
 _NO_ENVIRONMENT = (
     "{} is Python, which Megatron-Bridge has to read, and that is not installed here; run 'make "
     "setup-bridge', or give the YAML that the container's to_yaml() writes."
@@ -36,15 +40,19 @@ _NO_ENVIRONMENT = (
 
 
 def is_bridge_installed() -> bool:
-    """Whether recipes can be built here."""
+    """Return True if Megatron-Bridge's environment is here, so that recipes can be built."""
     return (ENVIRONMENT / "bin/python").exists()
 
 
 def read_recipe(text: str) -> Fields:
-    """The fields of a recipe: Bridge's YAML, or a Python file, `path.py` or `path.py:function`.
+    """Return the fields of a recipe that a user names.
+
+    `text` is the path of the YAML that Bridge writes, or of a Python file, with or without the name of
+    a function in it (`path.py:function`).
 
     Raises:
-        RecipeError: There is no such file, or it is no recipe.
+        RecipeError: The file does not exist or is no recipe, or it is Python and Bridge is not
+            installed.
     """
     path = Path(text.partition(":")[0]).expanduser()
     if not path.is_file():
@@ -53,78 +61,102 @@ def read_recipe(text: str) -> Fields:
         if not is_bridge_installed():
             raise RecipeError(_NO_ENVIRONMENT.format(path))
         return build_recipe(text)
-    return _fields_of_file(path)
+    return _read_container(path)
 
 
 def build_recipe(recipe: str, ranks: int | None = None) -> Fields:
-    """The fields of the container that a Python file (`path.py`, `path.py:function`) makes in a process
-    of Bridge's environment, which validates it as at the start of training on so many ranks, if any.
+    """Execute a Python recipe with Megatron-Bridge and return the fields of its container.
+
+    Args:
+        recipe: `path.py` or `path.py:function`. It runs in a process of Bridge's environment.
+        ranks: With a number, Bridge also validates the container as at the start of training on so many
+            ranks; None skips that. The fields are those before validation, which changes some of them.
 
     Raises:
-        RecipeError: It makes none, or Bridge refuses it.
+        RecipeError: The file makes no container, Bridge refuses it, or building takes over 300 s.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "container.yaml"
-        _evaluate(recipe, out, *(["--ranks", str(ranks)] if ranks else []))
-        return _fields_of_file(out)
+        output = Path(folder) / "container.yaml"
+        _evaluate(recipe, output, *(["--ranks", str(ranks)] if ranks else []))
+        return _read_container(output)
 
 
 def check_recipe_entry(entry: Path, ranks: int) -> None:
-    """Let nemo-run say that an entry would start the recipe beside it on so many ranks.
+    """Check with nemo-run's dry run that an entry starts the recipe beside it on so many ranks.
 
     Raises:
-        RecipeError: nemo-run refuses it, or would start something else.
+        RecipeError: nemo-run refuses the entry, or would start something else.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "dryrun.txt"
-        _evaluate(str(entry), out, "--dryrun")
-        said = re.findall(r"'([^']*)'", out.read_text())
-    wanted = ("torchrun", "--nproc-per-node", str(ranks), str(entry.with_name(RECIPE_FILE)))
-    if missing := [word for word in wanted if word not in said]:
+        output = Path(folder) / "dryrun.txt"
+        _evaluate(str(entry), output, "--dryrun")
+        started_arguments = re.findall(r"'([^']*)'", output.read_text())
+    expected_arguments = (
+        *("torchrun", "--nproc-per-node", str(ranks)),
+        str(entry.with_name(RECIPE_FILE)),
+    )
+    missing = [argument for argument in expected_arguments if argument not in started_arguments]
+    if missing:
         raise RecipeError(f"{entry.name} would not start {' '.join(missing)}.")
 
 
-def _evaluate(file: str, out: Path, *options: str) -> None:
+def _evaluate(file: str, output: Path, *options: str) -> None:
+    """Run `evaluate.py` in Bridge's environment on `file`; it writes `output`.
+
+    Raises:
+        RecipeError: It fails, writes nothing, or takes over 300 s; the sentence has its last line.
+    """
     try:
-        ended = subprocess.run(
-            [ENVIRONMENT / "bin/python", _EVALUATE, *options, file, out],
+        process = subprocess.run(
+            [ENVIRONMENT / "bin/python", _EVALUATE, *options, file, output],
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise RecipeError(f"{file} took more than {_SECONDS} seconds to build.") from None
-    if ended.returncode or not out.is_file():
-        said = ended.stderr.strip().splitlines() or ["it wrote nothing"]
-        raise RecipeError(f"{Path(file).name} makes no container: {said[-1]}")
+        raise RecipeError(f"{file} took more than {_TIMEOUT_SECONDS} seconds to build.") from None
+    if process.returncode or not output.is_file():
+        error_lines = process.stderr.strip().splitlines() or ["it wrote nothing"]
+        raise RecipeError(f"{Path(file).name} makes no container: {error_lines[-1]}")
 
 
 def recipe_differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:
-    """Where the fields of a container that was built from the run's recipe are not the run, a sentence
-    each; empty if every field says the same."""
-    for place, value in recipe.fields.items():
-        if fields.get(place) != value:
-            built_as = shown(fields.get(place))
-            yield f"{place} is {built_as} in the container and {shown(value)} in the run."
-    for place, value in fields.items():
-        if place.endswith("_target_") or place in recipe.fields or place not in BRIDGE:
+    """Yield a sentence per difference between a built container and the run; none if they are the same.
+
+    Args:
+        recipe: The recipe of the run.
+        fields: The fields of the container that Bridge built from it.
+        spec: The run.
+    """
+    for name, value in recipe.fields.items():
+        if fields.get(name) != value:
+            built_value = format_value(fields.get(name))
+            yield f"{name} is {built_value} in the container and {format_value(value)} in the run."
+    for name, value in fields.items():
+        if name.endswith("_target_") or name in recipe.fields or name not in BRIDGE_DEFAULTS:
             continue
-        if value != BRIDGE[place] and place != "dist.local_rank":
-            yield f"{place} is {shown(value)} in the container, which the run does not ask for."
-    ranks, name = spec.parallelism.world_size, spec.model
-    asked = spec_of_flags(recipe.flags, ranks, DeviceKind.GPU, name)
-    read = spec_of_flags(reading_of_fields(fields).flags, ranks, DeviceKind.GPU, name)
-    if read != asked:
-        yield f"The container reads as another run: {read}, not {asked}."
+        if value != BRIDGE_DEFAULTS[name] and name != "dist.local_rank":
+            built_value = format_value(value)
+            yield f"{name} is {built_value} in the container, which the run does not ask for."
+    ranks, model = spec.parallelism.world_size, spec.model
+    expected_spec = spec_of_flags(recipe.flags, ranks, DeviceKind.GPU, model)
+    built_spec = spec_of_flags(flags_from_fields(fields).flags, ranks, DeviceKind.GPU, model)
+    if built_spec != expected_spec:
+        yield f"The container reads as another run: {built_spec}, not {expected_spec}."
 
 
-def _fields_of_file(path: Path) -> Fields:
+def _read_container(path: Path) -> Fields:
+    """Return the fields in a YAML file of Bridge's.
+
+    Raises:
+        RecipeError: The file is no YAML, or no `ConfigContainer`.
+    """
     try:
-        return fields_of_yaml(read_yaml(path))
+        return parse_container(read_yaml(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        said = str(error).splitlines()[0]
-        raise RecipeError(f"{path} is no YAML ({said}); give what to_yaml() writes.") from None
+        reason = str(error).splitlines()[0]
+        raise RecipeError(f"{path} is no YAML ({reason}); give what to_yaml() writes.") from None
     except ValueError as error:
         raise RecipeError(
             f"{path} is no recipe of Megatron-Bridge: {error}; give what {CONTAINER}.to_yaml() writes."

@@ -1,11 +1,14 @@
-"""What the recipe in a Python file builds: run by `.venv-bridge`'s Python, apart from the kit.
+"""Execute a Python recipe with Megatron-Bridge, or dry-run an entry of nemo-run, and write the result.
 
-    python evaluate.py recipe.py[:function] OUT    the container it returns, as Bridge's YAML
+Python of `.venv-bridge` runs this file in a process of its own.
+
+    python evaluate.py recipe.py[:function] OUT    the container that the recipe returns, as Bridge's YAML
     python evaluate.py --dryrun nemo_entry.py OUT  what nemo-run would start, as it prints it
 
-With `--ranks N` Bridge's own validation runs as well, as at the start of training on that many;
-`--validated FILE` keeps its result. Packages that need a GPU or another cloud, and that these files only
-import, are stood in for where they are missing: `STOOD_IN`. Nothing of them is called.
+With `--ranks N`, Bridge also validates the container as at the start of training on N ranks;
+`--validated FILE` writes the validated container. Some packages that Megatron, Bridge and nemo-run
+import need a GPU or another cloud. Where they are missing, empty packages stand in for them
+(`REPLACEABLE_PACKAGES`); nothing in them is called.
 """
 
 from __future__ import annotations
@@ -30,23 +33,25 @@ from typing import Any
 
 from parakit.formatting.units import plural
 
-STOOD_IN = ("transformer_engine", "nvidia_resiliency_ext", "leptonai")
-"""Megatron Core imports the first, Bridge's training loop the second, nemo-run the third."""
+REPLACEABLE_PACKAGES = ("transformer_engine", "nvidia_resiliency_ext", "leptonai")
+"""Packages that Megatron Core, Bridge's training loop and nemo-run import, in this order."""
 
 _TRANSFORMER_ENGINE = "2.12.0"
-"""The version that Megatron Core sees: one that Bridge 0.3.1 asks for."""
+"""Version of Transformer Engine that Megatron Core sees: one that Bridge 0.3.1 requires."""
 
 
-class _Anything(type):
-    """A class that has every attribute, classes like itself: enough for annotations and subclasses."""
+class _AnyAttribute(type):
+    """A class that has every attribute; each is such a class. It serves annotations and subclasses."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _AnyAttribute(name, (), {})
 
 
-class _Empty(types.ModuleType):
+class _EmptyModule(types.ModuleType):
+    """A module that has every name; each is a class with every attribute."""
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__, self.__version__ = [], _TRANSFORMER_ENGINE
@@ -54,10 +59,12 @@ class _Empty(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {"__module__": self.__name__})
+        return _AnyAttribute(name, (), {"__module__": self.__name__})
 
 
 class _MissingModules(MetaPathFinder, Loader):
+    """An importer that makes an empty module for every module of the missing packages."""
+
     def __init__(self, missing: Sequence[str]) -> None:
         self._missing = missing
 
@@ -67,42 +74,46 @@ class _MissingModules(MetaPathFinder, Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Empty(spec.name)
+        return _EmptyModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 
-def main(words: Sequence[str]) -> None:
-    """Write the YAML, or end with one sentence on what is wrong with the recipe."""
+def main(argv: Sequence[str]) -> None:
+    """Write the result, or exit with one sentence on what is wrong with the recipe."""
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dryrun", action="store_true")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--validated", type=Path)
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore")
-    stand_in()
-    if given.dryrun:
-        given.out.write_text(dryrun(given.recipe))
+    replace_missing_packages()
+    if arguments.dryrun:
+        arguments.out.write_text(dry_run(arguments.recipe))
         return
-    container = built(given.recipe)
-    if given.ranks:
-        checked = validated(container, given.ranks)
-        if given.validated:
-            checked.to_yaml(str(given.validated))
-    container.to_yaml(str(given.out))
+    container = build_container(arguments.recipe)
+    if arguments.ranks:
+        validated = validate_container(container, arguments.ranks)
+        if arguments.validated:
+            validated.to_yaml(str(arguments.validated))
+    container.to_yaml(str(arguments.out))
 
 
-def stand_in() -> None:
-    """From here on, imports of what is missing of `STOOD_IN` succeed."""
-    missing = [name for name in STOOD_IN if importlib.util.find_spec(name) is None]
+def replace_missing_packages() -> None:
+    """Let imports of `REPLACEABLE_PACKAGES` succeed in this process, also of those not installed."""
+    missing = [name for name in REPLACEABLE_PACKAGES if importlib.util.find_spec(name) is None]
     sys.meta_path.insert(0, _MissingModules(missing))
 
 
-def built(recipe: str) -> Any:
-    """The container that the recipe's function returns."""
+def build_container(recipe: str) -> Any:
+    """Execute a recipe (`path.py` or `path.py:function`) and return its `ConfigContainer`.
+
+    A precision that is given by name is replaced by its fields. The process exits with a sentence if
+    the file is no Python or its function returns no container.
+    """
     from megatron.bridge.training.config import ConfigContainer
 
     path, _, name = recipe.partition(":")
@@ -112,7 +123,8 @@ def built(recipe: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules["recipe"] = module
     spec.loader.exec_module(module)
-    container = getattr(module, name)() if name else _only_recipe(module, path)()
+    function = getattr(module, name) if name else _find_only_recipe(module, path)
+    container = function()
     if not isinstance(container, ConfigContainer):
         sys.exit(f"{recipe} returns a {type(container).__name__}, not a ConfigContainer.")
     if isinstance(container.mixed_precision, str):
@@ -122,39 +134,46 @@ def built(recipe: str) -> Any:
     return container
 
 
-def _only_recipe(module: types.ModuleType, path: str) -> Any:
-    found = {
-        name: each
-        for name, each in vars(module).items()
-        if inspect.isfunction(each)
-        and each.__module__ == module.__name__
-        and "ConfigContainer" in str(inspect.signature(each).return_annotation)
+def _find_only_recipe(module: types.ModuleType, path: str) -> Any:
+    """Return the module's public function that is annotated to return a ConfigContainer.
+
+    The process exits with a sentence if the module defines none or several.
+    """
+    recipes = {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and "ConfigContainer" in str(inspect.signature(function).return_annotation)
         and not name.startswith("_")
     }
-    if len(found) != 1:
-        names = ", ".join(sorted(found)) or "none"
+    if len(recipes) != 1:
+        names = ", ".join(sorted(recipes)) or "none"
         sys.exit(
-            f"{path} has {len(found)} functions that return a ConfigContainer ({names}); name one: "
+            f"{path} has {len(recipes)} functions that return a ConfigContainer ({names}); name one: "
             f"INPUT={path}:function."
         )
-    return next(iter(found.values()))
+    return next(iter(recipes.values()))
 
 
-def validated(container: Any, ranks: int) -> Any:
-    """What Bridge makes of it on that many ranks before it trains."""
+def validate_container(container: Any, ranks: int) -> Any:
+    """Return a copy of the container as Bridge changes it before it trains on so many ranks.
+
+    The process exits with a sentence if Bridge refuses the container.
+    """
     from megatron.bridge.training.config import runtime_config_update
 
     os.environ["WORLD_SIZE"] = str(ranks)
-    checked = copy.deepcopy(container)
+    validated = copy.deepcopy(container)
     try:
-        runtime_config_update(checked)
+        runtime_config_update(validated)
     except (AssertionError, ValueError, TypeError) as error:
         sys.exit(f"Megatron-Bridge refuses the recipe on {plural(ranks, 'rank')}: {error}".strip())
-    return checked
+    return validated
 
 
-def dryrun(entry: str) -> str:
-    """What an entry of nemo-run prints instead of starting it; nemo-run keeps nothing of it."""
+def dry_run(entry: str) -> str:
+    """Return what an entry of nemo-run prints with `--dryrun`; nemo-run's files are deleted after it."""
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as home, contextlib.redirect_stdout(printed):
         os.environ |= {"NEMORUN_HOME": home, "COLUMNS": "500", "NO_COLOR": "1"}

@@ -1,4 +1,8 @@
-"""A run's flags as the fields of a `ConfigContainer`."""
+"""Turn the flags of a run into the fields of a `ConfigContainer`, the recipe of Megatron-Bridge.
+
+A field is named `section.field` (`model.num_layers`). What no field can express is either refused, if it
+changes what is trained, or listed in `Recipe.left_out`.
+"""
 
 from __future__ import annotations
 
@@ -10,107 +14,114 @@ from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags, val
 from parakit.config.model import SHAPE_FLAGS
 from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.convert.recipe.table import (
+    ACCUMULATE_IN_FP32,
     ACTIVATIONS,
-    BRIDGE,
+    BRIDGE_DEFAULTS,
     BRIDGE_VERSION,
-    IN_BF16,
-    IN_FP32,
-    KINDS,
-    LOCAL,
-    NULL,
-    POSITIONS,
-    ROWS,
-    TOKENIZER,
+    FLAGS_WITH_FIELDS,
+    LOCAL_LAYER_SPEC,
+    NULL_TOKENIZER,
+    POSITIONS_FLAG,
+    REDUCE_IN_BF16,
+    TOKENIZER_FIELDS,
+    VALUE_KINDS,
     RecipeError,
     Symbol,
     Value,
-    default_of,
-    held_value,
-    implied,
+    implied_switches,
+    megatron_default,
+    negate_if_marked,
 )
 
 _OUTPUT = "nemo_experiments"
-"""Where a recipe writes; Bridge's own do too."""
+"""Folder that a recipe writes its checkpoints and logs to, as Bridge's own recipes do."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run as a recipe has it."""
+    """A run in the form of a recipe."""
 
     fields: dict[str, Value]
-    """Those that differ from Bridge's defaults, and those that a reader looks for."""
+    """Fields that differ from Bridge's defaults, and those of `_ALWAYS_WRITTEN`."""
     flags: tuple[str, ...]
-    """The run's flags that these say; of CPU ranks those that a GPU gets too."""
+    """Flags of the run that the fields express, without those that only CPU ranks need."""
     left_out: tuple[str, ...]
-    """What has no counterpart, a sentence each."""
+    """One sentence per flag or setting of the run that has no field."""
 
 
-_SHOWN = frozenset(
+_ALWAYS_WRITTEN = frozenset(
     (
         "model.seq_length",
         "model.hidden_dropout",
         "model.attention_dropout",
+        "model.tensor_model_parallel_size",
+        "model.pipeline_model_parallel_size",
+        "model.context_parallel_size",
         "rng.seed",
-        *(f"model.{each}_parallel_size" for each in ("tensor_model", "pipeline_model", "context")),
     )
 )
-"""Fields that a reader looks for: written although they have Bridge's default."""
+"""Fields that are written even with Bridge's default, because readers look for them."""
 
 _SYNONYMS = {
     flag.name: flag.recipe[0]
     for flag in FLAGS.values()
     if flag.recipe and flag.recipe[0].startswith("--")
 }
+"""The flag of the table by each of its other names."""
 _ABBREVIATIONS = {
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
 }
-_STAGES = "--num-virtual-stages-per-pipeline-rank"
-_OTHER_STAGES = (
+"""The flags that a switch stands for."""
+_VIRTUAL_STAGES = "--num-virtual-stages-per-pipeline-rank"
+_OTHER_VIRTUAL_STAGES = (
     "--num-layers-per-virtual-pipeline-stage",
     "--virtual-pipeline-model-parallel-size",
 )
-_HALVES = {"--fp16": Symbol("torch.float16"), "--bf16": Symbol("torch.bfloat16")}
+"""Other ways to say the number of virtual stages."""
+_HALF_PRECISION_TYPES = {"--fp16": Symbol("torch.float16"), "--bf16": Symbol("torch.bfloat16")}
 
 
-def recipe_of_flags(given: Iterable[str], spec: RunSpec) -> Recipe:
-    """A run as a recipe: the flags that it was started with, and what they mean.
+def recipe_from_flags(arguments: Iterable[str], spec: RunSpec) -> Recipe:
+    """Return the recipe that trains what a run trains.
+
+    Args:
+        arguments: The flags that the run was started with.
+        spec: What those flags mean.
 
     Raises:
-        RecipeError: A recipe cannot say what the run trains.
+        RecipeError: A recipe cannot express what the run trains.
     """
     _refuse_other_trainers(spec)
-    words = _canonical(tuple(given), spec)
-    kept = words
+    all_flags = _normalize_flags(tuple(arguments), spec)
+    kept_flags = all_flags
     if spec.device is DeviceKind.CPU:
-        kept = drop_flags(words, {flag.name for flag in FLAGS.values() if flag.of_device})
-    flags = Flags(kept)
-    fields: dict[str, Value] = {}
-    for row in ROWS:
-        if flags.applies(row):
-            value = _given(row, kept)
-            fields |= {place.lstrip("!"): held_value(place, value) for place in row.recipe}
-    fields |= _model(flags, spec) | _precision(flags)
-    fields["dataset.blend"] = _blend(kept)
-    fields["checkpoint.save"] = f"{_OUTPUT}/checkpoints" if flags.has("--save") else None
-    fields["logger.tensorboard_dir"] = f"{_OUTPUT}/tensorboard"
-    entries = spec.shape.vocabulary
-    if flags.text("--tokenizer-type", NULL) == NULL:
-        # Megatron Core 0.16's adds an entry for the end of a document to the size it is given.
-        fields |= {"tokenizer.tokenizer_type": NULL, "tokenizer.vocab_size": entries - 1}
-    else:
-        fields |= {place: flags.text(flag) or None for flag, place in TOKENIZER.items()}
-    missing = object()
-    changed = {
-        place: each
-        for place, each in fields.items()
-        if place in _SHOWN or each != BRIDGE.get(place, missing)
+        device_flags = {flag.name for flag in FLAGS.values() if flag.of_device}
+        kept_flags = drop_flags(all_flags, device_flags)
+    fields = _collect_fields(kept_flags, spec)
+    no_default = object()
+    written_fields = {
+        name: value
+        for name, value in fields.items()
+        if name in _ALWAYS_WRITTEN or value != BRIDGE_DEFAULTS.get(name, no_default)
     }
-    left_out = (*_beyond_flags(spec, words, kept), *_without_counterpart(kept))
-    return Recipe(changed, merge_flags(kept, ("--vocab-size", str(entries))), left_out)
+    vocabulary = ("--vocab-size", str(spec.shape.vocabulary))
+    return Recipe(
+        fields=written_fields,
+        flags=merge_flags(kept_flags, vocabulary),
+        left_out=(
+            *_describe_lost_settings(spec, all_flags, kept_flags),
+            *_describe_unknown_flags(kept_flags),
+        ),
+    )
 
 
 def _refuse_other_trainers(spec: RunSpec) -> None:
+    """Raise a RecipeError for what Megatron-Bridge cannot train.
+
+    That is a run of another backend, a pipeline schedule of the native backend, and a model whose
+    learned positions are not as many as the tokens of a sequence.
+    """
     if spec.backend != Backend.MEGATRON:
         raise RecipeError(
             f"The run trained with BACKEND={spec.backend}, Megatron-Bridge with Megatron Core; "
@@ -125,78 +136,125 @@ def _refuse_other_trainers(spec: RunSpec) -> None:
     if positions not in (0, tokens):
         raise RecipeError(
             f"The run's model has {positions} learned positions for sequences of {tokens} tokens; "
-            f"Megatron-Bridge's has as many as tokens, so train with {POSITIONS} {tokens}."
+            f"Megatron-Bridge's has as many as tokens, so train with {POSITIONS_FLAG} {tokens}."
         )
 
 
-def _canonical(words: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
-    """The same flags, each once and under the name that the table has."""
-    merged = merge_flags(tuple(_SYNONYMS.get(word, word) for word in words))
-    for short, meant in _ABBREVIATIONS.items():
-        if short in merged:
-            merged = merge_flags(drop_flags(merged, (short,)), meant)
-    merged = merge_flags(merged, implied(Flags(merged)))
-    stages = spec.parallelism.virtual_stages
-    merged = drop_flags(merged, (*_OTHER_STAGES, _STAGES))
+def _normalize_flags(flags: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
+    """Return equivalent flags: each once, by the name that the table has, with implied switches.
+
+    The number of virtual stages is always said by `--num-virtual-stages-per-pipeline-rank`.
+    """
+    merged = merge_flags(tuple(_SYNONYMS.get(argument, argument) for argument in flags))
+    for abbreviation, meaning in _ABBREVIATIONS.items():
+        if abbreviation in merged:
+            merged = merge_flags(drop_flags(merged, (abbreviation,)), meaning)
+    merged = merge_flags(merged, implied_switches(Flags(merged)))
+    virtual_stages = spec.parallelism.virtual_stages
+    merged = drop_flags(merged, (*_OTHER_VIRTUAL_STAGES, _VIRTUAL_STAGES))
     if not spec.parallelism.sequence_parallel:
         merged = drop_flags(merged, ("--sequence-parallel",))
-    return (*merged, _STAGES, str(stages)) if stages > 1 else merged
+    if virtual_stages > 1:
+        return (*merged, _VIRTUAL_STAGES, str(virtual_stages))
+    return merged
 
 
-def _given(row: KnownFlag, words: tuple[str, ...]) -> Value:
-    found = pick_flags(words, (row.name,))
-    if not found:
-        return default_of(row)
-    kind = KINDS[row.kind]
-    try:
-        return kind.read(found[1:])
-    except ValueError:
-        raise RecipeError(
-            f"The run's {' '.join(found)} is not {kind.wanted}, so no field of a recipe says it."
-        ) from None
-
-
-def _model(flags: Flags, spec: RunSpec) -> dict[str, Value]:
-    (gated, function), flag = next(
-        (each for each in ACTIVATIONS.items() if each[1] and flags.has(each[1])),
-        next(iter(ACTIVATIONS.items())),
-    )
-    unfused = "--no-bias-swiglu-fusion" if flag == "--swiglu" else "--no-bias-gelu-fusion"
-    biased = flag == "--swiglu" or spec.shape.bias
-    fields: dict[str, Value] = {
-        "model.ffn_hidden_size": spec.shape.ffn_hidden,
-        "model.gated_linear_unit": gated,
-        "model.activation_func": Symbol(function),
-        "model.bias_activation_fusion": biased and not flags.has(unfused),
-    }
-    if flags.text("--transformer-impl") == "local":
-        fields["model.transformer_layer_spec"] = LOCAL
+def _collect_fields(arguments: tuple[str, ...], spec: RunSpec) -> dict[str, Value]:
+    """Return all fields that the flags say, also those with Bridge's default."""
+    flags = Flags(arguments)
+    fields: dict[str, Value] = {}
+    for flag in FLAGS_WITH_FIELDS:
+        if flags.applies(flag):
+            value = _read_value(flag, arguments)
+            for name in flag.recipe:
+                fields[name.lstrip("!")] = negate_if_marked(name, value)
+    fields |= _collect_model_fields(flags, spec) | _collect_precision_fields(flags)
+    fields["dataset.blend"] = _read_blend(arguments)
+    fields["checkpoint.save"] = f"{_OUTPUT}/checkpoints" if flags.has("--save") else None
+    fields["logger.tensorboard_dir"] = f"{_OUTPUT}/tensorboard"
+    if flags.text("--tokenizer-type", NULL_TOKENIZER) == NULL_TOKENIZER:
+        # Megatron Core 0.16, which Bridge uses, adds an entry for the end of a document to this size.
+        fields["tokenizer.tokenizer_type"] = NULL_TOKENIZER
+        fields["tokenizer.vocab_size"] = spec.shape.vocabulary - 1
+    else:
+        fields |= {name: flags.text(flag) or None for flag, name in TOKENIZER_FIELDS.items()}
     return fields
 
 
-def _precision(flags: Flags) -> dict[str, Value]:
-    half = next((name for name in _HALVES if flags.has(name)), None)
-    if half is None:
-        return {"ddp.grad_reduce_in_fp32": flags.has(IN_FP32)}
-    # Megatron adds up gradients of bf16 in fp32 unless it is asked not to.
-    in_fp32 = flags.has(IN_FP32) or (half == "--bf16" and not flags.has(IN_BF16))
+def _read_value(flag: KnownFlag, arguments: tuple[str, ...]) -> Value:
+    """Return the flag's value in `arguments`, or Megatron's default if the flag is missing.
+
+    Raises:
+        RecipeError: The value is of another kind than the flag's.
+    """
+    flag_and_values = pick_flags(arguments, (flag.name,))
+    if not flag_and_values:
+        return megatron_default(flag)
+    kind = VALUE_KINDS[flag.kind]
+    try:
+        return kind.read(flag_and_values[1:])
+    except ValueError:
+        raise RecipeError(
+            f"The run's {' '.join(flag_and_values)} is not {kind.wanted}, so no field of a recipe says "
+            "it."
+        ) from None
+
+
+def _collect_model_fields(flags: Flags, spec: RunSpec) -> dict[str, Value]:
+    """Return the fields of the MLP and of the layers' implementation, which several flags say together."""
+    # Without a flag for another function the MLP has GELU, the first in the table.
+    (is_gated, function), activation_flag = next(iter(ACTIVATIONS.items()))
+    for activation, flag in ACTIVATIONS.items():
+        if flag and flags.has(flag):
+            (is_gated, function), activation_flag = activation, flag
+            break
+    is_swiglu = activation_flag == "--swiglu"
+    unfused = "--no-bias-swiglu-fusion" if is_swiglu else "--no-bias-gelu-fusion"
+    can_fuse = is_swiglu or spec.shape.bias
+    fields: dict[str, Value] = {
+        "model.ffn_hidden_size": spec.shape.ffn_hidden,
+        "model.gated_linear_unit": is_gated,
+        "model.activation_func": Symbol(function),
+        "model.bias_activation_fusion": can_fuse and not flags.has(unfused),
+    }
+    if flags.text("--transformer-impl") == "local":
+        fields["model.transformer_layer_spec"] = LOCAL_LAYER_SPEC
+    return fields
+
+
+def _collect_precision_fields(flags: Flags) -> dict[str, Value]:
+    """Return the types of parameters and pipeline communication, and whether gradients are fp32."""
+    precision = next((flag for flag in _HALF_PRECISION_TYPES if flags.has(flag)), None)
+    if precision is None:
+        return {"ddp.grad_reduce_in_fp32": flags.has(ACCUMULATE_IN_FP32)}
+    # Megatron accumulates gradients of bf16 in fp32 unless a flag asks for bf16.
+    is_default_fp32 = precision == "--bf16" and not flags.has(REDUCE_IN_BF16)
     return {
-        "mixed_precision.params_dtype": _HALVES[half],
-        "mixed_precision.pipeline_dtype": _HALVES[half],
-        "mixed_precision.grad_reduce_in_fp32": in_fp32,
+        "mixed_precision.params_dtype": _HALF_PRECISION_TYPES[precision],
+        "mixed_precision.pipeline_dtype": _HALF_PRECISION_TYPES[precision],
+        "mixed_precision.grad_reduce_in_fp32": flags.has(ACCUMULATE_IN_FP32) or is_default_fp32,
     }
 
 
-def _blend(words: Sequence[str]) -> Value:
-    """Prefixes of data sets and their weights."""
-    paths = pick_flags(words, ("--data-path",))[1:]
-    if len(paths) < 2:
-        return [[*paths], None] if paths else None
+def _read_blend(arguments: Sequence[str]) -> Value:
+    """Return the value of `dataset.blend` for `--data-path`: [prefixes, weights].
+
+    The weights are None for a single data set; the whole value is None without `--data-path`.
+    """
+    paths = pick_flags(arguments, ("--data-path",))[1:]
+    if not paths:
+        return None
+    if len(paths) == 1:
+        return [[*paths], None]
     return [[*paths[1::2]], [float(weight) for weight in paths[::2]]]
 
 
-def _beyond_flags(spec: RunSpec, words: Sequence[str], kept: Sequence[str]) -> Iterable[str]:
-    dropped = " ".join(drop_flags(words, {word for word in kept if word.startswith("--")}))
+def _describe_lost_settings(
+    spec: RunSpec, all_flags: Sequence[str], kept_flags: Sequence[str]
+) -> Iterable[str]:
+    """Yield a sentence for the flags of CPU ranks and for each setting that a recipe cannot express."""
+    kept_names = {argument for argument in kept_flags if argument.startswith("--")}
+    dropped = " ".join(drop_flags(all_flags, kept_names))
     if dropped:
         yield f"{dropped}: for CPU ranks; Megatron-Bridge trains on GPUs, with their own."
     if spec.fused:
@@ -206,17 +264,22 @@ def _beyond_flags(spec: RunSpec, words: Sequence[str], kept: Sequence[str]) -> I
     if spec.shares_gpu:
         yield "SHARE_GPU=1: all ranks were on one GPU."
     if spec.patch_file:
-        ran = f"PATCH_FILE={spec.patch_file.path}: each rank ran this file"
-        yield f"{ran}; the recipe leaves Megatron unchanged."
+        patch = f"PATCH_FILE={spec.patch_file.path}: each rank ran this file"
+        yield f"{patch}; the recipe leaves Megatron unchanged."
 
 
-def _without_counterpart(words: Sequence[str]) -> Iterable[str]:
-    unknown = drop_flags(words, {flag.name for flag in FLAGS.values() if flag.recipe})
+def _describe_unknown_flags(arguments: Sequence[str]) -> Iterable[str]:
+    """Yield a sentence per flag that has no field.
+
+    Raises:
+        RecipeError: The flag changes the model's shape.
+    """
+    unknown = drop_flags(arguments, {flag.name for flag in FLAGS.values() if flag.recipe})
     for flag, values in values_by_flag(unknown).items():
-        said = " ".join((flag, *values))
+        flag_and_values = " ".join((flag, *values))
         if flag in SHAPE_FLAGS:
             raise RecipeError(
-                f"The run's {said} makes a model for which no field of Megatron-Bridge is known; train "
-                "without it."
+                f"The run's {flag_and_values} makes a model for which no field of Megatron-Bridge is "
+                "known; train without it."
             )
-        yield f"{said}: no field of Megatron-Bridge {BRIDGE_VERSION} is known to mean it."
+        yield f"{flag_and_values}: no field of Megatron-Bridge {BRIDGE_VERSION} is known to mean it."

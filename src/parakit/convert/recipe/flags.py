@@ -1,4 +1,8 @@
-"""The fields of a `ConfigContainer` as Megatron's flags."""
+"""Turn the fields of a `ConfigContainer`, the recipe of Megatron-Bridge, into Megatron's flags.
+
+A field is named `section.field` (`model.num_layers`). Fields that no flag expresses are either refused,
+if the recipe would then make another model, or listed in `RecipeFlags.left_out`.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +12,44 @@ from dataclasses import dataclass
 from parakit.config.flag_table import KnownFlag
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.convert.recipe.table import (
+    ACCUMULATE_IN_FP32,
     ACTIVATIONS,
-    BRIDGE,
-    IN_BF16,
-    IN_FP32,
-    KINDS,
-    LOCAL,
-    NULL,
-    POSITIONS,
-    ROWS,
-    TOKENIZER,
+    BRIDGE_DEFAULTS,
+    FLAGS_WITH_FIELDS,
+    LOCAL_LAYER_SPEC,
+    NULL_TOKENIZER,
+    POSITIONS_FLAG,
+    REDUCE_IN_BF16,
+    TOKENIZER_FIELDS,
+    VALUE_KINDS,
     Fields,
     RecipeError,
-    Symbol,
     Value,
-    default_of,
-    held_value,
-    implied,
-    shown,
+    format_value,
+    implied_switches,
+    megatron_default,
+    negate_if_marked,
 )
 
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """A recipe as Megatron's flags."""
+    """A recipe in the form of Megatron's flags."""
 
     flags: tuple[str, ...]
     left_out: tuple[str, ...]
-    """What no flag says, a sentence each."""
+    """One sentence per field that no flag expresses."""
 
 
-_PRESETS: dict[str, dict[str, Value]] = {
+_PRECISIONS: dict[str, dict[str, Value]] = {
     "bf16_mixed": {"bf16": True, "grad_reduce_in_fp32": True},
     "fp16_mixed": {"fp16": True, "grad_reduce_in_fp32": False},
 }
-"""Of Bridge's names for a precision those that have no FP8."""
+"""Fields of `mixed_precision` by Bridge's name for them; Bridge's names with FP8 are missing."""
 
-_PARTS = "--data-parallel-sharding-strategy"
+_SHARDING_STRATEGY = "--data-parallel-sharding-strategy"
 
-_DERIVED = frozenset(
+_HANDLED_FIELDS = frozenset(
     (
         *("dist.local_rank", "checkpoint.save", "logger.tensorboard_dir", "mixed_precision"),
         *("model.transformer_impl", "model.should_pad_vocab", "model.vocab_size"),
@@ -56,46 +59,55 @@ _DERIVED = frozenset(
         *("model.pipeline_dtype", "mixed_precision.pipeline_dtype"),
         *("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"),
         *("dataset.blend", "dataset.tokenizer", "dataset.split_matrix"),
-        *("tokenizer.vocab_size", *TOKENIZER.values()),
+        *("tokenizer.vocab_size", *TOKENIZER_FIELDS.values()),
         *("scheduler.lr_warmup_steps", "scheduler.lr_decay_steps"),
         *("scheduler.wd_incr_steps", "scheduler.wsd_decay_steps"),
     )
 )
-"""Fields that another decides, or that are read beside the table."""
+"""Fields that the flag table lacks, but that other fields decide or that code here reads."""
 
 
-def reading_of_fields(fields: Fields) -> RecipeFlags:
-    """A recipe as flags; fields that are missing have Bridge's default.
+def flags_from_fields(fields: Fields) -> RecipeFlags:
+    """Return the flags that train what a recipe trains.
+
+    A field that is missing has Bridge's default. Flags that equal Megatron's default are left out.
 
     Raises:
-        RecipeError: A field is of another kind, two contradict one another, or it is no GPT model that
-            Megatron has flags for.
+        RecipeError: A field has a value of another kind, two fields contradict each other, or Megatron
+            has no flags for the model.
     """
     _refuse_other_models(fields)
-    given = {place.partition(".")[0] for place, each in fields.items() if "." in place or each}
-    fields = _with_precision({**BRIDGE, **fields}, "mixed_precision", given)
+    sections = {name.partition(".")[0] for name, value in fields.items() if "." in name or value}
+    fields = _resolve_precision({**BRIDGE_DEFAULTS, **fields}, "mixed_precision", sections)
     notes: list[str] = []
-    groups = fields.get("model.num_query_groups")
-    grouped = groups not in (None, fields.get("model.num_attention_heads"))
-    words = ["--group-query-attention"] * grouped
-    for row in ROWS:
-        if Flags(words).applies(row):
-            words += _words_of(row, fields, notes)
-    words += _model_words(fields, Flags(words), notes)
-    words += _vocabulary_words(fields, notes)
-    words += _data_words(fields, notes)
-    unsaid = implied(Flags(words))
-    if "--use-megatron-fsdp" in words and _PARTS not in words:
-        words += [_PARTS, "optim_grads_params"]  # Megatron's default, which not every release has.
-    return RecipeFlags(drop_flags(merge_flags(words), unsaid), (*notes, *_unread(fields)))
+    flags: list[str] = []
+    query_groups = fields.get("model.num_query_groups")
+    if query_groups not in (None, fields.get("model.num_attention_heads")):
+        flags.append("--group-query-attention")
+    for row in FLAGS_WITH_FIELDS:
+        if Flags(flags).applies(row):
+            flags += _convert_row(row, fields, notes)
+    flags += _convert_model_fields(fields, Flags(flags), notes)
+    flags += _convert_vocabulary(fields, notes)
+    flags += _convert_data_set(fields, notes)
+    implied = implied_switches(Flags(flags))
+    if "--use-megatron-fsdp" in flags and _SHARDING_STRATEGY not in flags:
+        # The default of Megatron 0.19, which other releases do not have.
+        flags += [_SHARDING_STRATEGY, "optim_grads_params"]
+    return RecipeFlags(
+        flags=drop_flags(merge_flags(flags), implied),
+        left_out=(*notes, *_describe_unknown_fields(fields)),
+    )
 
 
 def _refuse_other_models(fields: Fields) -> None:
+    """Raise a RecipeError for a recipe without a model's size, or with an architecture other than GPT."""
     for field in ("num_layers", "hidden_size", "num_attention_heads"):
         value = fields.get(f"model.{field}")
         if not isinstance(value, int) or value < 1:
             raise RecipeError(
-                f"model.{field} is {shown(value)}, not a whole number above 0, so it defines no model."
+                f"model.{field} is {format_value(value)}, not a whole number above 0, so it defines no "
+                "model."
             )
     target = str(fields.get("model._target_", ""))
     for field in ("multi_latent_attention", "is_hybrid_model", "encoder_num_layers"):
@@ -106,112 +118,186 @@ def _refuse_other_models(fields: Fields) -> None:
             )
 
 
-def _with_precision(fields: dict[str, Value], name: str, given: set[str]) -> dict[str, Value]:
-    """The fields with `mixed_precision` as it will be, and no sections that it would overwrite."""
+def _resolve_precision(fields: dict[str, Value], name: str, sections: set[str]) -> dict[str, Value]:
+    """Return the fields with the section `name` (`mixed_precision`) that Bridge trains with.
+
+    A preset ('bf16_mixed') is replaced by the fields that it stands for. Without the section, the types
+    that `ddp`, `optimizer` and `model` have are copied into it; `model` decides where they differ. With
+    the section, its type of gradients replaces that of `ddp`, as in Bridge.
+
+    Raises:
+        RecipeError: The name of the preset is unknown.
+    """
     preset = fields.get(name)
     if isinstance(preset, str):
-        meant = _PRESETS.get(preset.replace("-", "_"))
-        if meant is None:
+        preset_fields = _PRECISIONS.get(preset.replace("-", "_"))
+        if preset_fields is None:
             raise RecipeError(
-                f"mixed_precision is {shown(preset)}, a name not known here; write its fields out, or "
-                f"use one of {', '.join(_PRESETS)}."
+                f"mixed_precision is {format_value(preset)}, a name not known here; write its fields "
+                f"out, or use one of {', '.join(_PRECISIONS)}."
             )
-        fields = fields | {f"{name}.{key}": each for key, each in meant.items()}
-    elif name not in given:
-        for place in [each for each in fields if each.startswith(f"{name}.")]:
-            key = place.removeprefix(f"{name}.")
-            for section in ("ddp", "optimizer", "model"):  # The model's counts.
-                fields[place] = fields.get(f"{section}.{key}", fields[place])
+        fields = fields | {f"{name}.{key}": value for key, value in preset_fields.items()}
+    elif name not in sections:
+        precision_fields = [field for field in fields if field.startswith(f"{name}.")]
+        for field in precision_fields:
+            key = field.removeprefix(f"{name}.")
+            for section in ("ddp", "optimizer", "model"):
+                fields[field] = fields.get(f"{section}.{key}", fields[field])
         return fields
     return fields | {"ddp.grad_reduce_in_fp32": fields[f"{name}.grad_reduce_in_fp32"]}
 
 
-def _words_of(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
-    value = _one_value(row, fields, notes)
+def _convert_row(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
+    """Return the flag of a row and its arguments; empty if the flag can be left out.
+
+    A sentence is added to `notes` if several fields of the row differ.
+
+    Raises:
+        RecipeError: The value is of another kind, or fields contradict each other.
+    """
+    value = _merge_field_values(row, fields, notes)
     if value is None:
         return []
+    kind = VALUE_KINDS[row.kind]
     try:
-        words = KINDS[row.kind].words(value)
+        arguments = kind.arguments(value)
     except TypeError:
+        hint = "; YAML reads 1e-4 as a text, write 1.0e-4." if isinstance(value, str) else "."
         raise RecipeError(
-            f"{row.recipe[0]} is {shown(value)}, not {KINDS[row.kind].wanted}"
-            + ("; YAML reads 1e-4 as a text, write 1.0e-4." if isinstance(value, str) else ".")
+            f"{row.recipe[0]} is {format_value(value)}, not {kind.wanted}{hint}"
         ) from None
-    return [] if words is None or value == default_of(row) else [row.name, *words]
+    if arguments is None or value == megatron_default(row):
+        return []
+    return [row.name, *arguments]
 
 
-def _one_value(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
-    """The value that the row's places hold together."""
-    found = ((place, fields.get(place.lstrip("!"))) for place in row.recipe)
-    held = {place: held_value(place, value) for place, value in found if value is not None}
-    values = list(held.values())
-    if not values or all(value == values[0] for value in values):
-        return values[0] if values else None
+def _merge_field_values(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
+    """Return the one value of the fields that a flag stands for; None if none of them is set.
+
+    If the fields differ, the value that Bridge trains with is returned, and a sentence is added to
+    `notes`.
+
+    Raises:
+        RecipeError: The fields are sequence lengths and differ, which Bridge refuses.
+    """
+    value_by_field = {}
+    for field in row.recipe:
+        field_value = fields.get(field.lstrip("!"))
+        if field_value is not None:
+            value_by_field[field] = negate_if_marked(field, field_value)
+    values = list(value_by_field.values())
+    if not values:
+        return None
+    if all(value == values[0] for value in values):
+        return values[0]
     if row.name == "--seq-length":
-        raise RecipeError(
-            f"{' and '.join(f'{place} {shown(each)}' for place, each in held.items())} contradict one "
-            "another; give both the same number of tokens."
+        named_values = " and ".join(
+            f"{field} {format_value(value)}" for field, value in value_by_field.items()
         )
-    # Of a switch with several parts Bridge switches all on.
+        raise RecipeError(
+            f"{named_values} contradict one another; give both the same number of tokens."
+        )
+    # Bridge switches on every part of a switch if one part is on.
     value = True if row.kind == "on" else values[0]
-    if row.name == "--weight-decay":  # Bridge's scheduler sets it at each step, whatever was given.
-        value = held.get("scheduler.end_weight_decay", value)
-    said = ", ".join(f"{place.lstrip('!')} {shown(each)}" for place, each in held.items())
-    notes.append(f"{said}: {row.name} is one value; {shown(value)} is what counts.")
+    if row.name == "--weight-decay":
+        # Bridge's scheduler sets the weight decay at every step, whatever the optimizer was given.
+        value = value_by_field.get("scheduler.end_weight_decay", value)
+    named_values = ", ".join(
+        f"{field.lstrip('!')} {format_value(value)}" for field, value in value_by_field.items()
+    )
+    notes.append(f"{named_values}: {row.name} is one value; {format_value(value)} is what counts.")
     return value
 
 
-def _model_words(fields: Fields, flags: Flags, notes: list[str]) -> list[str]:
-    gated, function = fields.get("model.gated_linear_unit"), fields.get("model.activation_func")
-    path = function.path if isinstance(function, Symbol) else shown(function)
-    flag = ACTIVATIONS.get((gated is True, path))
-    if flag is None:
-        kind = "gated " if gated else ""
-        raise RecipeError(
-            f"model.activation_func is {kind}{path}, for which Megatron-LM has no flag; it has "
-            + ", ".join(f"{'gated ' if each[0] else ''}{each[1]}" for each in ACTIVATIONS)
-            + "."
-        )
-    hidden = flags.integer("--hidden-size")
-    ffn = fields.get("model.ffn_hidden_size") or 4 * hidden
-    if not isinstance(ffn, int):
-        raise RecipeError(f"model.ffn_hidden_size is {shown(ffn)}, not a whole number.")
-    words = [flag] if flag else []
-    words += [] if ffn == 4 * hidden and not flag else ["--ffn-hidden-size", str(ffn)]
+def _convert_model_fields(fields: Fields, flags: Flags, notes: list[str]) -> list[str]:
+    """Return the flags of the MLP, the positions, the layers' implementation and the gradients' type.
+
+    `flags` are those that the table gave. A sentence is added to `notes` for a layer specification
+    without a flag.
+
+    Raises:
+        RecipeError: Megatron has no flag for the activation function.
+    """
+    activation_flag = _find_activation_flag(fields)
+    default_ffn_size = 4 * flags.integer("--hidden-size")
+    ffn_size = fields.get("model.ffn_hidden_size") or default_ffn_size
+    if not isinstance(ffn_size, int):
+        raise RecipeError(f"model.ffn_hidden_size is {format_value(ffn_size)}, not a whole number.")
+    arguments = [activation_flag] if activation_flag else []
+    # With an activation flag Megatron's own default of the size may be another.
+    if ffn_size != default_ffn_size or activation_flag:
+        arguments += ["--ffn-hidden-size", str(ffn_size)]
     if not fields.get("model.bias_activation_fusion"):
-        biased = fields.get("model.add_bias_linear")
-        words += ["--no-bias-swiglu-fusion"] if flag == "--swiglu" else []
-        words += ["--no-bias-gelu-fusion"] if flag != "--swiglu" and biased else []
-    words += [POSITIONS, flags.text("--seq-length")]
-    layers = fields.get("model.transformer_layer_spec")
-    if layers == LOCAL:
-        words += ["--transformer-impl", "local"]
-    elif layers != BRIDGE["model.transformer_layer_spec"]:
-        path = layers.path if isinstance(layers, Symbol) else shown(layers)
+        if activation_flag == "--swiglu":
+            arguments.append("--no-bias-swiglu-fusion")
+        elif fields.get("model.add_bias_linear"):
+            arguments.append("--no-bias-gelu-fusion")
+    arguments += [POSITIONS_FLAG, flags.text("--seq-length")]
+    layer_spec = fields.get("model.transformer_layer_spec")
+    if layer_spec == LOCAL_LAYER_SPEC:
+        arguments += ["--transformer-impl", "local"]
+    elif layer_spec != BRIDGE_DEFAULTS["model.transformer_layer_spec"]:
         notes.append(
-            f"model.transformer_layer_spec {path}: Megatron-LM chooses its layers by flags."
+            f"model.transformer_layer_spec {format_value(layer_spec)}: Megatron-LM chooses its layers by "
+            "flags."
         )
-    in_fp32 = fields.get("ddp.grad_reduce_in_fp32")
-    if flags.has("--bf16"):
-        return words + ([] if in_fp32 else [IN_BF16])
-    return words + ([IN_FP32] if in_fp32 else [])
+    has_fp32_gradients = bool(fields.get("ddp.grad_reduce_in_fp32"))
+    if flags.has("--bf16") and not has_fp32_gradients:
+        arguments.append(REDUCE_IN_BF16)
+    if not flags.has("--bf16") and has_fp32_gradients:
+        arguments.append(ACCUMULATE_IN_FP32)
+    return arguments
 
 
-def _vocabulary_words(fields: Fields, notes: list[str]) -> list[str]:
-    rows, entries = fields.get("model.vocab_size"), fields.get("tokenizer.vocab_size")
-    kind = fields.get("tokenizer.tokenizer_type")
-    if isinstance(rows, int):  # Bridge pads only what a tokenizer says.
-        return ["--vocab-size", str(rows), "--make-vocab-size-divisible-by", "1"]
-    if kind == NULL and isinstance(entries, int):
-        return ["--vocab-size", str(entries + 1)]
+def _find_activation_flag(fields: Fields) -> str:
+    """Return the flag of the MLP's activation function; empty for GELU, which needs no flag.
+
+    Raises:
+        RecipeError: Megatron has no flag for the function.
+    """
+    is_gated = bool(fields.get("model.gated_linear_unit"))
+    function = format_value(fields.get("model.activation_func"))
+    flag = ACTIVATIONS.get((fields.get("model.gated_linear_unit") is True, function))
+    if flag is None:
+        known_functions = ", ".join(
+            f"{'gated ' if gated else ''}{known_function}" for gated, known_function in ACTIVATIONS
+        )
+        raise RecipeError(
+            f"model.activation_func is {'gated ' if is_gated else ''}{function}, for which Megatron-LM "
+            f"has no flag; it has {known_functions}."
+        )
+    return flag
+
+
+def _convert_vocabulary(fields: Fields, notes: list[str]) -> list[str]:
+    """Return the flags of the vocabulary's size.
+
+    If the recipe does not say the size, the result is empty and a sentence is added to `notes`.
+    """
+    model_size = fields.get("model.vocab_size")
+    tokenizer_size = fields.get("tokenizer.vocab_size")
+    tokenizer = fields.get("tokenizer.tokenizer_type")
+    if isinstance(model_size, int):
+        # Bridge pads only a size that comes from a tokenizer.
+        return ["--vocab-size", str(model_size), "--make-vocab-size-divisible-by", "1"]
+    if tokenizer == NULL_TOKENIZER and isinstance(tokenizer_size, int):
+        return ["--vocab-size", str(tokenizer_size + 1)]
     notes.append(
-        f"tokenizer.tokenizer_type {shown(kind)}: how many entries it has is not in the recipe; the "
-        "kit takes GPT-2's unless --vocab-size says another number."
+        f"tokenizer.tokenizer_type {format_value(tokenizer)}: how many entries it has is not in the "
+        "recipe; the kit takes GPT-2's unless --vocab-size says another number."
     )
     return []
 
 
-def _data_words(fields: Fields, notes: list[str]) -> list[str]:
+def _convert_data_set(fields: Fields, notes: list[str]) -> list[str]:
+    """Return `--data-path` with one prefix, or with weights and prefixes in turn.
+
+    The result is empty for a recipe without data, and for a data set that is no `.bin/.idx`; the latter
+    adds a sentence to `notes`.
+
+    Raises:
+        RecipeError: `dataset.blend` is not a list of prefixes and a list of as many weights.
+    """
     target = str(fields.get("dataset._target_", "GPTDatasetConfig"))
     if not target.endswith("GPTDatasetConfig"):
         notes.append(f"dataset {target}: the kit reads .bin/.idx; name one in DATA=.")
@@ -221,26 +307,35 @@ def _data_words(fields: Fields, notes: list[str]) -> list[str]:
         return []
     if not isinstance(blend, list) or len(blend) != 2 or not isinstance(blend[0], list):
         raise RecipeError(
-            f"dataset.blend is {shown(blend)}, not a list of prefixes and their weights."
+            f"dataset.blend is {format_value(blend)}, not a list of prefixes and their weights."
         )
-    paths, weights = [str(path) for path in blend[0]], blend[1]
-    if weights is None and len(paths) == 1:
-        return ["--data-path", *paths]
-    if not isinstance(weights, list) or len(weights) != len(paths):
+    prefixes, weights = [str(prefix) for prefix in blend[0]], blend[1]
+    if weights is None and len(prefixes) == 1:
+        return ["--data-path", *prefixes]
+    if not isinstance(weights, list) or len(weights) != len(prefixes):
         raise RecipeError(
-            f"dataset.blend has {len(paths)} prefixes and weights {shown(weights)}; give each one."
+            f"dataset.blend has {len(prefixes)} prefixes and weights {format_value(weights)}; give each "
+            "one."
         )
-    pairs = zip(weights, paths, strict=True)
-    return ["--data-path", *(str(each) for pair in pairs for each in pair)]
+    arguments = ["--data-path"]
+    for weight, prefix in zip(weights, prefixes, strict=True):
+        arguments += [str(weight), prefix]
+    return arguments
 
 
-def _unread(fields: Fields) -> Iterable[str]:
-    """Fields that differ from Bridge's default and that no flag says."""
-    read = {place.lstrip("!") for row in ROWS for place in row.recipe} | _DERIVED
-    halves = {place.partition(".")[2] for place in fields if place.startswith("mixed_precision.")}
-    for place, value in fields.items():
-        section, _, field = place.partition(".")
-        precision = section in ("model", "optimizer", "ddp") and field in halves
-        if place in read or field == "_target_" or precision or value == BRIDGE.get(place):
+def _describe_unknown_fields(fields: Fields) -> Iterable[str]:
+    """Yield a sentence per field that differs from Bridge's default and that no flag expresses."""
+    known_fields = {
+        field.lstrip("!") for row in FLAGS_WITH_FIELDS for field in row.recipe
+    } | _HANDLED_FIELDS
+    precision_keys = {
+        name.partition(".")[2] for name in fields if name.startswith("mixed_precision.")
+    }
+    for name, value in fields.items():
+        section, _, key = name.partition(".")
+        # Fields of `mixed_precision` overwrite those of these sections.
+        is_overwritten = section in ("model", "optimizer", "ddp") and key in precision_keys
+        is_known = name in known_fields or key == "_target_"
+        if is_known or is_overwritten or value == BRIDGE_DEFAULTS.get(name):
             continue
-        yield f"{place} = {shown(value)}: no flag of Megatron-LM is known to mean it."
+        yield f"{name} = {format_value(value)}: no flag of Megatron-LM is known to mean it."

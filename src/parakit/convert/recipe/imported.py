@@ -1,4 +1,4 @@
-"""What a recipe's flags are in the kit: a model's `.args` file, a target's name and its variables."""
+"""Turn a recipe's flags into what the kit trains: a model's `.args` file, a target and its variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parakit.config.model import training_flags
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
 from parakit.config.strategy import StrategyError, strategy_flags, strategy_name
 from parakit.convert.recipe.flags import RecipeFlags
-from parakit.convert.recipe.table import KINDS, RecipeError, default_of
+from parakit.convert.recipe.table import VALUE_KINDS, RecipeError, megatron_default
 
 _VARIABLES = {
     "--micro-batch-size": "MICRO_BATCH",
@@ -22,103 +22,146 @@ _VARIABLES = {
     "--seed": "SEED",
     "--data-path": "DATA",
 }
-_OF_A_RUN = of_role("start", "parallelism", "stages", "overlap") | {
+"""The make variable of each flag that has one."""
+_RUN_FLAGS = of_role("start", "parallelism", "stages", "overlap") | {
     "--async-save",
     "--ckpt-format",
     "--num-workers",
     "--transformer-impl",
 }
-"""Flags of a strategy, a device or a run, which do not belong into a model's file: EXTRA= has them."""
+"""Flags of a strategy, a device or a run. They do not belong into a model's file; EXTRA= has them."""
 
 _NEVER = str(10**9)
+"""An interval in iterations that no run reaches."""
 
 
 @dataclass(frozen=True)
 class ImportedRecipe:
-    """A recipe as the kit has it."""
+    """A recipe as the kit trains it."""
 
     spec: RunSpec
     family: str
-    """The folder of `examples/` whose training flags its model's file comes after."""
+    """Folder of `examples/` whose training flags come before those of the model's file."""
     model_flags: tuple[str, ...]
+    """Flags of the model's `.args` file."""
     variables: Mapping[str, str]
+    """Make variables of the target."""
 
     @property
     def target(self) -> str:
-        """The make target that trains it."""
+        """Make target that trains the recipe."""
         ranks = self.spec.parallelism.world_size
         return f"train-{strategy_name(self.spec.parallelism)}-{self.spec.model}-{ranks}gpu"
 
 
-def imported(reading: RecipeFlags, name: str, ranks: int | None = None) -> ImportedRecipe:
-    """A recipe's flags as a model of that name, a target and variables.
+def build_imported_recipe(
+    reading: RecipeFlags, name: str, ranks: int | None = None
+) -> ImportedRecipe:
+    """Return a recipe's flags as the model `name`, a target and variables.
 
-    No recipe says how many GPUs train it: without `ranks` the fewest that its strategy allows.
+    No recipe says how many GPUs train it. With `ranks` None it is the fewest that its strategy allows.
 
     Raises:
-        RecipeError: The strategy does not multiply to `ranks`, or a flag is missing.
+        RecipeError: The strategy does not fit on `ranks` GPUs, a flag is missing, or the recipe trains
+            by samples and not by iterations.
     """
-    flags = Flags(reading.flags)
-    degrees = flags.fields("parallelism")
-    fewest = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
-    fewest *= -(-degrees["expert"] // degrees["context"])
-    try:
-        spec = spec_of_flags(reading.flags, ranks or fewest, DeviceKind.GPU, name)
-    except StrategyError as error:
-        raise RecipeError(
-            f"{str(error).rstrip('.')}: GPUS={ranks or fewest} does not fit."
-        ) from None
-    except (ValueError, ZeroDivisionError) as error:
-        raise RecipeError(f"The recipe defines no run: {error}") from None
+    flags = reading.flags
+    spec = _read_spec(flags, name, ranks)
     family = "moe" if spec.shape.experts else "gpt3"
-    layout = strategy_flags(spec.parallelism)
-    of_run = (*_VARIABLES, *_OF_A_RUN, "--log-throughput")  # The kit always asks for the last one.
-    own = drop_flags(reading.flags, {word for word in (*layout, *of_run) if word.startswith("--")})
-    batch = pick_flags(reading.flags, ("--micro-batch-size", "--global-batch-size"))
-    extra = [*drop_flags(pick_flags(reading.flags, _OF_A_RUN), layout)]
-    given = ((each, pick_flags(reading.flags, (flag,))) for flag, each in _VARIABLES.items())
-    variables = {variable: words[1] for variable, words in given if len(words) == 2}
-    if len(flags.texts("--data-path")) > 1:  # Several, with weights.
-        extra += pick_flags(reading.flags, ("--data-path",))
+    strategy = strategy_flags(spec.parallelism)
+    # The kit asks for `--log-throughput` in every run.
+    run_flags = (*_VARIABLES, *_RUN_FLAGS, "--log-throughput")
+    other_flags = {argument for argument in (*strategy, *run_flags) if argument.startswith("--")}
+    model_flags = drop_flags(flags, other_flags)
+    batch_flags = pick_flags(flags, ("--micro-batch-size", "--global-batch-size"))
+    extra = [*drop_flags(pick_flags(flags, _RUN_FLAGS), strategy)]
+    variables = {}
+    for flag, variable in _VARIABLES.items():
+        flag_and_values = pick_flags(flags, (flag,))
+        if len(flag_and_values) == 2:
+            variables[variable] = flag_and_values[1]
+    if len(Flags(flags).texts("--data-path")) > 1:
+        # DATA= takes one data set; several, with weights, can only be given as a flag.
+        extra += pick_flags(flags, ("--data-path",))
     if extra:
         variables["EXTRA"] = shlex.join(extra)
     return ImportedRecipe(
-        spec, family, _over_the_familys(merge_flags(own, batch), family), variables
+        spec=spec,
+        family=family,
+        model_flags=_override_family_flags(merge_flags(model_flags, batch_flags), family),
+        variables=variables,
     )
 
 
 def model_name(text: str) -> str:
-    """A file's name as a model's: `My Recipe.py` is `my-recipe`."""
+    """Return a model's name for a file's name: `My Recipe.py` becomes `my-recipe.py`.
+
+    Other characters than letters, digits and dots become hyphens; the name may become empty.
+    """
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
 
 
-def _over_the_familys(flags: tuple[str, ...], family: str) -> tuple[str, ...]:
-    """The flags with Megatron's defaults written out where the family's models are trained otherwise."""
-    given = Flags(flags)
-    familys = training_flags(family)
-    more: list[str] = []
-    for flag in (word for word in familys if word.startswith("--")):
-        if given.has(flag) or flag in _VARIABLES or flag in _OF_A_RUN:
+def _read_spec(flags: tuple[str, ...], name: str, ranks: int | None) -> RunSpec:
+    """Return the run of a recipe's flags on `ranks` GPUs, or on the fewest that its strategy allows.
+
+    Raises:
+        RecipeError: The strategy does not fit on `ranks` GPUs, or the flags define no run.
+    """
+    degrees = Flags(flags).fields("parallelism")
+    fewest_ranks = degrees["tensor"] * degrees["pipeline"] * degrees["context"]
+    # Expert-parallel ranks are taken from context- and data-parallel ones.
+    fewest_ranks *= -(-degrees["expert"] // degrees["context"])
+    try:
+        return spec_of_flags(flags, ranks or fewest_ranks, DeviceKind.GPU, name)
+    except StrategyError as error:
+        raise RecipeError(
+            f"{str(error).rstrip('.')}: GPUS={ranks or fewest_ranks} does not fit."
+        ) from None
+    except (ValueError, ZeroDivisionError) as error:
+        raise RecipeError(f"The recipe defines no run: {error}") from None
+
+
+def _override_family_flags(arguments: tuple[str, ...], family: str) -> tuple[str, ...]:
+    """Return the flags of a model's file, with Megatron's default of each flag that the family sets.
+
+    The kit puts the family's training flags first. Without the default, a flag that the recipe leaves
+    out would get the family's value.
+
+    Raises:
+        RecipeError: A flag of the family cannot be undone.
+    """
+    flags = Flags(arguments)
+    family_flags = (flag for flag in training_flags(family) if flag.startswith("--"))
+    overrides: list[str] = []
+    for flag in family_flags:
+        if flags.has(flag) or flag in _VARIABLES or flag in _RUN_FLAGS:
             continue
-        default = default_of(FLAGS[flag])
-        words = None if default is None else KINDS[FLAGS[flag].kind].words(default)
-        more += [flag, *words] if words else _as_if_absent(flag, given)
-    dropped = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in more else ()
-    return (*drop_flags(flags, dropped), *more)
+        default = megatron_default(FLAGS[flag])
+        values = None if default is None else VALUE_KINDS[FLAGS[flag].kind].arguments(default)
+        overrides += [flag, *values] if values else _undo_family_flag(flag, flags)
+    # Megatron takes either this flag or `--lr-warmup-fraction`.
+    replaced = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in overrides else ()
+    return (*drop_flags(arguments, replaced), *overrides)
 
 
-def _as_if_absent(flag: str, given: Flags) -> list[str]:
-    """Words that undo a flag of the family's."""
-    if flag == "--lr-warmup-fraction":  # Megatron takes either this or --lr-warmup-iters.
-        decay = given.integer("--lr-decay-iters", given.integer("--train-iters", 1))
-        return [flag, repr(given.integer("--lr-warmup-iters") / decay)]
+def _undo_family_flag(flag: str, flags: Flags) -> list[str]:
+    """Return arguments with which a flag of the family, which has no default, changes nothing.
+
+    `flags` are the recipe's. The result is empty for a flag that needs nothing.
+
+    Raises:
+        RecipeError: The recipe has neither a number of iterations nor a learning rate.
+    """
+    if flag == "--lr-warmup-fraction":
+        decay_iterations = flags.integer("--lr-decay-iters", flags.integer("--train-iters", 1))
+        return [flag, repr(flags.integer("--lr-warmup-iters") / decay_iterations)]
     if flag == "--lr-decay-iters":
-        return [flag, given.text("--train-iters")]
+        return [flag, flags.text("--train-iters")]
     if flag == "--eval-interval":
         return [flag, _NEVER]
     if flag == "--train-iters":
         raise RecipeError(
-            f"train.train_samples={given.text('--train-samples')}: the kit's models are trained by "
+            f"train.train_samples={flags.text('--train-samples')}: the kit's models are trained by "
             "iterations; give the recipe train.train_iters."
         )
     if flag == "--lr":

@@ -1,9 +1,10 @@
-"""Megatron's flags as fields of Megatron-Bridge's `ConfigContainer`: kinds of values, and its defaults.
+"""Hold which flag of Megatron is which field of Megatron-Bridge's `ConfigContainer`, for both directions.
 
-The writer of recipes, their reader and the comparison of both follow from `ROWS`, those lines of the
-flag table (`src/parakit/config/flags.csv`) that name fields, and from what several flags or fields say together.
-Bridge's sections with their classes and defaults are in `defaults.yaml`, as its 0.3.1 writes them. Tests
-compare all with the packages.
+`FLAGS_WITH_FIELDS` are the lines of the flag table (`src/parakit/config/flags.csv`) that name fields.
+`VALUE_KINDS` converts a flag's values into a field's value and back. The constants and
+`implied_switches` hold what several flags or fields say together. Bridge's sections with their classes
+and defaults are in `defaults.yaml`, as Bridge 0.3.1 writes them. The tests compare all of it with both
+packages.
 """
 
 from __future__ import annotations
@@ -31,183 +32,214 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name of a package that stands as a value: `torch.bfloat16`, a function, an enum's member."""
+    """A Python name that stands as a value: a type (`torch.bfloat16`), a function or an enum's member."""
 
     path: str
 
 
 type Value = bool | int | float | str | list[Value] | Symbol | None
 type Fields = Mapping[str, Value]
-"""By `section.field`."""
+"""Values by `section.field`."""
 
 
-def shown(value: Value) -> str:
-    """A value as Python writes it."""
+def format_value(value: Value) -> str:
+    """Return a value as Python source writes it."""
     if isinstance(value, Symbol):
         return value.path
     if isinstance(value, list):
-        return f"[{', '.join(shown(each) for each in value)}]"
+        return f"[{', '.join(format_value(item) for item in value)}]"
     return repr(value)
 
 
-def fields_of_yaml(document: object) -> dict[str, Value]:
-    """The fields of a container as Bridge's `to_yaml` writes it, by `section.field`.
+def parse_container(document: object) -> dict[str, Value]:
+    """Return the fields of a container by `section.field`.
+
+    `document` is the parsed YAML that Bridge's `to_yaml` writes.
 
     Raises:
-        ValueError: It is no such document.
+        ValueError: The document is no `ConfigContainer`, or has a section that Bridge does not know.
     """
     if not isinstance(document, Mapping) or not str(document.get("_target_")).endswith(CONTAINER):
         raise ValueError(f"it has no '_target_: …{CONTAINER}'")
     fields: dict[str, Value] = {}
     for section, content in document.items():
         if section not in _DEFAULTS:
-            near = difflib.get_close_matches(str(section), _DEFAULTS, n=1)
-            hint = f", did you mean {near[0]}" if near else f"; it has {', '.join(_DEFAULTS)}"
+            matches = difflib.get_close_matches(str(section), _DEFAULTS, n=1)
+            hint = f", did you mean {matches[0]}" if matches else f"; it has {', '.join(_DEFAULTS)}"
             raise ValueError(f"a container has no section '{section}'{hint}")
         if isinstance(content, Mapping):
-            fields |= {f"{section}.{name}": _value(each) for name, each in content.items()}
+            for name, field_content in content.items():
+                fields[f"{section}.{name}"] = _parse_value(field_content)
         elif section != "_target_":
-            fields[section] = _value(content)
+            fields[section] = _parse_value(content)
     return fields
 
 
-def _value(content: object) -> Value:
+def _parse_value(content: object) -> Value:
+    """Return the value of a field's YAML: a mapping with `_target_` becomes a symbol, or an enum's member.
+
+    A mapping without `_target_` becomes text, an empty one None.
+    """
     if isinstance(content, list):
-        return [_value(each) for each in content]
+        return [_parse_value(item) for item in content]
     if not isinstance(content, Mapping):
         return content if isinstance(content, (bool, int, float, str)) else None
     path = str(content.get("_target_", ""))
-    members = _MEMBERS.get(path)
+    members = _ENUM_MEMBERS.get(path)
     if members and content.get("_args_"):
         return Symbol(f"{path}.{members.get(content['_args_'][0], '?')}")
-    return Symbol(_SAME.get(path, path)) if path else str(dict(content)) if content else None
+    if path:
+        return Symbol(_PUBLIC_NAMES.get(path, path))
+    return str(dict(content)) if content else None
 
 
-_MEMBERS = {_ATTENTION.rstrip("."): {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}}
-"""Enumerations, whose members Bridge writes by number."""
-_SAME = {"torch._C._nn.gelu": "torch.nn.functional.gelu"}
-"""Where Bridge writes another name than the public one."""
+_ENUM_MEMBERS = {
+    _ATTENTION.rstrip("."): {1: "flash", 2: "fused", 3: "unfused", 4: "local", 5: "auto"}
+}
+"""Names of the members by number of each enumeration, because Bridge writes members by number."""
+_PUBLIC_NAMES = {"torch._C._nn.gelu": "torch.nn.functional.gelu"}
+"""The public name of a function that Bridge writes by a private name."""
 
-BRIDGE = fields_of_yaml(_DEFAULTS)
-"""Bridge's default of every field, by `section.field`; a field that has none is not there."""
+BRIDGE_DEFAULTS = parse_container(_DEFAULTS)
+"""Bridge's default of every field, by `section.field`; a field without a default is missing."""
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """How a flag's words and a field's value are one another."""
+    """A conversion between the arguments of a flag and the value of a field."""
 
     wanted: str
-    """What a value has to be, as a refusal names it."""
+    """What a value has to be, as error messages name it: 'a whole number'."""
     read: Callable[[Sequence[str]], Value]
-    """The value of the words behind the flag; raises ValueError."""
-    words: Callable[[Value], tuple[str, ...] | None]
-    """The words behind the flag; None where leaving it out says the value. Raises TypeError for a value
-    of another kind."""
+    """Returns the value for the arguments after the flag; raises ValueError for other arguments."""
+    arguments: Callable[[Value], tuple[str, ...] | None]
+    """Returns the arguments after the flag for a value; None if the value is said by leaving the flag
+    out. Raises TypeError for a value of another kind."""
 
 
-def _switch(present: bool) -> ValueKind:
-    def words(value: Value) -> tuple[str, ...] | None:
+def _make_switch(value_if_present: bool) -> ValueKind:
+    """Return the kind of a flag without arguments whose presence means `value_if_present`."""
+
+    def to_arguments(value: Value) -> tuple[str, ...] | None:
         if not isinstance(value, bool):
             raise TypeError
-        return () if value is present else None
+        return () if value is value_if_present else None
 
-    return ValueKind("True or False", lambda _: present, words)
+    return ValueKind("True or False", lambda _: value_if_present, to_arguments)
 
 
-def _one(
+def _make_single(
     wanted: str,
     convert: Callable[[str], Value],
-    fits: Callable[[Any], bool],
-    text: Callable[[Any], str] = str,
+    is_valid: Callable[[Any], bool],
+    to_text: Callable[[Any], str] = str,
 ) -> ValueKind:
-    """One word. A list of one is what it holds: some of Megatron's flags take several."""
+    """Return the kind of a flag with one argument.
 
-    def read(words: Sequence[str]) -> Value:
-        (word,) = words
-        return convert(word)
+    A list of one item counts as that item, because some of Megatron's flags take several arguments.
+    """
 
-    def words(value: Value) -> tuple[str, ...]:
-        value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if not fits(value):
+    def read(arguments: Sequence[str]) -> Value:
+        (argument,) = arguments
+        return convert(argument)
+
+    def to_arguments(value: Value) -> tuple[str, ...]:
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if not is_valid(value):
             raise TypeError
-        return (text(value),)
+        return (to_text(value),)
 
-    return ValueKind(wanted, read, words)
+    return ValueKind(wanted, read, to_arguments)
 
 
-def _several(wanted: str, convert: Callable[[str], Value]) -> ValueKind:
-    def words(value: Value) -> tuple[str, ...]:
+def _make_list(wanted: str, convert: Callable[[str], Value]) -> ValueKind:
+    """Return the kind of a flag with one or more arguments, whose field is a list."""
+
+    def to_arguments(value: Value) -> tuple[str, ...]:
         if not isinstance(value, list) or not value:
             raise TypeError
         return tuple(map(str, value))
 
-    return ValueKind(wanted, lambda words: [convert(word) for word in words], words)
+    return ValueKind(
+        wanted, lambda arguments: [convert(argument) for argument in arguments], to_arguments
+    )
 
 
 def _is_number(value: Value) -> bool:
+    """Return True for a finite number; False for True and False, which Python counts as numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-KINDS = {
-    "on": _switch(True),
-    "off": _switch(False),
-    "whole": _one(
+VALUE_KINDS = {
+    "on": _make_switch(True),
+    "off": _make_switch(False),
+    "whole": _make_single(
         "a whole number",
         int,
-        lambda value: _is_number(value) and float(value).is_integer(),
-        lambda value: str(int(value)),
+        is_valid=lambda value: _is_number(value) and float(value).is_integer(),
+        to_text=lambda value: str(int(value)),
     ),
-    "decimal": _one("a number", float, _is_number),
-    "text": _one("a text", str, lambda value: isinstance(value, str) and value != ""),
-    "texts": _several("a list of texts", str),
-    "numbers": _several("a list of whole numbers", int),
-    "backend": _one(
+    "decimal": _make_single("a number", float, _is_number),
+    "text": _make_single("a text", str, lambda value: isinstance(value, str) and value != ""),
+    "texts": _make_list("a list of texts", str),
+    "numbers": _make_list("a list of whole numbers", int),
+    "backend": _make_single(
         "a member of AttnBackend",
-        lambda word: Symbol(_ATTENTION + word),
-        lambda value: isinstance(value, Symbol) and value.path.startswith(_ATTENTION),
-        lambda value: value.path.removeprefix(_ATTENTION),
+        lambda argument: Symbol(_ATTENTION + argument),
+        is_valid=lambda value: isinstance(value, Symbol) and value.path.startswith(_ATTENTION),
+        to_text=lambda value: value.path.removeprefix(_ATTENTION),
     ),
 }
-"""By the table's names."""
+"""Conversions by the names in the flag table's column `kind`."""
 
 
-def default_of(flag: KnownFlag) -> Value:
-    """What Megatron takes without the flag; None is nothing, or what it derives."""
+def megatron_default(flag: KnownFlag) -> Value:
+    """Return the value that Megatron takes without the flag.
+
+    None stands for no value, or for a value that Megatron derives from other flags.
+    """
     if flag.kind == "backend" and isinstance(flag.default, str):
         return Symbol(_ATTENTION + flag.default)
     return flag.default
 
 
-def held_value(place: str, value: Value) -> Value:
-    """What a field holds for a flag's value, and the other way round; `!place` holds the opposite."""
-    return not value if place.startswith("!") else value
+def negate_if_marked(field: str, value: Value) -> Value:
+    """Convert between a flag's value and a field's: `not value` if `field` begins with `!`, else `value`.
+
+    The flag table marks with `!` a field that holds the opposite of its flag.
+    """
+    return not value if field.startswith("!") else value
 
 
-ROWS = tuple(
+FLAGS_WITH_FIELDS = tuple(
     flag for flag in FLAGS.values() if "." in "".join(flag.recipe) and flag.role != "tokenizer"
 )
-"""Flags that have fields of their own."""
-TOKENIZER = {
+"""Flags that have fields of their own, except those of the tokenizer."""
+TOKENIZER_FIELDS = {
     flag.name: flag.recipe[0] for flag in FLAGS.values() if flag.role == "tokenizer" and flag.recipe
 }
-NULL = "NullTokenizer"
+"""The field of each of the tokenizer's flags."""
+NULL_TOKENIZER = "NullTokenizer"
 ACTIVATIONS: dict[tuple[bool, str], str] = {
     (False, "torch.nn.functional.gelu"): "",
     (True, "torch.nn.functional.silu"): "--swiglu",
     (False, "megatron.core.activations.squared_relu"): "--squared-relu",
     (True, "megatron.core.fusions.fused_bias_geglu.quick_gelu"): "--quick-geglu",
 }
-"""The flag for an MLP that is gated or not, with this function."""
-LOCAL = Symbol("megatron.bridge.models.gpt_provider.local_layer_spec")
-IN_FP32, IN_BF16 = "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"
-POSITIONS = "--max-position-embeddings"
+"""The flag of each activation, by whether the MLP is gated and by its function; GELU needs no flag."""
+LOCAL_LAYER_SPEC = Symbol("megatron.bridge.models.gpt_provider.local_layer_spec")
+ACCUMULATE_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+REDUCE_IN_BF16 = "--grad-reduce-in-bf16"
+POSITIONS_FLAG = "--max-position-embeddings"
 
 
-def implied(flags: Flags) -> tuple[str, ...]:
-    """Switches that Megatron's `validate_args` sets because of others; Bridge does not."""
-    # With a dynamic loss scale an overflow skips a step, and is no error.
-    scaled = flags.has("--fp16") and not flags.has("--loss-scale")
-    return (
-        *["--no-check-for-nan-in-loss-and-grad"] * scaled,
-        *["--use-distributed-optimizer"] * flags.has("--use-megatron-fsdp"),
-    )
+def implied_switches(flags: Flags) -> tuple[str, ...]:
+    """Return switches that Megatron's `validate_args` sets because of other flags, which Bridge does not."""
+    switches = []
+    if flags.has("--fp16") and not flags.has("--loss-scale"):
+        # With a dynamic loss scale an overflow skips the update, and must not end the run.
+        switches.append("--no-check-for-nan-in-loss-and-grad")
+    if flags.has("--use-megatron-fsdp"):
+        switches.append("--use-distributed-optimizer")
+    return tuple(switches)

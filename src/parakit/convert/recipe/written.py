@@ -1,4 +1,8 @@
-"""A recipe as the Python file that Megatron-Bridge trains with, and nemo-run's entry for it."""
+"""Render a recipe as Python files: the recipe that Megatron-Bridge trains, and nemo-run's entry.
+
+The entry is a script that starts the recipe beside it with nemo-run. Both files are Jinja templates in
+this folder.
+"""
 
 from __future__ import annotations
 
@@ -8,60 +12,93 @@ from textwrap import TextWrapper
 
 from parakit.config.run import RunSpec
 from parakit.convert.recipe.fields import Recipe
-from parakit.convert.recipe.table import BRIDGE, BRIDGE_VERSION, ROWS, Symbol, Value, shown
+from parakit.convert.recipe.table import (
+    BRIDGE_DEFAULTS,
+    BRIDGE_VERSION,
+    FLAGS_WITH_FIELDS,
+    Symbol,
+    Value,
+    format_value,
+)
 from parakit.formatting.html import environment
 
 RECIPE_FILE, ENTRY_FILE = "bridge_recipe.py", "nemo_entry.py"
 NEMO_VERSION = "0.11.1"
-GPUS_OF_A_MACHINE = 8
+GPUS_PER_MACHINE = 8
 
 _SECTIONS = (
     *("model", "train", "optimizer", "scheduler", "dataset", "tokenizer", "mixed_precision"),
     *("ddp", "dist", "checkpoint", "logger", "rng", "rerun_state_machine"),
 )
-"""In the order in which they are written."""
-_BY_ITSELF = ("mixed_precision", "ddp", "dist", "rng", "rerun_state_machine")
-"""Sections that a container makes without being told."""
-_WIDTH = 100
+"""Sections in the order in which they are written."""
+_OPTIONAL_SECTIONS = ("mixed_precision", "ddp", "dist", "rng", "rerun_state_machine")
+"""Sections that a container makes itself, so that they are written only if they have fields."""
+_LINE_WIDTH = 100
 
 
-def written_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
-    """The Python file that the command `origin` makes, at a path from the repository's root."""
-    used: dict[str, dict[str, Value]] = {}
-    for name in _SECTIONS:
-        begin = f"{name}."
-        fields = recipe.fields.items()
-        held = {place.removeprefix(begin): it for place, it in fields if place.startswith(begin)}
-        if held or name not in _BY_ITSELF:
-            used[name] = held
-    classes = {name: str(BRIDGE[f"{name}._target_"]) for name in used}
+def render_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
+    """Return the text of `bridge_recipe.py`.
+
+    Args:
+        recipe: The recipe's fields, and what has none.
+        spec: The run, for the title and the number of ranks.
+        origin: The command that makes the file, for its header.
+        path: The file's path from the repository's root, for the command that trains it.
+    """
+    fields_by_section: dict[str, dict[str, Value]] = {}
+    for section in _SECTIONS:
+        prefix = f"{section}."
+        section_fields = {
+            name.removeprefix(prefix): value
+            for name, value in recipe.fields.items()
+            if name.startswith(prefix)
+        }
+        if section_fields or section not in _OPTIONAL_SECTIONS:
+            fields_by_section[section] = section_fields
+    class_by_section = {
+        section: str(BRIDGE_DEFAULTS[f"{section}._target_"]) for section in fields_by_section
+    }
     symbols = [
-        value.path for held in used.values() for value in held.values() if isinstance(value, Symbol)
+        value.path
+        for section_fields in fields_by_section.values()
+        for value in section_fields.values()
+        if isinstance(value, Symbol)
     ]
-    return _rendered(
+    return _render_template(
         RECIPE_FILE,
         spec,
         bridge=BRIDGE_VERSION,
         origin=origin,
-        machines=_machines(spec.parallelism.world_size),
+        machines=_torchrun_options(spec.parallelism.world_size),
         path=path,
-        left_out=map(_in_docstring, recipe.left_out) if recipe.left_out else (),
+        left_out=map(_format_list_item, recipe.left_out) if recipe.left_out else (),
         torch=any(symbol.startswith("torch.") for symbol in symbols),
-        imports=_imports((*classes.values(), *symbols)),
-        width=_WIDTH,
+        imports=_collect_imports((*class_by_section.values(), *symbols)),
+        width=_LINE_WIDTH,
         sections=[
-            (name, _module_and_name(classes[name])[1], list(_fields(name, held)))
-            for name, held in used.items()
+            (
+                section,
+                _split_import(class_by_section[section])[1],
+                list(_format_fields(section, section_fields)),
+            )
+            for section, section_fields in fields_by_section.items()
         ],
     )
 
 
-def written_entry(
+def render_entry(
     spec: RunSpec, name: str, variables: Mapping[str, str], origin: str, path: str
 ) -> str:
-    """nemo-run's entry, an experiment of that name, which trains the recipe beside it on this machine
-    with the variables of the environment that its ranks need; `origin` and path as above."""
-    return _rendered(
+    """Return the text of `nemo_entry.py`, which trains the recipe beside it on this machine.
+
+    Args:
+        spec: The run, for the title and the number of ranks.
+        name: The name of nemo-run's experiment.
+        variables: Environment variables that the ranks need.
+        origin: The command that makes the file, for its header.
+        path: The file's path from the repository's root, for the command that starts it.
+    """
+    return _render_template(
         ENTRY_FILE,
         spec,
         nemo=NEMO_VERSION,
@@ -73,63 +110,82 @@ def written_entry(
     )
 
 
-def _rendered(file: str, spec: RunSpec, **parts: object) -> str:
+def _render_template(file: str, spec: RunSpec, **context: object) -> str:
+    """Return the text of the template `file`.j2 with the run's title, its ranks and `context`."""
     ranks = spec.parallelism.world_size
     title = f"{spec.model or 'A GPT'}, {spec.name}, on {ranks} GPU{'s' if ranks > 1 else ''}"
     template = environment(Path(__file__).parent, escaped=False).get_template(f"{file}.j2")
-    return template.render(title=title, ranks=ranks, **parts)
+    return template.render(title=title, ranks=ranks, **context)
 
 
-def _in_docstring(sentence: str) -> str:
-    words = TextWrapper(_WIDTH, initial_indent="- ", subsequent_indent="  ")
-    words.break_long_words = words.break_on_hyphens = False
-    return words.fill(sentence.replace("\\", "/").replace('"', "'"))
+def _format_list_item(sentence: str) -> str:
+    """Return a sentence as an item of a list in a docstring, wrapped and without what would end it."""
+    wrapper = TextWrapper(_LINE_WIDTH, initial_indent="- ", subsequent_indent="  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.fill(sentence.replace("\\", "/").replace('"', "'"))
 
 
-def _machines(ranks: int) -> str:
-    """torchrun's options for one machine, or several."""
-    if ranks <= GPUS_OF_A_MACHINE:
+def _torchrun_options(ranks: int) -> str:
+    """Return torchrun's options for so many ranks on one machine, or on several with 8 GPUs each."""
+    if ranks <= GPUS_PER_MACHINE:
         return f"--standalone --nproc-per-node {ranks}"
-    nodes = -(-ranks // GPUS_OF_A_MACHINE)
+    nodes = -(-ranks // GPUS_PER_MACHINE)
     rendezvous = "--node-rank … --master-addr …"
     return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} {rendezvous}"
 
 
-def _imports(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Modules with the names that are taken from them, in the order in which they are written."""
-    names: dict[str, set[str]] = {"megatron.bridge.training.config": {"ConfigContainer"}}
-    for module, name in map(_module_and_name, paths):
+def _collect_imports(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return the modules to import from and the names to import, both sorted."""
+    names_by_module: dict[str, set[str]] = {"megatron.bridge.training.config": {"ConfigContainer"}}
+    for path in paths:
+        module, name = _split_import(path)
         if module:
-            names.setdefault(module, set()).add(name)
-    return [(module, sorted(names[module])) for module in sorted(names)]
+            names_by_module.setdefault(module, set()).add(name)
+    return [(module, sorted(names_by_module[module])) for module in sorted(names_by_module)]
 
 
-def _module_and_name(path: str) -> tuple[str, str]:
-    """Where a name is imported from; nothing for torch's, which are written in full."""
+def _split_import(path: str) -> tuple[str, str]:
+    """Return the module and the name to import for a dotted path.
+
+    The name is the first part that begins with an upper-case letter, or the last part. A path of torch
+    has no module, because it is written in full.
+    """
     if path.startswith("torch."):
         return "", path
     parts = path.split(".")
-    cut = next((at for at, part in enumerate(parts) if part[:1].isupper()), len(parts) - 1)
-    return ".".join(parts[:cut]), parts[cut]
+    name_index = len(parts) - 1
+    for index, part in enumerate(parts):
+        if part[:1].isupper():
+            name_index = index
+            break
+    return ".".join(parts[:name_index]), parts[name_index]
 
 
-def _fields(section: str, fields: Mapping[str, Value]) -> Iterable[tuple[str, str, str]]:
-    """Each field, its value in Python, and its unit where its name does not say it."""
+def _format_fields(section: str, fields: Mapping[str, Value]) -> Iterable[tuple[str, str, str]]:
+    """Yield each field's name, its value in Python, and its unit; empty if the name says the unit."""
     for field, value in fields.items():
         unit = _UNITS.get(f"{section}.{field}", "")
-        said = value is None or unit[:4] in field  # `train_iters` says iterations.
-        yield field, _python(value), "" if said else unit
+        # The name `train_iters` begins like the unit 'iterations', so a comment would repeat it.
+        needs_no_unit = value is None or unit[:4] in field
+        yield field, _format_python(value), "" if needs_no_unit else unit
 
 
-def _python(value: Value) -> str:
+def _format_python(value: Value) -> str:
+    """Return a value as the recipe writes it: symbols by their imported name, texts in double quotes."""
     if isinstance(value, Symbol):
-        module, _ = _module_and_name(value.path)
+        module, _ = _split_import(value.path)
         return value.path.removeprefix(f"{module}.") if module else value.path
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list):
-        return f"[{', '.join(_python(each) for each in value)}]"
-    return shown(value)
+        return f"[{', '.join(_format_python(item) for item in value)}]"
+    return format_value(value)
 
 
-_UNITS = {place.removeprefix("!"): row.unit for row in ROWS for place in row.recipe if row.unit}
+_UNITS = {
+    field.removeprefix("!"): row.unit
+    for row in FLAGS_WITH_FIELDS
+    for field in row.recipe
+    if row.unit
+}
+"""Units of the fields by `section.field`."""

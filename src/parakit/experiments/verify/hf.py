@@ -124,10 +124,10 @@ class _Prover:
 
     def proofs(self, source: Path, name: str) -> Iterator[Proof]:
         """Of a folder of Hugging Face's, under a model's name."""
-        from parakit.convert import Work, import_model, read_source
+        from parakit.convert import ConversionProgress, import_model, read_source
 
         found, hub = read_source(source), self.folder / "models"
-        import_model(found, name, Work(self.console), hub)
+        import_model(found, name, ConversionProgress(self.console), hub)
         yield _round_trip(source, hub / name, self.folder / "exported" / name)
         data = self.options.data or _random_tokens(
             self.folder / f"{name}_tokens", found.shape.vocabulary
@@ -180,13 +180,18 @@ class _Prover:
 
 
 def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
-    from parakit.convert import TensorFolder, Work, differing, export_model
+    from parakit.convert import (
+        ConversionProgress,
+        TensorFolder,
+        export_model,
+        list_differing_tensors,
+    )
 
     model = model_of(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"
-    export_model(checkpoint, model.flags, model.shape, imported, target, Work())
+    export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
     ours, theirs = TensorFolder(target), TensorFolder(source)
-    wrong = differing(ours, theirs)
+    wrong = list_differing_tensors(ours, theirs)
     shutil.rmtree(target)
     seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
     return Proof(model.name, "import and export", _OUTCOMES[not wrong], seen)
