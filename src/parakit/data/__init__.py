@@ -1,7 +1,7 @@
-"""Finished data sets in Megatron's `.bin/.idx` format: opened, verified, split, measured and merged.
+"""Open, verify, split, measure and merge finished data sets in Megatron's `.bin/.idx` format.
 
-This package decides what a valid data set is; every refusal is a `DatasetError`. It makes none from text, which
-`tools.preprocess` does. It loads no torch.
+This package decides which data sets are valid, and raises `DatasetError` for all others. Data sets are made from
+text by `tools.preprocess`. This package imports no torch.
 """
 
 from typing import TYPE_CHECKING
