@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from parakit.data.indexed import DatasetError, open_dataset
-from parakit.data.split import draws
-from parakit.data.stats import label, measure_dataset, text_histogram
+from parakit.data.split import count_draws
+from parakit.data.stats import bin_label, measure_dataset, text_histogram
 
 # GPT-2 tokens: 1, 2, 0, 4; with the end tokens: 2, 3, 0, 5.
 DOCUMENTS = ["one", "one two", "", "one two three four"]
@@ -58,10 +58,10 @@ def test_length_of_a_document_is_the_sum_of_its_sentences(tool, tmp_path, write_
 
 def test_draws_count_samples_and_epochs_of_each_part(prefix):
     """10 tokens: the sample of an epoch needs one more, for the last prediction."""
-    train, valid, test = draws(open_dataset(prefix), "100,0,0", seq_length=3, samples=4)
+    train, valid, test = count_draws(open_dataset(prefix), "100,0,0", seq_length=3, samples=4)
     assert (train.tokens, train.samples_an_epoch, train.epochs) == (10, 3, 2)
     assert valid.sequences == test.sequences == 0
-    train, valid, _ = draws(open_dataset(prefix), "2,1,0", seq_length=2, samples=2)
+    train, valid, _ = count_draws(open_dataset(prefix), "2,1,0", seq_length=2, samples=2)
     assert (train.sequences, train.tokens, train.samples_an_epoch) == (2, 5, 2)
     assert (valid.sequences, valid.tokens, train.epochs) == (1, 5, 1)
 
@@ -74,7 +74,7 @@ def test_epochs_equal_megatrons_gpt_data_set(prefix):
     for samples in (1, 3, 4, 7, 20):
         stub.num_samples = samples
         theirs = GPTDataset._get_num_epochs(stub, 10)
-        assert draws(open_dataset(prefix), "1", 3, samples)[0].epochs == theirs
+        assert count_draws(open_dataset(prefix), "1", 3, samples)[0].epochs == theirs
 
 
 def test_stats_command_prints_bars_and_warns_of_empty_parts(tool, prefix, capsys):
@@ -92,5 +92,5 @@ def test_stats_command_prints_json_with_the_json_option(tool, prefix, capsys):
 
 
 def test_histogram_labels_and_bar_lengths():
-    assert [label(i) for i in (0, 1, 2, 11)] == ["0", "1", "2–3", "1,024–2,047"]
+    assert [bin_label(i) for i in (0, 1, 2, 11)] == ["0", "1", "2–3", "1,024–2,047"]
     assert [line.count("█") for line in text_histogram([0, 4, 0, 2])] == [40, 0, 20]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parakit.data.indexed import open_dataset
-from parakit.data.verify import common_end, verify_dataset
+from parakit.data.verify import find_common_end_token, verify_dataset
 
 DOCUMENTS = ["One two three", "", "Four five", "Six", "Seven eight nine ten"]
 
@@ -105,7 +105,7 @@ def test_error_names_the_token_range_of_the_damaged_shard(tool, tmp_path, write_
 
 def test_results_do_not_depend_on_the_chunk_size(bare, monkeypatch):
     monkeypatch.setattr("parakit.data.indexed.CHUNK", 3)
-    assert common_end(open_dataset(bare)) == 50256
+    assert find_common_end_token(open_dataset(bare)) == 50256
     assert not verify_dataset(bare).problems
     path = bare.with_name(bare.name + ".idx")
     path.write_bytes(path.read_bytes()[:-16] + struct.pack("<2q", 2, 4))

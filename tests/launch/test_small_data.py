@@ -8,7 +8,7 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.data.indexed import open_dataset
-from parakit.data.split import Split, parts_of, unusable_parts
+from parakit.data.split import Split, divide_into_parts, unusable_parts
 from parakit.launch import start
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -164,7 +164,7 @@ def test_parts_are_those_that_megatron_builds(tmp_path: Path, sequences: int, sp
         builder, "mine", matrix, [1, 1, 1]
     )
     dataset = open_dataset(Path(write_documents(tmp_path / "mine", [SHORT] * sequences)))
-    ours = parts_of(dataset, split)
+    ours = divide_into_parts(dataset, split)
     for part in Split:
         built = built_parts[part]
         assert (built is None) == (ours[part].weight == 0)

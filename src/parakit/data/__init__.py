@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.data.folder import locked, publish, retire, working_folder
+    from parakit.data.folder import lock_folder, publish, retire, working_folder
     from parakit.data.indexed import (
         Dataset,
         DatasetError,
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
         write_manifest,
     )
     from parakit.data.inputs import HUB_CACHES, HUB_PREFIX, find_input_files
-    from parakit.data.merge import join, merge_datasets
+    from parakit.data.merge import join_datasets, merge_datasets
     from parakit.data.split import (
         Split,
-        draws,
-        epochs_for,
-        parts_of,
-        samples_of,
+        count_draws,
+        count_epochs,
+        count_samples,
+        divide_into_parts,
         sizes_sentence,
         split_bounds,
         split_documents,
@@ -60,22 +60,22 @@ __all__ = [
     "Split",
     "TokenType",
     "bin_path",
+    "count_draws",
+    "count_epochs",
+    "count_samples",
     "describe_counts",
     "describe_draws",
-    "draws",
-    "epochs_for",
+    "divide_into_parts",
     "find_input_files",
     "idx_path",
-    "join",
+    "join_datasets",
     "largest_token",
-    "locked",
+    "lock_folder",
     "measure_dataset",
     "merge_datasets",
     "open_dataset",
-    "parts_of",
     "publish",
     "retire",
-    "samples_of",
     "sizes_sentence",
     "split_bounds",
     "split_documents",

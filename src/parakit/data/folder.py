@@ -26,7 +26,7 @@ def working_folder(prefix: Path) -> Path:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make the folder, and lock it against other processes until the block ends or this process dies.
 
     Raises:

@@ -214,7 +214,7 @@ def _map_index_array(path: Path, dtype: str, *, offset: int, count: int) -> IntA
     return np.memmap(path, dtype, "r", _HEADER.size + offset, (count,))
 
 
-def stretches(count: int) -> Iterator[slice]:
+def iterate_chunks(count: int) -> Iterator[slice]:
     """Yield slices of at most CHUNK indices that cover `range(count)` in order."""
     for start in range(0, count, CHUNK):
         yield slice(start, min(start + CHUNK, count))
@@ -223,7 +223,7 @@ def stretches(count: int) -> Iterator[slice]:
 def _split_into_chunks(arrays: Iterable[IntArray]) -> Iterator[IntArray]:
     """Yield the arrays in order, each in pieces of at most CHUNK numbers."""
     for array in arrays:
-        for chunk in stretches(len(array)):
+        for chunk in iterate_chunks(len(array)):
             yield array[chunk]
 
 

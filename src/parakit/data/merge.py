@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.artifacts.io import flush_to_disk
-from parakit.data.folder import locked, publish, working_folder
+from parakit.data.folder import lock_folder, publish, working_folder
 from parakit.data.indexed import (
     Dataset,
     DatasetError,
@@ -32,7 +32,7 @@ _KEY = "data"
 """Name of the merged data set within its working folder."""
 
 
-def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None) -> None:
+def join_datasets(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None) -> None:
     """Write one data set at `prefix` that holds all `datasets` in order.
 
     Args:
@@ -122,8 +122,8 @@ def merge_datasets(
         finished_files.append(bin_path(output))
     if not overwrite and any(path.exists() for path in finished_files):
         raise DatasetError(f"{output} exists already; choose another, or give --overwrite.")
-    with locked(folder):
-        join(datasets, folder / _KEY, _combine_identities(datasets))
+    with lock_folder(folder):
+        join_datasets(datasets, folder / _KEY, _combine_identities(datasets))
         publish(folder, {_KEY: output})
     return open_dataset(output)
 

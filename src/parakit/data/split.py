@@ -82,7 +82,7 @@ def split_ends(split: str) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """Training, validation or test part of a data set."""
 
     name: str
@@ -105,7 +105,7 @@ class Part:
         return self.tokens < (1 if is_repeated else seq_length + 1)
 
 
-def parts_of(dataset: Dataset, split: str) -> tuple[Part, ...]:
+def divide_into_parts(dataset: Dataset, split: str) -> tuple[DatasetPart, ...]:
     """Return the training, the validation and the test part of a data set, in this order.
 
     Raises:
@@ -115,7 +115,7 @@ def parts_of(dataset: Dataset, split: str) -> tuple[Part, ...]:
     tokens_by_part = np.diff(dataset.tokens_before(np.array(bounds))).tolist()
     weights = [end - begin for begin, end in pairwise(split_ends(split))]
     return tuple(
-        Part(
+        DatasetPart(
             name=PART_NAMES[part],
             weight=weights[part],
             sequences=bounds[part + 1] - bounds[part],
@@ -127,12 +127,16 @@ def parts_of(dataset: Dataset, split: str) -> tuple[Part, ...]:
 
 def unusable_parts(
     dataset: Dataset, split: str, seq_length: int, evaluates: bool = True
-) -> list[Part]:
+) -> list[DatasetPart]:
     """Return the parts on which Megatron fails; an empty list means that `split` works.
 
     `evaluates` is False for a run with `--eval-iters 0`.
     """
-    return [part for part in parts_of(dataset, split) if part.is_unusable(seq_length, evaluates)]
+    return [
+        part
+        for part in divide_into_parts(dataset, split)
+        if part.is_unusable(seq_length, evaluates)
+    ]
 
 
 def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> str | None:
@@ -153,7 +157,7 @@ def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> s
     return None if unusable_parts(dataset, split, seq_length, evaluates) else split
 
 
-def sizes_sentence(parts: Sequence[Part]) -> str:
+def sizes_sentence(parts: Sequence[DatasetPart]) -> str:
     """Return the sizes of at least two parts as the end of a sentence, without a full stop.
 
     An example is 'training 9 documents (80 tokens), validation 1 document (7 tokens) and test …'.
@@ -171,7 +175,7 @@ def split_documents(split: str, documents: int, part: Split = Split.TRAINING) ->
     return np.arange(bounds[part], bounds[part + 1], dtype=np.int32)
 
 
-def epochs_for(samples: int, tokens: int, seq_length: int) -> int:
+def count_epochs(samples: int, tokens: int, seq_length: int) -> int:
     """Return the epochs over `tokens` tokens that Megatron needs for `samples` samples, at least one.
 
     The samples need one token more than they hold, because the last token is only predicted.
@@ -179,12 +183,12 @@ def epochs_for(samples: int, tokens: int, seq_length: int) -> int:
     return -(-(samples * seq_length + 1) // tokens)
 
 
-def samples_of(epochs: int, tokens: int, seq_length: int) -> int:
+def count_samples(epochs: int, tokens: int, seq_length: int) -> int:
     """Return the number of whole samples in `epochs` epochs over `tokens` tokens."""
     return max(0, epochs * tokens - 1) // seq_length
 
 
-def draws(
+def count_draws(
     dataset: Dataset, split: str, seq_length: int, samples: int, *evaluation_samples: int
 ) -> tuple[Draw, ...]:
     """Return the size of the training, validation and test part, and the samples drawn from each part.
@@ -201,17 +205,19 @@ def draws(
     """
     requested_samples = (samples, *evaluation_samples, 0, 0)
     drawn = []
-    parts = parts_of(dataset, split)
+    parts = divide_into_parts(dataset, split)
     for short_name, part, requested in zip(
         _SHORT_PART_NAMES, parts, requested_samples, strict=False
     ):
-        epochs = epochs_for(requested, part.tokens, seq_length) if requested and part.tokens else 0
+        epochs = (
+            count_epochs(requested, part.tokens, seq_length) if requested and part.tokens else 0
+        )
         drawn.append(
             Draw(
                 split=short_name,
                 sequences=part.sequences,
                 tokens=part.tokens,
-                samples_an_epoch=samples_of(1, part.tokens, seq_length),
+                samples_an_epoch=count_samples(1, part.tokens, seq_length),
                 samples=requested,
                 epochs=epochs,
             )

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parakit.data.indexed import Dataset, DatasetError, stretches
+from parakit.data.indexed import Dataset, DatasetError, iterate_chunks
 from parakit.data.split import Draw
-from parakit.data.verify import common_end, structure_flaws
+from parakit.data.verify import find_common_end_token, find_index_faults
 from parakit.formatting.units import plural
 
 LENGTH_BINS = 32
@@ -54,11 +54,11 @@ def measure_dataset(dataset: Dataset) -> Stats:
     Raises:
         DatasetError: The index is damaged: sequences or documents do not follow one another.
     """
-    if flaws := structure_flaws(dataset):
+    if flaws := find_index_faults(dataset):
         raise DatasetError(flaws[0])
     histogram = np.zeros(LENGTH_BINS + 1, dtype=np.int64)
     longest = 0
-    for documents in stretches(dataset.documents):
+    for documents in iterate_chunks(dataset.documents):
         boundaries = dataset.boundaries[documents.start : documents.stop + 1]
         lengths = np.diff(dataset.tokens_before(boundaries))
         # The exponent that frexp returns is the number of binary digits of a length, which is its bin.
@@ -66,7 +66,7 @@ def measure_dataset(dataset: Dataset) -> Stats:
         histogram += np.bincount(bins, minlength=len(histogram))
         longest = max(longest, int(lengths.max()))
     manifest = dataset.manifest
-    eod = manifest.identity.eod if manifest else common_end(dataset)
+    eod = manifest.identity.eod if manifest else find_common_end_token(dataset)
     eod_tokens = 0
     if eod is not None:
         eod_tokens = sum(int((tokens == eod).sum()) for tokens in dataset.token_chunks())
@@ -139,15 +139,15 @@ def text_histogram(counts: Sequence[int]) -> list[str]:
     if not filled_bins:
         return []
     shown_bins = range(filled_bins[0], filled_bins[-1] + 1)
-    label_width = max(len(label(bin_)) for bin_ in shown_bins)
+    label_width = max(len(bin_label(bin_)) for bin_ in shown_bins)
     lines = []
     for bin_ in shown_bins:
         bar = "█" * math.ceil(counts[bin_] * _BAR_CHARACTERS / max(counts))
-        lines.append(f"{label(bin_):>{label_width}} {bar:{_BAR_CHARACTERS}} {counts[bin_]:,}")
+        lines.append(f"{bin_label(bin_):>{label_width}} {bar:{_BAR_CHARACTERS}} {counts[bin_]:,}")
     return lines
 
 
-def label(bin_: int) -> str:
+def bin_label(bin_: int) -> str:
     """Return the document lengths of a bin as text, such as `512–1,023`, `1` or `0`."""
     if bin_ == 0:
         return "0"

@@ -18,8 +18,8 @@ from parakit.data.indexed import (
     Dataset,
     DatasetError,
     IntArray,
+    iterate_chunks,
     open_dataset,
-    stretches,
 )
 
 
@@ -74,7 +74,7 @@ def _describe_passed_check(dataset: Dataset, vocabulary: int | None) -> str:
     return f"{scope}. {dataset.documents:,} documents, {dataset.tokens:,} tokens, {ids}."
 
 
-def structure_flaws(dataset: Dataset) -> list[str]:
+def find_index_faults(dataset: Dataset) -> list[str]:
     """Return one sentence per fault of the index; empty if it is sound.
 
     Sequences must follow one another in the `.bin`, and documents must follow one another in the list of
@@ -83,7 +83,7 @@ def structure_flaws(dataset: Dataset) -> list[str]:
     return [*_check_pointers(dataset)] or [*_check_boundaries(dataset)]
 
 
-def common_end(dataset: Dataset) -> int | None:
+def find_common_end_token(dataset: Dataset) -> int | None:
     """Return the token that ends every sequence that is not empty; None if they end in several tokens.
 
     If preprocessing appended an end-of-document token, that token is returned. A data set without tokens
@@ -94,7 +94,7 @@ def common_end(dataset: Dataset) -> int | None:
     tokens, lengths, pointers = dataset.stored, dataset.lengths, dataset.pointers
     itemsize = np.dtype(dataset.dtype).itemsize
     common_token: int | None = None
-    for sequences in stretches(dataset.sequences):
+    for sequences in iterate_chunks(dataset.sequences):
         ends = pointers[sequences] // itemsize + lengths[sequences]
         last_tokens = tokens[ends[lengths[sequences] > 0] - 1]
         if common_token is None and len(last_tokens):
@@ -108,7 +108,7 @@ def _check_pointers(dataset: Dataset) -> Iterator[str]:
     """Yield a sentence on the first sequence that does not start where the sequence before it ends."""
     itemsize = np.dtype(dataset.dtype).itemsize
     chunk_start = 0
-    for sequences in stretches(dataset.sequences):
+    for sequences in iterate_chunks(dataset.sequences):
         lengths, pointers = dataset.lengths[sequences], dataset.pointers[sequences]
         ends = chunk_start + itemsize * np.cumsum(lengths, dtype=np.int64)
         starts = np.concatenate(([chunk_start], ends[:-1]))
@@ -132,11 +132,11 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
     first_boundary = dataset.boundaries[0]
     if first_boundary != 0:
         yield f"{dataset.idx_path}: document boundary 0 is {first_boundary}, not 0."
-    end = common_end(dataset)
+    end = find_common_end_token(dataset)
     has_document_end = end is not None and dataset.sequences >= 2
     max_sequences = 1 if has_document_end else np.inf
     reason = f", though every sequence ends in token {end}, which ends documents"
-    for documents in stretches(dataset.documents):
+    for documents in iterate_chunks(dataset.documents):
         boundaries = dataset.boundaries[documents.start : documents.stop + 1]
         sequences_per_document = np.diff(boundaries)
         is_wrong = (sequences_per_document < 0) | (sequences_per_document > max_sequences)
@@ -162,7 +162,7 @@ def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
     shard_start = 0
     with dataset.bin_path.open("rb") as stream:
         for count, sha256 in shards:
-            for chunk in stretches(count):
+            for chunk in iterate_chunks(count):
                 tokens = np.fromfile(stream, dataset.dtype, chunk.stop - chunk.start)
                 if sha256 is not None:
                     digest.update(tokens)

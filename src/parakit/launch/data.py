@@ -26,9 +26,9 @@ from parakit.data import (
     DatasetError,
     Split,
     bin_path,
+    divide_into_parts,
     idx_path,
     open_dataset,
-    parts_of,
     unusable_parts,
     usable_split,
 )
@@ -125,7 +125,7 @@ def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tu
     split = usable_split(dataset, seq_length, evaluates)
     if split is None:
         return ()
-    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
+    has_validation = divide_into_parts(dataset, split)[Split.VALIDATION].weight > 0
     return (SPLIT, split) if has_validation else (SPLIT, split, EVAL_ITERATIONS, "0")
 
 

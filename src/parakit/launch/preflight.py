@@ -25,10 +25,10 @@ from parakit.data import (
     Dataset,
     DatasetError,
     Split,
+    divide_into_parts,
     idx_path,
     largest_token,
     open_dataset,
-    parts_of,
     sizes_sentence,
 )
 from parakit.formatting.units import gib, plural
@@ -269,7 +269,7 @@ def _split_problems(launch: Launch, dataset: Dataset) -> Iterator[str]:
     flags, length = Flags(launch.flags), launch.model.shape.seq_length
     split, evaluates = flags.text(SPLIT), flags.integer(EVAL_ITERATIONS, 1) > 0
     try:
-        parts = parts_of(dataset, split)
+        parts = divide_into_parts(dataset, split)
     except DatasetError as error:
         yield str(error)
         return

@@ -25,7 +25,7 @@ from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, trained_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, scaling_sentence
-from parakit.data import DatasetError, Split, open_dataset, parts_of, sizes_sentence
+from parakit.data import DatasetError, Split, divide_into_parts, open_dataset, sizes_sentence
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import for_backend
 from parakit.launch.checkpoints import resume_if_saved
@@ -349,7 +349,7 @@ def other_split(launch: Launch) -> str:
     models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT)
     if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT):
         return ""
-    parts = parts_of(open_dataset(launch.data_path), chosen)
+    parts = divide_into_parts(open_dataset(launch.data_path), chosen)
     without_validation = parts[Split.VALIDATION].weight == 0
     evaluated = f" and {EVAL_ITERATIONS} 0" if without_validation else ""
     return (

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parakit.data import Split, epochs_for, open_dataset, samples_of, split_documents
+from parakit.data import Split, count_epochs, count_samples, open_dataset, split_documents
 from parakit.native.parallel import RankLayout
 from parakit.native.settings import Settings
 
@@ -45,9 +45,9 @@ class SplitSamples:
         self._seq_length = seq_length
         documents = split_documents(split, len(lengths), part)
         per_epoch = int(lengths[documents].sum(dtype=np.int64))
-        epochs = epochs_for(samples, per_epoch, seq_length)
-        before_last = samples_of(epochs - 1, per_epoch, seq_length)
-        a_whole_epoch = samples_of(1, per_epoch, seq_length)
+        epochs = count_epochs(samples, per_epoch, seq_length)
+        before_last = count_samples(epochs - 1, per_epoch, seq_length)
+        a_whole_epoch = count_samples(1, per_epoch, seq_length)
         separate = epochs > 1 and samples - before_last < int(
             SEPARATE_LAST_EPOCH_BELOW * a_whole_epoch
         )
@@ -55,7 +55,7 @@ class SplitSamples:
         self._documents = _document_order(documents, epochs, separate, random)
         # Where each document of the order begins in the stream.
         self._offsets = np.concatenate(([0], np.cumsum(lengths[self._documents], dtype=np.int64)))
-        total = samples_of(epochs, per_epoch, seq_length)
+        total = count_samples(epochs, per_epoch, seq_length)
         # All samples, the first shuffled among themselves and the rest among themselves.
         first = before_last if separate else total
         order = np.arange(total)
