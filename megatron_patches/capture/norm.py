@@ -14,7 +14,7 @@ import torch
 from torch.distributed import get_process_group_ranks
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap
-from parakit.capturing import Piece, local
+from parakit.capturing import Piece, local_tensor
 
 
 class NormMembership:
@@ -54,9 +54,9 @@ class NormMembership:
         for ranks, counted in self._counted.items():
             for parameter, part in self._parameters.parts(self._optimizer):
                 if counted[id(parameter)]:
-                    times = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
+                    times = torch.zeros(local_tensor(parameter).numel(), dtype=torch.uint8)
                     start = part.start or 0
-                    times[start : start + local(part.main).numel()] = counted[id(parameter)]
+                    times[start : start + local_tensor(part.main).numel()] = counted[id(parameter)]
                     for piece in self._parameters.pieces(parameter, times):
                         yield ranks, piece
 
@@ -68,4 +68,4 @@ def _gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
         if gradient is not None:
             yield gradient
             if hasattr(gradient, "_local_tensor"):  # Megatron-FSDP's shard is taken out of it.
-                yield local(gradient)
+                yield local_tensor(gradient)

@@ -15,7 +15,7 @@ import torch
 
 from parakit.accounting import gradient_of, optimizers
 from parakit.artifacts.capture import Placement
-from parakit.capturing import Piece, local
+from parakit.capturing import Piece, local_tensor
 
 
 class ParameterMap:
@@ -41,7 +41,7 @@ class ParameterMap:
                 module, _, own = name.rpartition(".")
                 self._names.setdefault(id(held), f"{names_of_chunk[module]}.{own}")
                 # Some modules detach before they describe: it is the same memory.
-                memory = (local(held).data_ptr(), local(held).shape)
+                memory = (local_tensor(held).data_ptr(), local_tensor(held).shape)
                 alike = (e for e in entries.values() if (e.data.data_ptr(), e.data.shape) == memory)
                 entry = entries.get(id(held)) or next(alike, None)
                 if entry is None:
@@ -79,7 +79,7 @@ class ParameterMap:
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> tuple[torch.Tensor, bool]:
         """Values in the parameter's shape, and whether they are a copy that has NaN for absent ones."""
-        values, shape = local(values), local(parameter).shape
+        values, shape = local_tensor(values), local_tensor(parameter).shape
         if held := flat_range(parameter):
             start, shape = held.start, parameter.shape
         if start is not None:

@@ -22,7 +22,7 @@ from parakit.artifacts.capture import (
     InitialPiece,
     Stage,
 )
-from parakit.capturing import Recording, State, local, perturb, reach
+from parakit.capturing import Recording, TrainingState, local_tensor, perturb, update_magnitude
 
 
 class Start:
@@ -37,10 +37,12 @@ class Start:
     def follow(self, optimizer: Any) -> None:
         """Before an iteration, note how far the update before it reached."""
         for parameter, part in self._parameters.parts(optimizer):
-            number, now = id(parameter), local(part.main).detach()
+            number, now = id(parameter), local_tensor(part.main).detach()
             squares = part.states.get("exp_avg_sq")
             if number in self._last and squares is not None:
-                reached = reach(*_rows(parameter, part, now - self._last[number], squares))
+                reached = update_magnitude(
+                    *_rows(parameter, part, now - self._last[number], squares)
+                )
                 reached = reached.reshape(now.shape)
                 self._reach[number] = self._reach.get(number, 0) + reached
             self._last[number] = now.clone()
@@ -67,7 +69,7 @@ class Start:
                         piece.values.copy_(given)
                         changed = True
                 if partial:
-                    local(one.data).view(-1).copy_(whole.view(-1)[flat_range(one)])
+                    local_tensor(one.data).view(-1).copy_(whole.view(-1)[flat_range(one)])
         if changed:
             self._carry_over(optimizer)
 
@@ -100,9 +102,9 @@ def _rows(
     parameter: torch.Tensor, part: OptimizerPart, *tensors: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """Tensors of an optimizer's part, in rows where it is the whole parameter."""
-    whole = local(parameter)
+    whole = local_tensor(parameter)
     for tensor in tensors:
-        flat = local(tensor).reshape(-1)
+        flat = local_tensor(tensor).reshape(-1)
         alike = part.start is None and flat.numel() == whole.numel()
         yield flat.view(whole.shape) if alike else flat
 
@@ -123,7 +125,7 @@ class Snapshot:
         inner = [getattr(one, "optimizer", one) for one in optimizers(optimizer)]
         held = [one for chunk in chunks for one in (*chunk.parameters(), *chunk.buffers())]
         held += [one for each in inner for group in each.param_groups for one in group["params"]]
-        self._state = State(held, *inner)
+        self._state = TrainingState(held, *inner)
         scalers = (getattr(one, "grad_scaler", None) for one in optimizers(optimizer))
         counting = (scheduler, *(one for one in scalers if one is not None))
         self._counted = [(one, dict(vars(one))) for one in counting]

@@ -49,7 +49,14 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing import Recording, Responding, Sink, StoredTensors, norm_of, number
+from parakit.capturing import (
+    Recording,
+    RoundingProbe,
+    Sink,
+    StoredTensors,
+    fp64_scalar,
+    norm_without_nan,
+)
 from parakit.config import variables
 
 SCHEDULE = "schedule"
@@ -159,7 +166,7 @@ class _Watch:
             answer, groups = self._run(call, forward_step, self.recording)
             self.writer.flush()
             if snapshot is not None:
-                responding = Responding(StoredTensors(self.folder, self.writer.records))
+                responding = RoundingProbe(StoredTensors(self.folder, self.writer.records))
                 for seed in range(1 + self.seeds):
                     snapshot.restore()
                     if self.seeds:
@@ -224,7 +231,7 @@ class _Watch:
                 slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
                 # Where nothing is clipped some of Megatron's optimizers compute no norm, and return 0.
                 if norm is not None and (norms or float(norm) > 0):
-                    sink.write(Site(Stage.NORM, "grad_norm", slot), number(float(norm)))
+                    sink.write(Site(Stage.NORM, "grad_norm", slot), fp64_scalar(float(norm)))
             for ranks, piece in membership.pieces():
                 sink.write_piece(Stage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
             return stepped
@@ -329,7 +336,7 @@ class _Watch:
                     self._write(sink, stage, name, parameter, values, part.start)
                 else:  # The number of steps.
                     site = Site(stage, self.parameters.name(parameter), name)
-                    sink.write(site, number(values))
+                    sink.write(site, fp64_scalar(values))
                 old = before.get((id(parameter), name))
                 if old is not None:
                     moved = values.detach().float() - old.float()
@@ -348,7 +355,7 @@ class _Watch:
         for parameter, part in self.parameters.parts(self.optimizer):
             for key, slot in _RATES.items():
                 site = Site(Stage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
-                self.recording.write(site, number(float(part.group[key])))
+                self.recording.write(site, fp64_scalar(float(part.group[key])))
 
     def _carried(self) -> Iterator[tuple[Site, float]]:
         """States that earlier iterations left, with their norms."""
@@ -357,7 +364,7 @@ class _Watch:
                 if name != "param" and values.numel() > 1:
                     for piece in self.parameters.pieces(parameter, values, part.start):
                         site = Site(Stage.OPTIMIZER_STATE, piece.name, name)
-                        yield site, norm_of(piece.values)
+                        yield site, norm_without_nan(piece.values)
 
     def _before_update(self) -> dict[tuple[int, str], torch.Tensor]:
         """Copies of what an update changes: weights and master copies of them."""

@@ -13,7 +13,7 @@ from parakit.artifacts.capture import (
     read_rank,
 )
 from parakit.config import variables
-from parakit.native.capture import capturing, native_counterpart
+from parakit.native.capture import build_native_counterpart, wrap_for_capture
 from parakit.native.engines import TorchEngine
 from parakit.native.model import GPT, initialise
 from parakit.native.parallel import RankLayout
@@ -37,7 +37,7 @@ def trained(*flags: str) -> torch.Tensor:
     model = GPT(chosen)
     initialise(model, chosen)
     engine = TorchEngine(model, chosen, RankLayout(0, 1, 1, torch.device("cpu")))
-    seen = capturing(engine, native_counterpart(model), chosen)
+    seen = wrap_for_capture(engine, build_native_counterpart(model), chosen)
     for _ in range(2):
         seen.forward_backward(BATCHES)
         seen.update(1e-2)

@@ -10,9 +10,9 @@ from parakit.native.model import (
     GPT,
     MixtureOfExperts,
     balance_loss,
-    mixtures,
+    find_expert_layers,
     rotate,
-    run_here,
+    run_local_experts,
     z_loss,
 )
 from parakit.native.optimizer import muon_parameters
@@ -81,7 +81,7 @@ def test_rows_go_to_the_experts_in_their_order() -> None:
     experts = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
     for factor, expert in enumerate(experts):
         torch.nn.init.constant_(expert.weight, factor)
-    done = run_here(torch.ones(5, 1), torch.tensor([2, 0, 3]), experts)
+    done = run_local_experts(torch.ones(5, 1), torch.tensor([2, 0, 3]), experts)
     assert done.flatten().tolist() == [0, 0, 2, 2, 2]
 
 
@@ -99,11 +99,11 @@ def test_blueberry_has_the_published_parameters_to_the_last() -> None:
         model = GPT(preset("blueberry-79m", "--silu"))
     parameters = list(model.parameters())
     assert sum(p.numel() for p in parameters) == 79_059_840
-    idle = 6 * 6 * sum(p.numel() for p in mixtures(model)[0].experts[0].parameters())
+    idle = 6 * 6 * sum(p.numel() for p in find_expert_layers(model)[0].experts[0].parameters())
     assert 79_059_840 - idle == 36_592_512
     muon = muon_parameters(model)
     assert (len(muon), sum(p.numel() for p in muon)) == (114, 60_180_480)
-    assert all(layer.router.weight in set(muon) for layer in mixtures(model))
+    assert all(layer.router.weight in set(muon) for layer in find_expert_layers(model))
     rest = set(parameters) - set(muon)
     assert sum(p.numel() for p in rest) == 18_879_360
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.native.model import GPT, mean_loss
-from parakit.native.optimizer import adamw, clip_gradients, learning_rate
+from parakit.native.optimizer import build_adamw, clip_gradients, learning_rate
 from parakit.native.settings import Settings
 from tests.examples.runs import SharedRuns
 from tests.native.pipeline_rank import (
@@ -53,7 +53,7 @@ def train_alone(of: Settings, schedule: PipelineSchedule) -> tuple[list[float], 
     """
     model = whole_model(of)
     newest = dict(model.named_parameters())
-    optimizer = adamw(model.parameters(), of)
+    optimizer = build_adamw(model.parameters(), of)
     versions = [{name: p.detach().clone() for name, p in newest.items()}]
     losses = []
     for batch in range(ITERATIONS):

@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from parakit.capturing.sinks import (
         Piece,
         Recording,
-        Responding,
+        RoundingProbe,
         Sink,
         StoredTensors,
-        norm_of,
-        number,
-        reach,
+        fp64_scalar,
+        norm_without_nan,
         tap,
+        update_magnitude,
     )
-    from parakit.capturing.state import State, local, perturb
+    from parakit.capturing.state import TrainingState, local_tensor, perturb
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "Piece",
     "Recording",
-    "Responding",
+    "RoundingProbe",
     "Sink",
-    "State",
     "StoredTensors",
+    "TrainingState",
     "capture",
-    "local",
-    "norm_of",
-    "number",
+    "fp64_scalar",
+    "local_tensor",
+    "norm_without_nan",
     "perturb",
-    "reach",
     "tap",
+    "update_magnitude",
 ]

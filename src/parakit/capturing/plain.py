@@ -41,8 +41,16 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, tap
-from parakit.capturing.state import State, local, perturb
+from parakit.capturing.sinks import (
+    Piece,
+    Recording,
+    RoundingProbe,
+    Sink,
+    StoredTensors,
+    fp64_scalar,
+    tap,
+)
+from parakit.capturing.state import TrainingState, local_tensor, perturb
 
 SEEDS = 3
 """Repetitions by which it is measured how far rounding alone moves each tensor."""
@@ -92,14 +100,14 @@ def capture(
     rank = dist.get_rank() if world > 1 else 0
     own = Path(folder) / f"rank-{rank}"
     held = (*model.parameters(), *model.buffers())
-    before = State(held, optimizer)
+    before = TrainingState(held, optimizer)
     with CaptureWriter(own) as writer:
         step = _Step(model, optimizer, Recording(writer))
         with step:
             yield
         writer.flush()
-        after = State(held, optimizer)
-        responding = Responding(StoredTensors(own, writer.records))
+        after = TrainingState(held, optimizer)
+        responding = RoundingProbe(StoredTensors(own, writer.records))
         for seed in range(seeds):
             before.restore()
             again = _Step(model, optimizer, responding)
@@ -216,7 +224,7 @@ class _Step:
             for kept in self.pieces(of_slot.get):
                 if kept.values.ndim == 0:  # The number of steps.
                     site = Site(Stage.OPTIMIZER_STATE, kept.name, slot)
-                    self.sink.write(site, number(kept.values))
+                    self.sink.write(site, fp64_scalar(kept.values))
                 else:
                     self.sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
         for weight in self.pieces(lambda one: one):
@@ -235,7 +243,7 @@ class _Step:
                 mesh, split = parameter.device_mesh, parameter.placements
                 _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, split)
             placement = Placement(plain, shape, tuple(offset))
-            yield Piece(plain, placement, local(value).detach())
+            yield Piece(plain, placement, local_tensor(value).detach())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

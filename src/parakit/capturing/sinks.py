@@ -161,7 +161,7 @@ class Recording:
         return self._forced.get(site) if self._forced is not None else None
 
 
-class Responding:
+class RoundingProbe:
     """Compares every tensor with the one written, and keeps how far it moved.
 
     What a module is given may be off by a rounding error as well, each element by its own. Weights that
@@ -209,7 +209,7 @@ class Responding:
         for held, now in both:
             if (now.isfinite() < held.isfinite()).any():
                 return  # Where fp16 overflows with other weights, that is no response to rounding.
-            norms.append((norm_of(held), norm_of(_filled(now) - _filled(held))))
+            norms.append((norm_without_nan(held), norm_without_nan(_filled(now) - _filled(held))))
         size, moved = (math.hypot(*(each[n] for each in norms)) for n in (0, 1))
         key = f"{site.stage}|{site.name}|{site.slot}"
         if size > 0:
@@ -249,7 +249,7 @@ class Responding:
             gradient = self.responses.get(f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient")
             if stored is None or gradient is None:
                 continue
-            now = norm_of(stored)
+            now = norm_without_nan(stored)
             if now > 0:
                 power = 2 if site.slot.endswith("_sq") else 1
                 key = f"{site.stage}|{site.name}|{site.slot}"
@@ -268,12 +268,12 @@ def _filled(values: torch.Tensor) -> torch.Tensor:
     return values.double().nan_to_num()
 
 
-def norm_of(values: torch.Tensor) -> float:
+def norm_without_nan(values: torch.Tensor) -> float:
     """Of the elements that this rank holds, in fp64."""
     return float(torch.linalg.vector_norm(_filled(values)))
 
 
-def number(value: float | torch.Tensor) -> torch.Tensor:
+def fp64_scalar(value: float | torch.Tensor) -> torch.Tensor:
     """A number as captures hold it: fp64, shape [1]."""
     return torch.as_tensor(value).detach().reshape(1).double()
 
@@ -284,7 +284,7 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
     return flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
 
 
-def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+def update_magnitude(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
     """How far an update would have moved each weight by a gradient of the size that its row has.
 
     Adam divides by the gradient's size: where that is all rounding, a weight moves as far as any other.
@@ -299,7 +299,7 @@ def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
     return torch.where(roots > 0, size / roots, 0)
 
 
-Sink = Recording | Responding
+Sink = Recording | RoundingProbe
 
 
 def tap(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class State:
+class TrainingState:
     """Weights, buffers, states of torch's optimizers and random numbers, to begin a step again."""
 
     def __init__(self, held: Iterable[Tensor], *optimizers: Any) -> None:
@@ -23,7 +23,9 @@ class State:
         )
         tensors = (*held, *(value for value in kept if isinstance(value, Tensor)))
         # What holds one of these tensors goes on holding it: their values are put back.
-        self._tensors = [(one, one.clone()) for one in (local(each).detach() for each in tensors)]
+        self._tensors = [
+            (one, one.clone()) for one in (local_tensor(each).detach() for each in tensors)
+        ]
         self._states = [
             (one.state, {key: dict(state) for key, state in one.state.items()})
             for one in optimizers
@@ -62,6 +64,6 @@ def perturb(weights: Iterable[tuple[str, Tensor]]) -> None:
             values.mul_(1 + torch.finfo(values.dtype).eps * signed)
 
 
-def local(value: Tensor) -> Tensor:
+def local_tensor(value: Tensor) -> Tensor:
     """A rank's own part of a distributed tensor; any other as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value

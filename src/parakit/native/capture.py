@@ -33,25 +33,25 @@ from parakit.artifacts.capture import (
 from parakit.capturing import (
     Piece,
     Recording,
-    Responding,
+    RoundingProbe,
     Sink,
-    State,
     StoredTensors,
-    number,
+    TrainingState,
+    fp64_scalar,
     perturb,
-    reach,
+    update_magnitude,
 )
 from parakit.config import variables
 from parakit.native.batches import MicroBatch
 from parakit.native.engines import Engine, TorchEngine, Update
 from parakit.native.hooks import Taps
-from parakit.native.model import GPT, mixtures
+from parakit.native.model import GPT, find_expert_layers
 from parakit.native.settings import Settings
-from parakit.native.weights import megatron_name, source_of
+from parakit.native.weights import find_checkpoint_key, megatron_name
 
 
 @dataclass(frozen=True)
-class Whole:
+class MegatronParameter:
     """A parameter of Megatron's, and what it is made of here."""
 
     name: str
@@ -71,24 +71,24 @@ class Counterpart:
     """Megatron's model, written by others."""
 
     model: nn.Module
-    wholes: tuple[Whole, ...]
+    wholes: tuple[MegatronParameter, ...]
     taps: Callable[[Sink, Sequence[MicroBatch]], AbstractContextManager[object]]
     """Hands activations and their gradients to a sink while the block runs."""
 
 
-def native_counterpart(model: GPT) -> Counterpart:
+def build_native_counterpart(model: GPT) -> Counterpart:
     """This backend's own."""
-    experts, wholes = mixtures(model), []
+    experts, wholes = find_expert_layers(model), []
     stacked = (len(model.blocks), *([experts[0].count] if experts else []))
     for name, parameter in model.named_parameters():
-        key, places = source_of(name)
+        key, places = find_checkpoint_key(name)
         shape = (*stacked[: len(places)], *parameter.shape)
         placement = Placement(key, shape, (*places, *[0] * parameter.ndim))
-        wholes.append(Whole(megatron_name(name), placement, (parameter,)))
+        wholes.append(MegatronParameter(megatron_name(name), placement, (parameter,)))
     return Counterpart(model, tuple(wholes), partial(Taps, model))
 
 
-def capturing(engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> Engine:
+def wrap_for_capture(engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> Engine:
     """The engine; one that writes an iteration's tensors, where the environment asks for it."""
     if variables.CAPTURE not in os.environ:
         return engine
@@ -106,7 +106,7 @@ class CapturingEngine:
         self._seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self._iteration = 0
         self._batches: Sequence[MicroBatch] = ()
-        self._before: State | None = None
+        self._before: TrainingState | None = None
         self._writer: CaptureWriter | None = None
         self._reach = [torch.zeros_like(whole.piece(_data).values) for whole in counterpart.wholes]
 
@@ -116,7 +116,7 @@ class CapturingEngine:
         if self._iteration != self._wanted:
             return self._engine.forward_backward(batches)
         self._batches = batches
-        self._before = State(self._model.parameters(), self._engine.optimizer)
+        self._before = TrainingState(self._model.parameters(), self._engine.optimizer)
         self._writer = CaptureWriter(self._folder)
         recording = Recording(self._writer)
         for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
@@ -138,8 +138,8 @@ class CapturingEngine:
         update = self._step(recording, learning_rate)
         self._write_schedule(recording)
         writer.flush()
-        after = State(self._model.parameters(), self._engine.optimizer)
-        responding = Responding(StoredTensors(self._folder, writer.records))
+        after = TrainingState(self._model.parameters(), self._engine.optimizer)
+        responding = RoundingProbe(StoredTensors(self._folder, writer.records))
         for seed in range(self._seeds):
             before.restore()
             perturb((f"{seed} {name}", one) for name, one in self._model.named_parameters())
@@ -180,13 +180,13 @@ class CapturingEngine:
     def _step(self, sink: Sink, learning_rate: float) -> Update:
         before = self._weights()
         update = self._engine.update(learning_rate)
-        norm = number(update.gradient_norm or 0.0)
+        norm = fp64_scalar(update.gradient_norm or 0.0)
         sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
         state = self._engine.optimizer.state
         for whole in self._counterpart.wholes:
             for slot, values in state[whole.parameters[0]].items():
                 if values.numel() == 1:  # The number of steps.
-                    sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), number(values))
+                    sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), fp64_scalar(values))
                 else:
                     kept = whole.piece(lambda one, slot=slot: state[one][slot])  # type: ignore[misc]
                     sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
@@ -202,7 +202,7 @@ class CapturingEngine:
             if "exp_avg_sq" in state[whole.parameters[0]]:
                 moved = whole.piece(lambda one: one.data - before[one]).values
                 squares = whole.piece(lambda one: state[one]["exp_avg_sq"]).values
-                reached.add_(reach(moved, squares))
+                reached.add_(update_magnitude(moved, squares))
 
     def _write_schedule(self, sink: Sink) -> None:
         """What the update was made with."""
@@ -215,7 +215,7 @@ class CapturingEngine:
         }
         for whole in self._counterpart.wholes:
             for slot, rate in rates[id(whole.parameters[0])].items():
-                sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), number(rate))
+                sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), fp64_scalar(rate))
 
     def _weights(self) -> dict[nn.Parameter, Tensor]:
         return {one: one.detach().clone() for one in self._model.parameters()}

@@ -19,16 +19,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from parakit.accounting import Recorder
-from parakit.capturing import local
+from parakit.capturing import local_tensor
 from parakit.native.batches import MicroBatch
-from parakit.native.model import GPT, mean_loss, mixtures
-from parakit.native.optimizer import RATE, adamw, clip_gradients, muon_adamw
+from parakit.native.model import GPT, find_expert_layers, mean_loss
+from parakit.native.optimizer import RATE_FRACTION, build_adamw, clip_gradients, muon_adamw
 from parakit.native.parallel import (
     RankLayout,
     average_experts,
-    expert_ranks,
+    keep_local_experts,
+    make_expert_groups,
     parallelise,
-    spread_experts,
 )
 from parakit.native.settings import Settings
 
@@ -58,7 +58,7 @@ class Engine(Protocol):
         """[batch, sequence] to [batch, sequence, vocabulary], whole, without gradients or dropout."""
 
 
-def ledger() -> Recorder:
+def install_recorder() -> Recorder:
     """The process's ledger, if it has one, which counts from now on."""
     recorder = Recorder.from_environment()
     recorder.install()
@@ -69,19 +69,19 @@ class TorchEngine:
     """DDP, FSDP2, tensor or expert parallelism with PyTorch's AdamW or Muon."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: RankLayout) -> None:
-        self._settings, self._ledger = settings, ledger()
+        self._settings, self._ledger = settings, install_recorder()
         self._tensor_parallel = ranks.tensor_size > 1
         self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
         self._device = ranks.device.type
-        self._mixtures = mixtures(model)
+        self._mixtures = find_expert_layers(model)
         size = settings.expert_model_parallel_size
-        self._expert_ranks = expert_ranks(size) if size > 1 else None
-        self._experts = spread_experts(model, self._expert_ranks) if self._expert_ranks else []
+        self._expert_ranks = make_expert_groups(size) if size > 1 else None
+        self._experts = keep_local_experts(model, self._expert_ranks) if self._expert_ranks else []
         self._model = parallelise(model, settings, ranks)
         self.optimizer: torch.optim.Optimizer = (
             muon_adamw(self._model, settings)
             if settings.optimizer == "muon"
-            else adamw(self._model.parameters(), settings)
+            else build_adamw(self._model.parameters(), settings)
         )
         if ranks.device.type == "cuda" and not self._mixtures:
             # Not with experts: their numbers of tokens change, and each would be compiled anew.
@@ -117,7 +117,7 @@ class TorchEngine:
             return Update()
         with self._ledger.span("optimizer"):
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate * group.get(RATE, 1.0)
+                group["lr"] = learning_rate * group.get(RATE_FRACTION, 1.0)
             scale = self._scaler.get_scale()
             self._scaler.unscale_(self.optimizer)
             norm = clip_gradients(self._model.parameters(), self._settings.clip_grad)
@@ -157,14 +157,14 @@ class TorchEngine:
 
 def count_parameters(model: nn.Module) -> int:
     """Elements of the parameters that this rank holds now; tied ones once."""
-    return sum(local(parameter).numel() for parameter in model.parameters())
+    return sum(local_tensor(parameter).numel() for parameter in model.parameters())
 
 
 class DeepSpeedEngine:
     """DeepSpeed wraps model and optimizer, accumulates, clips, and communicates as its stage does."""
 
     def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
-        self._ledger = ledger()
+        self._ledger = install_recorder()
         # Stage 0 in fp32 clips with torch's fp32 norm, which is off for a large embedding (see
         # megatron_patches/cpu/gradient_norm.py): this engine clips itself, before DeepSpeed's update.
         self._clips = settings.zero_stage == 0 and not (settings.fp16 or settings.bf16)
@@ -174,7 +174,7 @@ class DeepSpeedEngine:
         micro_batches = settings.global_batch_size // (settings.micro_batch_size * ranks.data_size)
         self._engine: Any = deepspeed.initialize(
             model=model,
-            optimizer=adamw(model.parameters(), settings),
+            optimizer=build_adamw(model.parameters(), settings),
             config=_deepspeed_configuration(
                 settings, micro_batches, count_parameters(model), own_clipping=self._clips
             ),

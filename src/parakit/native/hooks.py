@@ -21,7 +21,7 @@ from parakit.artifacts.capture import Site, Stage
 from parakit.capturing import Sink, tap
 from parakit.native.batches import MicroBatch
 from parakit.native.model import MixtureOfExperts
-from parakit.native.weights import IN_LAYER, megatron_name
+from parakit.native.weights import IN_LAYER_PATTERN, megatron_name
 
 Form = Callable[[Tensor], Tensor]
 """Brings a tensor, or its gradient, into Megatron's order."""
@@ -33,7 +33,7 @@ def sequence_first(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Point:
+class ModuleSlots:
     """A module of Megatron's: the slots of what it takes, argument by argument, and gives."""
 
     takes: tuple[str, ...] = ()
@@ -46,20 +46,20 @@ class Point:
     form: Form = sequence_first
 
 
-_NORM, _LINEAR = Point(("*",), "output"), Point(("input_",), "output.0")
+_NORM, _LINEAR = ModuleSlots(("*",), "output"), ModuleSlots(("input_",), "output.0")
 _POINTS = {
-    "word_embeddings": Point(("input_",), "output", form=lambda tensor: tensor),
-    "layers.N": Point(("hidden_states",), "output.0"),
+    "word_embeddings": ModuleSlots(("input_",), "output", form=lambda tensor: tensor),
+    "layers.N": ModuleSlots(("hidden_states",), "output.0"),
     "input_layernorm": _NORM,
-    "self_attention": Point(("hidden_states",)),
+    "self_attention": ModuleSlots(("hidden_states",)),
     "linear_qkv": _LINEAR,
     # [batch, heads, sequence, width] as [sequence, batch, heads, width].
-    "core_attention": Point(("*",) * 3, form=lambda tensor: tensor.permute(2, 0, 1, 3)),
+    "core_attention": ModuleSlots(("*",) * 3, form=lambda tensor: tensor.permute(2, 0, 1, 3)),
     "linear_proj": replace(_LINEAR, bias_apart=True, is_last=True),
     "pre_mlp_layernorm": _NORM,
-    "mlp": Point(("hidden_states",)),
-    "router": Point(("*",)),
-    "local_experts.N": Point(("hidden_states",)),
+    "mlp": ModuleSlots(("hidden_states",)),
+    "router": ModuleSlots(("*",)),
+    "local_experts.N": ModuleSlots(("hidden_states",)),
     "linear_fc1": replace(_LINEAR, bias_apart=True),
     "linear_fc2": replace(_LINEAR, bias_apart=True, is_last=True),
     "final_layernorm": replace(_NORM, is_last=True),
@@ -74,7 +74,7 @@ _ENTRY = (
 """What the first layer takes is more than its own input."""
 
 
-def point_of(whole: str) -> Point | None:
+def find_module_slots(whole: str) -> ModuleSlots | None:
     """What a module is, by the last part of Megatron's name."""
     *_, around, own = ("", *whole.split("."))
     return _POINTS.get(f"{around}.N" if own.isdigit() else own)
@@ -130,10 +130,10 @@ class Taps:
         if gives:
             self._handles.append(module.register_forward_hook(after))
 
-    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:
+    def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:
         """Megatron's name of a module, and what it is there; None where it is nothing."""
         whole = megatron_name(name)
-        point, in_layer = point_of(whole), IN_LAYER.fullmatch(whole)
+        point, in_layer = find_module_slots(whole), IN_LAYER_PATTERN.fullmatch(whole)
         if point is None:
             return None
         if isinstance(module, MixtureOfExperts):
@@ -214,7 +214,7 @@ class Taps:
         return tensor[self._rows[layer, expert]]
 
 
-def _names(whole: str, point: Point, module: nn.Module) -> tuple[list[list[str]], list[str]]:
+def _names(whole: str, point: ModuleSlots, module: nn.Module) -> tuple[list[list[str]], list[str]]:
     """Megatron's `module slot` of each argument and of the output, several where they are the same."""
     own = inspect.signature(module.forward).parameters
     slots = zip(point.takes, own, strict=False)

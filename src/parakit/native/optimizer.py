@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parakit.capturing import local
-from parakit.native.parallel import COPIES
+from parakit.capturing import local_tensor
+from parakit.native.parallel import COPIES_ATTRIBUTE
 from parakit.native.settings import Settings
 
-RATE = "rate"
+RATE_FRACTION = "rate"
 """Key of a parameter group: its rate as a share of the schedule's."""
 
 
-def adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
+def build_adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
     """AdamW at Megatron's defaults; biases and norms, of fewer than two dimensions, do not decay."""
     own = list(parameters)
     groups = [
@@ -67,7 +67,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return local(parameter.grad)
+    return local_tensor(parameter.grad)
 
 
 def _ranks_with_it(parameter: nn.Parameter) -> int:
@@ -75,7 +75,7 @@ def _ranks_with_it(parameter: nn.Parameter) -> int:
     gradient = parameter.grad
     if isinstance(gradient, DTensor):
         return int(any(place.is_shard() for place in gradient.placements))
-    return int(getattr(parameter, COPIES, 0))
+    return int(getattr(parameter, COPIES_ATTRIBUTE, 0))
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -115,9 +115,9 @@ def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
         adjust_lr_fn="original",
     )
     chosen = set(map(id, hidden))
-    rest = adamw((p for p in model.parameters() if id(p) not in chosen), settings)
+    rest = build_adamw((p for p in model.parameters() if id(p) not in chosen), settings)
     for group in rest.param_groups:
-        group[RATE] = settings.adamw_rate
+        group[RATE_FRACTION] = settings.adamw_rate
     return MuonAdamW(muon, rest)
 
 
@@ -144,8 +144,8 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
         num_ns_steps=5,
         scale_mode="shape_scaling",
     )
-    others = adamw([*ends, *(p for p in rest if p.dim() != 2)], settings)
-    others.param_groups[0][RATE] = settings.adamw_rate
+    others = build_adamw([*ends, *(p for p in rest if p.dim() != 2)], settings)
+    others.param_groups[0][RATE_FRACTION] = settings.adamw_rate
     return MuonAdamW(muon, others)
 
 

@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from parakit.config import variables
-from parakit.native.model import GPT, MixtureOfExperts, run_here
+from parakit.native.model import GPT, MixtureOfExperts, run_local_experts
 from parakit.native.settings import Settings
 
-COPIES = "expert_copies"
+COPIES_ATTRIBUTE = "expert_copies"
 """Attribute of an expert's parameters: how many ranks hold the same; absent on all others."""
 
 
@@ -139,7 +139,9 @@ def parallelise(model: nn.Module, settings: Settings, ranks: RankLayout) -> nn.M
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
     # DDP must leave out the experts that only some ranks hold; the engine averages those.
-    own = [name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES)]
+    own = [
+        name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES_ATTRIBUTE)
+    ]
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(model, own)  # type: ignore[no-untyped-call]
     replica = DistributedDataParallel(model)
@@ -207,7 +209,7 @@ def end_ranks(settings: Settings) -> None:
         dist.destroy_process_group()
 
 
-class ExpertRanks(NamedTuple):
+class ExpertGroups(NamedTuple):
     """The two groups of this rank."""
 
     parallel: dist.ProcessGroup
@@ -216,7 +218,7 @@ class ExpertRanks(NamedTuple):
     """Its ranks hold the same experts."""
 
 
-def expert_ranks(size: int) -> ExpertRanks:
+def make_expert_groups(size: int) -> ExpertGroups:
     """Make the groups for EP `size`; every rank must call it.
 
     Named as Megatron names them, so that the ledger calls them `ep` and `expert_dp`.
@@ -227,10 +229,10 @@ def expert_ranks(size: int) -> ExpertRanks:
         dist.new_subgroups_by_enumeration(each.tolist(), group_desc=name)[0]
         for name, each in members.items()
     ]
-    return ExpertRanks(*groups)
+    return ExpertGroups(*groups)
 
 
-def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
+def keep_local_experts(model: nn.Module, ranks: ExpertGroups) -> list[nn.Parameter]:
     """Leave each rank its experts; return their parameters, which only their replicas share."""
     kept: list[nn.Parameter] = []
     for layer in model.modules():
@@ -241,11 +243,11 @@ def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
             layer.dispatch = partial(_run_there, ranks.parallel)
             kept += layer.experts.parameters()
     for parameter in kept:
-        setattr(parameter, COPIES, ranks.replicas.size())
+        setattr(parameter, COPIES_ATTRIBUTE, ranks.replicas.size())
     return kept
 
 
-def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertRanks) -> None:
+def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertGroups) -> None:
     """Sum gradients over replicas and divide by all data ranks, whose tokens reached the experts."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -272,7 +274,7 @@ def _run_there(
     # Rows arrive sorted by rank, then by expert; an expert needs its own together.
     numbers = torch.arange(local, device=rows.device).repeat(len(received))
     order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
-    done = run_here(arrived[order], received.sum(0), experts)
+    done = run_local_experts(arrived[order], received.sum(0), experts)
     answer: Tensor = _Exchange.apply(done[order.argsort()], there, here, group)
     return answer
 

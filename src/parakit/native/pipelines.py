@@ -23,10 +23,10 @@ from torch.func import functional_call
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.native.batches import MicroBatch
-from parakit.native.engines import Engine, Update, ledger
+from parakit.native.engines import Engine, Update, install_recorder
 from parakit.native.model import GPT, mean_loss
-from parakit.native.optimizer import adamw, clip_gradients, learning_rate
-from parakit.native.parallel import COPIES, RankLayout
+from parakit.native.optimizer import build_adamw, clip_gradients, learning_rate
+from parakit.native.parallel import COPIES_ATTRIBUTE, RankLayout
 from parakit.native.settings import Settings
 
 _SENDS_LEFT_OPEN = 2
@@ -52,13 +52,13 @@ def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> StageM
         chunk.keep_stage(place * ranks.pipeline_size + ranks.pipeline_rank, count)
     stages = StageModules(chunks)
     for parameter in stages.parameters():
-        setattr(parameter, COPIES, 1)
-    if (tied := tied_matrix(stages)) is not None:
-        setattr(tied, COPIES, 2)
+        setattr(parameter, COPIES_ATTRIBUTE, 1)
+    if (tied := find_tied_matrix(stages)) is not None:
+        setattr(tied, COPIES_ATTRIBUTE, 2)
     return stages
 
 
-def pipeline_engine(stages: StageModules, settings: Settings, ranks: RankLayout) -> Engine:
+def build_pipeline_engine(stages: StageModules, settings: Settings, ranks: RankLayout) -> Engine:
     """The engine of `--pipeline-schedule`; every rank must call it."""
     schedule = PipelineSchedule(settings.pipeline_schedule)
     if schedule.is_asynchronous or schedule is PipelineSchedule.PIPEDREAM_FLUSH:
@@ -66,7 +66,7 @@ def pipeline_engine(stages: StageModules, settings: Settings, ranks: RankLayout)
     return ScheduledPipeline(stages, settings, ranks)
 
 
-def tied_matrix(stages: StageModules) -> nn.Parameter | None:
+def find_tied_matrix(stages: StageModules) -> nn.Parameter | None:
     """This rank's copy of a tied embedding; None where it has none."""
     for stage in stages:
         assert isinstance(stage, GPT)
@@ -86,8 +86,8 @@ class _Pipeline:
         ends = [0, ranks.world_size - 1]
         group = dist.new_group(ends, group_desc="EMBEDDING_GROUP")
         self._ends = group if isinstance(group, dist.ProcessGroup) else None
-        self._ledger = ledger()
-        self.optimizer: torch.optim.Optimizer = adamw(stages.parameters(), settings)
+        self._ledger = install_recorder()
+        self.optimizer: torch.optim.Optimizer = build_adamw(stages.parameters(), settings)
         self._first = ranks.pipeline_rank == 0
         self._last = ranks.pipeline_rank == ranks.pipeline_size - 1
 
@@ -112,7 +112,7 @@ class _Pipeline:
     def _step(self, batch: int) -> Update:
         """Average a tied matrix's gradients, clip if that is wanted, and make update `batch`."""
         norm = None
-        if self._ends is not None and (tied := tied_matrix(self._stages)) is not None:
+        if self._ends is not None and (tied := find_tied_matrix(self._stages)) is not None:
             assert tied.grad is not None
             with self._ledger.span("embedding-grads-all-reduce"):
                 dist.all_reduce(tied.grad, group=self._ends)

@@ -24,16 +24,16 @@ from torch.nn.functional import cross_entropy
 
 from parakit.data import Split
 from parakit.native.batches import SplitSamples, micro_batches
-from parakit.native.capture import capturing, native_counterpart
+from parakit.native.capture import build_native_counterpart, wrap_for_capture
 from parakit.native.engines import DeepSpeedEngine, Engine, TorchEngine, Update, count_parameters
 from parakit.native.model import GPT, initialise
 from parakit.native.optimizer import learning_rate
 from parakit.native.parallel import RankLayout, end_ranks, start_ranks
-from parakit.native.pipelines import cut_into_stages, pipeline_engine
+from parakit.native.pipelines import build_pipeline_engine, cut_into_stages
 from parakit.native.settings import Settings, parse_settings
-from parakit.native.weights import load_start
+from parakit.native.weights import load_initial_weights
 
-NAMES = ("lm loss", "load_balancing_loss", "z_loss")
+LOSS_NAMES = ("lm loss", "load_balancing_loss", "z_loss")
 """What an engine's means are, in their order; a dense model has the first alone."""
 
 
@@ -51,7 +51,7 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
     """The model with its starting weights, under the engine of `--engine`."""
     model = GPT(settings)
     if settings.start_weights:
-        load_start(model, Path(settings.start_weights))
+        load_initial_weights(model, Path(settings.start_weights))
     else:
         initialise(model, settings)
     model.to(ranks.device)
@@ -62,14 +62,18 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
         engine = DeepSpeedEngine(model, settings, ranks)
     elif ranks.pipeline_size > 1:
         held = cut_into_stages(model, settings, ranks)
-        engine = pipeline_engine(held, settings, ranks)
+        engine = build_pipeline_engine(held, settings, ranks)
     else:
-        engine = capturing(TorchEngine(model, settings, ranks), native_counterpart(model), settings)
+        engine = wrap_for_capture(
+            TorchEngine(model, settings, ranks), build_native_counterpart(model), settings
+        )
     # As Megatron counts: sharding over replicas leaves the number, splitting a replica does not.
     is_split = ranks.data_size < ranks.world_size or settings.expert_model_parallel_size > 1
     parameters = count_parameters(held) if is_split else whole
     if ranks.data_rank == 0:
-        print(parameters_line(ranks.tensor_rank, ranks.pipeline_rank, parameters), flush=True)
+        print(
+            format_parameters_line(ranks.tensor_rank, ranks.pipeline_rank, parameters), flush=True
+        )
     return engine
 
 
@@ -92,7 +96,7 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
         if evaluator and iteration % settings.eval_interval == 0:
             loss, accuracy = evaluator.score(engine)
             if ranks.writes:
-                print(validation_lines(iteration, loss, accuracy), flush=True)
+                print(format_validation_lines(iteration, loss, accuracy), flush=True)
     if ranks.writes:
         # Megatron's last line at `--exit-interval`.
         end = f"[exiting program at iteration {settings.exit_interval}] datetime: {_now()}"
@@ -157,7 +161,9 @@ class Log:
         elapsed = fmean(milliseconds for milliseconds, _, _ in self._kept)
         trained = [losses for _, losses, update in self._kept if not update.skipped]
         means = [fmean(each) for each in zip(*trained, strict=True)] or [0.0]
-        losses = "".join(f" {name}: {mean:.6E} |" for name, mean in zip(NAMES, means, strict=False))
+        losses = "".join(
+            f" {name}: {mean:.6E} |" for name, mean in zip(LOSS_NAMES, means, strict=False)
+        )
         norm = "" if update.gradient_norm is None else f" grad norm: {update.gradient_norm:.3f} |"
         text = (
             f" [{_now()}] iteration {iteration:8d}/{self.settings.train_iters:8d} |"
@@ -173,7 +179,7 @@ class Log:
         return text
 
 
-def parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
+def format_parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
     """How many parameters this tensor- and pipeline-parallel rank holds."""
     return (
         " > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank "
@@ -181,7 +187,7 @@ def parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> st
     )
 
 
-def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
+def format_validation_lines(iteration: int, loss: float, accuracy: float) -> str:
     """Megatron's validation line between its rules, and the accuracy that Megatron does not have."""
     line = (
         f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"

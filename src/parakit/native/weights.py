@@ -21,9 +21,11 @@ from parakit.artifacts.torch_dist import (
     read_metadata,
     read_tensor,
 )
-from parakit.native.model import GPT, mixtures
+from parakit.native.model import GPT, find_expert_layers
 
-IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.?)?(.*)")
+IN_LAYER_PATTERN = re.compile(
+    r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.?)?(.*)"
+)
 """Of Megatron's names: the number of the layer, that of the expert, and what is in them."""
 _PARTS = {
     "word_embeddings": "embedding.word_embeddings",
@@ -48,10 +50,10 @@ def megatron_name(name: str) -> str:
     return ".".join(_PARTS.get(part, part) for part in name.split("."))
 
 
-def source_of(name: str) -> tuple[str, tuple[int, ...]]:
+def find_checkpoint_key(name: str) -> tuple[str, tuple[int, ...]]:
     """A checkpoint's key for one of ours, and the layer and the expert where they are stacked."""
     whole = megatron_name(name)
-    in_layer = IN_LAYER.fullmatch(whole)
+    in_layer = IN_LAYER_PATTERN.fullmatch(whole)
     if in_layer is None:
         return whole, ()
     layer, expert, own = in_layer.groups()
@@ -65,7 +67,7 @@ def source_of(name: str) -> tuple[str, tuple[int, ...]]:
 _MULTIPLE = 128
 
 
-def load_start(model: GPT, checkpoint: Path) -> None:
+def load_initial_weights(model: GPT, checkpoint: Path) -> None:
     """Copy the checkpoint's weights into a model that is not parallel yet.
 
     Exits with a sentence if the checkpoint is of another model.
@@ -73,10 +75,10 @@ def load_start(model: GPT, checkpoint: Path) -> None:
     folder = checkpoint / f"iter_{finished_iteration(checkpoint) or 0:07d}"
     stored = read_metadata(folder).tensors
     tensors = {name: read_tensor(folder, one) for name, one in stored.items()}
-    experts = next((layer.count for layer in mixtures(model)), 0)
+    experts = next((layer.count for layer in find_expert_layers(model)), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            source, places = source_of(name)
+            source, places = find_checkpoint_key(name)
             value = tensors.get(source)
             if value is not None:
                 value = _at(value, places, (len(model.blocks), experts))

@@ -18,7 +18,7 @@ from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_source
 from parakit.convert.hf.progress import Work
 from parakit.convert.hf.random_model import CONFIGS, write_model
-from parakit.native.capture import Counterpart, capturing
+from parakit.native.capture import Counterpart, wrap_for_capture
 from parakit.native.engines import TorchEngine
 from parakit.native.parallel import RankLayout
 from parakit.verify.captured import Capture, read_capture
@@ -53,7 +53,7 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
     other = counterpart(folder)
     assert isinstance(other.model, Causal)
     alone = RankLayout(0, 1, 1, torch.device("cpu"))
-    engine = capturing(TorchEngine(other.model, DENSE, alone), other, DENSE)
+    engine = wrap_for_capture(TorchEngine(other.model, DENSE, alone), other, DENSE)
     for _ in range(2):
         engine.forward_backward([(TOKENS, TOKENS)])
         engine.update(1e-2)

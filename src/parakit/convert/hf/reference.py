@@ -33,19 +33,19 @@ from parakit.native import (
     IMPORTED,
     PADDED,
     Counterpart,
+    MegatronParameter,
     MicroBatch,
-    Point,
+    ModuleSlots,
     RankLayout,
     Settings,
     SplitSamples,
     Taps,
     TorchEngine,
-    Whole,
-    capturing,
-    parameters_line,
+    find_module_slots,
+    format_parameters_line,
     parse_settings,
-    point_of,
     train,
+    wrap_for_capture,
 )
 
 _OUTSIDE = dict.fromkeys(("wte", "embed_tokens"), "embedding.word_embeddings")
@@ -72,7 +72,7 @@ class Causal(nn.Module):
 class ReferenceTaps(Taps):
     """Megatron's names of what both models have: embeddings, layers, norms, logits."""
 
-    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:  # noqa: ARG002
+    def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:  # noqa: ARG002
         """Megatron's name of a module, and what it is there."""
         if in_layers := _IN_LAYERS.fullmatch(name):
             layer, inside = in_layers.groups()
@@ -80,7 +80,7 @@ class ReferenceTaps(Taps):
             whole = None if own is None else f"decoder.layers.{layer}{own}"
         else:
             whole = _OUTSIDE.get(name.rpartition(".")[2])
-        point = point_of(whole) if whole else None
+        point = find_module_slots(whole) if whole else None
         if whole is None or point is None:
             return None
         # Arguments of norms have other names in each family.
@@ -91,12 +91,14 @@ def counterpart_of(model: Causal, pairs: Sequence[TensorPair], layers: int) -> C
     """The model's parameters as Megatron's, by the table that weights are converted with."""
     named = dict(model.model.named_parameters())
 
-    def whole(pair: TensorPair) -> Whole:
+    def whole(pair: TensorPair) -> MegatronParameter:
         stacked = pair.layer is not None
         shape = (*(layers,) * stacked, *pair.shape)
         offset = (*((pair.layer,) if pair.layer is not None else ()), *(0 for _ in pair.shape))
         parameters = tuple(named[name] for name in pair.names)
-        return Whole(pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join)
+        return MegatronParameter(
+            pair.parameter, Placement(pair.key, shape, offset), parameters, pair.form.join
+        )
 
     def taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
         return ReferenceTaps(model, sink, batches)
@@ -141,9 +143,9 @@ def main(words: Sequence[str]) -> None:
     model = load(source, settings, rows)
     shape = replace(source.shape, vocabulary=rows)
     pairs = pairs_of(source.model_type, shape)
-    print(parameters_line(0, 0, sum(one.numel() for one in model.parameters())), flush=True)
+    print(format_parameters_line(0, 0, sum(one.numel() for one in model.parameters())), flush=True)
     counterpart = counterpart_of(model, pairs, shape.layers)
-    engine = capturing(TorchEngine(model, settings, ranks), counterpart, settings)
+    engine = wrap_for_capture(TorchEngine(model, settings, ranks), counterpart, settings)
     count = settings.train_iters * settings.global_batch_size
     prefix = Path(settings.data_path)
     samples = SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed)
