@@ -1,7 +1,7 @@
-"""Tensors of one training step: written to files, compared with stored files, or replaced by them.
+"""Capture the tensors of one training step: write them to files, or compare or replace them by stored files.
 
-This package decides where a captured tensor and its gradient go (`sinks`). Which tensors a model has, and
-their names, each backend decides. `capture` is the function for programs that are not part of the kit.
+This package decides where a captured tensor and its gradient go (`sinks`). Each backend decides which tensors its
+model has, and their names. `capture` is the function for PyTorch programs that are not part of the kit.
 """
 
 from typing import TYPE_CHECKING

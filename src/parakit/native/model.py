@@ -72,7 +72,7 @@ class MLP(nn.Module):
         gated = settings.activation == "swiglu"
         self.fc1 = nn.Linear(width, 2 * inner if gated else inner, bias=settings.bias)
         self.fc2 = nn.Linear(inner, width, bias=settings.bias)
-        self.activate = choose_activation(settings)
+        self.activate = activation(settings)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, hidden] to the same."""
@@ -92,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         self._coefficients = (settings.moe_aux_loss_coeff, settings.moe_z_loss_coeff)
         self.router = nn.Linear(settings.hidden_size, settings.num_experts, bias=settings.bias)
         self.experts = nn.ModuleList(MLP(settings) for _ in range(settings.num_experts))
-        self.dispatch: Dispatch = run_local_experts
+        self.dispatch: Dispatch = run_here
         self.losses: tuple[Tensor, Tensor] | None = None
         """Balancing and z loss of the last forward pass, without their coefficients."""
 
@@ -131,9 +131,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, settings: Settings, layer: int) -> None:
         super().__init__()
-        self.norm1 = build_norm(settings)
+        self.norm1 = norm(settings)
         self.attention = Attention(settings)
-        self.norm2 = build_norm(settings)
+        self.norm2 = norm(settings)
         self.mlp = MixtureOfExperts(settings, layer) if settings.num_experts else MLP(settings)
         self.dropout = settings.hidden_dropout
 
@@ -164,7 +164,7 @@ class GPT(nn.Module):
         )
         layers = range(1, settings.num_layers + 1)
         self.blocks = nn.ModuleList(TransformerBlock(settings, layer) for layer in layers)
-        self.norm = build_norm(settings)
+        self.norm = norm(settings)
         self.output_layer = nn.Linear(width, settings.padded_vocabulary, bias=False)
         self.is_tied = not settings.untie_embeddings_and_output_weights
         if self.is_tied:
@@ -196,7 +196,7 @@ class GPT(nn.Module):
             self.norm = self.output_layer = None
 
 
-def build_norm(settings: Settings) -> nn.Module:
+def norm(settings: Settings) -> nn.Module:
     """The model's normalisation."""
     kind = nn.RMSNorm if settings.normalization == "RMSNorm" else nn.LayerNorm
     return kind(settings.hidden_size, eps=EPSILON)
@@ -237,13 +237,13 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(dim=-1).square().mean()
 
 
-def run_local_experts(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+def run_here(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
     """Without expert parallelism each expert computes its rows; one without any has zero gradients."""
     parts = torch.split(rows, counts.tolist())
     return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 
-def choose_activation(settings: Settings) -> Callable[[Tensor], Tensor]:
+def activation(settings: Settings) -> Callable[[Tensor], Tensor]:
     """The function between an MLP's matrices; Megatron's fused GELU is the tanh approximation."""
     if settings.activation == "silu":
         return silu
@@ -258,7 +258,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return silu(gate) * value
 
 
-def find_expert_layers(model: nn.Module) -> list[MixtureOfExperts]:
+def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     """Every layer's experts, in order; none of a dense model."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
