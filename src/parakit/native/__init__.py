@@ -1,8 +1,8 @@
-"""The plain PyTorch backend: a GPT with DDP, ZeRO, pipelines or DeepSpeed, beside Megatron.
+"""Train Megatron's GPT in plain PyTorch, with DDP, FSDP2, tensor, expert or pipeline parallelism or DeepSpeed.
 
 This package decides how `BACKEND=native`, `deepspeed`, `bare` and `transformers` train the model that a Megatron
-command line describes. It prints Megatron's log lines and starts from Megatron's weights, so that both can be
-compared. `settings` checks the flags without loading torch.
+command line describes. It prints Megatron's log lines and starts from the same initial weights, so that the runs
+can be compared with Megatron's. The module `settings` checks the flags without importing torch.
 """
 
 from typing import TYPE_CHECKING

@@ -67,7 +67,7 @@ def test_its_parameters_are_those_that_were_imported(
     folder = write_model(tmp_path / "m", config)
     source = read_source(folder)
     by_name = {pair.parameter: source.values(pair) for pair in source.pairs}
-    wholes = counterpart(folder).wholes
+    wholes = counterpart(folder).parameters
     assert [whole.name for whole in wholes] == [pair.parameter for pair in source.pairs]
     for whole in wholes:
         piece = whole.piece(lambda one: one.data)
@@ -83,7 +83,7 @@ def test_padding_rows_of_a_layout_are_copies_of_the_last_and_change_no_other_log
         ours, theirs = padded.model(TOKENS), plain.model(TOKENS)
     assert torch.equal(ours[..., :131], theirs)
     assert torch.equal(ours[..., 131:], theirs[..., 130:].expand(-1, -1, 3))
-    for whole in padded.wholes:
+    for whole in padded.parameters:
         if whole.placement.key in VOCABULARY:
             assert whole.placement.global_shape == (134, 8)
 
@@ -149,5 +149,5 @@ def assert_same_logits(*models: Any) -> None:
 
 
 def test_an_untied_output_layer_is_compared_too(tmp_path: Path) -> None:
-    names: Sequence[str] = [w.name for w in counterpart(write_model(tmp_path / "m", LLAMA)).wholes]
+    names: Sequence[str] = [w.name for w in counterpart(write_model(tmp_path / "m", LLAMA)).parameters]
     assert OUTPUT in names
