@@ -425,7 +425,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
 
 
 def _check_sizes(dataset: Dataset) -> int:
-    """Check the sizes of the `.idx` and the `.bin` against the index; return the number of tokens.
+    """Check the sizes of the `.idx` and the `.bin` against the index; return the data set's tokens.
 
     Raises:
         DatasetError: A file has another size, or the last document does not end at the last sequence.

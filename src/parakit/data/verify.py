@@ -127,7 +127,7 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
 
     Boundaries must never decrease; `open_dataset` has already checked the last boundary. If one token ends
     every sequence, that token is the end-of-document token, and a document must not hold several
-    sequences. Megatron would not notice boundaries that were altered but still increase.
+    sequences. Megatron would not notice boundaries that were altered but never decrease.
     """
     first_boundary = dataset.boundaries[0]
     if first_boundary != 0:

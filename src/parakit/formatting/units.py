@@ -1,7 +1,7 @@
 """Format numbers as people read them: bytes, times, percentages, counts and lists.
 
-A value of None is unknown and becomes a dash, never a zero. A negative number has a minus sign (−), not a hyphen,
-wherever a function says so.
+A value of None is unknown and becomes a dash, never a zero. Functions for sentences and for changes (`amount`,
+`milliseconds`, `signed`, `signed_percent`, `change`) write a minus sign (−) and not a hyphen.
 """
 
 from __future__ import annotations

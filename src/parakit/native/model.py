@@ -202,8 +202,8 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [batch, sequence, padded vocabulary] for token ids [batch, sequence].
 
-        A pipeline stage takes and returns hidden states [batch, sequence, hidden] instead, except at the
-        ends of the model.
+        A pipeline stage that is not the first takes hidden states [batch, sequence, hidden] instead of token
+        ids. A stage that is not the last returns hidden states.
         """
         if self.word_embeddings is not None:
             tokens = x
@@ -283,9 +283,15 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def run_local_experts(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
-    """Run each expert on its rows on this rank; this is the `Dispatch` without expert parallelism.
+    """Run each expert on its rows, and return all outputs, [rows, hidden], in the order of the rows.
 
-    An expert without rows runs on an empty tensor, so its gradients are zero and not None.
+    This is the `Dispatch` without expert parallelism. An expert without rows runs on an empty tensor, so its
+    gradients are zero and not None.
+
+    Args:
+        rows: Inputs sorted by expert, [rows, hidden].
+        counts: Number of rows per expert, [experts].
+        experts: The experts in the order of `counts`.
     """
     rows_by_expert = torch.split(rows, counts.tolist())
     outputs = [

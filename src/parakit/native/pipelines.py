@@ -267,10 +267,10 @@ class StashingPipeline(_Pipeline):
         self._last_update = Update()
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Start the micro batches of one batch; return its loss, [1], on the last rank, 0 on others.
+        """Run the forward passes of one batch and the backward passes that are due; return the batch's loss.
 
-        Without flushes, the backward passes that run here belong partly to earlier batches. After the last
-        iteration of the run all backward passes are finished.
+        The loss is [1]; it is 0 on all ranks but the last. Without flushes, some of the backward passes belong
+        to earlier batches. In the last iteration of the run all backward passes are finished.
         """
         self._recorder.begin_iteration([self._stages], self.optimizer)
         loss = _zero_loss(batches[0][0])

@@ -106,8 +106,8 @@ def load_initial_weights(model: GPT, checkpoint: Path) -> None:
 def _drop_padding(value: Tensor, *, rows: int) -> Tensor:
     """Return the first `rows` rows of a vocabulary matrix if an import has padded it.
 
-    A matrix that does not have fewer than _VOCABULARY_PADDING further rows is returned unchanged, because
-    it belongs to another vocabulary.
+    A matrix with _VOCABULARY_PADDING or more further rows is returned unchanged, because it belongs to
+    another vocabulary.
     """
     padding = value.shape[0] - rows
     return value[:rows] if 0 < padding < _VOCABULARY_PADDING else value
