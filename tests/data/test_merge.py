@@ -43,7 +43,10 @@ def test_merge_writes_the_same_bytes_as_megatrons_builder(
 def test_merge_refuses_parts_that_are_missing_or_out_of_order(tool, parts, tmp_path, capsys):
     out = ("--output-prefix", tmp_path / "all")
     assert tool("merge", parts[1], parts[0], parts[2], *out) == 1
-    assert "parts 1/3, 0/3, 2/3 where 0/3, 1/3, 2/3 are due" in capsys.readouterr().err
+    assert (
+        "parts 1/3, 0/3, 2/3 of one input, but a merge needs 0/3, 1/3, 2/3"
+        in capsys.readouterr().err
+    )
     assert tool("merge", parts[0], parts[2], *out) == 1
     assert not list(tmp_path.glob("all*"))
 

@@ -28,11 +28,11 @@ def files(prefix):
 
 def test_verify_of_a_valid_data_set_reports_what_was_checked(tool, made, capsys):
     assert tool("verify", made) == 0
-    assert "every byte is the manifest's (sha256)" in capsys.readouterr().out
+    assert "every byte agrees with the manifest's sha256" in capsys.readouterr().out
     made.with_name(made.name + ".manifest.json").unlink()
     assert tool("verify", f"{made}.bin") == 0
     out = capsys.readouterr().out
-    assert "without a manifest, changed tokens inside the vocabulary cannot be told" in out
+    assert "without a manifest, changed tokens within the vocabulary cannot be detected" in out
     assert "vocabulary unknown" in out
 
 

@@ -146,8 +146,8 @@ def _check_compatibility(datasets: Sequence[Dataset], say: Callable[[str], None]
     manifests = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
     if len(manifests) < len(datasets):
         say(
-            f"{len(datasets) - len(manifests)} of {len(datasets)} data sets have no manifest: that "
-            "they share a tokenizer is taken on trust, and the result gets no manifest."
+            f"{len(datasets) - len(manifests)} of {len(datasets)} data sets have no manifest. So this "
+            "merge cannot check that all share a tokenizer, and the result gets no manifest."
         )
         return
     # The parts of one sharded input must be complete and in order. Data sets of whole inputs, each of which
@@ -157,8 +157,8 @@ def _check_compatibility(datasets: Sequence[Dataset], say: Callable[[str], None]
     expected_parts = [f"{index}/{count}" for index in range(int(count))]
     if set(parts) != {"0/1"} and parts != expected_parts:
         raise DatasetError(
-            f"These are parts {', '.join(parts)} where {', '.join(expected_parts)} are due; "
-            "give all parts in order."
+            f"These are parts {', '.join(parts)} of one input, but a merge needs "
+            f"{', '.join(expected_parts)}; give all parts in this order."
         )
 
 

@@ -62,11 +62,11 @@ def verify_dataset(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
 def _describe_passed_check(dataset: Dataset, vocabulary: int | None) -> str:
     """Return the sentences on what a sound data set was checked for; a vocabulary of None is unknown."""
     if dataset.manifest:
-        scope = "every byte is the manifest's (sha256), and the structure is sound"
+        scope = "every byte agrees with the manifest's sha256, and the structure is sound"
     else:
         scope = (
-            "the structure is sound; without a manifest, changed tokens inside the vocabulary cannot "
-            "be told"
+            "the structure is sound; without a manifest, changed tokens within the vocabulary cannot "
+            "be detected"
         )
     ids = "vocabulary unknown, so ids unchecked (give --vocabulary)"
     if vocabulary:
@@ -116,7 +116,7 @@ def _check_pointers(dataset: Dataset) -> Iterator[str]:
         if wrong is not None:
             yield (
                 f"{dataset.idx_path}: sequence {sequences.start + wrong} has length {lengths[wrong]} "
-                f"and byte offset {pointers[wrong]} where {starts[wrong]} is due."
+                f"and byte offset {pointers[wrong]}, but must start at byte {starts[wrong]}."
             )
             return
         chunk_start = int(ends[-1])
