@@ -58,7 +58,7 @@ def test_written_index_of_any_documents_can_be_opened_with_the_same_counts(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "no Megatron index"),
         (b"MMIDIDX\0\0" + b"\1", "no Megatron index"),
@@ -68,10 +68,10 @@ def test_written_index_of_any_documents_can_be_opened_with_the_same_counts(
         (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0), "0 document boundaries"),
     ],
 )
-def test_error_names_the_fault_of_a_damaged_header(tmp_path, content, said):
+def test_error_names_the_fault_of_a_damaged_header(tmp_path, content, message):
     (tmp_path / "x.idx").write_bytes(content)
     (tmp_path / "x.bin").touch()
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         open_dataset(tmp_path / "x")
 
 
@@ -105,16 +105,16 @@ def test_error_names_a_missing_file(prefix, suffix):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "said"),
+    ("suffix", "message"),
     [
         (".bin", "is 10 bytes where o_text_document.idx describes 12; it is cut short"),
         (".idx", "is 88 bytes where its header asks for 90; it is cut short"),
     ],
 )
-def test_error_names_a_truncated_file_and_both_sizes(prefix, suffix, said):
+def test_error_names_a_truncated_file_and_both_sizes(prefix, suffix, message):
     path = prefix.with_name(prefix.name + suffix)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         open_dataset(prefix)
 
 
