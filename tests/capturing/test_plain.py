@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from parakit import capture
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.capturing.state import perturb
-from parakit.cli import program as parakit
 from parakit.config.files import ROOT
 from parakit.experiments.captures import compared
 from tests.given import run
@@ -91,6 +91,6 @@ def test_capture_refuses_groups_that_do_not_cover_all_ranks(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     model = torch.nn.Linear(2, 2)
-    steps = parakit.capture(model, torch.optim.SGD(model.parameters()), "nowhere")
+    steps = capture(model, torch.optim.SGD(model.parameters()), "nowhere")
     with pytest.raises(ValueError, match="2 ranks are not 1 data-parallel ones times 1 tensor-"):
         next(steps)
