@@ -14,7 +14,7 @@ import torch
 from torch.distributed import get_process_group_ranks
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap
-from parakit.capturing import Piece, local
+from parakit.capturing import Piece, local_tensor
 
 
 class NormMembership:
@@ -61,9 +61,9 @@ class NormMembership:
         for ranks, counted in self._counted.items():
             for parameter, part in self._parameters.parts(self._optimizer):
                 if counted[id(parameter)]:
-                    counts = torch.zeros(local(parameter).numel(), dtype=torch.uint8)
+                    counts = torch.zeros(local_tensor(parameter).numel(), dtype=torch.uint8)
                     start = part.start or 0
-                    counts[start : start + local(part.main).numel()] = counted[id(parameter)]
+                    counts[start : start + local_tensor(part.main).numel()] = counted[id(parameter)]
                     for piece in self._parameters.pieces(parameter, counts):
                         yield ranks, piece
 
@@ -75,5 +75,5 @@ def _list_gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
         if gradient is not None:
             yield gradient
             if hasattr(gradient, "_local_tensor"):
-                # Megatron-FSDP passes the local shard of a DTensor.
-                yield local(gradient)
+                # Megatron-FSDP passes the local_tensor shard of a DTensor.
+                yield local_tensor(gradient)

@@ -16,7 +16,7 @@ import torch
 
 from parakit.accounting import gradient_of, optimizers
 from parakit.artifacts.capture import Placement
-from parakit.capturing import Piece, local
+from parakit.capturing import Piece, local_tensor
 
 
 class ParameterMap:
@@ -88,7 +88,7 @@ class ParameterMap:
         The arguments are those of `pieces`. If elements have no value, the result is a copy on the CPU
         with NaN, or 0 for integers, in their place; else it is a view of `values`.
         """
-        values, shape = local(values), local(parameter).shape
+        values, shape = local_tensor(values), local_tensor(parameter).shape
         fsdp_range = flat_range(parameter)
         if fsdp_range:
             start, shape = fsdp_range.start, parameter.shape
@@ -129,7 +129,7 @@ def _find_by_memory(entries: Iterable[Any], tensor: torch.Tensor) -> Any:
 
     Some modules detach their parameters for `sharded_state_dict`, which makes another object.
     """
-    memory = (local(tensor).data_ptr(), local(tensor).shape)
+    memory = (local_tensor(tensor).data_ptr(), local_tensor(tensor).shape)
     for entry in entries:
         if (entry.data.data_ptr(), entry.data.shape) == memory:
             return entry

@@ -22,7 +22,7 @@ from parakit.artifacts.capture import (
     InitialPiece,
     Stage,
 )
-from parakit.capturing import Recording, State, local, perturb, reach
+from parakit.capturing import Recording, TrainingState, local_tensor, perturb, update_magnitude
 
 
 class InitialState:
@@ -38,11 +38,11 @@ class InitialState:
     def follow(self, optimizer: Any) -> None:
         """Add up the magnitude of the last update; this is called before each iteration."""
         for parameter, part in self._parameters.parts(optimizer):
-            key, current = id(parameter), local(part.main).detach()
+            key, current = id(parameter), local_tensor(part.main).detach()
             squares = part.states.get("exp_avg_sq")
             if key in self._last and squares is not None:
                 update = current - self._last[key]
-                magnitude = reach(*_shape_as_parameter(parameter, part, update, squares))
+                magnitude = update_magnitude(*_shape_as_parameter(parameter, part, update, squares))
                 self._reach[key] = self._reach.get(key, 0) + magnitude.reshape(current.shape)
             self._last[key] = current.clone()
 
@@ -80,7 +80,7 @@ class InitialState:
                 is_changed = True
         if is_partial:
             # The pieces are views of a copy, so the values are copied back into the model.
-            local(tensor.data).view(-1).copy_(full.view(-1)[flat_range(tensor)])
+            local_tensor(tensor.data).view(-1).copy_(full.view(-1)[flat_range(tensor)])
         return is_changed
 
     def _update_copies(self, optimizer: Any) -> None:
@@ -118,9 +118,9 @@ def _shape_as_parameter(
     parameter: torch.Tensor, part: OptimizerPart, *tensors: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """Yield an optimizer part's tensors in the parameter's shape; flat if they are only a range of it."""
-    local_parameter = local(parameter)
+    local_parameter = local_tensor(parameter)
     for tensor in tensors:
-        flat = local(tensor).reshape(-1)
+        flat = local_tensor(tensor).reshape(-1)
         is_full = part.start is None and flat.numel() == local_parameter.numel()
         yield flat.view(local_parameter.shape) if is_full else flat
 
@@ -147,7 +147,7 @@ class Snapshot:
         for torch_optimizer in torch_optimizers:
             for group in torch_optimizer.param_groups:
                 tensors += group["params"]
-        self._state = State(tensors, *torch_optimizers)
+        self._state = TrainingState(tensors, *torch_optimizers)
         scalers = (getattr(outer, "grad_scaler", None) for outer in megatron_optimizers)
         objects = (scheduler, *(scaler for scaler in scalers if scaler is not None))
         self._attributes = [(counter, dict(vars(counter))) for counter in objects]

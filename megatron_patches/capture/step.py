@@ -55,7 +55,14 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing import Recording, Responding, Sink, StoredTensors, norm_of, number
+from parakit.capturing import (
+    Recording,
+    RoundingProbe,
+    Sink,
+    StoredTensors,
+    fp64_scalar,
+    norm_without_nan,
+)
 from parakit.config import variables
 
 SCHEDULE = "schedule"
@@ -187,7 +194,7 @@ class _Watch:
             result, groups = self._run(call, forward_step, self.recording)
             self.writer.flush()
             if snapshot is not None:
-                responding = Responding(StoredTensors(self.folder, self.writer.records))
+                responding = RoundingProbe(StoredTensors(self.folder, self.writer.records))
                 for seed in range(1 + self.seeds):
                     snapshot.restore()
                     if self.seeds:
@@ -266,7 +273,7 @@ class _Watch:
                 slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
                 # If nothing is clipped, some of Megatron's optimizers compute no norm and return 0.
                 if norm is not None and (norms or float(norm) > 0):
-                    sink.write(Site(Stage.NORM, "grad_norm", slot), number(float(norm)))
+                    sink.write(Site(Stage.NORM, "grad_norm", slot), fp64_scalar(float(norm)))
             for ranks, piece in membership.pieces():
                 sink.write_piece(Stage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
             return step_result
@@ -400,7 +407,7 @@ class _Watch:
                 else:
                     # A single number is the count of steps.
                     site = Site(stage, self.parameters.name(parameter), name)
-                    sink.write(site, number(values))
+                    sink.write(site, fp64_scalar(values))
                 old_values = before.get((id(parameter), name))
                 if old_values is not None:
                     update = values.detach().float() - old_values.float()
@@ -422,7 +429,7 @@ class _Watch:
         for parameter, part in self.parameters.parts(self.optimizer):
             for key, slot in _RATES.items():
                 site = Site(Stage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
-                self.recording.write(site, number(float(part.group[key])))
+                self.recording.write(site, fp64_scalar(float(part.group[key])))
 
     def _measure_states(self) -> Iterator[tuple[Site, float]]:
         """Yield the optimizer states of earlier iterations with their norms, piece by piece."""
@@ -431,7 +438,7 @@ class _Watch:
                 if name != "param" and values.numel() > 1:
                     for piece in self.parameters.pieces(parameter, values, part.start):
                         site = Site(Stage.OPTIMIZER_STATE, piece.name, name)
-                        yield site, norm_of(piece.values)
+                        yield site, norm_without_nan(piece.values)
 
     def _copy_weights(self) -> dict[tuple[int, str], torch.Tensor]:
         """Return copies of all weights (`weight`) and master copies (`param`), by parameter id and name."""

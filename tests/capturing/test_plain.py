@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-import parakit
+from parakit import capture
 from parakit.artifacts.capture import Stage
 from parakit.artifacts.verdict import Outcome, Verdict
 from parakit.capturing.state import perturb
@@ -38,21 +38,21 @@ def verdict(captures: Path, name: str) -> Verdict:
 
 @SLOW
 @pytest.mark.parametrize("split", ["fsdp", "tp"])
-def test_a_split_of_somebody_elses_program_holds(captures: Path, split: str) -> None:
+def test_captures_under_fsdp_and_tp_agree_with_one_rank(captures: Path, split: str) -> None:
     found = verdict(captures, split)
     assert (found.verdict, found.not_aligned) == (Outcome.HELD, ())
     assert found.compared == found.seen > 200
 
 
 @SLOW
-def test_gradients_that_are_averaged_twice_are_named(captures: Path) -> None:
+def test_comparison_finds_gradients_that_are_averaged_twice(captures: Path) -> None:
     found = verdict(captures, "fsdp divided twice")
     assert (found.verdict, found.stage) == (Outcome.DIFFERS, Stage.REDUCED_GRADIENTS)
     assert (found.ranks, found.factor) == ((0, 1), pytest.approx(0.5))
 
 
 @SLOW
-def test_a_sum_over_tensor_parallel_ranks_that_is_missing_is_named_with_its_module(
+def test_comparison_names_the_module_that_lacks_an_all_reduce(
     captures: Path,
 ) -> None:
     found = verdict(captures, "tp not reduced")
@@ -62,7 +62,7 @@ def test_a_sum_over_tensor_parallel_ranks_that_is_missing_is_named_with_its_modu
 
 
 @SLOW
-def test_the_command_says_which_and_its_code_is_the_verdicts(
+def test_inspect_compares_two_captures_and_exits_with_the_verdict(
     captures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = {"COMPARE": str(captures / "one")}
@@ -78,17 +78,19 @@ def test_the_command_says_which_and_its_code_is_the_verdicts(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_every_weight_is_off_by_its_own_types_rounding_error(dtype: torch.dtype) -> None:
+def test_perturb_changes_each_element_by_the_epsilon_of_its_dtype(dtype: torch.dtype) -> None:
     weight = torch.ones(64, dtype=dtype)
     perturb([("a name", weight)])
     found = set((weight.double() - 1).tolist())
     assert found == {sign * torch.finfo(dtype).eps for sign in (-1, 1)}
 
 
-def test_groups_that_are_not_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_refuses_groups_that_do_not_cover_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     model = torch.nn.Linear(2, 2)
-    steps = parakit.capture(model, torch.optim.SGD(model.parameters()), "nowhere")
+    steps = capture(model, torch.optim.SGD(model.parameters()), "nowhere")
     with pytest.raises(ValueError, match="2 ranks are not 1 data-parallel ones times 1 tensor-"):
         next(steps)

@@ -18,13 +18,13 @@ from parakit.data.indexed import (
 )
 
 
-def test_uint16_below_65500_entries_and_int32_from_there_on():
+def test_token_type_is_uint16_below_65500_entries_and_int32_from_there_on():
     assert token_dtype(50_257) == np.uint16
     assert token_dtype(65_499) == np.uint16
     assert token_dtype(65_500) == np.int32
 
 
-def test_the_layout_byte_by_byte(tmp_path):
+def test_index_file_has_megatrons_layout_byte_by_byte(tmp_path):
     path = tmp_path / "x.idx"
     pieces = [
         DocumentIndex(np.array([3]), np.array([0, 1, 1])),
@@ -42,7 +42,9 @@ def test_the_layout_byte_by_byte(tmp_path):
 
 @settings(max_examples=50)
 @given(counts=st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=20))
-def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory, counts):
+def test_written_index_of_any_documents_can_be_opened_with_the_same_counts(
+    tmp_path_factory, counts
+):
     folder = tmp_path_factory.mktemp("index")
     lengths = np.array([n for document in counts for n in document], np.int32)
     boundaries = np.cumsum([0, *map(len, counts)], dtype=np.int64)
@@ -56,7 +58,7 @@ def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "no Megatron index"),
         (b"MMIDIDX\0\0" + b"\1", "no Megatron index"),
@@ -66,10 +68,10 @@ def test_an_index_of_any_documents_has_the_size_its_header_says(tmp_path_factory
         (b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 0, 0), "0 document boundaries"),
     ],
 )
-def test_a_damaged_header_is_named(tmp_path, content, said):
+def test_error_names_the_fault_of_a_damaged_header(tmp_path, content, message):
     (tmp_path / "x.idx").write_bytes(content)
     (tmp_path / "x.bin").touch()
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         open_dataset(tmp_path / "x")
 
 
@@ -80,14 +82,14 @@ def prefix(tool, tmp_path, write_lines):
     return tmp_path / "o_text_document"
 
 
-def test_a_data_set_is_described_with_its_manifest(prefix):
+def test_open_dataset_returns_counts_and_the_manifests_vocabulary_and_hash(prefix):
     dataset = open_dataset(prefix)
     assert (dataset.documents, dataset.sequences, dataset.tokens) == (3, 2, 6)
     assert (dataset.dtype, dataset.vocabulary) == ("uint16", 50257)
     assert len(dataset.bin_sha256) == 64
 
 
-def test_without_a_manifest_the_tokenizer_is_unknown(prefix):
+def test_vocabulary_and_hash_are_none_without_a_manifest(prefix):
     prefix.with_name(prefix.name + ".manifest.json").unlink()
     dataset = open_dataset(prefix)
     assert dataset.tokens == 6
@@ -95,7 +97,7 @@ def test_without_a_manifest_the_tokenizer_is_unknown(prefix):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_missing_file_is_named(prefix, suffix):
+def test_error_names_a_missing_file(prefix, suffix):
     path = prefix.with_name(prefix.name + suffix)
     path.unlink()
     with pytest.raises(DatasetError, match=f"{path} does not exist; run 'make prepare-ds"):
@@ -103,20 +105,20 @@ def test_a_missing_file_is_named(prefix, suffix):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "said"),
+    ("suffix", "message"),
     [
         (".bin", "is 10 bytes where o_text_document.idx describes 12; it is cut short"),
         (".idx", "is 88 bytes where its header asks for 90; it is cut short"),
     ],
 )
-def test_a_truncated_file_is_named_with_both_sizes(prefix, suffix, said):
+def test_error_names_a_truncated_file_and_both_sizes(prefix, suffix, message):
     path = prefix.with_name(prefix.name + suffix)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         open_dataset(prefix)
 
 
-def test_a_manifest_of_another_data_set_is_noticed(prefix, tool, tmp_path, write_lines):
+def test_manifest_of_another_data_set_is_refused(prefix, tool, tmp_path, write_lines):
     assert tool("--input", write_lines(["x"], "b.jsonl"), "--output-prefix", tmp_path / "b") == 0
     other = (tmp_path / "b_text_document.manifest.json").read_bytes()
     prefix.with_name(prefix.name + ".manifest.json").write_bytes(other)
@@ -124,17 +126,17 @@ def test_a_manifest_of_another_data_set_is_noticed(prefix, tool, tmp_path, write
         open_dataset(prefix)
 
 
-def test_an_unreadable_manifest_is_named(prefix):
+def test_error_names_an_unreadable_manifest(prefix):
     prefix.with_name(prefix.name + ".manifest.json").write_text("{}")
     with pytest.raises(DatasetError, match="is not a manifest of this tool"):
         open_dataset(prefix)
 
 
-def test_the_largest_token_shows_a_vocabulary_that_is_too_small(prefix):
+def test_largest_token_of_a_small_data_set_is_exact(prefix):
     assert largest_token(open_dataset(prefix)) == 50256
 
 
-def test_the_largest_token_looks_at_a_bounded_sample_of_a_large_data_set(prefix, monkeypatch):
+def test_largest_token_reads_a_bounded_sample_of_a_large_data_set(prefix, monkeypatch):
     dataset = open_dataset(prefix)
     tokens = np.zeros(10_000, np.uint16)
     tokens[-1] = 60_000
@@ -144,19 +146,19 @@ def test_the_largest_token_looks_at_a_bounded_sample_of_a_large_data_set(prefix,
     assert largest_token(dataset, sample=640) == 60_000
 
 
-def test_an_empty_data_set_has_no_largest_token(tool, tmp_path, write_lines):
+def test_largest_token_of_an_empty_data_set_is_minus_one(tool, tmp_path, write_lines):
     assert tool("--input", write_lines([""]), "--output-prefix", tmp_path / "o") == 0
     dataset = open_dataset(tmp_path / "o_text_document")
     assert (dataset.documents, dataset.tokens) == (1, 0)
     assert largest_token(dataset) == -1
 
 
-def test_a_prefix_may_be_given_with_a_suffix(tmp_path):
+def test_strip_suffix_removes_bin_and_idx(tmp_path):
     assert strip_suffix(tmp_path / "x.y.bin") == tmp_path / "x.y"
     assert strip_suffix(tmp_path / "x.y") == tmp_path / "x.y"
 
 
-def test_neither_checking_nor_preprocessing_imports_torch():
+def test_checking_and_preprocessing_import_no_torch():
     code = (
         "import sys, parakit.data.indexed, tools.preprocess.cli, tools.preprocess.run, "
         "parakit.data.verify, parakit.data.merge; "

@@ -18,7 +18,9 @@ def parts(tool, tmp_path, write_lines):
     return [tmp_path / f"p{i}_text_document" for i in range(3)]
 
 
-def test_merged_parts_are_the_whole(tool, parts, tmp_path, reference, read_pair):
+def test_merged_parts_equal_the_data_set_of_the_whole_input(
+    tool, parts, tmp_path, reference, read_pair
+):
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 0
     assert read_pair(tmp_path / "all") == reference(DOCUMENTS)
     assert open_dataset(tmp_path / "all").manifest
@@ -26,7 +28,9 @@ def test_merged_parts_are_the_whole(tool, parts, tmp_path, reference, read_pair)
     assert not (tmp_path / "all.partial").exists()
 
 
-def test_merging_is_what_megatrons_builder_does(tool, parts, tmp_path, indexed_dataset, read_pair):
+def test_merge_writes_the_same_bytes_as_megatrons_builder(
+    tool, parts, tmp_path, indexed_dataset, read_pair
+):
     dtype = indexed_dataset.DType.optimal_dtype(50257)
     builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
     for part in parts:
@@ -36,15 +40,18 @@ def test_merging_is_what_megatrons_builder_does(tool, parts, tmp_path, indexed_d
     assert read_pair(tmp_path / "all") == read_pair(tmp_path / "theirs")
 
 
-def test_parts_out_of_order_or_missing_are_refused(tool, parts, tmp_path, capsys):
+def test_merge_refuses_parts_that_are_missing_or_out_of_order(tool, parts, tmp_path, capsys):
     out = ("--output-prefix", tmp_path / "all")
     assert tool("merge", parts[1], parts[0], parts[2], *out) == 1
-    assert "parts 1/3, 0/3, 2/3 where 0/3, 1/3, 2/3 are due" in capsys.readouterr().err
+    assert (
+        "parts 1/3, 0/3, 2/3 of one input, but a merge needs 0/3, 1/3, 2/3"
+        in capsys.readouterr().err
+    )
     assert tool("merge", parts[0], parts[2], *out) == 1
     assert not list(tmp_path.glob("all*"))
 
 
-def test_another_tokenizer_or_dtype_is_refused(tool, parts, tmp_path, capsys):
+def test_merge_refuses_data_sets_of_different_tokenizers_or_dtypes(tool, parts, tmp_path, capsys):
     manifest = tmp_path / "p1_text_document.manifest.json"
     content = json.loads(manifest.read_text())
     content["identity"]["tokenizer_sha256"] = "0" * 64
@@ -60,7 +67,7 @@ def test_another_tokenizer_or_dtype_is_refused(tool, parts, tmp_path, capsys):
     assert "was made with dtype int16 but" in capsys.readouterr().err
 
 
-def test_without_manifests_it_merges_and_says_what_is_not_known(tool, parts, tmp_path, capsys):
+def test_merge_without_manifests_warns_and_writes_no_manifest(tool, parts, tmp_path, capsys):
     for part in parts:
         part.with_name(part.name + ".manifest.json").unlink()
     assert tool("merge", *parts, "--output-prefix", tmp_path / "all") == 0
@@ -68,7 +75,7 @@ def test_without_manifests_it_merges_and_says_what_is_not_known(tool, parts, tmp
     assert not (tmp_path / "all.manifest.json").exists()
 
 
-def test_a_damaged_part_is_noticed(tool, parts, tmp_path, capsys):
+def test_merge_refuses_a_part_with_a_wrong_hash(tool, parts, tmp_path, capsys):
     path = tmp_path / "p2_text_document.bin"
     raw = bytearray(path.read_bytes())
     raw[5] ^= 1
@@ -78,7 +85,7 @@ def test_a_damaged_part_is_noticed(tool, parts, tmp_path, capsys):
     assert not list(tmp_path.glob("all*.idx"))
 
 
-def test_an_existing_output_is_not_touched(tool, parts, tmp_path, capsys):
+def test_merge_replaces_an_existing_output_only_with_overwrite(tool, parts, tmp_path, capsys):
     assert tool("merge", *parts, "--output-prefix", parts[0]) == 1
     assert "is one of the inputs" in capsys.readouterr().err
     (tmp_path / "all.bin").write_bytes(b"precious")
@@ -88,7 +95,7 @@ def test_an_existing_output_is_not_touched(tool, parts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2])
-def test_killed_while_renaming_it_can_be_run_again(
+def test_merge_that_was_killed_while_renaming_can_be_repeated(
     tool, parts, tmp_path, monkeypatch, moves, reference, read_pair
 ):
     with monkeypatch.context() as patch:

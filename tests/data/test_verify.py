@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parakit.data.indexed import open_dataset
-from parakit.data.verify import common_end, verify_dataset
+from parakit.data.verify import find_common_end_token, verify_dataset
 
 DOCUMENTS = ["One two three", "", "Four five", "Six", "Seven eight nine ten"]
 
@@ -26,17 +26,17 @@ def files(prefix):
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
 
 
-def test_a_valid_data_set_passes_and_it_says_how_it_was_checked(tool, made, capsys):
+def test_verify_of_a_valid_data_set_reports_what_was_checked(tool, made, capsys):
     assert tool("verify", made) == 0
-    assert "every byte is the manifest's (sha256)" in capsys.readouterr().out
+    assert "every byte agrees with the manifest's sha256" in capsys.readouterr().out
     made.with_name(made.name + ".manifest.json").unlink()
     assert tool("verify", f"{made}.bin") == 0
     out = capsys.readouterr().out
-    assert "without a manifest, changed tokens inside the vocabulary cannot be told" in out
+    assert "without a manifest, changed tokens within the vocabulary cannot be detected" in out
     assert "vocabulary unknown" in out
 
 
-def test_with_a_manifest_every_flipped_byte_is_found(made):
+def test_every_changed_byte_is_reported_with_a_manifest(made):
     for path in files(made):
         content = path.read_bytes()
         for at in range(len(content)):
@@ -46,7 +46,7 @@ def test_with_a_manifest_every_flipped_byte_is_found(made):
     assert not verify_dataset(made).problems
 
 
-def test_truncation_of_either_file_is_always_found(bare):
+def test_truncation_of_either_file_is_reported(bare):
     for path in files(bare):
         content = path.read_bytes()
         for size in range(len(content)):
@@ -56,7 +56,7 @@ def test_truncation_of_either_file_is_always_found(bare):
     assert not verify_dataset(bare).problems
 
 
-def test_without_a_manifest_every_flipped_byte_of_the_index_is_found(bare):
+def test_changed_bytes_of_the_index_are_reported_without_a_manifest(bare):
     """True for documents of one sequence each that end in an end-of-document token."""
     path = bare.with_name(bare.name + ".idx")
     content = path.read_bytes()
@@ -72,7 +72,7 @@ def test_without_a_manifest_every_flipped_byte_of_the_index_is_found(bare):
         assert set(np.diff(boundaries).tolist()) <= {0, 1}
 
 
-def test_boundaries_moved_in_order_are_found_by_the_end_tokens(bare):
+def test_moved_document_boundary_is_reported_by_the_end_tokens(bare):
     path = bare.with_name(bare.name + ".idx")
     content = path.read_bytes()
     boundaries = list(struct.unpack("<6q", content[-48:]))
@@ -84,13 +84,13 @@ def test_boundaries_moved_in_order_are_found_by_the_end_tokens(bare):
     assert "document 3 holds 2 sequences" in problem
 
 
-def test_ids_outside_the_vocabulary_are_found(bare):
+def test_token_id_outside_the_vocabulary_is_reported(bare):
     assert not verify_dataset(bare, 50257).problems
     (problem,) = verify_dataset(bare, 50256).problems
     assert "token 3 is 50256, outside the vocabulary of 50256" in problem
 
 
-def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
+def test_error_names_the_token_range_of_the_damaged_shard(tool, tmp_path, write_lines, monkeypatch):
     monkeypatch.setattr("tools.preprocess.lines.BLOCK_BYTES", 64)
     path = write_lines([f"text {i}" for i in range(40)])
     flags = ("--output-prefix", tmp_path / "o", "--commit-mib", "0.0001")
@@ -103,9 +103,9 @@ def test_the_damaged_shard_is_named(tool, tmp_path, write_lines, monkeypatch):
     assert "differs from its manifest within tokens" in problem
 
 
-def test_chunks_make_no_difference(bare, monkeypatch):
+def test_results_do_not_depend_on_the_chunk_size(bare, monkeypatch):
     monkeypatch.setattr("parakit.data.indexed.CHUNK", 3)
-    assert common_end(open_dataset(bare)) == 50256
+    assert find_common_end_token(open_dataset(bare)) == 50256
     assert not verify_dataset(bare).problems
     path = bare.with_name(bare.name + ".idx")
     path.write_bytes(path.read_bytes()[:-16] + struct.pack("<2q", 2, 4))

@@ -5,7 +5,7 @@ import pytest
 from parakit.artifacts.run import Status
 from parakit.config.run import Backend, OptimizerName
 from parakit.native.model import GPT
-from parakit.native.weights import load_start
+from parakit.native.weights import load_initial_weights
 from tests.examples.runs import ITERATIONS, Run, Trainer
 from tests.native.small_model import settings
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(six: dict[str
     start = six["baseline"].folder.parent / ".start"
     checkpoint = start / str(six["baseline"].record.start_checkpoint)
     with pytest.raises(SystemExit, match=r"is of another model: word_embeddings.weight should be"):
-        load_start(GPT(settings()), checkpoint)
+        load_initial_weights(GPT(settings()), checkpoint)
 
 
 @pytest.mark.slow

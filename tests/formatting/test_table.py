@@ -32,19 +32,19 @@ TABLE = Table(
 )
 
 
-def test_an_unknown_value_is_a_dash_for_people_and_empty_in_csv() -> None:
+def test_unknown_value_is_a_dash_in_texts_and_empty_in_csv() -> None:
     assert TABLE.cells == [["tp2|sp2", "0.5000", "–"], ["=pp2", "–", "–"]]
     assert csv_table(TABLE) == "strategy,time,unknown\ntp2|sp2,0.5,\n'=pp2,,\n"
 
 
-def test_markdown_escapes_what_would_end_a_cell() -> None:
+def test_markdown_cells_are_escaped() -> None:
     assert markdown_table(TABLE).splitlines()[2] == "| tp2\\|sp2 | 0.5000 | – |"
 
 
 @pytest.mark.parametrize(
     ("width", "shown"), [(40, ["strategy", "time"]), (12, ["strategy"]), (80, ["strategy", "time"])]
 )
-def test_a_narrow_terminal_loses_the_last_ranks_and_columns_of_dashes(
+def test_narrow_terminal_leaves_out_the_highest_ranks_and_columns_of_dashes(
     width: int, shown: list[str]
 ) -> None:
     assert TABLE.fitting(width).header == shown
@@ -67,7 +67,7 @@ def printed(table: Table[str], width: int) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-def test_a_column_that_wraps_takes_lines_and_the_others_are_never_cut() -> None:
+def test_only_columns_that_wrap_are_broken_into_lines() -> None:
     wide, narrow = printed(LONG, 120), printed(LONG, 60)
     assert (len(wide), len(narrow)) == (5, 7)
     assert all("n" * 30 in lines[3] for lines in (wide, narrow, printed(LONG, 20)))
@@ -76,14 +76,14 @@ def test_a_column_that_wraps_takes_lines_and_the_others_are_never_cut() -> None:
     assert LONG.fitting(20).header == ["name"]
 
 
-def test_words_are_broken_only_where_they_must_be_and_numbers_never() -> None:
+def test_words_are_broken_only_if_the_terminal_is_too_narrow_and_numbers_are_not() -> None:
     table = TextTable("t", "", ("communication", "sent"), (("a", "13,694,472"),))
     assert table.wrapping().widths(30) == [13, 10]
     assert table.wrapping().widths(20) == [6, 10]
     assert table.wrapping().widths(9) == [3, 2]
 
 
-def test_units_leave_no_doubt() -> None:
+def test_sizes_and_times_have_the_expected_units_and_digits() -> None:
     assert (size(1.5 * 2**30), size(2**20), size(None)) == ("1.50 GiB", "1.0 MiB", "–")
     assert (number(0.0001), number(12345.6), milliseconds(-0.0123)) == (
         "1.000e-04",
@@ -99,7 +99,7 @@ def shown(table: TextTable, width: int) -> str:
     return console.file.getvalue()
 
 
-def test_a_table_too_wide_for_a_terminal_becomes_paragraphs_with_whole_words() -> None:
+def test_table_too_wide_for_a_terminal_becomes_paragraphs_with_unbroken_words() -> None:
     header = ("Strategy", "Rank", "Component", "Measured", "Predicted", "Note")
     note = "predicted at the output layer's backward and measured in forward, rounded up"
     lines = tuple(

@@ -15,7 +15,7 @@ def interrupted() -> int:
     raise KeyboardInterrupt
 
 
-def test_a_command_that_is_interrupted_ends_with_130_and_a_word(
+def test_interrupted_command_exits_with_130_and_one_word(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -27,7 +27,7 @@ def test_a_command_that_is_interrupted_ends_with_130_and_a_word(
     assert ended.value.code == 3
 
 
-def test_the_end_of_a_pipe_is_no_traceback() -> None:
+def test_closed_pipe_gives_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     code = "from parakit.formatting.terminal import exit_with; exit_with(lambda: print('x' * 9999) or 0)"
@@ -38,7 +38,7 @@ def test_the_end_of_a_pipe_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_page_of_markdown_is_tables_and_lists_on_a_terminal_without_its_pictures() -> None:
+def test_markdown_page_is_printed_with_tables_and_lists_and_without_images() -> None:
     written = io.StringIO()
     table = "| ms \\[95%\\] | b |\n| --- | --- |\n| 1.5 | x |"
     say_markdown(Console(file=written), f"# Sweep\n\n- first\n\n![Tokens](sweep.svg)\n\n{table}")

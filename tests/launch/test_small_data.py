@@ -8,12 +8,13 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.data.indexed import open_dataset
-from parakit.data.split import Split, parts_of, unusable_parts
+from parakit.data.split import Split, divide_into_parts, unusable_parts
+from parakit.launch import start
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
-from parakit.launch.train import compose_job, differences, start
+from parakit.launch.train import compose_job, differences
 from tests.small import write_documents
 
 SEQUENCE = 64
@@ -163,7 +164,7 @@ def test_parts_are_those_that_megatron_builds(tmp_path: Path, sequences: int, sp
         builder, "mine", matrix, [1, 1, 1]
     )
     dataset = open_dataset(Path(write_documents(tmp_path / "mine", [SHORT] * sequences)))
-    ours = parts_of(dataset, split)
+    ours = divide_into_parts(dataset, split)
     for part in Split:
         built = built_parts[part]
         assert (built is None) == (ours[part].weight == 0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parakit.native.batches import MicroBatch
 from parakit.native.model import GPT, initialise
 from parakit.native.parallel import RankLayout
-from parakit.native.pipelines import StageModules, cut_into_stages, pipeline_engine
+from parakit.native.pipelines import StageModules, build_pipeline_engine, cut_into_stages
 from parakit.native.settings import Settings
 from tests.native.pipelined import STAGES
 from tests.native.small_model import settings
@@ -65,7 +65,7 @@ def whole_model(of: Settings) -> GPT:
 def _train(of: Settings, rank: int) -> tuple[list[float], StageModules, torch.Tensor]:
     ranks = RankLayout(rank, STAGES, 1, torch.device("cpu"), STAGES)
     stages = cut_into_stages(whole_model(of), of, ranks)
-    engine = pipeline_engine(stages, of, ranks)
+    engine = build_pipeline_engine(stages, of, ranks)
     losses = []
     for iteration in range(ITERATIONS):
         losses.append(float(engine.forward_backward(batches(of, iteration))))

@@ -14,30 +14,30 @@ from parakit.native.settings import unknown_flags
 from tests.native.small_model import REQUIRED, settings
 
 
-def test_the_first_update_has_no_learning_rate_and_the_warm_up_is_linear() -> None:
+def test_learning_rate_starts_at_zero_and_follows_warm_up_and_decay() -> None:
     rates = [learning_rate(settings(), updates) for updates in (0, 5, 10, 55, 100, 101)]
     assert rates == pytest.approx([0, 5e-4, 1e-3, 5.5e-4, 1e-4, 1e-4])
 
 
-def test_a_flag_that_is_not_implemented_is_named() -> None:
+def test_error_names_a_flag_that_is_not_implemented() -> None:
     assert unknown_flags((*REQUIRED, "--qk-layernorm", "--log-throughput")) == ["--qk-layernorm"]
     with pytest.raises(SystemExit, match="--qk-layernorm is not implemented by the native backend"):
         settings("--qk-layernorm")
 
 
-def test_labels_are_the_tokens_one_place_further(sample_prefix: Path) -> None:
+def test_labels_are_the_tokens_shifted_by_one_position(sample_prefix: Path) -> None:
     samples = SplitSamples(sample_prefix, "1,0,0", samples=4, seq_length=64, seed=7)
     first, second = samples.batch(0, 2)
     assert first.shape == second.shape == (2, 64)
     assert torch.equal(first[:, 1:], second[:, :-1])
 
 
-def test_documents_of_the_training_split_are_the_first_share() -> None:
+def test_training_part_has_the_first_documents_of_the_data_set() -> None:
     assert np.array_equal(split_documents("949,50,1", 1000), np.arange(949))
     assert np.array_equal(split_documents("949,50,1", 1000, Split.TEST), [999])
 
 
-def test_fresh_weights_are_scaled_down_where_they_enter_the_residual() -> None:
+def test_initial_std_is_smaller_for_matrices_that_write_into_the_residual_stream() -> None:
     model = GPT(settings("--init-method-std", "0.5"))
     initialise(model, settings("--init-method-std", "0.5"))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -13,7 +13,7 @@ from parakit.artifacts.capture import (
     read_rank,
 )
 from parakit.config import variables
-from parakit.native.capture import capturing, native_counterpart
+from parakit.native.capture import build_native_counterpart, wrap_for_capture
 from parakit.native.engines import TorchEngine
 from parakit.native.model import GPT, initialise
 from parakit.native.parallel import RankLayout
@@ -37,7 +37,7 @@ def trained(*flags: str) -> torch.Tensor:
     model = GPT(chosen)
     initialise(model, chosen)
     engine = TorchEngine(model, chosen, RankLayout(0, 1, 1, torch.device("cpu")))
-    seen = capturing(engine, native_counterpart(model), chosen)
+    seen = wrap_for_capture(engine, build_native_counterpart(model), chosen)
     for _ in range(2):
         seen.forward_backward(BATCHES)
         seen.update(1e-2)
@@ -58,16 +58,14 @@ def captured(folder: Path, *flags: str) -> Capture:
 
 
 @pytest.mark.parametrize("flags", [DENSE, EXPERTS])
-def test_an_iteration_that_is_captured_and_repeated_trains_as_one_that_is_not(
-    folder: Path, flags: tuple[str, ...]
-) -> None:
+def test_capture_does_not_change_the_trained_weights(folder: Path, flags: tuple[str, ...]) -> None:
     with_capture = trained(*flags)
     assert len(read_index(folder / "rank-0")) > 100
     del os.environ[variables.CAPTURE]
     assert torch.equal(with_capture, trained(*flags))
 
 
-def test_tensors_have_the_sequence_first_and_biases_apart(folder: Path) -> None:
+def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> None:
     (one,) = captured(folder, *DENSE).ranks
     name = "decoder.layers.1.mlp.linear_fc1"
     given, made = (
@@ -88,7 +86,7 @@ def test_tensors_have_the_sequence_first_and_biases_apart(folder: Path) -> None:
     assert gradient.shape == made.shape
 
 
-def test_every_tensor_of_the_reference_has_a_measured_response(folder: Path) -> None:
+def test_capture_with_seeds_measures_responses_to_rounding(folder: Path) -> None:
     capture = captured(folder, *DENSE)
     responses = capture.responses()
     assert responses[Stage.OUTPUTS, "decoder.layers.1", "output.0"] > 0
@@ -96,7 +94,7 @@ def test_every_tensor_of_the_reference_has_a_measured_response(folder: Path) -> 
     assert read_rank(folder / "rank-0").micro_batches == 2
 
 
-def test_a_repeated_iteration_begins_with_the_states_of_both_of_muons_optimizers(
+def test_repeated_iteration_restores_the_states_of_muon_and_adamw(
     folder: Path,
 ) -> None:
     responses = captured(folder, *MUON).responses()
@@ -105,7 +103,7 @@ def test_a_repeated_iteration_begins_with_the_states_of_both_of_muons_optimizers
     assert responses[Stage.OPTIMIZER_STATE, name, "exp_avg"] < 1e-5
 
 
-def test_how_far_a_weight_moved_is_written_with_its_response(folder: Path) -> None:
+def test_capture_has_the_update_of_each_weight_and_its_response(folder: Path) -> None:
     capture = captured(folder, *DENSE)
     (one,) = capture.ranks
     name = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -114,7 +112,7 @@ def test_how_far_a_weight_moved_is_written_with_its_response(folder: Path) -> No
     assert capture.responses()[Stage.WEIGHTS, name, "update"] > 0
 
 
-def test_an_experts_rows_are_in_the_order_of_tokens_with_the_sequence_first(folder: Path) -> None:
+def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(folder: Path) -> None:
     (one,) = captured(folder, *EXPERTS).ranks
     layer = "decoder.layers.0.mlp"
     hidden, chosen = (
@@ -129,7 +127,7 @@ def test_an_experts_rows_are_in_the_order_of_tokens_with_the_sequence_first(fold
         assert (one.values(one.by_site[site]) == rows[chosen[:, expert]]).all()
 
 
-def test_every_parameter_has_megatrons_name() -> None:
+def test_every_parameter_has_a_unique_megatron_name() -> None:
     names = [name for name, _ in GPT(settings(*EXPERTS)).named_parameters()]
     ours = [megatron_name(name) for name in names]
     assert len(set(ours)) == len(names)

@@ -11,9 +11,9 @@ from parakit.native.model import (
     GPT,
     MixtureOfExperts,
     balance_loss,
-    mixtures,
+    find_expert_layers,
     rotate,
-    run_here,
+    run_local_experts,
     z_loss,
 )
 from parakit.native.optimizer import muon_parameters
@@ -36,7 +36,7 @@ def layer() -> MixtureOfExperts:
     return MixtureOfExperts(settings(*TINY, "--no-bias-gelu-fusion"), layer=1)
 
 
-def test_a_token_gets_its_top_two_experts_weighted_by_the_softmax_over_the_two(
+def test_output_is_the_softmax_weighted_sum_of_the_top_two_experts(
     layer: MixtureOfExperts,
 ) -> None:
     x = torch.randn(2, 3, 16)
@@ -48,7 +48,7 @@ def test_a_token_gets_its_top_two_experts_weighted_by_the_softmax_over_the_two(
         torch.testing.assert_close(layer(x)[place], expected)
 
 
-def test_an_expert_without_tokens_has_zero_gradients(layer: MixtureOfExperts) -> None:
+def test_gradients_of_an_expert_without_tokens_are_zero(layer: MixtureOfExperts) -> None:
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[9.0], [8.0], [-9.0], [-9.0]]).expand(4, 16))
     layer(torch.ones(1, 5, 16)).sum().backward()
@@ -57,18 +57,18 @@ def test_an_expert_without_tokens_has_zero_gradients(layer: MixtureOfExperts) ->
     assert [bool(gradient.any()) for gradient in gradients] == [True, True, False, False]
 
 
-def test_balance_is_one_for_even_experts_and_their_number_over_k_when_all_choose_the_same() -> None:
+def test_balance_loss_is_one_for_even_experts_and_experts_over_k_for_one_choice() -> None:
     even = torch.full((8, 4), 0.25)
     assert balance_loss(even, torch.tensor([4, 4, 4, 4])) == pytest.approx(1)
     certain = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(8, 4)
     assert balance_loss(certain, torch.tensor([8, 8, 0, 0])) == pytest.approx(2)
 
 
-def test_z_loss_is_the_square_of_the_log_of_the_sum() -> None:
+def test_z_loss_is_the_squared_logsumexp() -> None:
     assert z_loss(torch.zeros(3, 8)) == pytest.approx(math.log(8) ** 2)
 
 
-def test_the_auxiliary_loss_weighs_both_by_their_coefficients() -> None:
+def test_auxiliary_loss_is_the_sum_of_both_losses_times_their_coefficients() -> None:
     coefficients = ("--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.25")
     layer = MixtureOfExperts(settings(*TINY, *coefficients), layer=1)
     layer(torch.randn(1, 4, 16))
@@ -77,15 +77,15 @@ def test_the_auxiliary_loss_weighs_both_by_their_coefficients() -> None:
     torch.testing.assert_close(layer.auxiliary_loss(), 0.5 * balance + 0.25 * z)
 
 
-def test_rows_go_to_the_experts_in_their_order() -> None:
+def test_local_experts_get_consecutive_rows_in_order() -> None:
     experts = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
     for factor, expert in enumerate(experts):
         torch.nn.init.constant_(expert.weight, factor)
-    done = run_here(torch.ones(5, 1), torch.tensor([2, 0, 3]), experts)
+    done = run_local_experts(torch.ones(5, 1), torch.tensor([2, 0, 3]), experts)
     assert done.flatten().tolist() == [0, 0, 2, 2, 2]
 
 
-def test_rotation_keeps_lengths_and_makes_products_depend_on_distance_alone() -> None:
+def test_rotary_embedding_keeps_norms_and_products_depend_on_distance_only() -> None:
     query, key = torch.randn(2, 1, 1, 1, 8)
     turned_q, turned_k = (rotate(x.expand(1, 1, 6, 8), 10_000)[0, 0] for x in (query, key))
     products = turned_q @ turned_k.T
@@ -94,21 +94,21 @@ def test_rotation_keeps_lengths_and_makes_products_depend_on_distance_alone() ->
     torch.testing.assert_close(turned_q[0], query[0, 0, 0])
 
 
-def test_blueberry_has_the_published_parameters_to_the_last() -> None:
+def test_blueberry_has_exactly_the_published_numbers_of_parameters() -> None:
     with torch.device("meta"):
         model = GPT(preset("blueberry-79m", "--silu"))
     parameters = list(model.parameters())
     assert sum(p.numel() for p in parameters) == 79_059_840
-    idle = 6 * 6 * sum(p.numel() for p in mixtures(model)[0].experts[0].parameters())
+    idle = 6 * 6 * sum(p.numel() for p in find_expert_layers(model)[0].experts[0].parameters())
     assert 79_059_840 - idle == 36_592_512
     muon = muon_parameters(model)
     assert (len(muon), sum(p.numel() for p in muon)) == (114, 60_180_480)
-    assert all(layer.router.weight in set(muon) for layer in mixtures(model))
+    assert all(layer.router.weight in set(muon) for layer in find_expert_layers(model))
     rest = set(parameters) - set(muon)
     assert sum(p.numel() for p in rest) == 18_879_360
 
 
-def test_the_planner_counts_what_the_native_model_has() -> None:
+def test_planner_and_native_model_have_the_same_number_of_parameters() -> None:
     for name in ("blueberry-79m", "blueberry-dense", "moe-tiny", "moe-tiny-dense"):
         shape = load_model(name).shape
         with torch.device("meta"):
@@ -121,11 +121,11 @@ def test_the_planner_counts_what_the_native_model_has() -> None:
     ("flags", "width"),
     [((), 64), (("--swiglu",), 0), (("--ffn-hidden-size", "24"), 24)],
 )
-def test_the_width_inside_an_mlp_is_megatrons(flags: tuple[str, ...], width: int) -> None:
+def test_default_mlp_width_equals_megatrons(flags: tuple[str, ...], width: int) -> None:
     assert settings(*flags).mlp_width == width  # two thirds of 64, rounded down to 64s: 0
 
 
-def test_an_evaluation_is_not_reported_to_the_ledger(layer: MixtureOfExperts) -> None:
+def test_evaluation_without_gradients_records_no_routing(layer: MixtureOfExperts) -> None:
     layer.eval()
     with torch.no_grad():
         assert layer(torch.randn(1, 4, 16)).shape == (1, 4, 16)

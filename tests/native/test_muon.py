@@ -52,7 +52,9 @@ def step_with_rate(optimizer: MuonAdamW, rate: float) -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48), (8, 32)])
-def test_three_updates_are_the_published_formulas_within_bf16(shape: tuple[int, int]) -> None:
+def test_three_updates_equal_the_published_formula_within_bf16_error(
+    shape: tuple[int, int],
+) -> None:
     generator = np.random.default_rng(7)
     weight = torch.nn.Parameter(torch.zeros(shape))
     optimizer = torch.optim.Muon([weight], lr=0.01, weight_decay=0.0, adjust_lr_fn="original")
@@ -67,7 +69,9 @@ def test_three_updates_are_the_published_formulas_within_bf16(shape: tuple[int, 
     assert error < BF16_ERROR
 
 
-def test_in_fp32_pytorchs_steps_are_the_formula_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_newton_schulz_steps_in_fp32_equal_the_formula(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
     from torch.optim import _muon
 
@@ -79,13 +83,13 @@ def test_in_fp32_pytorchs_steps_are_the_formula_itself(monkeypatch: pytest.Monke
     np.testing.assert_allclose(found.numpy(), orthogonalised(gradient), rtol=0, atol=2e-6)
 
 
-def test_pytorchs_defaults_are_the_published_constants() -> None:
+def test_pytorchs_muon_defaults_are_the_published_constants() -> None:
     defaults = torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
     assert defaults["ns_coefficients"] == (3.4445, -4.7750, 2.0315)
     assert (defaults["ns_steps"], defaults["momentum"], defaults["nesterov"]) == (5, 0.95, True)
 
 
-def test_matrices_go_to_muon_and_the_rest_to_adamw_at_its_own_rate(model: GPT) -> None:
+def test_muon_updates_hidden_matrices_and_adamw_all_others_with_its_rate(model: GPT) -> None:
     optimizer = muon_adamw(model, settings(*MUON))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -100,7 +104,7 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw_at_its_own_rate(model: GPT) -
     torch.testing.assert_close(moved, torch.full((16,), 1e-4), rtol=1e-3, atol=0)
 
 
-def test_muon_does_not_decay_weights(model: GPT) -> None:
+def test_pytorch_rule_has_no_weight_decay_in_muon(model: GPT) -> None:
     optimizer = muon_adamw(model, settings(*MUON))
     weight = model.blocks[0].attention.proj.weight
     before = weight.detach().clone()
@@ -114,7 +118,7 @@ MEGATRONS = ("--optimizer", "muon", "--muon-rule", "megatron", "--decoupled-lr",
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_megatrons_rule_decays_matrices_and_leaves_only_the_vocabulary_to_the_decoupled_rate(
+def test_megatron_rule_decays_matrices_and_uses_decoupled_lr_for_the_vocabulary_only(
     wrapped: bool,
 ) -> None:
     torch.manual_seed(0)
@@ -143,7 +147,7 @@ def test_megatrons_rule_decays_matrices_and_leaves_only_the_vocabulary_to_the_de
 @pytest.mark.parametrize(
     ("precision", "least", "most"), [("medium", 1e-3, 1.0), ("high", 0.0, 1e-4)]
 )
-def test_in_bf16_a_rounding_error_of_a_gradient_from_few_tokens_moves_megatrons_update(
+def test_rounding_error_of_a_low_rank_gradient_moves_megatrons_bf16_update(
     precision: str, least: float, most: float
 ) -> None:
     """What bf16 rounds lies in directions that few tokens leave empty; five steps make it large."""
@@ -170,7 +174,7 @@ def step_of_megatrons(weight: torch.nn.Parameter, gradient: Tensor, precision: s
     return weight.detach().clone()
 
 
-def test_pytorchs_muon_refuses_another_precision() -> None:
+def test_pytorch_rule_refuses_another_precision_than_bf16() -> None:
     words = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
     with pytest.raises(SystemExit, match="makes its steps in bf16; use OPTIMIZER=megatron-muon"):
         refuse_combinations(settings(*words), 1)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.native.model import GPT, mean_loss
-from parakit.native.optimizer import adamw, clip_gradients, learning_rate
+from parakit.native.optimizer import build_adamw, clip_gradients, learning_rate
 from parakit.native.settings import Settings
 from tests.examples.runs import SharedRuns
 from tests.native.pipeline_rank import (
@@ -53,7 +53,7 @@ def train_alone(of: Settings, schedule: PipelineSchedule) -> tuple[list[float], 
     """
     model = whole_model(of)
     newest = dict(model.named_parameters())
-    optimizer = adamw(model.parameters(), of)
+    optimizer = build_adamw(model.parameters(), of)
     versions = [{name: p.detach().clone() for name, p in newest.items()}]
     losses = []
     for batch in range(ITERATIONS):
@@ -99,7 +99,7 @@ def _renumbered(name: str, first: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", TIED)
-def test_a_pipeline_that_flushes_trains_as_one_process_does(
+def test_pipeline_with_flushes_trains_the_same_model_as_one_process(
     pipelines: Trained, schedule: str
 ) -> None:
     ranks = pipelines[schedule, True]
@@ -110,7 +110,7 @@ def test_a_pipeline_that_flushes_trains_as_one_process_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
-def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
+def test_pipeline_without_flushes_uses_weights_with_the_schedules_staleness(
     pipelines: Trained, schedule: str
 ) -> None:
     ranks = pipelines[schedule, False]
@@ -126,14 +126,14 @@ def test_without_flushes_gradients_are_of_weights_as_old_as_the_schedule_says(
 @pytest.mark.parametrize(
     ("schedule", "versions"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])]
 )
-def test_a_stage_keeps_a_buffer_for_each_version_between_forward_and_update(
+def test_stage_has_one_buffer_per_weight_version(
     pipelines: Trained, schedule: str, versions: list[int]
 ) -> None:
     assert [len(kept) for _, _, kept, _ in pipelines[schedule, False]] == versions
 
 
 @pytest.mark.slow
-def test_every_rank_gets_the_logits_of_the_whole_model(pipelines: Trained) -> None:
+def test_every_rank_gets_the_logits_of_the_full_model(pipelines: Trained) -> None:
     for schedule in TIED:
         of = chosen(schedule, tied=True)
         _, model = train_alone(of, PipelineSchedule(schedule))

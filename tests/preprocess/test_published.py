@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from parakit.data.indexed import Dataset, DocumentIndex, open_dataset, write_index
-from parakit.data.split import draws, samples_of
+from parakit.data.split import count_draws, count_samples
 from tools.preprocess.hub import DOCUMENTS, comparison
 
 
@@ -21,8 +21,8 @@ def test_whole_epochs_are_drawn_until_there_are_enough_samples(tmp_path: Path) -
     made = dataset(tmp_path, [10] * 8 + [7, 5])
     # 80 tokens an epoch: 9 samples of 8 need 73, 10 need 81.
     for asked, drawn in ((9, [9, 1, 1]), (10, [19, 1, 1])):
-        parts = draws(made, "8,1,1", 8, asked, 1, 1)
-        assert [samples_of(part.epochs, part.tokens, 8) for part in parts] == drawn
+        parts = count_draws(made, "8,1,1", 8, asked, 1, 1)
+        assert [count_samples(part.epochs, part.tokens, 8) for part in parts] == drawn
 
 
 def test_another_number_of_documents_is_said(tmp_path: Path) -> None:

@@ -179,9 +179,9 @@ def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published
 
 
 def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
-    from parakit.data.folder import locked
+    from parakit.data.folder import lock_folder
 
-    with locked(tmp_path / "o.partial"):
+    with lock_folder(tmp_path / "o.partial"):
         assert tool(*interrupted) == 1
     assert "Another process is writing" in capsys.readouterr().err
 

@@ -16,9 +16,9 @@ from parakit.artifacts.io import write_whole
 from parakit.data import (
     Dataset,
     DatasetError,
+    count_draws,
     describe_counts,
     describe_draws,
-    draws,
     measure_dataset,
     merge_datasets,
     open_dataset,
@@ -281,7 +281,7 @@ def _stats(flags: Flags) -> int:
     dataset = open_dataset(strip_suffix(flags.prefix))
     found = measure_dataset(dataset)
     samples = flags.steps * flags.global_batch_size
-    drawn = draws(dataset, flags.split, flags.seq_length, samples)
+    drawn = count_draws(dataset, flags.split, flags.seq_length, samples)
     if flags.json:
         print(msgspec.json.encode({"stats": found, "draws": drawn}).decode())
         return 0

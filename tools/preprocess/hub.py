@@ -23,8 +23,8 @@ from parakit.data import (
     Dataset,
     DatasetError,
     InputIdentity,
-    draws,
-    samples_of,
+    count_draws,
+    count_samples,
 )
 from tools.preprocess.lines import Block
 
@@ -147,8 +147,8 @@ def comparison(dataset: Dataset) -> str:
             f"Not the published data set: {dataset.documents:,} documents instead of {DOCUMENTS:,}; "
             f"{differs}"
         )
-    found = draws(dataset, _SPLIT, _SEQ_LENGTH, *_ASKED)
-    drawn = tuple(samples_of(part.epochs, part.tokens, _SEQ_LENGTH) for part in found)
+    found = count_draws(dataset, _SPLIT, _SEQ_LENGTH, *_ASKED)
+    drawn = tuple(count_samples(part.epochs, part.tokens, _SEQ_LENGTH) for part in found)
     if drawn != _DRAWN:
         return (
             f"Not the published data set: Megatron draws {_listed(drawn)} samples from its splits where "

@@ -22,7 +22,7 @@ from parakit.data import (
     ShardHash,
     bin_path,
     idx_path,
-    join,
+    join_datasets,
     open_dataset,
     token_dtype,
     write_index,
@@ -107,7 +107,7 @@ def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
     for key in identity.json_keys:
         try:
             parts = [open_dataset(_part_folder(folder, n) / key) for n in range(count)]
-            join(parts, folder / key, identity)
+            join_datasets(parts, folder / key, identity)
         except DatasetError as error:
             raise DatasetError(f"{error} Or start over with --restart.") from None
 

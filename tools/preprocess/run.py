@@ -21,7 +21,7 @@ from parakit.data import (
     RunIdentity,
     bin_path,
     idx_path,
-    locked,
+    lock_folder,
     open_dataset,
     publish,
     retire,
@@ -71,14 +71,14 @@ def preprocess(options: PreprocessOptions) -> list[Dataset]:
     folder = working_folder(base)
     progress = ProgressLine()
     if options.restart and folder.exists():
-        with locked(folder):
+        with lock_folder(folder):
             retire(folder)
     if not folder.exists():
         retire(folder)  # what a killed clean-up has left
         if not options.overwrite and (done := _existing(list(prefixes.values()), identity)):
             progress.say("Nothing to do: these data sets are complete and of this very input.")
             return done
-    with locked(folder):
+    with lock_folder(folder):
         _claim(folder / "run.json", identity)
         _Work(options, spec, source, progress).fill(folder, identity)
         publish(folder, prefixes)

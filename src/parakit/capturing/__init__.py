@@ -1,7 +1,7 @@
-"""Tensors of one training step: written to files, compared with stored files, or replaced by them.
+"""Capture the tensors of one training step: write them to files, or compare or replace them by stored files.
 
-This package decides where a captured tensor and its gradient go (`sinks`). Which tensors a model has, and
-their names, each backend decides. `capture` is the function for programs that are not part of the kit.
+This package decides where a captured tensor and its gradient go (`sinks`). Each backend decides which tensors its
+model has, and their names. `capture` is the function for PyTorch programs that are not part of the kit.
 """
 
 from typing import TYPE_CHECKING
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from parakit.capturing.sinks import (
         Piece,
         Recording,
-        Responding,
+        RoundingProbe,
         Sink,
         StoredTensors,
-        norm_of,
-        number,
-        reach,
+        fp64_scalar,
+        norm_without_nan,
         tap,
+        update_magnitude,
     )
-    from parakit.capturing.state import State, local, perturb
+    from parakit.capturing.state import TrainingState, local_tensor, perturb
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "Piece",
     "Recording",
-    "Responding",
+    "RoundingProbe",
     "Sink",
-    "State",
     "StoredTensors",
+    "TrainingState",
     "capture",
-    "local",
-    "norm_of",
-    "number",
+    "fp64_scalar",
+    "local_tensor",
+    "norm_without_nan",
     "perturb",
-    "reach",
     "tap",
+    "update_magnitude",
 ]

@@ -1,15 +1,16 @@
-"""`capture(model, optimizer, folder)`: a training step of any PyTorch program, for two to be compared.
+"""Capture one training step of any PyTorch program, so that two runs of the program can be compared.
 
     from parakit import capture
 
     for _ in capture(model, optimizer, "captures/tp2", tensor=mesh["tp"].get_group()):
-        for batch in batches:                        # One forward pass of the model a micro batch.
+        for batch in batches:                        # One forward pass of the model per micro batch.
             (loss(model(batch)) / len(batches)).backward()
         optimizer.step()
 
-Modules and parameters keep the names that the program gives them, so a model that FSDP2 or tensor
-parallelism has changed in place is compared with itself on one rank. `parakit inspect --ckpt
-captures/tp2 --compare captures/one` says which tensor is the first that is wrong.
+Each rank writes a folder `rank-<n>` with all activations, gradients, optimizer states and weights of the step.
+Modules and parameters keep the names that the program gives them, so a model that FSDP2 or tensor parallelism
+has changed in place can be compared with the same model on one rank. `parakit inspect --ckpt captures/tp2
+--compare captures/one` names the first tensor that is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +42,30 @@ from parakit.artifacts.capture import (
     Site,
     Stage,
 )
-from parakit.capturing.sinks import Piece, Recording, Responding, Sink, StoredTensors, number, tap
-from parakit.capturing.state import State, local, perturb
+from parakit.capturing.sinks import (
+    Piece,
+    Recording,
+    RoundingProbe,
+    Sink,
+    StoredTensors,
+    fp64_scalar,
+    tap,
+)
+from parakit.capturing.state import TrainingState, local_tensor, perturb
 
 SEEDS = 3
-"""Repetitions by which it is measured how far rounding alone moves each tensor."""
+"""Default number of repetitions that measure how far rounding errors move each tensor."""
 _ROOT = "model"
+"""Name of the model itself; its modules have the names of `named_modules`."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names that `torch.compile` and activation checkpointing add."""
+"""Parts that `torch.compile` and activation checkpointing add to the names of modules."""
+
+
+class _GroupPosition(NamedTuple):
+    """Position of this rank in a process group."""
+
+    rank: int
+    size: int
 
 
 def capture(
@@ -61,101 +78,138 @@ def capture(
     iteration: int = 1,
     seeds: int = SEEDS,
 ) -> Iterator[None]:
-    """Write what a step computes, then repeat it with every weight off by one rounding error.
+    """Write the tensors of a training step, then repeat the step to measure the effect of rounding errors.
 
-    The loop's body is the step, from the first forward pass to `optimizer.step()`. It runs `1 + seeds`
-    times on the same batches, always from the same weights, optimizer state and random numbers; what
-    the first one gave is what stays. Gradients are those that the optimizer is given. Losses are means
-    over the tokens of a micro batch, divided by the number of micro batches.
+    The body of the caller's loop is the step, from the first forward pass to `optimizer.step()`. The body runs
+    `1 + seeds` times on the same batches, and every run starts from the same weights, optimizer states and
+    random numbers. The first run is written. In each further run every weight is changed by one rounding
+    error. After the loop the model and the optimizer are in the state after the first run.
+
+    Gradients are written as the optimizer gets them. The loss must be the mean over the tokens of a micro
+    batch, divided by the number of micro batches.
 
     Args:
-        model: Its first tensor is [batch, sequence] or [batch, sequence, hidden].
-        optimizer: Of all its parameters.
-        folder: Takes `rank-<n>`; it must not hold a capture yet.
-        data: Ranks with other samples: rank d's micro batch m is the global batch's m·D + d.
-        tensor: Ranks that share each module.
-        iteration: Its number, the same in what is compared with it.
-        seeds: Repetitions; a run that is only compared with a reference needs none.
+        model: Model whose first tensor argument is [batch, sequence] or [batch, sequence, hidden].
+        optimizer: Optimizer of all parameters of the model.
+        folder: Folder of the capture; this rank's folder in it, `rank-<n>`, must not exist yet.
+        data: Group of this rank and the ranks that read other samples; None without data parallelism. Rank d
+            of D reads the global batch's micro batch m·D + d as its micro batch m.
+        tensor: Group of the ranks that share each module; None without tensor parallelism.
+        iteration: Number of the iteration. It must be equal in the captures that are compared.
+        seeds: Number of repetitions. Only the reference of a comparison needs repetitions.
 
     Raises:
-        ValueError: The two groups' sizes do not multiply to the number of ranks.
+        ValueError: The sizes of the two groups do not multiply to the number of ranks.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    places = [
-        (dist.get_rank(one), dist.get_world_size(one)) if one else (0, 1) for one in (data, tensor)
-    ]
-    if places[0][1] * places[1][1] != world:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    data_position, tensor_position = _find_position(data), _find_position(tensor)
+    if data_position.size * tensor_position.size != world_size:
         raise ValueError(
-            f"{world} ranks are not {places[0][1]} data-parallel ones times {places[1][1]} "
-            "tensor-parallel ones; give data= and tensor= the groups of this rank."
+            f"{world_size} ranks are not {data_position.size} data-parallel ones times "
+            f"{tensor_position.size} tensor-parallel ones; give data= and tensor= the groups of this "
+            "rank."
         )
-    rank = dist.get_rank() if world > 1 else 0
-    own = Path(folder) / f"rank-{rank}"
+    rank = dist.get_rank() if world_size > 1 else 0
+    rank_folder = Path(folder) / f"rank-{rank}"
     held = (*model.parameters(), *model.buffers())
-    before = State(held, optimizer)
-    with CaptureWriter(own) as writer:
+    state_before = TrainingState(held, optimizer)
+    with CaptureWriter(rank_folder) as writer:
         step = _Step(model, optimizer, Recording(writer))
         with step:
             yield
         writer.flush()
-        after = State(held, optimizer)
-        responding = Responding(StoredTensors(own, writer.records))
+        state_after = TrainingState(held, optimizer)
+        probe = RoundingProbe(StoredTensors(rank_folder, writer.records))
         for seed in range(seeds):
-            before.restore()
-            again = _Step(model, optimizer, responding)
-            perturb((f"{seed} {one.name}", one.values) for one in again.pieces(lambda w: w))
-            with again:
+            state_before.restore()
+            repetition = _Step(model, optimizer, probe)
+            weights = repetition.pieces(_get_weight)
+            perturb((f"{seed} {weight.name}", weight.values) for weight in weights)
+            with repetition:
                 yield
-        after.restore()
-        (own / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-        batch, length = step.shape
-        dropout = max(
-            (one.p for one in model.modules() if isinstance(one, nn.Dropout)), default=0.0
-        )
-        embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+        state_after.restore()
+        (rank_folder / RESPONSES_FILE).write_text(json.dumps(probe.responses))
         writer.close(
-            CapturedRank(
+            _describe_rank(
+                model,
+                step,
                 rank=rank,
-                world_size=world,
+                world_size=world_size,
                 iteration=iteration,
-                data=places[0],
-                tensor=places[1],
-                gated=False,
-                sequence_length=length,
-                micro_batch_size=batch,
-                micro_batches=step.micro_batch + 1,
-                clip_gradient=0.0,
-                hidden_dropout=dropout,
-                attention_dropout=0.0,
-                vocabulary=embeddings[0].num_embeddings if embeddings else 0,
-                dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-                modules={name: _described(one) for name, one in _named(model)},
+                data=data_position,
+                tensor=tensor_position,
             )
         )
 
 
+def _find_position(group: dist.ProcessGroup | None) -> _GroupPosition:
+    """Return this rank's position in a group; without a group, this rank is alone."""
+    if not group:
+        return _GroupPosition(rank=0, size=1)
+    return _GroupPosition(dist.get_rank(group), dist.get_world_size(group))
+
+
+def _describe_rank(
+    model: nn.Module,
+    step: _Step,
+    *,
+    rank: int,
+    world_size: int,
+    iteration: int,
+    data: _GroupPosition,
+    tensor: _GroupPosition,
+) -> CapturedRank:
+    """Return the description of this rank's capture, after its step has run."""
+    dropouts = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return CapturedRank(
+        rank=rank,
+        world_size=world_size,
+        iteration=iteration,
+        data=data,
+        tensor=tensor,
+        gated=False,
+        sequence_length=step.sequence_length,
+        micro_batch_size=step.micro_batch_size,
+        micro_batches=step.micro_batch + 1,
+        clip_gradient=0.0,
+        hidden_dropout=max(dropouts, default=0.0),
+        attention_dropout=0.0,
+        vocabulary=embeddings[0].num_embeddings if embeddings else 0,
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        modules={name: _describe_module(module) for name, module in _named_modules(model)},
+    )
+
+
 @dataclass
 class _Step:
-    """Hooks of one step that hand its tensors to a sink."""
+    """Context in which hooks pass the tensors of one training step to a sink."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     sink: Sink
     micro_batch: int = -1
-    shape: tuple[int, int] = (1, 1)
-    """Of a micro batch: samples and tokens of each."""
+    """Index of the current micro batch; −1 before the first forward pass."""
+    micro_batch_size: int = 1
+    """Samples per micro batch, from the last forward pass."""
+    sequence_length: int = 1
+    """Tokens per sample, from the last forward pass."""
     _calls: Counter[str] = field(default_factory=Counter)
+    """Finished calls of each module in the current micro batch."""
     _handles: list[Any] = field(default_factory=list)
-    _weights: dict[str, Tensor] = field(default_factory=dict)
+    _weights_before_update: dict[str, Tensor] = field(default_factory=dict)
 
     def __enter__(self) -> None:
         self.optimizer.zero_grad()
-        for weight in self.pieces(lambda one: one):
+        for weight in self.pieces(_get_weight):
             self.sink.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
-        for name, module in _named(self.model):
-            before = partial(self._before, name)
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            self._handles += (handle, module.register_forward_hook(partial(self._after, name)))
+        for name, module in _named_modules(self.model):
+            before = partial(self._before_forward, name)
+            after = partial(self._after_forward, name)
+            self._handles += (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            )
         self._handles += (
             self.optimizer.register_step_pre_hook(self._before_update),
             self.optimizer.register_step_post_hook(self._after_update),
@@ -165,111 +219,156 @@ class _Step:
         for handle in self._handles:
             handle.remove()
 
-    def _before(
+    def _before_forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if name == _ROOT:
-            self.micro_batch += 1
-            self._calls.clear()
-            self.sink.begin_micro_batch()
-            first = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-            self.shape = first.shape[0], first.shape[1]
-        names = list(inspect.signature(module.forward).parameters)
-        stage = Stage.INPUTS if name == _ROOT else Stage.OUTPUTS
-        taken = [
-            self._tap(stage, name, f"input.{names[min(place, len(names) - 1)]}", one)
-            for place, one in enumerate(args)
-        ]
-        named = {key: self._tap(stage, name, f"input.{key}", one) for key, one in kwargs.items()}
-        return tuple(taken), named
+        """Pass the arguments of a module to the sink; return the arguments that the module gets.
 
-    def _after(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        A call of the model itself begins a new micro batch.
+        """
+        if name == _ROOT:
+            self._begin_micro_batch(args, kwargs)
+        parameter_names = list(inspect.signature(module.forward).parameters)
+        stage = Stage.INPUTS if name == _ROOT else Stage.OUTPUTS
+        tapped_args = []
+        for index, argument in enumerate(args):
+            # Arguments beyond the named parameters belong to the last parameter, `*args`.
+            parameter_name = parameter_names[min(index, len(parameter_names) - 1)]
+            tapped_args.append(self._tap(stage, name, f"input.{parameter_name}", argument))
+        tapped_kwargs = {
+            key: self._tap(stage, name, f"input.{key}", argument)
+            for key, argument in kwargs.items()
+        }
+        return tuple(tapped_args), tapped_kwargs
+
+    def _begin_micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the micro batch, and take its size from the model's first tensor argument."""
+        self.micro_batch += 1
+        self._calls.clear()
+        self.sink.begin_micro_batch()
+        arguments = (*args, *kwargs.values())
+        first_tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
+        self.micro_batch_size, self.sequence_length = first_tensor.shape[:2]
+
+    def _after_forward(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Pass the output of a module to the sink; return the output that the caller gets."""
+        tapped_output: Any
         if isinstance(output, tuple | list):
-            taps = (
-                self._tap(Stage.OUTPUTS, name, f"output.{n}", one) for n, one in enumerate(output)
+            tapped_output = type(output)(
+                self._tap(Stage.OUTPUTS, name, f"output.{index}", value)
+                for index, value in enumerate(output)
             )
-            given: Any = type(output)(taps)
         else:
-            given = self._tap(Stage.OUTPUTS, name, "output", output)
+            tapped_output = self._tap(Stage.OUTPUTS, name, "output", output)
         self._calls[name] += 1
-        return given
+        return tapped_output
 
     def _tap(self, stage: Stage, name: str, slot: str, value: Any) -> Any:
-        """Hand over a tensor and, later, its gradient; anything else is left as it is."""
+        """Pass a tensor and later its gradient to the sink; return any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
-        seen, gradient = (
-            Site(one, name, slot, self.micro_batch, self._calls[name])
-            for one in (stage, Stage.ACTIVATION_GRADIENTS)
+        call = self._calls[name]
+        site = Site(stage, name, slot, micro_batch=self.micro_batch, call=call)
+        gradient_site = Site(
+            Stage.ACTIVATION_GRADIENTS, name, slot, micro_batch=self.micro_batch, call=call
         )
-        return tap(self.sink, value, [(seen, gradient)], _whole)
+        return tap(self.sink, value, [(site, gradient_site)], _gather_full_tensor)
 
     def _before_update(self, *_: object) -> None:
-        for gradient in self.pieces(_gradient):
+        """Pass the gradients to the sink, and copy the weights before the optimizer changes them."""
+        for gradient in self.pieces(_get_gradient):
             self.sink.write_piece(Stage.REDUCED_GRADIENTS, "gradient", gradient)
-        self._weights = {one.name: one.values.clone() for one in self.pieces(lambda p: p)}
+        self._weights_before_update = {
+            weight.name: weight.values.clone() for weight in self.pieces(_get_weight)
+        }
 
     def _after_update(self, *_: object) -> None:
-        state = self.optimizer.state
-        for slot in dict.fromkeys(slot for one in state.values() for slot in one):
-            of_slot = {p: s[slot] for p, s in state.items() if isinstance(s.get(slot), Tensor)}
-            for kept in self.pieces(of_slot.get):
-                if kept.values.ndim == 0:  # The number of steps.
-                    site = Site(Stage.OPTIMIZER_STATE, kept.name, slot)
-                    self.sink.write(site, number(kept.values))
+        """Pass optimizer states, weights and their changes by the update to the sink."""
+        states_by_parameter = self.optimizer.state
+        slots = dict.fromkeys(slot for state in states_by_parameter.values() for slot in state)
+        for slot in slots:
+            values_by_parameter = {
+                parameter: state[slot]
+                for parameter, state in states_by_parameter.items()
+                if isinstance(state.get(slot), Tensor)
+            }
+            for piece in self.pieces(values_by_parameter.get):
+                # A scalar state is the number of steps.
+                if piece.values.ndim == 0:
+                    site = Site(Stage.OPTIMIZER_STATE, piece.name, slot)
+                    self.sink.write(site, fp64_scalar(piece.values))
                 else:
-                    self.sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
-        for weight in self.pieces(lambda one: one):
-            moved = replace(weight, values=weight.values - self._weights[weight.name])
-            self.sink.write_piece(Stage.WEIGHTS, UPDATE, moved)
+                    self.sink.write_piece(Stage.OPTIMIZER_STATE, slot, piece)
+        for weight in self.pieces(_get_weight):
+            change = weight.values - self._weights_before_update[weight.name]
+            self.sink.write_piece(Stage.WEIGHTS, UPDATE, replace(weight, values=change))
             self.sink.write_piece(Stage.WEIGHTS, "weight", weight)
 
-    def pieces(self, of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
-        """What has each parameter's shape, such as its gradient, as this rank's part of the whole."""
-        for name, parameter in self.model.named_parameters():
-            value, plain = of(parameter), _plain_name(name)
-            if value is None:
+    def pieces(self, get_values: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
+        """Yield this rank's part of a tensor per parameter, such as all gradients.
+
+        Args:
+            get_values: Function that returns a tensor with the parameter's shape, or None to leave the
+                parameter out.
+        """
+        for wrapped_name, parameter in self.model.named_parameters():
+            values = get_values(parameter)
+            if values is None:
                 continue
-            offset, shape = (0,) * parameter.ndim, tuple(parameter.shape)
+            name = _strip_wrappers(wrapped_name)
+            offset: tuple[int, ...] = (0,) * parameter.ndim
             if isinstance(parameter, DTensor):
-                mesh, split = parameter.device_mesh, parameter.placements
-                _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, split)
-            placement = Placement(plain, shape, tuple(offset))
-            yield Piece(plain, placement, local(value).detach())
+                _, offset = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+            placement = Placement(name, tuple(parameter.shape), tuple(offset))
+            yield Piece(name, placement, local_tensor(values).detach())
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that compute, by the program's names; what only wraps one has its name and is left out."""
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of all modules that compute, with the program's names.
+
+    Wrappers and containers are left out: a wrapper has the same name as the module in it.
+    """
     for name, module in model.named_modules():
-        if not f"{name}.".endswith(_WRAPPERS) and not isinstance(
-            module, nn.ModuleList | nn.ModuleDict
-        ):
-            yield _plain_name(name) or _ROOT, module
+        is_wrapper = f"{name}.".endswith(_WRAPPERS)
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if not is_wrapper and not is_container:
+            yield _strip_wrappers(name) or _ROOT, module
 
 
-def _plain_name(name: str) -> str:
-    """The name that the program gave, without what wraps it."""
+def _strip_wrappers(name: str) -> str:
+    """Return the name that the program gave, without the parts that wrappers add."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
-def _whole(value: Tensor) -> Tensor:
-    """All of a distributed tensor; what a collective is still on its way to is waited for."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
+def _gather_full_tensor(value: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, and wait for the collective that a tensor comes from."""
+    full_tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return full_tensor.wait() if isinstance(full_tensor, AsyncCollectiveTensor) else full_tensor
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Split as the parameter is."""
+def _get_weight(parameter: nn.Parameter) -> Tensor:
+    """Return the parameter itself."""
+    return parameter
+
+
+def _get_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the gradient, distributed like its parameter; None if the parameter has no gradient."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
 
 
-def _described(module: nn.Module) -> CapturedModule:
-    """Its class, and file and line of its forward pass; FSDP2 gives a class another name."""
+def _describe_module(module: nn.Module) -> CapturedModule:
+    """Return a module's class, and file and line of its forward pass, empty if it is not Python.
+
+    The prefix `FSDP`, which FSDP2 adds to the name of the class, is removed.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    kind = type(module).__name__.removeprefix("FSDP")
-    return CapturedModule(kind, f"{code.co_filename}:{code.co_firstlineno}" if code else "")
+    class_name = type(module).__name__.removeprefix("FSDP")
+    source = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+    return CapturedModule(class_name, source)

@@ -1,4 +1,15 @@
-"""What becomes of an iteration's tensors: written, compared with those written, or replaced."""
+"""Sinks, which receive every tensor of a captured iteration: they write, replace or compare tensors.
+
+A backend's hooks call `tap` for each activation, and `write` or `write_piece` for each gradient, optimizer
+state and weight. A sink is one of two classes:
+
+* `Recording` writes tensors to a rank's capture. With `forced` tensors it also replaces module inputs by the
+  tensors of another capture.
+* `RoundingProbe` compares the tensors of a repeated iteration with the written ones, and keeps how far
+  rounding errors moved each tensor.
+
+A `Site` (`parakit.artifacts.capture`) is the key of a tensor: stage, module or parameter, slot and micro batch.
+"""
 
 from __future__ import annotations
 
@@ -28,69 +39,84 @@ from parakit.artifacts.capture import (
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a whole parameter, and the values of something that has the parameter's shape."""
+    """Values of a parameter or of a tensor with the parameter's shape, as far as this rank holds them."""
 
     name: str
-    """The parameter's, with global numbers; a part of it that checkpoints hold apart has its number."""
+    """Name of the parameter, with layers counted over the whole model.
+
+    If checkpoints store a part of the parameter separately, the name ends in the number of that part.
+    """
     placement: Placement
+    """Position of the values in the full parameter."""
     values: torch.Tensor
 
 
 class KnownTensors:
-    """Tensors of a micro batch's forward pass by their memory, so that one seen twice is kept once."""
+    """Tensors of one micro batch's forward pass, by their memory, each with a value noted by the caller.
+
+    `Recording` finds here whether a tensor has been written already under another site.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, float, Any]] = {}
+        self._entries: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, float, Any]] = {}
 
     def find(self, tensor: torch.Tensor) -> Any:
-        """What was noted of a tensor with the same values, or None."""
-        entry = self._known.get(self._key(tensor))
+        """Return the value noted for the tensor, or None if the tensor is new or has changed."""
+        entry = self._entries.get(self._key(tensor))
         if entry is None or not tensor.is_contiguous():
             return None
-        noted, total, what = entry
-        # Megatron may have freed its memory, which another tensor then has; or written to it by a view
-        # that does not count changes.
-        same = noted.data_ptr() == tensor.data_ptr() and total == _total(tensor)
-        return what if same else None
+        known_tensor, known_total, value = entry
+        # Megatron may have freed the known tensor's storage, which then belongs to another tensor. Or
+        # Megatron may have written to the storage through a view that does not raise the version.
+        has_same_memory = known_tensor.data_ptr() == tensor.data_ptr()
+        return value if has_same_memory and known_total == _sum_of_elements(tensor) else None
 
-    def note(self, tensor: torch.Tensor, what: Any) -> None:
-        """Remember what a tensor is; it is kept alive, so that its memory is not used again."""
+    def note(self, tensor: torch.Tensor, value: Any) -> None:
+        """Note a value for a tensor; a tensor that is not contiguous is ignored.
+
+        The tensor is kept alive until `clear`, so that no other tensor gets its memory.
+        """
         if tensor.is_contiguous():
-            self._known[self._key(tensor)] = (tensor, _total(tensor), what)
+            self._entries[self._key(tensor)] = (tensor, _sum_of_elements(tensor), value)
 
     def clear(self) -> None:
-        """Forget all."""
-        self._known.clear()
+        """Forget all tensors, and let go of their memory."""
+        self._entries.clear()
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
-        # The version counts changes in place.
+        """Return address, size, version and dtype; PyTorch raises the version at each in-place change."""
         return (tensor.data_ptr(), tensor.numel(), tensor._version, tensor.dtype)
 
 
-def _total(tensor: torch.Tensor) -> float:
-    return sum(float(one.sum(dtype=torch.float64)) for one in _stretches(tensor.detach()))
+def _sum_of_elements(tensor: torch.Tensor) -> float:
+    """Return the sum of all elements in fp64."""
+    return sum(float(chunk.sum(dtype=torch.float64)) for chunk in _split_flat(tensor.detach()))
 
 
-def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor in parts."""
+def _split_flat(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the flattened tensor in chunks of at most STRETCH elements, which fit into the cache."""
     flat = tensor.reshape(-1)
     return [flat[begin : begin + STRETCH] for begin in range(0, flat.numel(), STRETCH)]
 
 
 class StoredTensors:
-    """Tensors of a rank's folder by their sites, read as they are asked for."""
+    """Tensors of one rank's capture by site; values are read from the file on demand."""
 
     def __init__(self, folder: Path, records: dict[Site, TensorRecord] | None = None) -> None:
+        """Open the tensors of a rank's folder; `records` is the index, read from the folder if None."""
         if records is None:
             records = {record.site: record for record in read_index(folder)}
         self._records = records
         size = (folder / TENSORS_FILE).stat().st_size
-        # Nothing changes it; torch warns of what cannot be written to.
+        # Mode "c" (copy on write) is needed because torch warns of memory that is read-only.
         self._bytes = numpy.memmap(folder / TENSORS_FILE, mode="c") if size else None
 
     def get(self, site: Site) -> torch.Tensor | None:
-        """A tensor on the CPU, which is the file's: not to be changed."""
+        """Return the stored tensor on the CPU, or None if the capture has no tensor of this site.
+
+        The values are mapped from the file, so the caller must not change them.
+        """
         record = self._records.get(site)
         if record is None:
             return None
@@ -102,10 +128,11 @@ class StoredTensors:
 
 
 class Recording:
-    """Writes every tensor; with `forced`, puts what is stored there in the place of the model's own.
+    """Sink that writes every tensor and, with `forced`, replaces the inputs of modules.
 
-    Forced are inputs of modules in the forward pass, and gradients of their outputs in the backward
-    pass: what a module then gives is its own doing alone. The tensor that arrived is what is written.
+    `forced` holds the tensors of another capture. They replace the inputs of modules in the forward pass, and
+    the gradients of module outputs in the backward pass. So each module's result depends on the module alone,
+    and no error reaches the next module. The tensor that is written is the tensor before it is replaced.
     """
 
     def __init__(self, writer: CaptureWriter, forced: StoredTensors | None = None) -> None:
@@ -114,35 +141,44 @@ class Recording:
         self._known = KnownTensors()
 
     def begin_micro_batch(self) -> None:
-        """Forget the tensors of the micro batch before."""
+        """Forget the tensors of the previous micro batch; call this before each forward pass."""
         self._known.clear()
 
     def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Write a tensor of the forward pass."""
+        """Write a tensor of the forward pass; return its replacement, or None if there is none.
+
+        If the same tensor has been written under another site, only a reference to it is written.
+        """
         known: TensorRecord | None = self._known.find(tensor)
         if known is not None:
             self._writer.add_same(site, known, tuple(tensor.shape))
         else:
             self._known.note(tensor, self.write(site, tensor))
-        return self._stored(site, tensor) if _is_given(site) else None
+        return self._find_replacement(site, tensor) if _is_module_input(site) else None
 
     def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Write a gradient."""
+        """Write the gradient of an activation; return its replacement, or None if there is none."""
         self.write(site, gradient)
-        return self._stored(site, gradient) if _is_given(site) else None
+        return self._find_replacement(site, gradient) if _is_module_input(site) else None
 
     def write(
         self, site: Site, tensor: torch.Tensor, placement: Placement | None = None
     ) -> TensorRecord:
-        """Write any tensor."""
+        """Write a tensor and return its record; `placement` is None for all but parts of parameters."""
         name = str(tensor.dtype).removeprefix("torch.")
-        return self._writer.add(site, name, tuple(tensor.shape), _bytes_of(tensor), placement)
+        return self._writer.add(
+            site, name, shape=tuple(tensor.shape), values=_view_bytes(tensor), placement=placement
+        )
 
     def write_piece(self, stage: Stage, slot: str, piece: Piece) -> None:
-        """Write a part of a parameter, or of what has its shape."""
+        """Write this rank's part of a parameter, or of a tensor with the parameter's shape."""
         self.write(Site(stage, piece.name, slot), piece.values, piece.placement)
 
-    def _stored(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
+    def _find_replacement(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of the forced tensor with the device and dtype of `like`.
+
+        Return None if there is no forced tensor of this site, or if its shape is another one.
+        """
         if self._forced is None:
             return None
         stored = self._forced.get(site)
@@ -151,21 +187,28 @@ class Recording:
         return stored.to(device=like.device, dtype=like.dtype, copy=True)
 
     def begin(self, slot: str, piece: Piece) -> torch.Tensor | None:
-        """Write a part of what the iteration begins with; return what it shall, if that is forced."""
+        """Write a weight or buffer at the start of the iteration.
+
+        Return the values with which the iteration must start instead, or None if they stay.
+        """
         self.write_piece(Stage.WEIGHTS, slot, piece)
-        return self._stored(Site(Stage.WEIGHTS, piece.name, slot), piece.values)
+        return self._find_replacement(Site(Stage.WEIGHTS, piece.name, slot), piece.values)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:
-        """Write which experts a router would choose; return which it shall, if that is forced."""
+        """Write which experts a router chooses; return the forced choice, or None if there is none."""
         self.write(site, chosen)
         return self._forced.get(site) if self._forced is not None else None
 
 
-class Responding:
-    """Compares every tensor with the one written, and keeps how far it moved.
+class RoundingProbe:
+    """Sink that measures how far rounding errors move each tensor of a repeated iteration.
 
-    What a module is given may be off by a rounding error as well, each element by its own. Weights that
-    are off move all keys alike, of which a softmax takes no notice, as it does of what rounding does.
+    The iteration is repeated with weights that `perturb` has changed by one rounding error. Each tensor is
+    compared with the written tensor of the same site, and `responses` keeps the largest relative change.
+
+    After `round_otherwise` the inputs of modules are changed by a rounding error, too. Perturbed weights alone
+    would move all attention keys alike, and the softmax over the keys cancels such a change, while real
+    rounding errors move each key differently.
     """
 
     def __init__(self, stored: StoredTensors) -> None:
@@ -175,131 +218,168 @@ class Responding:
         """Largest relative change by stage, name and slot, joined by `|`."""
 
     def round_otherwise(self, seed: int) -> None:
-        """From now on let what modules are given be off by a rounding error."""
+        """Change every module input by one rounding error from now on; `seed` chooses the signs."""
         self._rounding = torch.Generator().manual_seed(seed)
 
     def begin_micro_batch(self) -> None:
-        """Nothing to forget."""
+        """Do nothing; `Recording` has a function of this name, which hooks call."""
 
     def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Compare a tensor of the forward pass."""
+        """Compare a tensor of the forward pass; return its rounded replacement, or None if it stays."""
         self.write(site, tensor)
-        return self._off(tensor) if _is_given(site) else None
+        return self._add_rounding_errors(tensor) if _is_module_input(site) else None
 
     def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Compare a gradient."""
+        """Compare the gradient of an activation; return its replacement, or None if it stays."""
         self.write(site, gradient)
-        return self._off(gradient) if _is_given(site) else None
+        return self._add_rounding_errors(gradient) if _is_module_input(site) else None
 
-    def _off(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Every element off by one rounding error, either way."""
+    def _add_rounding_errors(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor with every element multiplied by 1 ± ε/2, where ε is the dtype's epsilon.
+
+        Return None before `round_otherwise`, and for integers.
+        """
         if self._rounding is None or not tensor.is_floating_point():
             return None
-        signs = torch.randint(0, 2, tensor.shape, generator=self._rounding, dtype=torch.int8)
-        off = (signs.float() - 0.5) * torch.finfo(tensor.dtype).eps
-        return (tensor + tensor * off.to(tensor.device)).to(tensor.dtype)
+        bits = torch.randint(0, 2, tensor.shape, generator=self._rounding, dtype=torch.int8)
+        relative_errors = (bits.float() - 0.5) * torch.finfo(tensor.dtype).eps
+        return (tensor + tensor * relative_errors.to(tensor.device)).to(tensor.dtype)
 
     def write(self, site: Site, tensor: torch.Tensor) -> None:
-        """Compare any tensor."""
+        """Compare a tensor with the written one, and keep the relative change of its norm.
+
+        Integers, tensors without a written counterpart and tensors of another shape are ignored. So is a
+        tensor with an infinity where the written tensor is finite: in fp16, other weights may overflow,
+        which is no response to rounding.
+        """
         before = self._stored.get(site) if tensor.is_floating_point() else None
         if before is None or before.shape != tensor.shape:
             return
-        both = zip(_stretches(before), _stretches(tensor.detach().cpu()), strict=True)
-        norms = []
-        for held, now in both:
-            if (now.isfinite() < held.isfinite()).any():
-                return  # Where fp16 overflows with other weights, that is no response to rounding.
-            norms.append((norm_of(held), norm_of(_filled(now) - _filled(held))))
-        size, moved = (math.hypot(*(each[n] for each in norms)) for n in (0, 1))
-        key = f"{site.stage}|{site.name}|{site.slot}"
+        before_norms, change_norms = [], []
+        chunks = zip(_split_flat(before), _split_flat(tensor.detach().cpu()), strict=True)
+        for before_chunk, now_chunk in chunks:
+            if (now_chunk.isfinite() < before_chunk.isfinite()).any():
+                return
+            change = _fp64_without_nan(now_chunk) - _fp64_without_nan(before_chunk)
+            before_norms.append(norm_without_nan(before_chunk))
+            change_norms.append(norm_without_nan(change))
+        size = math.hypot(*before_norms)
         if size > 0:
-            self.responses[key] = max(self.responses[key], moved / size)
+            self._keep_largest(site, math.hypot(*change_norms) / size)
 
     def write_piece(self, stage: Stage, slot: str, piece: Piece) -> None:
-        """Compare a part of a parameter, or of what has its shape."""
+        """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
+
+        A change of the gradient's running average (`exp_avg`) also counts as a change of the weight's update,
+        because the update follows this average. Rows are compared one by one for that.
+        """
         site = Site(stage, piece.name, slot)
         self.write(site, piece.values)
-        before = self._stored.get(site) if slot == "exp_avg" else None
-        if before is None:
+        stored_average = self._stored.get(site) if slot == "exp_avg" else None
+        if stored_average is None:
             return
-        # How far a row of the average gradient moves, which an update follows, as a part of itself.
-        held = _rows(before)
-        moved, size = (one.norm(dim=1) for one in (_rows(piece.values) - held, held))
-        if (size > 0).any():
-            most = float((moved / size)[size > 0].max())
-            copy = f"{Stage.OPTIMIZER_STATE}|{piece.name}|param {UPDATE}"
-            for key in (f"{Stage.WEIGHTS}|{piece.name}|{UPDATE}", copy):
-                self.responses[key] = max(self.responses[key], most)
+        rows_before = _to_rows(stored_average)
+        change_norms = (_to_rows(piece.values) - rows_before).norm(dim=1)
+        norms = rows_before.norm(dim=1)
+        is_nonzero = norms > 0
+        if is_nonzero.any():
+            largest_change = float((change_norms / norms)[is_nonzero].max())
+            self._keep_largest(Site(Stage.WEIGHTS, piece.name, UPDATE), largest_change)
+            master_copy = Site(Stage.OPTIMIZER_STATE, piece.name, f"param {UPDATE}")
+            self._keep_largest(master_copy, largest_change)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
-        """Let a router choose as it did: a tensor's response is that of rounding alone."""
+        """Return the experts that the router chose in the written iteration, or None if not written.
+
+        The choice must not change, because another expert would move tensors far more than rounding.
+        """
         return self._stored.get(site)
 
     def carry(self, states: Iterable[tuple[Site, float]]) -> None:
-        """Add how far states are off by earlier iterations' gradients, each by as much as this one's.
+        """Add the rounding errors of earlier iterations' gradients to the responses of optimizer states.
 
-        A state is a sum of what it was and of this iteration's gradient, and is off by at most the sum
-        of how far they are. What was measured is the gradient's part alone.
+        An optimizer state is a sum of its old value and this iteration's gradient. The repeated iteration
+        measures only the gradient's part. The old value is assumed to have the same relative error as this
+        iteration's gradient; squared averages (`…_sq`) have twice that error.
 
         Args:
-            states: With their norms at the start, which may be larger than at the end: sums cancel out.
+            states: Sites of optimizer states and their norms at the start of the iteration. The norm at the
+                start may be larger than at the end, where terms of the sum cancel.
         """
-        for site, size in states:
+        for site, norm_at_start in states:
             stored = self._stored.get(site)
-            gradient = self.responses.get(f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient")
-            if stored is None or gradient is None:
+            gradient_key = f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient"
+            gradient_response = self.responses.get(gradient_key)
+            if stored is None or gradient_response is None:
                 continue
-            now = norm_of(stored)
-            if now > 0:
+            norm_at_end = norm_without_nan(stored)
+            if norm_at_end > 0:
                 power = 2 if site.slot.endswith("_sq") else 1
-                key = f"{site.stage}|{site.name}|{site.slot}"
-                self.responses[key] += power * gradient * size / now
+                carried = power * gradient_response * norm_at_start / norm_at_end
+                self.responses[_response_key(site)] += carried
+
+    def _keep_largest(self, site: Site, change: float) -> None:
+        """Keep a relative change if it is the largest of its stage, name and slot."""
+        key = _response_key(site)
+        self.responses[key] = max(self.responses[key], change)
 
 
-def _is_given(site: Site) -> bool:
-    """Whether a module is given it: an input in forward, the gradient of an output in backward."""
+def _response_key(site: Site) -> str:
+    """Return the key of a site in `RoundingProbe.responses`, which is the same for all micro batches."""
+    return f"{site.stage}|{site.name}|{site.slot}"
+
+
+def _is_module_input(site: Site) -> bool:
+    """Return True for an input of a module's forward or backward pass.
+
+    The input of a backward pass is the gradient of the module's output.
+    """
     if site.stage is Stage.OUTPUTS:
         return "input." in site.slot
     return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
 
 
-def _filled(values: torch.Tensor) -> torch.Tensor:
-    """NaN, where another rank holds the element, as 0."""
+def _fp64_without_nan(values: torch.Tensor) -> torch.Tensor:
+    """Return the values in fp64 with 0 for NaN, which marks elements that another rank holds."""
     return values.double().nan_to_num()
 
 
-def norm_of(values: torch.Tensor) -> float:
-    """Of the elements that this rank holds, in fp64."""
-    return float(torch.linalg.vector_norm(_filled(values)))
+def norm_without_nan(values: torch.Tensor) -> float:
+    """Return the Euclidean norm in fp64; NaN, which marks elements of other ranks, counts as 0."""
+    return float(torch.linalg.vector_norm(_fp64_without_nan(values)))
 
 
-def number(value: float | torch.Tensor) -> torch.Tensor:
-    """A number as captures hold it: fp64, shape [1]."""
+def fp64_scalar(value: float | torch.Tensor) -> torch.Tensor:
+    """Return a number as captures store it: an fp64 tensor of shape [1]."""
     return torch.as_tensor(value).detach().reshape(1).double()
 
 
-def _rows(values: torch.Tensor) -> torch.Tensor:
-    """Rows of a matrix, or a vector as one."""
-    flat = _filled(values.detach().cpu())
-    return flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
+def _to_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return the values as an fp64 matrix [rows, columns] on the CPU; a vector becomes one row."""
+    matrix = _fp64_without_nan(values.detach().cpu())
+    return matrix.reshape(-1, matrix.shape[-1]) if matrix.ndim > 1 else matrix.reshape(1, -1)
 
 
-def reach(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """How far an update would have moved each weight by a gradient of the size that its row has.
+def update_magnitude(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """Return how far an update would have moved each weight by a gradient of its row's typical size.
 
-    Adam divides by the gradient's size: where that is all rounding, a weight moves as far as any other.
+    Adam divides the gradient by its own size. So a weight whose gradient consists of rounding errors moves as
+    far as any other weight. Scaling by the row's gradient gives a magnitude that rounding can be judged by.
 
     Args:
-        moved: By the update.
-        squares: The optimizer's average of the squared gradient.
+        moved: Change of each weight by the update.
+        squares: The optimizer's running average of the squared gradient, in the same shape.
+
+    Returns:
+        fp32 tensor in the same shape; 0 where the average is 0.
     """
-    roots = squares.detach().float().sqrt()
-    followed = moved.detach().float() * roots
-    size = followed.square().mean(-1, keepdim=True).sqrt()
-    return torch.where(roots > 0, size / roots, 0)
+    gradient_sizes = squares.detach().float().sqrt()
+    weighted_moves = moved.detach().float() * gradient_sizes
+    row_size = weighted_moves.square().mean(-1, keepdim=True).sqrt()
+    return torch.where(gradient_sizes > 0, row_size / gradient_sizes, 0)
 
 
-Sink = Recording | Responding
+Sink = Recording | RoundingProbe
 
 
 def tap(
@@ -309,55 +389,64 @@ def tap(
     form: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     value: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hand a tensor to a sink, and later its gradient; what the sink gives is put in their place.
+    """Pass an activation to a sink now, and its gradient in the backward pass.
 
-    A copy of the tensor is returned, whose gradient is what this module alone contributes, while the
-    original's may be a sum over several users. A copy, not a view, because Megatron's pipeline schedule
-    frees a stage's output and refuses to do that with views.
+    The result is a copy of the activation, or the sink's replacement. The gradient of the copy is the
+    contribution of this module alone; the gradient of the original may be a sum over several modules. The
+    result is a copy and not a view, because Megatron's pipeline schedule frees the output of a stage and
+    refuses to do so for views. Without autograd the tensor itself is returned, or its replacement.
 
     Args:
-        sink: It may replace what it gets as it is, at one site.
-        tensor: What a module takes or gives.
-        sites: Of the tensor and of its gradient; several where another model has several modules.
-        form: Brings both into the form in which they are compared.
-        value: What is handed over instead of the tensor.
+        sink: Receiver. If `form` or `value` is given, its replacements must fit `tensor` as they are.
+        tensor: Input or output of a module.
+        sites: Sites of the activation and of its gradient. There are several pairs if the reference has
+            one module here and the other model has several; the replacement of the last pair counts.
+        form: Function that brings activation and gradient into the form in which they are compared.
+        value: Tensor that the sink receives instead of `tensor`.
     """
-    seen, given = form(tensor.detach() if value is None else value), None
+    seen = form(tensor.detach() if value is None else value)
+    replacement = None
     for site, _ in sites:
-        given = sink.forward(site, seen)
+        replacement = sink.forward(site, seen)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor if given is None else given
+        return tensor if replacement is None else replacement
 
-    def taken(gradient: torch.Tensor) -> torch.Tensor | None:
-        formed, replaced = form(gradient), None
+    def pass_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
+        """Pass the gradient to the sink, last site first; return its replacement or None."""
+        formed_gradient = form(gradient)
+        gradient_replacement = None
         for _, site in reversed(sites):
-            replaced = sink.backward(site, formed)
-        return replaced
+            gradient_replacement = sink.backward(site, formed_gradient)
+        return gradient_replacement
 
-    copied: torch.Tensor = _Probe.apply(tensor, given, taken)
+    copied: torch.Tensor = _CopyWithGradientHook.apply(tensor, replacement, pass_gradient)
     return copied
 
 
-class _Probe(torch.autograd.Function):
+class _CopyWithGradientHook(torch.autograd.Function):
+    """Copy of a tensor or of its replacement; backward calls `pass_gradient`, which may replace it."""
+
     @staticmethod
     def forward(
-        context: Any, tensor: torch.Tensor, value: torch.Tensor | None, taken: Any
+        context: Any, tensor: torch.Tensor, replacement: torch.Tensor | None, pass_gradient: Any
     ) -> torch.Tensor:
-        context.taken = taken
-        return (tensor if value is None else value).clone()
+        context.pass_gradient = pass_gradient
+        return (tensor if replacement is None else replacement).clone()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        replaced = context.taken(gradient)
-        return (gradient if replaced is None else replaced), None, None
+        replacement = context.pass_gradient(gradient)
+        return (gradient if replacement is None else replacement), None, None
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The values without a copy, in a way that lets the model free the tensor's memory afterwards.
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the tensor's values as bytes; a contiguous CPU tensor is not copied.
 
-    What `Tensor.numpy` has been called of cannot: torch never resizes its storage again.
+    `Tensor.numpy` is not used: torch never resizes the storage of a tensor after a call of it, but Megatron
+    resizes storages to free their memory.
     """
     flat = tensor.detach().cpu().reshape(-1).contiguous()
     array = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
-    array.tensor = flat  # type: ignore[attr-defined] # Alive as long as the view is.
+    # The array keeps the tensor, and with it the memory, alive as long as the view exists.
+    array.tensor = flat  # type: ignore[attr-defined]
     return memoryview(array)

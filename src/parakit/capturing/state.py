@@ -1,4 +1,8 @@
-"""What a training step of any PyTorch program begins with: put back, or off by one rounding error."""
+"""Save and restore the state that a training step of any PyTorch program starts from, and perturb weights.
+
+`TrainingState` holds copies of weights, buffers, optimizer states and random number generators, so that the
+same step can be run several times. `perturb` changes every weight by one rounding error.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +17,49 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class State:
-    """Weights, buffers, states of torch's optimizers and random numbers, to begin a step again."""
+class TrainingState:
+    """Copy of the state of training at one moment: weights, buffers, optimizers and random numbers."""
 
     def __init__(self, held: Iterable[Tensor], *optimizers: Any) -> None:
-        """Of weights and buffers, and of all that the optimizers keep."""
-        kept = (
-            value for one in optimizers for state in one.state.values() for value in state.values()
-        )
-        tensors = (*held, *(value for value in kept if isinstance(value, Tensor)))
-        # What holds one of these tensors goes on holding it: their values are put back.
-        self._tensors = [(one, one.clone()) for one in (local(each).detach() for each in tensors)]
+        """Copy the current state.
+
+        Args:
+            held: Weights and buffers of the model.
+            optimizers: All optimizers, whose states and parameter groups are copied, too.
+        """
+        optimizer_tensors = []
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                optimizer_tensors += [
+                    value for value in state.values() if isinstance(value, Tensor)
+                ]
+        # The model and the optimizers keep their tensor objects: `restore` writes the old values into them.
+        self._tensors = []
+        for tensor in (*held, *optimizer_tensors):
+            values = local_tensor(tensor).detach()
+            self._tensors.append((values, values.clone()))
         self._states = [
-            (one.state, {key: dict(state) for key, state in one.state.items()})
-            for one in optimizers
+            (optimizer.state, {key: dict(state) for key, state in optimizer.state.items()})
+            for optimizer in optimizers
         ]
-        self._groups = [
-            (group, {key: value for key, value in group.items() if key != "params"})
-            for one in optimizers
-            for group in one.param_groups
-        ]
+        self._groups = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                settings = {key: value for key, value in group.items() if key != "params"}
+                self._groups.append((group, settings))
         self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all()
 
     def restore(self) -> None:
-        """Put all of it back."""
-        for tensor, before in self._tensors:
-            tensor.copy_(before)
-        for states, kept in self._states:
-            states.clear()  # The first step makes them.
-            states.update({key: dict(state) for key, state in kept.items()})
-        for group, values in self._groups:
-            group.update(values)
+        """Write the copied state back into the model, the optimizers and the random number generators."""
+        for tensor, saved_values in self._tensors:
+            tensor.copy_(saved_values)
+        for states, saved_states in self._states:
+            # If the copy was made before the first step, the optimizer has created its states since then.
+            states.clear()
+            states.update({key: dict(state) for key, state in saved_states.items()})
+        for group, settings in self._groups:
+            group.update(settings)
         random.setstate(self._random[0])
         numpy.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
@@ -52,16 +67,22 @@ class State:
 
 
 def perturb(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Multiply weights by one plus or minus their type's epsilon; signs follow from a weight's name."""
+    """Multiply every element of the weights in place by 1 + ε or 1 − ε, where ε is its dtype's epsilon.
+
+    Args:
+        weights: Names and values. The name is the seed of the weight's random signs, so equal names get
+            equal signs.
+    """
     with torch.no_grad():
         for name, values in weights:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             signs = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            # In fp32 at least; one plus the epsilon of fp64 is one in fp32.
-            signed = signs.to(values.device, torch.promote_types(values.dtype, torch.float32))
-            values.mul_(1 + torch.finfo(values.dtype).eps * signed)
+            # The signs become at least fp32. In fp32, 1 plus the epsilon of fp64 would round to 1, so fp64
+            # weights need fp64 signs.
+            signs = signs.to(values.device, torch.promote_types(values.dtype, torch.float32))
+            values.mul_(1 + torch.finfo(values.dtype).eps * signs)
 
 
-def local(value: Tensor) -> Tensor:
-    """A rank's own part of a distributed tensor; any other as it is."""
+def local_tensor(value: Tensor) -> Tensor:
+    """Return this rank's local part of a DTensor; any other tensor is returned unchanged."""
     return value._local_tensor if isinstance(value, DTensor) else value

@@ -1,7 +1,7 @@
-"""Finished data sets in Megatron's `.bin/.idx` format: opened, verified, split, measured and merged.
+"""Open, verify, split, measure and merge finished data sets in Megatron's `.bin/.idx` format.
 
-This package decides what a valid data set is; every refusal is a `DatasetError`. It makes none from text, which
-`tools.preprocess` does. It loads no torch.
+This package decides which data sets are valid, and raises `DatasetError` for all others. Data sets are made from
+text by `tools.preprocess`. This package imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.data.checks import DatasetUse, dataset_problems
-    from parakit.data.folder import locked, publish, retire, working_folder
+    from parakit.data.folder import lock_folder, publish, retire, working_folder
     from parakit.data.indexed import (
         Dataset,
         DatasetError,
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
         write_manifest,
     )
     from parakit.data.inputs import HUB_CACHES, HUB_PREFIX, find_input_files
-    from parakit.data.merge import join, merge_datasets
+    from parakit.data.merge import join_datasets, merge_datasets
     from parakit.data.split import (
         EVAL_ITERATIONS_FLAG,
         SPLIT_FLAG,
         Split,
-        draws,
-        epochs_for,
-        parts_of,
-        samples_of,
+        count_draws,
+        count_epochs,
+        count_samples,
+        divide_into_parts,
         sizes_sentence,
         split_bounds,
         split_documents,
@@ -65,22 +65,22 @@ __all__ = [
     "Split",
     "TokenType",
     "bin_path",
+    "count_draws",
+    "count_epochs",
+    "count_samples",
     "dataset_problems",
     "describe_counts",
     "describe_draws",
-    "draws",
-    "epochs_for",
+    "divide_into_parts",
     "find_input_files",
     "idx_path",
-    "join",
-    "locked",
+    "join_datasets",
+    "lock_folder",
     "measure_dataset",
     "merge_datasets",
     "open_dataset",
-    "parts_of",
     "publish",
     "retire",
-    "samples_of",
     "sizes_sentence",
     "split_bounds",
     "split_documents",

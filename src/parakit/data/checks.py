@@ -10,7 +10,7 @@ from parakit.data.split import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
     Split,
-    parts_of,
+    divide_into_parts,
     sizes_sentence,
     usable_split_flags,
 )
@@ -70,7 +70,7 @@ def _split_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
     """Yield why Megatron cannot divide the data set as `--split` asks."""
     split, length, evaluates = use.split, use.seq_length, use.eval_iterations > 0
     try:
-        parts = parts_of(dataset, split)
+        parts = divide_into_parts(dataset, split)
     except DatasetError as error:
         yield str(error)
         return

@@ -1,7 +1,8 @@
-"""The folder `PREFIX.partial` that a run or a merge works in, and how its result gets its final name.
+"""Lock the working folder `PREFIX.partial` of a data set, and give the finished files their final names.
 
-A kill at any moment leaves either nothing, or whole parts that the repeated command starts from, or the
-finished data sets.
+A preprocessing run or a merge writes into the working folder. `publish` renames the result and removes the
+folder. If the process is killed at any moment, the disk holds one of three states: nothing, finished parts
+from which the same command resumes, or the finished data sets.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from pathlib import Path
 from parakit.artifacts.io import flush_names_to_disk, lock
 from parakit.data.indexed import DatasetError, bin_path, idx_path, manifest_path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN_ERRORS = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
 
 
 def working_folder(prefix: Path) -> Path:
-    """Where what becomes `prefix` is worked on."""
+    """Return the path of the folder in which the data set `prefix` is made: `PREFIX.partial`."""
     return prefix.with_name(prefix.name + ".partial")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and let nobody else work in it until the block ends or the process dies."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Make the folder, and lock it against other processes until the block ends or this process dies.
+
+    Raises:
+        DatasetError: Another process holds the lock. The disk is full or the folder cannot be written,
+            at the start or within the block.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("wb") as stream:
@@ -37,12 +43,12 @@ def locked(folder: Path) -> Iterator[None]:
             f"Another process is writing in {folder}; wait for it, or stop it."
         ) from None
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL_ERRORS:
             raise DatasetError(
                 f"The disk is full or limited while writing {folder} ({error.strerror}); free some "
                 "space and run the same command again: it resumes after the last finished part."
             ) from None
-        if error.errno in _FORBIDDEN:
+        if error.errno in _FORBIDDEN_ERRORS:
             raise DatasetError(
                 f"{error.filename or folder} cannot be written ({error.strerror}); "
                 "choose another --output-prefix."
@@ -51,9 +57,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:
-    """Rename the complete data sets `KEY.*` of a working folder to their names, then remove the folder.
+    """Rename the complete data sets `KEY.*` of a working folder to their prefixes; remove the folder.
 
-    The `.idx` comes last: Megatron takes no data set without one.
+    `prefixes` has the final prefix of each KEY. Older files of a prefix are replaced. The `.idx` is renamed
+    last, because Megatron takes no data set without an `.idx`.
     """
     for key, prefix in prefixes.items():
         idx_path(prefix).unlink(missing_ok=True)
@@ -67,7 +74,7 @@ def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename; a manifest may be missing, and then there is none afterwards either."""
+    """Rename a file and replace `target`; if `source` does not exist, remove `target`."""
     if source.exists():
         source.replace(target)
     else:
@@ -75,7 +82,11 @@ def move(source: Path, target: Path) -> None:
 
 
 def retire(folder: Path) -> None:
-    """Remove a working folder: to others it is gone at once, whenever this process is killed."""
+    """Remove a working folder with its content; nothing happens if there is none.
+
+    The folder is renamed to `FOLDER.done` first. So if this process is killed, the next command finds
+    either the whole folder or none, and never a folder that is half removed.
+    """
     retired = folder.with_name(folder.name + ".done")
     shutil.rmtree(retired, ignore_errors=True)
     if folder.exists():

@@ -1,18 +1,25 @@
-"""A finished `.bin/.idx` pair: its format, its manifest, and cheap checks before a run, without torch.
+"""Read, write and check one data set in Megatron's format: `PREFIX.bin`, `PREFIX.idx` and a manifest.
 
-Takes a path without suffix, such as `owt-ds/sample_text_document`.
+`prefix` is always the path without suffix, such as `owt-ds/sample_text_document`. `open_dataset` checks the
+files in a fraction of a second and returns a `Dataset`. The `.bin` holds the token ids, one after another.
+`PREFIX.manifest.json` records how this kit made the data set, with hashes of both files; data sets that
+other tools made have no manifest.
 
-The `.idx` is that of `megatron/core/datasets/indexed_dataset.py`:
-`magic[9] version:u64 dtype:u8 sequences:u64 boundaries:u64`, then for each sequence its length
-(int32) and its byte offset in the `.bin` (int64), then for each document boundary the number of
-sequences before it (int64; documents + 1 of them). All little-endian.
+The `.idx` has the format of Megatron 0.19's `megatron/core/datasets/indexed_dataset.py`, little-endian:
+
+* the header `magic[9] version:u64 dtype:u8 sequences:u64 boundaries:u64`;
+* the length of each sequence in tokens (int32);
+* the byte offset of each sequence in the `.bin` (int64);
+* the number of sequences before each document boundary (int64; documents + 1 numbers).
+
+This module imports no torch.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,69 +30,81 @@ from numpy.typing import NDArray
 from parakit.artifacts.io import flush_to_disk, sha256_of, write_record
 
 MAGIC = b"MMIDIDX\x00\x00"
+"""First bytes of an `.idx` file."""
 VERSION = 1
+"""Version of the `.idx` format that this module reads and writes."""
 LARGEST_UINT16_VOCABULARY = 65499
-"""Megatron's `DType.optimal_dtype`: uint16 below 65,500 entries, int32 from there on."""
+"""Largest vocabulary whose token ids Megatron stores as uint16 (`DType.optimal_dtype`); above, int32."""
 CHUNK = 1 << 20
-"""Numbers of a file worked on at a time."""
+"""Numbers of a file that are in memory at a time."""
 
 TokenType = np.dtype[Any]
 IntArray = NDArray[Any]
 
+_NUM_SAMPLES = 64
+"""Ranges of tokens that `largest_token` looks at."""
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
-"""By their code in the header, which counts from 1."""
-_REMAKE = "make the data set again"
+"""Types of token ids; the header stores the type's position in this tuple, counted from 1."""
+_REMAKE_ADVICE = "make the data set again"
 
 
 class DatasetError(Exception):
-    """A data set cannot be used or made: one sentence that names the thing, the value and the remedy."""
+    """Error of a data set that cannot be used or made.
+
+    Its text is one sentence that names the file, the value and the remedy.
+    """
 
 
 @dataclass(frozen=True)
 class InputIdentity:
-    """One input as it was when its documents were read."""
+    """Identity of one input file at the time when its documents were read."""
 
     name: str
     size_bytes: int
     modified_ns: int
-    """Modification time, ns since the epoch; 0 where the input has none."""
+    """Modification time in nanoseconds since the epoch; 0 if the input has none."""
     edges_sha256: str
-    """Over the first and the last MiB: cheap, and different for nearly every change of content."""
+    """Hash of the first and the last MiB: fast, and different after nearly every change of content."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Everything the bytes of a data set follow from; resuming under another one is refused."""
+    """Inputs and settings of a preprocessing run that determine every byte of its data set.
+
+    A run resumes only if its identity equals the recorded identity.
+    """
 
     inputs: tuple[InputIdentity, ...]
     tokenizer: str
     tokenizer_sha256: str
     vocabulary: int
+    """Entries of the tokenizer."""
     eod: int | None
-    """Id appended to each document; None without `--append-eod`."""
+    """Token id appended to each document; None without `--append-eod`."""
     json_keys: tuple[str, ...]
     part: str
     """`i/n` of `--shard`; `0/1` is the whole input."""
     shard_bytes: int
-    """Input between two commits."""
+    """Bytes of input between two commits."""
     max_document_bytes: int | None
+    """Limit above which a document is left out; None is no limit."""
 
 
 @dataclass(frozen=True)
 class ShardHash:
-    """A stretch of the `.bin` that was committed at once, or came from one data set of a merge."""
+    """Size and hash of one shard: tokens of the `.bin` that one commit or one merged data set wrote."""
 
     tokens: int
     text_bytes: int
-    """UTF-8 bytes of the documents themselves."""
+    """UTF-8 bytes of the shard's documents, without JSON syntax."""
     sha256: str
-    """Of the `.bin` from its very start to this stretch's end: one hash serves every stretch."""
+    """Hash of the `.bin` from the start of the file to the end of this shard."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`PREFIX.manifest.json`: what a data set was made of, and hashes to prove it."""
+    """Content of `PREFIX.manifest.json`: how a data set was made, its counts and its hashes."""
 
     json_key: str
     documents: int
@@ -96,9 +115,9 @@ class Manifest:
     bin_sha256: str
     idx_sha256: str
     engine: str
-    """What encoded it: `gigatoken` or `tokenizers`."""
+    """Program that encoded the text: `gigatoken` or `tokenizers`."""
     problems: dict[str, int]
-    """Documents left out or noteworthy, by kind."""
+    """Number of documents that were left out or are unusual, by kind of problem."""
     identity: RunIdentity
     shards: tuple[ShardHash, ...]
     schema: int = 1
@@ -106,38 +125,40 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set whose two files agree with each other and with the manifest, if there is one.
+    """Description of a data set whose files agree with each other and with the manifest.
 
-    The numbers of the index are mapped from the file, not read: chunks of them fit any memory.
+    The arrays are mapped from the files and not read, so chunks of a data set of any size fit into memory.
     """
 
     prefix: Path
     """Path without suffix."""
     dtype: str
+    """Type of a token id, such as `uint16`."""
     documents: int
     sequences: int
-    """Documents that are not empty; more than documents if these hold sentences."""
+    """Number of sequences. An empty document has none, and a document of sentences has several."""
     tokens: int
     manifest: Manifest | None
+    """None if `PREFIX.manifest.json` does not exist."""
 
     @property
     def idx_path(self) -> Path:
-        """The index."""
+        """Path of the index, `PREFIX.idx`."""
         return idx_path(self.prefix)
 
     @property
     def bin_path(self) -> Path:
-        """The tokens."""
+        """Path of the tokens, `PREFIX.bin`."""
         return bin_path(self.prefix)
 
     @property
     def vocabulary(self) -> int | None:
-        """Entries of the tokenizer; as the hash below only known from a manifest."""
+        """Number of entries of the tokenizer; None without a manifest."""
         return self.manifest.identity.vocabulary if self.manifest else None
 
     @property
     def bin_sha256(self) -> str | None:
-        """Of the tokens."""
+        """Hash of the `.bin` as the manifest records it; None without a manifest."""
         return self.manifest.bin_sha256 if self.manifest else None
 
     @property
@@ -147,93 +168,108 @@ class Dataset:
 
     @property
     def stored(self) -> IntArray:
-        """All tokens, mapped from the file."""
+        """All token ids, mapped from the `.bin`; the file must not be empty."""
         return np.memmap(self.bin_path, self.dtype, "r")
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each sequence."""
-        return _index_array(self.idx_path, "<i4", 0, self.sequences)
+        """Number of tokens of each sequence."""
+        return _map_index_array(self.idx_path, "<i4", offset=0, count=self.sequences)
 
     @property
     def pointers(self) -> IntArray:
-        """Byte of the `.bin` that each sequence starts at."""
-        return _index_array(self.idx_path, "<i8", 4 * self.sequences, self.sequences)
+        """Byte offset of each sequence in the `.bin`."""
+        offset = 4 * self.sequences
+        return _map_index_array(self.idx_path, "<i8", offset=offset, count=self.sequences)
 
     @property
     def boundaries(self) -> IntArray:
-        """Sequences before each document boundary: documents + 1 numbers."""
-        return _index_array(self.idx_path, "<i8", 12 * self.sequences, self.documents + 1)
+        """Number of sequences before each document boundary: documents + 1 numbers."""
+        offset = 12 * self.sequences
+        return _map_index_array(self.idx_path, "<i8", offset=offset, count=self.documents + 1)
 
     def tokens_before(self, sequences: IntArray) -> IntArray:
-        """Tokens before each of these sequences; before one that is past the last, all of them."""
-        offsets = np.full(len(sequences), self.tokens, np.int64)
-        inside = sequences < self.sequences
-        offsets[inside] = self.pointers[sequences[inside]] // np.dtype(self.dtype).itemsize
-        return offsets
+        """Return the number of tokens before each of the sequences with these indices.
+
+        An index past the last sequence gives the number of all tokens.
+        """
+        counts = np.full(len(sequences), self.tokens, np.int64)
+        is_inside = sequences < self.sequences
+        byte_offsets = self.pointers[sequences[is_inside]]
+        counts[is_inside] = byte_offsets // np.dtype(self.dtype).itemsize
+        return counts
 
     def token_chunks(self) -> Iterator[IntArray]:
-        """All tokens, a chunk at a time; read, because mapped pages would count as resident memory."""
+        """Yield all token ids in order, in arrays of at most CHUNK numbers.
+
+        The tokens are read and not mapped, because mapped pages would count as resident memory.
+        """
         with self.bin_path.open("rb") as stream:
             while len(chunk := np.fromfile(stream, self.dtype, CHUNK)):
                 yield chunk
 
 
-def _index_array(path: Path, dtype: str, offset: int, count: int) -> IntArray:
+def _map_index_array(path: Path, dtype: str, *, offset: int, count: int) -> IntArray:
+    """Return `count` numbers of an `.idx`, mapped from `offset` bytes after the header."""
     return np.memmap(path, dtype, "r", _HEADER.size + offset, (count,))
 
 
-def stretches(count: int) -> Iterator[slice]:
-    """So many numbers in stretches that fit any memory."""
+def iterate_chunks(count: int) -> Iterator[slice]:
+    """Yield slices of at most CHUNK indices that cover `range(count)` in order."""
     for start in range(0, count, CHUNK):
         yield slice(start, min(start + CHUNK, count))
 
 
-def _chunked(arrays: Iterable[IntArray]) -> Iterator[IntArray]:
+def _split_into_chunks(arrays: Iterable[IntArray]) -> Iterator[IntArray]:
+    """Yield the arrays in order, each in pieces of at most CHUNK numbers."""
     for array in arrays:
-        for part in stretches(len(array)):
-            yield array[part]
+        for chunk in iterate_chunks(len(array)):
+            yield array[chunk]
 
 
 def bin_path(prefix: Path) -> Path:
-    """`prefix` + `.bin`."""
+    """Return the path of the tokens: `prefix` + `.bin`."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """`prefix` + `.idx`."""
+    """Return the path of the index: `prefix` + `.idx`."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def manifest_path(prefix: Path) -> Path:
-    """`prefix` + `.manifest.json`."""
+    """Return the path of the manifest: `prefix` + `.manifest.json`."""
     return prefix.with_name(prefix.name + ".manifest.json")
 
 
 def strip_suffix(path: Path) -> Path:
-    """The prefix that a path means which may end in `.bin` or `.idx`."""
+    """Return the path without `.bin` or `.idx`; any other path is returned unchanged."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def token_dtype(vocabulary: int) -> TokenType:
-    """Type of a token id on disk for a vocabulary of this many entries."""
+    """Return the type that stores the token ids of a vocabulary with this number of entries."""
     return np.dtype(np.uint16 if vocabulary <= LARGEST_UINT16_VOCABULARY else np.int32)
 
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """A stretch of a data set, as its index describes it."""
+    """Lengths and document boundaries of consecutive sequences of a data set."""
 
     lengths: IntArray
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     boundaries: IntArray
-    """Sequences before each document boundary, from 0 on: documents + 1 numbers."""
+    """Number of sequences before each document boundary; it starts at 0 and has documents + 1 numbers."""
 
 
 def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIndex]]) -> None:
-    """Write the index of all pieces in order, in bounded memory, and have it on the disk.
+    """Write one `.idx` for all pieces in order, in bounded memory, and flush the file to the disk.
 
-    `pieces` gives the same ones each time it is called.
+    Args:
+        path: The `.idx` file; an existing file is overwritten.
+        dtype: Type of the token ids in the `.bin`, such as `uint16`.
+        pieces: Function that returns the pieces. It is called several times and must return the same
+            pieces each time.
     """
     itemsize = np.dtype(dtype).itemsize
     sequences = sum(len(piece.lengths) for piece in pieces())
@@ -241,46 +277,60 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
     with path.open("wb") as stream:
         code = _DTYPES.index(dtype) + 1
         stream.write(_HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
-        for chunk in _chunked(piece.lengths for piece in pieces()):
-            stream.write(chunk.astype("<i4").data)
-        start = 0
-        for chunk in _chunked(piece.lengths for piece in pieces()):
-            ends = start + itemsize * np.cumsum(chunk, dtype=np.int64)
-            stream.write((ends - itemsize * chunk.astype(np.int64)).astype("<i8").data)
-            start = int(ends[-1])
+        for lengths in _split_into_chunks(piece.lengths for piece in pieces()):
+            stream.write(lengths.astype("<i4").data)
+        chunk_start = 0
+        for lengths in _split_into_chunks(piece.lengths for piece in pieces()):
+            ends = chunk_start + itemsize * np.cumsum(lengths, dtype=np.int64)
+            starts = ends - itemsize * lengths.astype(np.int64)
+            stream.write(starts.astype("<i8").data)
+            chunk_start = int(ends[-1])
         stream.write(np.array(0, "<i8").tobytes())
-        before = 0
+        sequences_before = 0
         for piece in pieces():
-            for chunk in _chunked([piece.boundaries[1:]]):
-                stream.write((before + chunk).astype("<i8").data)
-            before += len(piece.lengths)
+            for boundaries in _split_into_chunks([piece.boundaries[1:]]):
+                stream.write((sequences_before + boundaries).astype("<i8").data)
+            sequences_before += len(piece.lengths)
         flush_to_disk(stream)
 
 
 def open_dataset(prefix: Path) -> Dataset:
-    """Check a data set in a fraction of a second and describe it.
+    """Check a data set in a fraction of a second and return its description.
+
+    The check covers the header, the sizes of both files and the manifest's counts. It reads no token and
+    no hash; `verify_dataset` does.
 
     Raises:
-        DatasetError: A file is missing or cut, the files do not fit each other or the manifest.
+        DatasetError: A file is missing, damaged or cut short, or the files do not belong together.
     """
     for path in (idx_path(prefix), bin_path(prefix)):
         if not path.is_file():
-            raise DatasetError(f"{path} does not exist; {_how_to_make(prefix)}.")
+            raise DatasetError(f"{path} does not exist; {_advise_how_to_make(prefix)}.")
     dtype, sequences, documents = _read_header(idx_path(prefix))
-    tokens = _check_sizes(Dataset(prefix, dtype, documents, sequences, 0, None))
+    unchecked = Dataset(
+        prefix, dtype, documents=documents, sequences=sequences, tokens=0, manifest=None
+    )
+    tokens = _check_sizes(unchecked)
     manifest = read_manifest(prefix)
-    dataset = Dataset(prefix, dtype, documents, sequences, tokens, manifest)
-    for what in ("documents", "sequences", "tokens", "dtype") if manifest else ():
-        said, found = getattr(manifest, what), getattr(dataset, what)
-        if said != found:
-            raise DatasetError(
-                f"{manifest_path(prefix)} says {what} {said}, but the files say {found}; they "
-                "belong to different data sets: remove the manifest, or make all three again."
-            )
+    dataset = replace(unchecked, tokens=tokens, manifest=manifest)
+    if manifest is not None:
+        _check_counts(dataset, manifest)
     return dataset
 
 
-def _how_to_make(prefix: Path) -> str:
+def _check_counts(dataset: Dataset, manifest: Manifest) -> None:
+    """Raise DatasetError if the manifest records other counts or another dtype than the files have."""
+    for name in ("documents", "sequences", "tokens", "dtype"):
+        recorded, actual = getattr(manifest, name), getattr(dataset, name)
+        if recorded != actual:
+            raise DatasetError(
+                f"{manifest_path(dataset.prefix)} says {name} {recorded}, but the files say {actual}; "
+                "they belong to different data sets: remove the manifest, or make all three again."
+            )
+
+
+def _advise_how_to_make(prefix: Path) -> str:
+    """Return the end of a sentence that says how to make a data set that does not exist."""
     name = prefix.name.removesuffix("_text_document")
     if name == "sample":
         return "run 'make prepare-ds-sample'"
@@ -288,10 +338,10 @@ def _how_to_make(prefix: Path) -> str:
 
 
 def read_manifest(prefix: Path) -> Manifest | None:
-    """Read the manifest beside a data set, None if there is none.
+    """Read `PREFIX.manifest.json`; return None if the file does not exist.
 
     Raises:
-        DatasetError: It is there but is not readable.
+        DatasetError: The file exists but is not a manifest.
     """
     path = manifest_path(prefix)
     try:
@@ -312,7 +362,16 @@ def write_manifest(
     identity: RunIdentity,
     shards: Sequence[ShardHash],
 ) -> None:
-    """Describe the `.bin` and `.idx` at `prefix`, of which `shards` are all stretches, in order."""
+    """Write the manifest of the finished `.bin` and `.idx` at `prefix`, and flush it to the disk.
+
+    Args:
+        prefix: Path of the data set without suffix.
+        json_key: Key of the text in the input's JSON lines.
+        engine: Program that encoded the text.
+        problems: Number of documents by kind of problem.
+        identity: Inputs and settings of the run.
+        shards: All shards of the `.bin` in order; at least one.
+    """
     dataset = open_dataset(prefix)
     manifest = Manifest(
         json_key=json_key,
@@ -332,21 +391,26 @@ def write_manifest(
 
 
 def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:
-    """Largest token id among `sample` tokens, spread over the whole `.bin`; -1 if it is empty.
+    """Return the largest token id among about `sample` tokens, or -1 if the data set has no tokens.
 
-    Reads all tokens if there are no more than `sample`, so a vocabulary that is too small for the
-    data set is found even without a manifest.
+    The tokens come from `_NUM_SAMPLES` ranges that are spread evenly over the `.bin`. They are all tokens if
+    the data set has no more than `sample`. So a vocabulary that is too small is noticed without a manifest.
     """
     if dataset.tokens == 0:
         return -1
-    tokens, pieces = dataset.stored, 64
-    length = max(1, sample // pieces)
-    starts = np.linspace(0, max(0, dataset.tokens - length), pieces).astype(np.int64)
+    tokens = dataset.stored
+    length = max(1, sample // _NUM_SAMPLES)
+    last_start = max(0, dataset.tokens - length)
+    starts = np.linspace(0, last_start, _NUM_SAMPLES).astype(np.int64)
     return max(int(tokens[start : start + length].max()) for start in starts)
 
 
 def _read_header(path: Path) -> tuple[str, int, int]:
-    """Dtype, sequences and documents."""
+    """Return the dtype and the numbers of sequences and documents that an `.idx` declares.
+
+    Raises:
+        DatasetError: The file does not start with a header of this format.
+    """
     with path.open("rb") as stream:
         raw = stream.read(_HEADER.size)
     if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
@@ -361,26 +425,39 @@ def _read_header(path: Path) -> tuple[str, int, int]:
 
 
 def _check_sizes(dataset: Dataset) -> int:
-    """Compare the index with its own size and with the `.bin`'s; the number of tokens."""
+    """Check the sizes of the `.idx` and the `.bin` against the index; return the data set's tokens.
+
+    Raises:
+        DatasetError: A file has another size, or the last document does not end at the last sequence.
+    """
     path, dtype, sequences = dataset.idx_path, dataset.dtype, dataset.sequences
     if dtype.startswith("float"):
-        raise DatasetError(f"{path} holds {dtype} values, not token ids; {_REMAKE}.")
-    size = _HEADER.size + 12 * sequences + 8 * (dataset.documents + 1)
-    _check_size(path, size, "its header asks for")
-    if (last := int(dataset.boundaries[-1])) != sequences:
+        raise DatasetError(f"{path} holds {dtype} values, not token ids; {_REMAKE_ADVICE}.")
+    idx_bytes = _HEADER.size + 12 * sequences + 8 * (dataset.documents + 1)
+    _check_size(path, idx_bytes, "its header asks for")
+    last_boundary = int(dataset.boundaries[-1])
+    if last_boundary != sequences:
         raise DatasetError(
-            f"{path} ends its documents after {last} sequences but holds {sequences}; {_REMAKE}."
+            f"{path} ends its documents after {last_boundary} sequences but holds {sequences}; "
+            f"{_REMAKE_ADVICE}."
         )
     itemsize = np.dtype(dtype).itemsize
-    wanted = int(dataset.pointers[-1]) + itemsize * int(dataset.lengths[-1]) if sequences else 0
-    _check_size(dataset.bin_path, wanted, f"{path.name} describes")
-    return wanted // itemsize
+    bin_bytes = 0
+    if sequences:
+        bin_bytes = int(dataset.pointers[-1]) + itemsize * int(dataset.lengths[-1])
+    _check_size(dataset.bin_path, bin_bytes, f"{path.name} describes")
+    return bin_bytes // itemsize
 
 
-def _check_size(path: Path, wanted: int, by: str) -> None:
-    found = path.stat().st_size
-    if found != wanted:
+def _check_size(path: Path, expected_bytes: int, source: str) -> None:
+    """Raise DatasetError if the file has another size.
+
+    `source` is the clause that says where the expected size comes from, such as "its header asks for".
+    """
+    actual_bytes = path.stat().st_size
+    if actual_bytes != expected_bytes:
+        fault = "cut short" if actual_bytes < expected_bytes else "too long"
         raise DatasetError(
-            f"{path} is {found} bytes where {by} {wanted}; "
-            f"it is {'cut short' if found < wanted else 'too long'}, so {_REMAKE}."
+            f"{path} is {actual_bytes} bytes where {source} {expected_bytes}; "
+            f"it is {fault}, so {_REMAKE_ADVICE}."
         )

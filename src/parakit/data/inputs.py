@@ -1,4 +1,7 @@
-"""Text that a data set is made from: which files an `--input` names, and how the hub is named."""
+"""Find the files of text that the `--input` options of preprocessing name.
+
+An input is a file, a folder, a glob pattern or, with `HUB_PREFIX`, a data set of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from pathlib import Path
 from parakit.data.indexed import DatasetError
 
 HUB_PREFIX = "hub:"
-"""Start of an input that is a data set of the Hugging Face hub."""
+"""Prefix of an `--input` that names a data set of the Hugging Face hub."""
 HUB_CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
-"""Variables that name a user's own cache of the hub."""
+"""Environment variables by which users set the folders of the hub's cache."""
 INPUT_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".zstd", ".parquet")
-"""Endings of files that are read where an input is a folder."""
+"""Suffixes of the files that are read if an input is a folder."""
 
 
 def find_input_files(patterns: Iterable[str]) -> tuple[Path, ...]:
-    """Return the files that inputs name: files, folders (searched for known endings) and globs, sorted.
+    """Return the files that the inputs name, in the order of the inputs.
+
+    A folder gives all its files with one of INPUT_SUFFIXES, at any depth and sorted; a glob pattern gives
+    its matches, sorted.
+
+    Args:
+        patterns: Values of `--input`: paths of files and folders, and glob patterns.
 
     Raises:
         DatasetError: An input is a pipe or a device, or matches no file.
@@ -33,14 +42,15 @@ def find_input_files(patterns: Iterable[str]) -> tuple[Path, ...]:
             )
         if path.is_dir():
             matches = sorted(
-                p for p in path.rglob("*") if p.suffix in INPUT_SUFFIXES and p.is_file()
+                file for file in path.rglob("*") if file.suffix in INPUT_SUFFIXES and file.is_file()
             )
         elif path.exists():
             matches = [path]
         else:
-            matches = sorted(Path(p) for p in glob.glob(pattern, recursive=True))  # noqa: PTH207
+            names = glob.glob(pattern, recursive=True)  # noqa: PTH207
+            matches = sorted(Path(name) for name in names)
         if not matches:
-            what = f"no file ending in {', '.join(INPUT_SUFFIXES)}" if path.is_dir() else "nothing"
-            raise DatasetError(f"--input {pattern} matches {what}; check the path.")
+            lack = f"no file ending in {', '.join(INPUT_SUFFIXES)}" if path.is_dir() else "nothing"
+            raise DatasetError(f"--input {pattern} matches {lack}; check the path.")
         files += matches
     return tuple(files)

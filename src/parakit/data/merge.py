@@ -1,4 +1,8 @@
-"""Data sets joined in order, in bounded memory: the parts of a run, or finished ones (`merge`)."""
+"""Join data sets into one, in order and in bounded memory.
+
+Preprocessing joins the parts of its own run with `join`. The command `merge` joins finished data sets with
+`merge_datasets`, which first checks that they belong together.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.artifacts.io import flush_to_disk
-from parakit.data.folder import locked, publish, working_folder
+from parakit.data.folder import lock_folder, publish, working_folder
 from parakit.data.indexed import (
     Dataset,
     DatasetError,
@@ -25,111 +29,157 @@ from parakit.data.indexed import (
 )
 
 _KEY = "data"
+"""Name of the merged data set within its working folder."""
 
 
-def join(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None) -> None:
-    """Write the data set at `prefix` that holds `datasets`, at least one, in order.
+def join_datasets(datasets: Sequence[Dataset], prefix: Path, identity: RunIdentity | None) -> None:
+    """Write one data set at `prefix` that holds all `datasets` in order.
 
-    Its manifest sums up theirs under `identity`; without one, none is written.
+    Args:
+        datasets: At least one data set; all have the same dtype.
+        prefix: Path of the result without suffix; existing files are overwritten.
+        identity: Identity in the result's manifest, which sums up the manifests of `datasets`. If it is
+            None, no manifest is written; otherwise at least one data set must have a manifest.
 
     Raises:
-        DatasetError: A data set's tokens are not those of its manifest.
+        DatasetError: The hash of a data set's tokens differs from its manifest.
     """
-    manifest_path(prefix).unlink(missing_ok=True)  # of a killed one
-    sha256 = hashlib.sha256()
+    # A killed run may have left a manifest here, which would not describe the new files.
+    manifest_path(prefix).unlink(missing_ok=True)
+    shards = _join_tokens(datasets, bin_path(prefix))
+
+    def iterate_pieces() -> Iterator[DocumentIndex]:
+        return (DocumentIndex(dataset.lengths, dataset.boundaries) for dataset in datasets)
+
+    write_index(idx_path(prefix), datasets[0].dtype, iterate_pieces)
+    if identity is not None:
+        manifests = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
+        engine = " and ".join(dict.fromkeys(manifest.engine for manifest in manifests))
+        problems = sum((Counter(manifest.problems) for manifest in manifests), Counter[str]())
+        write_manifest(
+            prefix,
+            manifests[0].json_key,
+            engine=engine,
+            problems=problems,
+            identity=identity,
+            shards=shards,
+        )
+
+
+def _join_tokens(datasets: Sequence[Dataset], path: Path) -> list[ShardHash]:
+    """Write the tokens of all data sets to one `.bin`; return size and hash of each data set's shard.
+
+    Raises:
+        DatasetError: The hash of a data set's tokens differs from its manifest.
+    """
+    joined_sha256 = hashlib.sha256()
     shards: list[ShardHash] = []
-    with bin_path(prefix).open("wb") as stream:
+    with path.open("wb") as stream:
         for dataset in datasets:
-            own = hashlib.sha256()
+            dataset_sha256 = hashlib.sha256()
             for tokens in dataset.token_chunks():
-                own.update(tokens)
-                sha256.update(tokens)
+                dataset_sha256.update(tokens)
+                joined_sha256.update(tokens)
                 stream.write(tokens.data)
-            if dataset.bin_sha256 not in (None, own.hexdigest()):
+            if dataset.bin_sha256 not in (None, dataset_sha256.hexdigest()):
                 raise DatasetError(
                     f"{dataset.bin_path} is damaged (its sha256 is not its manifest's); "
                     "make it again."
                 )
             text_bytes = dataset.manifest.text_bytes if dataset.manifest else 0
-            shards.append(ShardHash(dataset.tokens, text_bytes, sha256.hexdigest()))
+            shards.append(ShardHash(dataset.tokens, text_bytes, joined_sha256.hexdigest()))
         flush_to_disk(stream)
-
-    def pieces() -> Iterator[DocumentIndex]:
-        return (DocumentIndex(dataset.lengths, dataset.boundaries) for dataset in datasets)
-
-    write_index(idx_path(prefix), datasets[0].dtype, pieces)
-    if identity is not None:
-        known = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
-        engine = " and ".join(dict.fromkeys(manifest.engine for manifest in known))
-        problems = sum((Counter(manifest.problems) for manifest in known), Counter[str]())
-        write_manifest(prefix, known[0].json_key, engine, problems, identity, shards)
+    return shards
 
 
 def merge_datasets(
     prefixes: Sequence[Path], output: Path, overwrite: bool, say: Callable[[str], None]
 ) -> Dataset:
-    """Join data sets in the order given; upstream's `merge_datasets.py` writes the same bytes.
+    """Join finished data sets in the given order, and return the new data set.
 
-    All are paths without suffix. `say` is called with what could not be checked.
+    Megatron's `tools/merge_datasets.py` writes the same `.bin` and `.idx`. The result has a manifest if all
+    inputs have one.
+
+    Args:
+        prefixes: Paths of the inputs without suffix; at least one.
+        output: Path of the result without suffix.
+        overwrite: Replace a data set that exists at `output`.
+        say: Function that prints a sentence; it is called if inputs lack a manifest.
 
     Raises:
-        DatasetError: One is damaged, or they do not belong together.
+        DatasetError: A data set is damaged, the data sets do not belong together, or `output` is one of
+            the inputs or exists already.
     """
     datasets = [open_dataset(prefix) for prefix in prefixes]
-    _check_kin(datasets, say)
+    _check_compatibility(datasets, say)
     if output in prefixes:
         raise DatasetError(f"--output-prefix {output} is one of the inputs; choose another.")
     folder = working_folder(output)
-    # A folder says that a merge was cut off; before its index is in place, the rest is its own.
-    there = [idx_path(output)] if folder.exists() else [idx_path(output), bin_path(output)]
-    if not overwrite and any(path.exists() for path in there):
+    # A working folder shows that an earlier merge was killed. The `.idx` is written last, so without an
+    # `.idx` the `.bin` at `output` comes from that merge and may be replaced.
+    finished_files = [idx_path(output)]
+    if not folder.exists():
+        finished_files.append(bin_path(output))
+    if not overwrite and any(path.exists() for path in finished_files):
         raise DatasetError(f"{output} exists already; choose another, or give --overwrite.")
-    with locked(folder):
-        join(datasets, folder / _KEY, _identity(datasets))
+    with lock_folder(folder):
+        join_datasets(datasets, folder / _KEY, _combine_identities(datasets))
         publish(folder, {_KEY: output})
     return open_dataset(output)
 
 
-def _identity(datasets: Sequence[Dataset]) -> RunIdentity | None:
-    """Of all together; None if it is not known of each."""
-    known = [dataset.manifest.identity for dataset in datasets if dataset.manifest is not None]
-    if len(known) < len(datasets):
+def _combine_identities(datasets: Sequence[Dataset]) -> RunIdentity | None:
+    """Return one identity with the inputs of all data sets; None if a data set has no manifest."""
+    identities = [dataset.manifest.identity for dataset in datasets if dataset.manifest is not None]
+    if len(identities) < len(datasets):
         return None
-    inputs = dict.fromkeys(input_ for identity in known for input_ in identity.inputs)
-    return replace(known[0], inputs=tuple(inputs), part="0/1")
+    inputs = dict.fromkeys(input_ for identity in identities for input_ in identity.inputs)
+    return replace(identities[0], inputs=tuple(inputs), part="0/1")
 
 
-def _check_kin(datasets: Sequence[Dataset], say: Callable[[str], None]) -> None:
-    """Refuse data sets that do not belong together, as far as types and manifests say."""
-    first: dict[str, tuple[object, Path]] = {}
-    for dataset in datasets:
-        for what, mine in _kind(dataset):
-            theirs, other = first.setdefault(what, (mine, dataset.prefix))
-            if mine != theirs:
-                raise DatasetError(
-                    f"{dataset.prefix} was made with {what} {mine} but {other} with {theirs}; data "
-                    "sets that are to be joined need the same."
-                )
-    known = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
-    if len(known) < len(datasets):
+def _check_compatibility(datasets: Sequence[Dataset], say: Callable[[str], None]) -> None:
+    """Raise DatasetError if the data sets cannot be joined, as far as dtypes and manifests show.
+
+    If a data set has no manifest, `say` is called with a sentence about what could not be checked.
+    """
+    _check_shared_properties(datasets)
+    manifests = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
+    if len(manifests) < len(datasets):
         say(
-            f"{len(datasets) - len(known)} of {len(datasets)} data sets have no manifest: that "
-            "they share a tokenizer is taken on trust, and the result gets no manifest."
+            f"{len(datasets) - len(manifests)} of {len(datasets)} data sets have no manifest. So this "
+            "merge cannot check that all share a tokenizer, and the result gets no manifest."
         )
         return
-    # Parts of one input have to be all there and in order; whole inputs come in any order.
-    parts = [manifest.identity.part for manifest in known]
+    # The parts of one sharded input must be complete and in order. Data sets of whole inputs, each of which
+    # is part 0/1, may come in any order.
+    parts = [manifest.identity.part for manifest in manifests]
     count = parts[0].partition("/")[2]
-    wanted = [f"{index}/{count}" for index in range(int(count))]
-    if set(parts) != {"0/1"} and parts != wanted:
+    expected_parts = [f"{index}/{count}" for index in range(int(count))]
+    if set(parts) != {"0/1"} and parts != expected_parts:
         raise DatasetError(
-            f"These are parts {', '.join(parts)} where {', '.join(wanted)} are due; "
-            "give all parts in order."
+            f"These are parts {', '.join(parts)} of one input, but a merge needs "
+            f"{', '.join(expected_parts)}; give all parts in this order."
         )
 
 
-def _kind(dataset: Dataset) -> Iterator[tuple[str, object]]:
-    """What joined data sets must share, as far as it is known."""
+def _check_shared_properties(datasets: Sequence[Dataset]) -> None:
+    """Raise DatasetError if two data sets differ in a property that joined data sets must share."""
+    first_values: dict[str, tuple[object, Path]] = {}
+    for dataset in datasets:
+        for name, value in _shared_properties(dataset):
+            first_value, first_prefix = first_values.setdefault(name, (value, dataset.prefix))
+            if value != first_value:
+                raise DatasetError(
+                    f"{dataset.prefix} was made with {name} {value} but {first_prefix} with "
+                    f"{first_value}; data sets that are to be joined need the same."
+                )
+
+
+def _shared_properties(dataset: Dataset) -> Iterator[tuple[str, object]]:
+    """Yield name and value of the properties that joined data sets must share.
+
+    Without a manifest only the dtype is known.
+    """
     yield "dtype", dataset.dtype
     if manifest := dataset.manifest:
         yield "tokenizer", manifest.identity.tokenizer_sha256

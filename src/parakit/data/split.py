@@ -1,4 +1,9 @@
-"""How Megatron divides a data set by `--split`, and what a run draws of each part."""
+"""Compute how Megatron divides a data set by `--split`, and how many samples and epochs a run draws.
+
+`--split` has up to three weights, such as `949,50,1`, for the training, validation and test part. Megatron
+divides the sequences of the data set, not its documents. Within a part, a sample is `seq_length` consecutive
+tokens, plus one more token that is only predicted; an epoch is one pass over all tokens of the part.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ SPLIT_FLAG, EVAL_ITERATIONS_FLAG = "--split", "--eval-iters"
 
 
 class Split(IntEnum):
-    """The parts, in the order of Megatron's `--split`, such as `949,50,1`."""
+    """Part of a data set; the value is its position in Megatron's `--split`."""
 
     TRAINING = 0
     VALIDATION = 1
@@ -26,33 +31,50 @@ class Split(IntEnum):
 
 
 PART_NAMES = ("training", "validation", "test")
-_PRINTED = ("train", "valid", "test")
+"""Names of the parts in sentences, by `Split`."""
+_SHORT_PART_NAMES = ("train", "valid", "test")
+"""Names of the parts in tables, by `Split`."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What Megatron's GPT data set draws from one part (`megatron/core/datasets/gpt_dataset.py`)."""
+    """Size of one part and the samples that Megatron draws from it (`core/datasets/gpt_dataset.py`)."""
 
     split: str
+    """Name of the part: `train`, `valid` or `test`."""
     sequences: int
     tokens: int
     samples_an_epoch: int
+    """Whole samples per epoch."""
     samples: int
-    """Asked for: for training iterations times global batch."""
+    """Requested samples; for training these are iterations times the global batch size."""
     epochs: int
-    """Passes over the part that it takes Megatron to have that many."""
+    """Epochs that Megatron needs for the requested samples; 0 if there are no samples or no tokens."""
 
 
 def split_bounds(split: str, count: int) -> list[int]:
-    """Where each part of `count` documents (or sequences) begins, and where the last one ends.
+    """Return the index at which each of the three parts begins, and at which the last part ends.
 
-    As `BlendedMegatronDatasetBuilder` rounds them.
+    The indices are rounded as in Megatron's `BlendedMegatronDatasetBuilder`.
+
+    Args:
+        split: Weights of the parts, such as `949,50,1`.
+        count: Number of sequences or documents to divide.
+
+    Raises:
+        DatasetError: `split` has no weights, too many weights or only zeros.
     """
     return [round(end * count) for end in split_ends(split)]
 
 
 def split_ends(split: str) -> list[float]:
-    """As `split_bounds`, of the whole as 1; weights that are left out are 0."""
+    """Return the bounds of the parts as fractions: 0.0, then the end of each of the three parts.
+
+    A missing weight is 0.
+
+    Raises:
+        DatasetError: `split` has no weights, too many weights or only zeros.
+    """
     weights = [float(number) for number in re.findall(r"[.0-9]+", split)]
     if not weights or len(weights) > len(Split) or sum(weights) <= 0:
         raise DatasetError(f"--split {split} is not of the form 949,50,1.")
@@ -62,21 +84,22 @@ def split_ends(split: str) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a data set as `--split` divides it."""
+class DatasetPart:
+    """Training, validation or test part of a data set."""
 
     name: str
+    """Name in sentences, one of PART_NAMES."""
     weight: float
-    """Fraction of the sequences that `--split` asks for; Megatron builds no part of weight 0."""
+    """Requested fraction of the sequences; Megatron builds no part of weight 0."""
     sequences: int
     tokens: int
 
     def is_unusable(self, seq_length: int, evaluates: bool) -> bool:
-        """Return True if Megatron fails on the part before the first iteration.
+        """Return True if Megatron fails on this part before the first iteration.
 
-        Megatron repeats a part until it has all samples, which never ends if the part has no tokens. If
-        nothing is evaluated (`--eval-iters 0`), Megatron asks the validation and test parts for 0
-        samples, cuts each part once, and stops if not even one sample comes of it.
+        Megatron repeats a part until it has all requested samples, and never ends if the part has no
+        tokens. Without evaluation (`--eval-iters 0`), Megatron requests 0 samples of the validation and
+        test parts, still builds one epoch of them, and stops if that epoch has no whole sample.
         """
         if self.weight == 0:
             return False
@@ -84,32 +107,49 @@ class Part:
         return self.tokens < (1 if is_repeated else seq_length + 1)
 
 
-def parts_of(dataset: Dataset, split: str) -> tuple[Part, ...]:
-    """Return the training, validation and test part; Megatron divides sequences, not documents."""
+def divide_into_parts(dataset: Dataset, split: str) -> tuple[DatasetPart, ...]:
+    """Return the training, the validation and the test part of a data set, in this order.
+
+    Raises:
+        DatasetError: `split` has no weights, too many weights or only zeros.
+    """
     bounds = split_bounds(split, dataset.sequences)
-    sizes = np.diff(dataset.tokens_before(np.array(bounds))).tolist()
-    shares = [end - begin for begin, end in pairwise(split_ends(split))]
+    tokens_by_part = np.diff(dataset.tokens_before(np.array(bounds))).tolist()
+    weights = [end - begin for begin, end in pairwise(split_ends(split))]
     return tuple(
-        Part(PART_NAMES[part], shares[part], bounds[part + 1] - bounds[part], sizes[part])
+        DatasetPart(
+            name=PART_NAMES[part],
+            weight=weights[part],
+            sequences=bounds[part + 1] - bounds[part],
+            tokens=tokens_by_part[part],
+        )
         for part in Split
     )
 
 
 def unusable_parts(
     dataset: Dataset, split: str, seq_length: int, evaluates: bool = True
-) -> list[Part]:
-    """Return the parts that Megatron cannot build or read; an empty list means that `split` works."""
-    return [part for part in parts_of(dataset, split) if part.is_unusable(seq_length, evaluates)]
+) -> list[DatasetPart]:
+    """Return the parts on which Megatron fails; an empty list means that `split` works.
+
+    `evaluates` is False for a run with `--eval-iters 0`.
+    """
+    return [
+        part
+        for part in divide_into_parts(dataset, split)
+        if part.is_unusable(seq_length, evaluates)
+    ]
 
 
 def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> str | None:
-    """Return a split of a small data set that Megatron can use, near to 949,50,1; None if none works.
+    """Return a `--split` near to 949,50,1 that Megatron can use for a small data set, or None.
 
-    Its weights are numbers of sequences. A set of two sequences has no test part. A set of one sequence
-    is for training alone, and so is a set that nothing evaluates on.
+    None means that the data set is too small for any split. The weights are numbers of sequences. Two
+    sequences give no test part. One sequence, or `evaluates` False, gives a training part only.
     """
     count = dataset.sequences
-    validation, test = max(1, count * 50 // 1000), max(1, count // 1000)
+    validation = max(1, count * 50 // 1000)
+    test = max(1, count // 1000)
     if not evaluates or count < 2:
         split = "1,0,0"
     elif count == 2:
@@ -125,59 +165,73 @@ def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tu
     split = usable_split(dataset, seq_length, evaluates)
     if split is None:
         return ()
-    has_validation = parts_of(dataset, split)[Split.VALIDATION].weight > 0
+    has_validation = divide_into_parts(dataset, split)[Split.VALIDATION].weight > 0
     return (SPLIT_FLAG, split) if has_validation else (SPLIT_FLAG, split, EVAL_ITERATIONS_FLAG, "0")
 
 
-def sizes_sentence(parts: Sequence[Part]) -> str:
-    """Return the size of each part as the end of a sentence."""
-    *sizes, last = (
+def sizes_sentence(parts: Sequence[DatasetPart]) -> str:
+    """Return the sizes of at least two parts as the end of a sentence, without a full stop.
+
+    An example is 'training 9 documents (80 tokens), validation 1 document (7 tokens) and test …'.
+    """
+    sizes = [
         f"{part.name} {plural(part.sequences, 'document')} ({plural(part.tokens, 'token')})"
         for part in parts
-    )
-    return f"{', '.join(sizes)} and {last}"
+    ]
+    return f"{', '.join(sizes[:-1])} and {sizes[-1]}"
 
 
 def split_documents(split: str, documents: int, part: Split = Split.TRAINING) -> NDArray[np.int32]:
-    """The numbers of a part's documents."""
+    """Return the indices of the documents that belong to one part, in ascending order."""
     bounds = split_bounds(split, documents)
     return np.arange(bounds[part], bounds[part + 1], dtype=np.int32)
 
 
-def epochs_for(samples: int, tokens: int, seq_length: int) -> int:
-    """Passes over so many tokens that Megatron needs for the samples.
+def count_epochs(samples: int, tokens: int, seq_length: int) -> int:
+    """Return the epochs over `tokens` tokens that Megatron needs for `samples` samples, at least one.
 
-    One token more than the samples hold is needed: the last one is only predicted.
+    The samples need one token more than they hold, because the last token is only predicted.
     """
     return -(-(samples * seq_length + 1) // tokens)
 
 
-def samples_of(epochs: int, tokens: int, seq_length: int) -> int:
-    """Samples in so many whole passes over so many tokens."""
+def count_samples(epochs: int, tokens: int, seq_length: int) -> int:
+    """Return the number of whole samples in `epochs` epochs over `tokens` tokens."""
     return max(0, epochs * tokens - 1) // seq_length
 
 
-def draws(
-    dataset: Dataset, split: str, seq_length: int, samples: int, *others: int
+def count_draws(
+    dataset: Dataset, split: str, seq_length: int, samples: int, *evaluation_samples: int
 ) -> tuple[Draw, ...]:
-    """What each part holds, and what a run draws from it; `--split` cuts by sequences.
+    """Return the size of the training, validation and test part, and the samples drawn from each part.
 
-    So many samples are asked for training (iterations times global batch), and so many `others` for
-    validation and test, 0 if not given.
+    Args:
+        dataset: The data set that is divided.
+        split: Weights of the parts, such as `949,50,1`.
+        seq_length: Tokens per sample.
+        samples: Requested training samples: iterations times the global batch size.
+        evaluation_samples: Requested validation samples, then test samples; 0 if missing.
+
+    Raises:
+        DatasetError: `split` has no weights, too many weights or only zeros.
     """
-    bounds = split_bounds(split, dataset.sequences)
-    sizes = np.diff(dataset.tokens_before(np.array(bounds))).tolist()
-    asked: Sequence[int] = (samples, *others, 0, 0)
-    return tuple(
-        Draw(
-            split=_PRINTED[part],
-            sequences=bounds[part + 1] - bounds[part],
-            tokens=sizes[part],
-            samples_an_epoch=samples_of(1, sizes[part], seq_length),
-            samples=asked[part],
-            epochs=epochs_for(asked[part], sizes[part], seq_length)
-            if asked[part] and sizes[part]
-            else 0,
+    requested_samples = (samples, *evaluation_samples, 0, 0)
+    drawn = []
+    parts = divide_into_parts(dataset, split)
+    for short_name, part, requested in zip(
+        _SHORT_PART_NAMES, parts, requested_samples, strict=False
+    ):
+        epochs = (
+            count_epochs(requested, part.tokens, seq_length) if requested and part.tokens else 0
         )
-        for part in Split
-    )
+        drawn.append(
+            Draw(
+                split=short_name,
+                sequences=part.sequences,
+                tokens=part.tokens,
+                samples_an_epoch=count_samples(1, part.tokens, seq_length),
+                samples=requested,
+                epochs=epochs,
+            )
+        )
+    return tuple(drawn)

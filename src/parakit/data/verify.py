@@ -1,4 +1,8 @@
-"""Every byte of a data set checked: against the manifest's hashes, and by what its structure says."""
+"""Check every byte of a data set, against the hashes of its manifest and against the rules of the format.
+
+`verify_dataset` returns a `DatasetCheck` with the problems. Without a manifest only the structure can be
+checked: offsets, document boundaries and the range of the token ids.
+"""
 
 from __future__ import annotations
 
@@ -14,130 +18,171 @@ from parakit.data.indexed import (
     Dataset,
     DatasetError,
     IntArray,
+    iterate_chunks,
     open_dataset,
-    stretches,
 )
 
 
 class DatasetCheck(NamedTuple):
-    """What is wrong with a data set; and if nothing is, what it has passed."""
+    """Result of `verify_dataset`: problems, or what a sound data set was checked for."""
 
     problems: tuple[str, ...]
+    """One sentence per problem; empty if the data set is sound."""
     passed: str = ""
+    """Sentences on what a sound data set was checked for. They are not valid if there are problems."""
 
 
 def verify_dataset(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
-    """Check a data set; token ids against a vocabulary of so many entries, or the manifest's."""
+    """Read and check all bytes of a data set.
+
+    Args:
+        prefix: Path of the data set without suffix.
+        vocabulary: Number of entries of the tokenizer; token ids must be below it. None takes the
+            manifest's number. If there is no manifest either, only negative ids are found.
+    """
     try:
         dataset = open_dataset(prefix)
     except DatasetError as error:
         return DatasetCheck((str(error),))
     vocabulary = vocabulary or dataset.vocabulary
     problems = []
-    path, manifest = dataset.idx_path, dataset.manifest
-    if manifest and (found := sha256_of(path)) != manifest.idx_sha256:
-        problems.append(f"{path} has sha256 {found}, its manifest says {manifest.idx_sha256}.")
+    if dataset.manifest:
+        actual_sha256 = sha256_of(dataset.idx_path)
+        recorded_sha256 = dataset.manifest.idx_sha256
+        if actual_sha256 != recorded_sha256:
+            problems.append(
+                f"{dataset.idx_path} has sha256 {actual_sha256}, its manifest says {recorded_sha256}."
+            )
     problems += [*_check_pointers(dataset), *_check_tokens(dataset, vocabulary)]
     if not problems:
         problems += _check_boundaries(dataset)
-    how = "every byte is the manifest's (sha256), and the structure is sound"
-    if not manifest:
-        lacks = "without a manifest, changed tokens inside the vocabulary cannot be told"
-        how = f"the structure is sound; {lacks}"
+    return DatasetCheck(tuple(problems), _describe_passed_check(dataset, vocabulary))
+
+
+def _describe_passed_check(dataset: Dataset, vocabulary: int | None) -> str:
+    """Return the sentences on what a sound data set was checked for; a vocabulary of None is unknown."""
+    if dataset.manifest:
+        scope = "every byte agrees with the manifest's sha256, and the structure is sound"
+    else:
+        scope = (
+            "the structure is sound; without a manifest, changed tokens within the vocabulary cannot "
+            "be detected"
+        )
     ids = "vocabulary unknown, so ids unchecked (give --vocabulary)"
     if vocabulary:
         ids = f"ids below {vocabulary:,}"
-    counts = f"{dataset.documents:,} documents, {dataset.tokens:,} tokens"
-    return DatasetCheck(tuple(problems), f"{how}. {counts}, {ids}.")
+    return f"{scope}. {dataset.documents:,} documents, {dataset.tokens:,} tokens, {ids}."
 
 
-def structure_flaws(dataset: Dataset) -> list[str]:
-    """Where its sequences and documents do not follow one another; no token is checked."""
+def find_index_faults(dataset: Dataset) -> list[str]:
+    """Return one sentence per fault of the index; empty if it is sound.
+
+    Sequences must follow one another in the `.bin`, and documents must follow one another in the list of
+    sequences. Only the last token of each sequence is read.
+    """
     return [*_check_pointers(dataset)] or [*_check_boundaries(dataset)]
 
 
-def common_end(dataset: Dataset) -> int | None:
-    """The token that every sequence ends in: the end-of-document token, if there is one at all."""
+def find_common_end_token(dataset: Dataset) -> int | None:
+    """Return the token that ends every sequence that is not empty; None if they end in several tokens.
+
+    If preprocessing appended an end-of-document token, that token is returned. A data set without tokens
+    gives None.
+    """
     if not dataset.tokens:
         return None
     tokens, lengths, pointers = dataset.stored, dataset.lengths, dataset.pointers
     itemsize = np.dtype(dataset.dtype).itemsize
-    common: int | None = None
-    for part in stretches(dataset.sequences):
-        ends = pointers[part] // itemsize + lengths[part]
-        last = tokens[ends[lengths[part] > 0] - 1]
-        if common is None and len(last):
-            common = int(last[0])
-        if (last != common).any():
+    common_token: int | None = None
+    for sequences in iterate_chunks(dataset.sequences):
+        ends = pointers[sequences] // itemsize + lengths[sequences]
+        last_tokens = tokens[ends[lengths[sequences] > 0] - 1]
+        if common_token is None and len(last_tokens):
+            common_token = int(last_tokens[0])
+        if (last_tokens != common_token).any():
             return None
-    return common
+    return common_token
 
 
 def _check_pointers(dataset: Dataset) -> Iterator[str]:
-    """Each sequence starts where the one before it ends."""
+    """Yield a sentence on the first sequence that does not start where the sequence before it ends."""
     itemsize = np.dtype(dataset.dtype).itemsize
-    due = 0
-    for part in stretches(dataset.sequences):
-        lengths, pointers = dataset.lengths[part], dataset.pointers[part]
-        ends = due + itemsize * np.cumsum(lengths, dtype=np.int64)
-        starts = np.concatenate(([due], ends[:-1]))
-        for at in _first((lengths < 0) | (pointers != starts)):
+    chunk_start = 0
+    for sequences in iterate_chunks(dataset.sequences):
+        lengths, pointers = dataset.lengths[sequences], dataset.pointers[sequences]
+        ends = chunk_start + itemsize * np.cumsum(lengths, dtype=np.int64)
+        starts = np.concatenate(([chunk_start], ends[:-1]))
+        wrong = _find_first((lengths < 0) | (pointers != starts))
+        if wrong is not None:
             yield (
-                f"{dataset.idx_path}: sequence {part.start + at} has length {lengths[at]} and "
-                f"byte offset {pointers[at]} where {starts[at]} is due."
+                f"{dataset.idx_path}: sequence {sequences.start + wrong} has length {lengths[wrong]} "
+                f"and byte offset {pointers[wrong]}, but must start at byte {starts[wrong]}."
             )
             return
-        due = int(ends[-1])
+        chunk_start = int(ends[-1])
 
 
 def _check_boundaries(dataset: Dataset) -> Iterator[str]:
-    """Document boundaries start at 0 and never go back; their end `open_dataset` has checked.
+    """Yield a sentence if the document boundaries do not start at 0, and on the first wrong document.
 
-    If every sequence ends in one same token, it ends documents, so that each holds one sequence:
-    Megatron does not notice boundaries that were altered but are still in order.
+    Boundaries must never decrease; `open_dataset` has already checked the last boundary. If one token ends
+    every sequence, that token is the end-of-document token, and a document must not hold several
+    sequences. Megatron would not notice boundaries that were altered but never decrease.
     """
-    if (first := dataset.boundaries[0]) != 0:
-        yield f"{dataset.idx_path}: document boundary 0 is {first}, not 0."
-    end = common_end(dataset)
-    most = np.inf if end is None or dataset.sequences < 2 else 1
-    for part in stretches(dataset.documents):
-        sequences = np.diff(dataset.boundaries[part.start : part.stop + 1])
-        for at in _first((sequences < 0) | (sequences > most)):
-            why = f", though every sequence ends in token {end}, which ends documents"
+    first_boundary = dataset.boundaries[0]
+    if first_boundary != 0:
+        yield f"{dataset.idx_path}: document boundary 0 is {first_boundary}, not 0."
+    end = find_common_end_token(dataset)
+    has_document_end = end is not None and dataset.sequences >= 2
+    max_sequences = 1 if has_document_end else np.inf
+    reason = f", though every sequence ends in token {end}, which ends documents"
+    for documents in iterate_chunks(dataset.documents):
+        boundaries = dataset.boundaries[documents.start : documents.stop + 1]
+        sequences_per_document = np.diff(boundaries)
+        is_wrong = (sequences_per_document < 0) | (sequences_per_document > max_sequences)
+        wrong = _find_first(is_wrong)
+        if wrong is not None:
             yield (
-                f"{dataset.idx_path}: document {part.start + at} holds {sequences[at]} "
-                f"sequences{why if most == 1 else ''}."
+                f"{dataset.idx_path}: document {documents.start + wrong} holds "
+                f"{sequences_per_document[wrong]} sequences{reason if has_document_end else ''}."
             )
             return
 
 
 def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
-    """Ids lie in the vocabulary, or at least are not negative; each stretch has the manifest's hash."""
-    limit = np.iinfo(dataset.dtype).max if vocabulary is None else vocabulary - 1
-    known: list[tuple[int, str | None]] = [(dataset.tokens, None)]
+    """Yield a sentence on the first token id outside the vocabulary, or on the first damaged shard.
+
+    If `vocabulary` is None, only negative ids are outside. Without a manifest no hash is compared.
+    """
+    largest_id = np.iinfo(dataset.dtype).max if vocabulary is None else vocabulary - 1
+    shards: list[tuple[int, str | None]] = [(dataset.tokens, None)]
     if dataset.manifest:
-        known = [(shard.tokens, shard.sha256) for shard in dataset.manifest.shards]
+        shards = [(shard.tokens, shard.sha256) for shard in dataset.manifest.shards]
     digest = hashlib.sha256()
-    first = 0
+    shard_start = 0
     with dataset.bin_path.open("rb") as stream:
-        for count, sha256 in known:
-            for part in stretches(count):
-                tokens = np.fromfile(stream, dataset.dtype, part.stop - part.start)
+        for count, sha256 in shards:
+            for chunk in iterate_chunks(count):
+                tokens = np.fromfile(stream, dataset.dtype, chunk.stop - chunk.start)
                 if sha256 is not None:
                     digest.update(tokens)
-                for at in _first((tokens < 0) | (tokens > limit)):
+                wrong = _find_first((tokens < 0) | (tokens > largest_id))
+                if wrong is not None:
                     yield (
-                        f"{dataset.bin_path}: token {first + part.start + at} is {tokens[at]}, "
-                        f"outside the vocabulary of {limit + 1}."
+                        f"{dataset.bin_path}: token {shard_start + chunk.start + wrong} is "
+                        f"{tokens[wrong]}, outside the vocabulary of {largest_id + 1}."
                     )
                     return
+            shard_end = shard_start + count
             if sha256 not in (None, digest.hexdigest()):
-                last = first + count
-                yield f"{dataset.bin_path} differs from its manifest within tokens {first} to {last}."
+                yield (
+                    f"{dataset.bin_path} differs from its manifest within tokens {shard_start} to "
+                    f"{shard_end}."
+                )
                 return
-            first += count
+            shard_start = shard_end
 
 
-def _first(wrong: IntArray) -> list[int]:
-    """Place of the first that is wrong, if any is."""
-    return [int(wrong.argmax())] if wrong.any() else []
+def _find_first(flags: IntArray) -> int | None:
+    """Return the index of the first True, or None if all are False."""
+    return int(flags.argmax()) if flags.any() else None

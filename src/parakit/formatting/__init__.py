@@ -1,7 +1,7 @@
-"""How numbers, tables, charts and HTML pages are written, and what a terminal shows.
+"""Format numbers, tables, charts and HTML pages, and print to a terminal.
 
-This package decides units, digits, column widths and the look of all pages. It knows nothing of training. Its
-modules are public.
+This package decides units, digits, column widths and the look of all pages. It contains nothing about training.
+Its modules are public.
 """
 
 __all__ = [

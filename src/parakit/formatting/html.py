@@ -1,4 +1,4 @@
-"""Pages that open offline: the templates' environment and `house.css`, the look that they share."""
+"""Load the Jinja templates of HTML pages, which include the common style `house.css` and open offline."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ if TYPE_CHECKING:
 
 
 def environment(templates: Path, *, escaped: bool = True) -> Environment:
-    """Templates of a folder, which may include `house.css`; every text is escaped, but in code."""
+    """Return a Jinja environment that loads the templates of a folder, and `house.css`.
+
+    An undefined variable in a template raises an error.
+
+    Args:
+        templates: Folder of the templates.
+        escaped: Escape all inserted texts for HTML. If False, templates make code: nothing is escaped, and
+            the newline at the end of a template is kept.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
         loader=FileSystemLoader([templates, Path(__file__).parent]),
-        autoescape=escaped,  # noqa: S701  code is no HTML
+        autoescape=escaped,  # noqa: S701  Code is not HTML.
         keep_trailing_newline=not escaped,
         undefined=StrictUndefined,
         trim_blocks=True,

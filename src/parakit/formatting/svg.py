@@ -1,4 +1,4 @@
-"""Pictures as SVG files. matplotlib is imported only when one is drawn."""
+"""Draw figures with matplotlib and write them as SVG files; matplotlib is imported at the first figure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#8c6bb1", "#7f7f7f"),
 )
-"""Okabe and Ito's, distinct for colour-blind readers, on white as on black; then two more."""
+"""Colours of series: six of Okabe and Ito's palette, then two further colours.
+
+Colour-blind readers can tell the six apart, on white and on black.
+"""
 
 
 @contextmanager
 def svg_figure(
     path: Path, name: str, width: float, height: float, **saved: Any
 ) -> Iterator[Figure]:
-    """A figure of so many inches, written when the block ends; equal input gives equal bytes.
+    """Yield an empty figure, and write it as SVG when the block ends; equal figures give equal bytes.
 
-    Ids in the file follow from `name`; `saved` are further arguments of `savefig`.
+    Args:
+        path: File to write.
+        name: Seed of the ids in the file, which must be unique on a page.
+        width: Width in inches.
+        height: Height in inches.
+        saved: Further arguments of matplotlib's `savefig`.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""A table defined once and rendered for a terminal, Markdown, HTML or CSV.
+"""Define a table once, and render it for a terminal, Markdown, HTML or CSV.
 
-A column has a name, a function from a row's subject to its value, and a format. Unknown is None: an
-empty cell in CSV, a dash elsewhere.
+A row is any object, such as a run. A `Column` has a name, a function that returns a row's value, and a function that
+formats the value. None is an unknown value: CSV has an empty cell, all other formats have a dash.
 """
 
 from __future__ import annotations
@@ -20,42 +20,45 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 
+COLUMN_GAP = 2
+"""Characters between two columns in a terminal."""
+
 WRAPPED_WIDTH = 24
-"""Fewest characters of a column that a terminal breaks into lines."""
+"""Largest minimum width, in characters, of a column that a terminal may wrap."""
 
 NARROW = 16
-"""A column with fewer characters is not broken into more than three lines."""
+"""Width below which a column must not need more than three lines per cell (`readable_table`)."""
 
 
 @dataclass(frozen=True)
 class Column[R]:
-    """One column over rows that describe subjects of type `R`."""
+    """Column of a table whose rows are objects of type `R`."""
 
     name: str
     value: Callable[[R], Any]
-    """The value of a row; None is unknown."""
+    """Function that returns the value of a row; None is unknown."""
     text: Callable[[Any], str] = str
-    """How a known value is written for people (`parakit.formatting.units`)."""
+    """Function that formats a known value for people (`parakit.formatting.units`)."""
     right: bool = True
-    """Numbers align right."""
+    """True aligns the column right, for numbers; False aligns it left."""
     style: Callable[[R], str] | None = None
-    """The terminal's style of a row's cell."""
+    """Function that returns the terminal style of a row's cell, such as `red`."""
     rank: int = 0
-    """Where a terminal is too narrow, columns of the highest rank are left out first."""
+    """Importance: if a terminal is too narrow, columns with the highest rank are left out first."""
     wraps: bool = False
-    """A terminal may break its texts into lines."""
+    """True if a terminal may break the column's texts into several lines."""
     why: str | Callable[[R], str] = "not known"
-    """Why a row's value is not known."""
+    """Reason why a value is unknown, or a function that returns it for a row."""
 
     def cell(self, subject: R) -> str:
-        """The text of one row."""
+        """Return the text of the cell in the row of `subject`; an unknown value gives a dash."""
         value = self.value(subject)
         return DASH if value is None else self.text(value)
 
 
 @dataclass(frozen=True)
 class Table[R]:
-    """Columns over subjects."""
+    """Table with one row per object of type `R`."""
 
     columns: tuple[Column[R], ...]
     rows: tuple[R, ...]
@@ -68,88 +71,118 @@ class Table[R]:
 
     @property
     def cells(self) -> list[list[str]]:
-        """Texts, row by row: what HTML templates take."""
+        """Texts of all cells, row by row."""
         return [[column.cell(row) for column in self.columns] for row in self.rows]
 
     def widths(self, width: int | None) -> list[int]:
-        """Characters of each column in a terminal that has `width`, with two between columns.
+        """Return the width of each column, in characters, in a terminal of `width` characters.
 
-        Columns that wrap share what the others leave. Each has room for its longest word; where that
-        is too much for the terminal for its longest number, and if that is too much for anything.
+        Columns that do not wrap get the width of their longest text. The other columns share the remaining
+        characters. A column that wraps is at least as wide as its longest word. If the terminal is too narrow
+        for that, words may be broken, but numbers may not. If it is still too narrow, numbers may be broken.
+        If `width` is None, every column is as wide as its longest text.
         """
-        longest = [max(map(len, texts)) for texts in self._texts]
+        longest_texts = [max(map(len, texts)) for texts in self._texts_by_column]
         if width is None:
-            return longest
-        found, room = longest, -1
-        for unbroken in (str.strip, lambda word: word.strip("+−-(")[:1].isdigit(), lambda word: ""):
-            found = self.least(unbroken)
-            room = width - sum(found) - 2 * len(found)
-            if room >= 0:
+            return longest_texts
+        column_widths, remaining = longest_texts, -1
+        for is_unbreakable in (str.strip, _starts_like_number, lambda _: False):
+            column_widths = self.least(is_unbreakable)
+            remaining = width - sum(column_widths) - COLUMN_GAP * len(column_widths)
+            if remaining >= 0:
                 break
-        for _ in range(room):
-            growing = [i for i in range(len(found)) if found[i] < longest[i]]
+        # The narrowest column that needs more characters gets the next one.
+        for _ in range(remaining):
+            growing = [
+                index
+                for index, column_width in enumerate(column_widths)
+                if column_width < longest_texts[index]
+            ]
             if growing:
-                found[min(growing, key=found.__getitem__)] += 1
-        return found
+                column_widths[min(growing, key=column_widths.__getitem__)] += 1
+        return column_widths
 
     def least(self, unbroken: Callable[[str], object] = str.strip) -> list[int]:
-        """Characters of each column if texts may be broken but for some words."""
-        found = []
-        for column, texts in zip(self.columns, self._texts, strict=True):
-            words = [word for text in texts for word in text.split() if unbroken(word)]
-            wrapped = min(WRAPPED_WIDTH, max(map(len, words), default=1))
-            found.append(wrapped if column.wraps else max(map(len, texts)))
-        return found
+        """Return the minimum width of each column in characters.
+
+        A column that wraps must be as wide as its longest unbreakable word, but not wider than WRAPPED_WIDTH.
+        Any other column must be as wide as its longest text.
+
+        Args:
+            unbroken: Function that returns a true value for words that must not be broken; by default no word
+                may be broken.
+        """
+        minimum_widths = []
+        for column, texts in zip(self.columns, self._texts_by_column, strict=True):
+            if not column.wraps:
+                minimum_widths.append(max(map(len, texts)))
+                continue
+            all_words = " ".join(texts).split()
+            longest_word = max((len(word) for word in all_words if unbroken(word)), default=1)
+            minimum_widths.append(min(WRAPPED_WIDTH, longest_word))
+        return minimum_widths
 
     def fitting(self, width: int) -> Table[R]:
-        """The table for a terminal of so many characters, without columns that are all dashes.
+        """Return the table without the columns that do not fit into a terminal of `width` characters.
 
-        A column that wraps needs `WRAPPED_WIDTH`; the first in rank stays in any case.
+        Columns whose cells are all dashes or empty are left out, too. A column that wraps counts as
+        WRAPPED_WIDTH characters at most. The first column by rank always stays.
         """
-        texts = self._texts
-        kept: list[int] = []
-        places = sorted(range(len(self.columns)), key=lambda place: self.columns[place].rank)
-        for place in places:
-            longest = max(map(len, texts[place]))
-            needed = min(longest, WRAPPED_WIDTH if self.columns[place].wraps else longest) + 2
-            if not kept or (needed <= width and {*texts[place][1:]} - {"", DASH}):
+        texts_by_column = self._texts_by_column
+        kept_indices: list[int] = []
+        by_rank = sorted(range(len(self.columns)), key=lambda index: self.columns[index].rank)
+        for index in by_rank:
+            needed = max(map(len, texts_by_column[index]))
+            if self.columns[index].wraps:
+                needed = min(needed, WRAPPED_WIDTH)
+            needed += COLUMN_GAP
+            has_values = bool({*texts_by_column[index][1:]} - {"", DASH})
+            if not kept_indices or (needed <= width and has_values):
                 width -= needed
-                kept.append(place)
-        return replace(self, columns=tuple(self.columns[place] for place in sorted(kept)))
+                kept_indices.append(index)
+        columns = tuple(self.columns[index] for index in sorted(kept_indices))
+        return replace(self, columns=columns)
 
     @property
-    def _texts(self) -> list[tuple[str, ...]]:
-        """Texts column by column, the name first."""
+    def _texts_by_column(self) -> list[tuple[str, ...]]:
+        """Texts of each column: its name, then its cells."""
         return list(zip(self.header, *self.cells, strict=True))
+
+
+def _starts_like_number(word: str) -> bool:
+    """Return True if a word starts with a digit, after any signs and brackets."""
+    return word.strip("+−-(")[:1].isdigit()
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table whose cells are text already; `results.json` keeps it as it is."""
+    """Table whose cells are texts; `results.json` stores it unchanged."""
 
     name: str
+    """Name in file names and JSON."""
     title: str
     header: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
+    """Cells, row by row."""
 
     def wrapping(self) -> Table[tuple[str, ...]]:
-        """The same with columns that a terminal may break."""
+        """Return a `Table` with the same cells, in columns that a terminal may wrap."""
         columns = (
-            Column[tuple[str, ...]](name, itemgetter(place), right=False, wraps=True)
-            for place, name in enumerate(self.header)
+            Column[tuple[str, ...]](name, itemgetter(index), right=False, wraps=True)
+            for index, name in enumerate(self.header)
         )
         return Table(tuple(columns), self.lines, self.title)
 
 
 def markdown_table(table: Table[Any] | TextTable) -> str:
-    """As Markdown; cells are escaped."""
+    """Return the table in Markdown, with escaped cells and without the title."""
     lines = table.lines if isinstance(table, TextTable) else table.cells
     return markdown_rows(table.header, lines)
 
 
 def markdown_text(text: str) -> str:
-    """Text that stays in its cell and starts no markup."""
-    return " ".join(text.split()).translate(_MARKDOWN)
+    """Return a text in one line, with escaped Markdown and HTML, so that it is one table cell."""
+    return " ".join(text.split()).translate(_MARKDOWN_ESCAPES)
 
 
 def markdown_rows(
@@ -157,34 +190,45 @@ def markdown_rows(
     rows: Sequence[Sequence[str]],
     escape: Callable[[str], str] = markdown_text,
 ) -> str:
-    """Texts as a Markdown table; cells are escaped, or as `str` leaves them if they are Markdown."""
+    """Return header and rows as a Markdown table.
+
+    `escape` is applied to each cell; give `str` if the cells are Markdown already.
+    """
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines)
 
 
-_MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]"} | {"<": "&lt;", ">": "&gt;"})
+_MARKDOWN_ESCAPES = str.maketrans(
+    {sign: f"\\{sign}" for sign in "\\`*_|[]"} | {"<": "&lt;", ">": "&gt;"}
+)
 
 
 def csv_table[R](table: Table[R]) -> str:
-    """As CSV of the values, not their texts; unknown is empty."""
+    """Return the table as CSV with the values themselves, not their texts; unknown values are empty.
+
+    A text is put in one line. If a text starts with =, + or @, it gets a quote before it, because a
+    spreadsheet would read it as a formula.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.header)
     for row in table.rows:
-        cells = [column.value(row) for column in table.columns]
-        for place, value in enumerate(cells):
-            if isinstance(value, str):
-                # A cell must not start what a spreadsheet takes for a formula, nor hold a line's end.
-                text = " ".join(value.split())
-                cells[place] = f"'{text}" if text[:1] in ("=", "+", "@") else text
-        writer.writerow(cells)
+        writer.writerow([_make_csv_value(column.value(row)) for column in table.columns])
     return buffer.getvalue()
 
 
-def rich_table(table: Table[Any], width: int | None = None) -> RichTable:
-    """For a terminal; columns that wrap share what the others leave, which are never cut.
+def _make_csv_value(value: Any) -> Any:
+    """Return a text in one line that no spreadsheet reads as a formula; return other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    text = " ".join(value.split())
+    return f"'{text}" if text[:1] in ("=", "+", "@") else text
 
-    Their words are broken only where so many characters (`width`) are too few for them.
+
+def rich_table(table: Table[Any], width: int | None = None) -> RichTable:
+    """Return the table for a terminal of `width` characters, with the widths of `Table.widths`.
+
+    If `width` is None, no text is wrapped.
     """
     from rich import box
     from rich.table import Table as RichTable
@@ -197,44 +241,56 @@ def rich_table(table: Table[Any], width: int | None = None) -> RichTable:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for column, needed in zip(table.columns, table.widths(width), strict=True):
+    for column, column_width in zip(table.columns, table.widths(width), strict=True):
         shown.add_column(
             column.name,
             justify="right" if column.right else "left",
             no_wrap=not column.wraps,
             overflow="fold",
-            max_width=needed,
-            min_width=needed,
+            max_width=column_width,
+            min_width=column_width,
         )
     for row in table.rows:
-        cells = [(column.cell(row), column.style) for column in table.columns]
-        shown.add_row(*(Text(text, style=style(row) if style else "") for text, style in cells))
+        cells = []
+        for column in table.columns:
+            style = column.style(row) if column.style else ""
+            cells.append(Text(column.cell(row), style=style))
+        shown.add_row(*cells)
     return shown
 
 
 def readable_table(table: TextTable, width: int) -> RenderableType:
-    """A table as lines and columns; where they are too narrow for its texts, a paragraph a line.
+    """Return a table for a terminal of `width` characters, as columns or, if too narrow, as paragraphs.
 
-    The first cell heads the paragraphs that share it; the others follow with their names.
+    Paragraphs are used if a word would not fit into its column, or if a column under NARROW characters would
+    need more than three lines for a cell. Rows with the same first cell share it as a heading. Each row is one
+    paragraph under it, in which each cell follows the name of its column; dashes are left out.
     """
-    wrapping = table.wrapping()
-    whole_words = sum(wrapping.least()) + 2 * len(table.header)
-    found = wrapping.widths(width)
-    cells = ((cell, room) for line in table.lines for cell, room in zip(line, found, strict=True))
-    cramped = any(room < NARROW and len(cell) > 3 * room for cell, room in cells)
-    if whole_words <= width and not cramped:
-        return rich_table(wrapping, width)
+    wrapping_table = table.wrapping()
+    width_for_whole_words = sum(wrapping_table.least()) + COLUMN_GAP * len(table.header)
+    column_widths = wrapping_table.widths(width)
+    if width_for_whole_words <= width and not _is_cramped(table, column_widths):
+        return rich_table(wrapping_table, width)
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(table.title, style="bold")]
-    head = ""
-    for first, *rest in table.lines:
-        if first != head:
-            head = first
-            parts.append(Text(f" {first}"))
-        named = zip(table.header[1:], rest, strict=True)
-        text = " · ".join(f"{name} {cell}" for name, cell in named if cell not in ("", DASH))
+    heading = ""
+    for first_cell, *cells in table.lines:
+        if first_cell != heading:
+            heading = first_cell
+            parts.append(Text(f" {heading}"))
+        named_cells = zip(table.header[1:], cells, strict=True)
+        text = " · ".join(f"{name} {cell}" for name, cell in named_cells if cell not in ("", DASH))
         parts.append(Padding(Text(text), (0, 0, 0, 3)))
     return Group(*parts, "")
+
+
+def _is_cramped(table: TextTable, column_widths: Sequence[int]) -> bool:
+    """Return True if a cell in a column under NARROW characters needs more than three lines."""
+    for line in table.lines:
+        for cell, column_width in zip(line, column_widths, strict=True):
+            if column_width < NARROW and len(cell) > 3 * column_width:
+                return True
+    return False

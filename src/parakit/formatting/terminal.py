@@ -1,4 +1,4 @@
-"""What a command prints: a console that a file can take too, lines that stay as they are; its end."""
+"""Print lines and Markdown to a terminal or a file, and exit with a command's status."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 def wide_console(columns: int = 140) -> Console:
-    """The terminal at its own width; where there is none, such as in a file, so many columns."""
+    """Return a console with the terminal's width; output to a file or a pipe has `columns` columns."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else columns)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line in a colour of rich's, such as `red`.
+    """Print a text exactly as it is, in a style of rich such as `red`; None is the default style.
 
-    It is neither broken at the width, so that a path in it stays whole, nor coloured word by word, nor
-    read as markup.
+    The text is not wrapped, so that paths in it can be copied. Numbers and paths are not coloured, and square
+    brackets are not read as markup.
     """
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def say_markdown(console: Console, text: str) -> None:
-    """Print a page of Markdown as headings, lists and tables; its pictures are left out.
+    """Print a page of Markdown with headings, lists and tables, but without its images.
 
-    Tables take the terminal's width; where there is none, such as in a file, 200 columns.
+    The page has the terminal's width; output to a file or a pipe has 200 columns.
     """
     from rich.markdown import Markdown
 
@@ -40,14 +40,20 @@ def say_markdown(console: Console, text: str) -> None:
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Exit with a command's status, without a traceback where Ctrl-C or the end of a pipe stops it."""
+    """Run `main` and exit the process with the status that `main` returns.
+
+    Ctrl-C gives status 130, and a closed pipe, such as that of `| head`, gives 141. Neither prints a
+    traceback. Other exceptions are not caught.
+    """
     try:
         status = main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         status = 130
-    except BrokenPipeError:  # Such as of `| head`; what is left must not be flushed at the exit.
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, which would raise the same error. So stdout becomes
+        # the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     sys.exit(status)

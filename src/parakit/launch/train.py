@@ -31,8 +31,8 @@ from parakit.data import (
     SPLIT_FLAG,
     DatasetError,
     Split,
+    divide_into_parts,
     open_dataset,
-    parts_of,
     sizes_sentence,
 )
 from parakit.formatting.units import number, plural
@@ -363,7 +363,7 @@ def other_split(launch: Launch) -> str:
     models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
     if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
         return ""
-    parts = parts_of(open_dataset(launch.data_path), chosen)
+    parts = divide_into_parts(open_dataset(launch.data_path), chosen)
     without_validation = parts[Split.VALIDATION].weight == 0
     evaluated = f" and {EVAL_ITERATIONS_FLAG} 0" if without_validation else ""
     return (

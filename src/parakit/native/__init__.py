@@ -1,8 +1,8 @@
-"""The plain PyTorch backend: a GPT with DDP, ZeRO, pipelines or DeepSpeed, beside Megatron.
+"""Train Megatron's GPT in plain PyTorch, with DDP, FSDP2, tensor, expert or pipeline parallelism or DeepSpeed.
 
 This package decides how `BACKEND=native`, `deepspeed`, `bare` and `transformers` train the model that a Megatron
-command line describes. It prints Megatron's log lines and starts from Megatron's weights, so that both can be
-compared. `settings` checks the flags without loading torch.
+command line describes. It prints Megatron's log lines and starts from the same initial weights, so that the runs
+can be compared with Megatron's. The module `settings` checks the flags without importing torch.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.native.batches import MicroBatch, SplitSamples
-    from parakit.native.capture import Counterpart, Whole, capturing
+    from parakit.native.capture import Counterpart, MegatronParameter, wrap_for_capture
     from parakit.native.engines import TorchEngine
-    from parakit.native.hooks import Point, Taps, point_of
+    from parakit.native.hooks import ModuleSlots, Taps, find_module_slots
     from parakit.native.parallel import RankLayout
     from parakit.native.settings import (
         FROM_CONFIG,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         refused_value,
         unknown_flags,
     )
-    from parakit.native.training import main, parameters_line, train
+    from parakit.native.training import format_parameters_line, main, train
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
@@ -35,20 +35,20 @@ __all__ = [
     "MUON_RULE_FLAG",
     "PADDED",
     "Counterpart",
+    "MegatronParameter",
     "MicroBatch",
-    "Point",
+    "ModuleSlots",
     "RankLayout",
     "Settings",
     "SplitSamples",
     "Taps",
     "TorchEngine",
-    "Whole",
-    "capturing",
+    "find_module_slots",
+    "format_parameters_line",
     "main",
-    "parameters_line",
     "parse_settings",
-    "point_of",
     "refused_value",
     "train",
     "unknown_flags",
+    "wrap_for_capture",
 ]

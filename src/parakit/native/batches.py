@@ -1,10 +1,10 @@
-"""Megatron's batches in Megatron's order, from the same `.bin/.idx`.
+"""Read Megatron's batches, in Megatron's order, from the same `.bin/.idx` data set.
 
-Megatron splits documents into training, validation and test before it cuts anything into samples, so
-no sample of one reaches into another. It shuffles the documents of a part epoch by epoch, lays them end
-to end, cuts the stream into samples of `seq_length` tokens (plus one, the last label), and shuffles the
-samples. Both shuffles come from one `numpy.random.RandomState(seed)`, so the order can be had without
-Megatron.
+Megatron divides the documents into a training, a validation and a test part before it cuts samples, so no
+sample crosses the bounds of a part. It shuffles the documents of a part once per epoch and joins them to one
+stream of tokens. It cuts the stream into samples of `seq_length` tokens, plus one token that is only a label,
+and shuffles the samples. Both shuffles use one `numpy.random.RandomState(seed)`, so this module can reproduce
+the order without Megatron (`megatron/core/datasets/gpt_dataset.py`, version 0.19).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from parakit.data import Split, epochs_for, open_dataset, samples_of, split_documents
+from parakit.data import Split, count_epochs, count_samples, open_dataset, split_documents
 from parakit.native.parallel import RankLayout
 from parakit.native.settings import Settings
 
@@ -23,11 +23,11 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, each [micro batch, sequence]."""
 
 SEPARATE_LAST_EPOCH_BELOW = 0.80
-"""Megatron keeps the last epoch out of the shuffle if less than this share of it is used."""
+"""Megatron shuffles the last epoch separately if a run uses less than this fraction of it."""
 
 
 class SplitSamples:
-    """One part as samples of `seq_length` + 1 tokens, in the order they are consumed."""
+    """Samples of one part of a data set, in the order in which Megatron consumes them."""
 
     def __init__(
         self,
@@ -38,72 +38,114 @@ class SplitSamples:
         seed: int,
         part: Split = Split.TRAINING,
     ) -> None:
+        """Open the data set and compute the order of documents and samples.
+
+        Args:
+            prefix: Path of the data set without suffix.
+            split: Weights of the parts, such as `949,50,1`.
+            samples: Number of samples that the run requests; the order depends on it.
+            seq_length: Tokens per sample.
+            seed: Seed of both shuffles.
+            part: The part that is read.
+
+        Raises:
+            DatasetError: The data set is missing or damaged, or `split` is not valid.
+        """
         dataset = open_dataset(prefix)
         lengths = np.array(dataset.lengths)
         self._tokens = dataset.stored
-        self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        self._document_starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         self._seq_length = seq_length
         documents = split_documents(split, len(lengths), part)
-        per_epoch = int(lengths[documents].sum(dtype=np.int64))
-        epochs = epochs_for(samples, per_epoch, seq_length)
-        before_last = samples_of(epochs - 1, per_epoch, seq_length)
-        a_whole_epoch = samples_of(1, per_epoch, seq_length)
-        separate = epochs > 1 and samples - before_last < int(
-            SEPARATE_LAST_EPOCH_BELOW * a_whole_epoch
+        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
+        epochs = count_epochs(samples, tokens_per_epoch, seq_length)
+        samples_before_last_epoch = count_samples(epochs - 1, tokens_per_epoch, seq_length)
+        samples_per_epoch = count_samples(1, tokens_per_epoch, seq_length)
+        samples_of_last_epoch = samples - samples_before_last_epoch
+        is_last_separate = epochs > 1 and samples_of_last_epoch < int(
+            SEPARATE_LAST_EPOCH_BELOW * samples_per_epoch
         )
         random = np.random.RandomState(seed)
-        self._documents = _document_order(documents, epochs, separate, random)
-        # Where each document of the order begins in the stream.
-        self._offsets = np.concatenate(([0], np.cumsum(lengths[self._documents], dtype=np.int64)))
-        total = samples_of(epochs, per_epoch, seq_length)
-        # All samples, the first shuffled among themselves and the rest among themselves.
-        first = before_last if separate else total
-        order = np.arange(total)
-        random.shuffle(order[:first])
-        random.shuffle(order[first:])
-        self._samples = order
+        self._documents = _order_documents(
+            documents, epochs, is_last_separate=is_last_separate, random=random
+        )
+        # Position of each document in the stream of all epochs.
+        self._stream_offsets = np.concatenate(
+            ([0], np.cumsum(lengths[self._documents], dtype=np.int64))
+        )
+        total_samples = count_samples(epochs, tokens_per_epoch, seq_length)
+        # Megatron shuffles the samples of a separate last epoch among themselves, after all others.
+        num_shuffled_first = samples_before_last_epoch if is_last_separate else total_samples
+        order = np.arange(total_samples)
+        random.shuffle(order[:num_shuffled_first])
+        random.shuffle(order[num_shuffled_first:])
+        self._sample_order = order
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
-        """Sample `number` in consumption order, shape [seq_length + 1]."""
-        begin = int(self._samples[number]) * self._seq_length
+        """Return sample `number` in the order of consumption, [seq_length + 1] token ids."""
+        begin = int(self._sample_order[number]) * self._seq_length
         end = begin + self._seq_length + 1
         pieces = []
-        place = int(np.searchsorted(self._offsets, begin, side="right")) - 1
+        index = int(np.searchsorted(self._stream_offsets, begin, side="right")) - 1
         while begin < end:
-            start = self._starts[self._documents[place]] - self._offsets[place]
-            stop = min(end, int(self._offsets[place + 1]))
-            pieces.append(self._tokens[start + begin : start + stop])
-            begin, place = stop, place + 1
+            # Difference between a token's position in the `.bin` and in the stream, for this document.
+            shift = self._document_starts[self._documents[index]] - self._stream_offsets[index]
+            stop = min(end, int(self._stream_offsets[index + 1]))
+            pieces.append(self._tokens[shift + begin : shift + stop])
+            begin = stop
+            index += 1
         return np.concatenate(pieces).astype(np.int64)
 
     def batch(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of samples `first` to `first + size`, each [size, seq_length]."""
-        rows = torch.from_numpy(np.stack([self[first + offset] for offset in range(size)]))
+        """Return tokens and labels of the samples `first` to `first + size - 1`, each [size, seq_length].
+
+        The labels are the tokens shifted by one position.
+        """
+        samples = np.stack([self[number] for number in range(first, first + size)])
+        rows = torch.from_numpy(samples)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def micro_batches(
     settings: Settings, ranks: RankLayout, samples: SplitSamples, first: int
 ) -> list[MicroBatch]:
-    """This rank's micro batches of the global batch from sample `first` on, one from each step.
+    """Return this rank's micro batches of one global batch, on its device.
 
-    A step takes a micro batch from each replica in turn.
+    The data-parallel ranks take micro batches in turn: rank 0 the first, rank 1 the second and so on.
+
+    Args:
+        settings: The run's batch sizes.
+        ranks: This rank's position.
+        samples: Samples in the order of consumption.
+        first: Number of the global batch's first sample.
     """
     size = settings.micro_batch_size
-    step = size * ranks.data_size
     begin = first + ranks.data_rank * size
-    batches = (
-        samples.batch(at, size) for at in range(begin, first + settings.global_batch_size, step)
-    )
-    return [(tokens.to(ranks.device), labels.to(ranks.device)) for tokens, labels in batches]
+    end = first + settings.global_batch_size
+    batches = []
+    for start in range(begin, end, size * ranks.data_size):
+        tokens, labels = samples.batch(start, size)
+        batches.append((tokens.to(ranks.device), labels.to(ranks.device)))
+    return batches
 
 
-def _document_order(
-    documents: NDArray[np.int32], epochs: int, separate: bool, random: np.random.RandomState
+def _order_documents(
+    documents: NDArray[np.int32],
+    epochs: int,
+    *,
+    is_last_separate: bool,
+    random: np.random.RandomState,
 ) -> NDArray[np.int32]:
-    if separate:
-        first = _document_order(documents, epochs - 1, False, random)
-        return np.concatenate((first, _document_order(documents, 1, False, random)))
+    """Return the indices of the documents of all epochs, shuffled over all of these epochs at once.
+
+    If `is_last_separate`, the last epoch is shuffled by itself and comes at the end.
+    """
+    if is_last_separate:
+        first_epochs = _order_documents(
+            documents, epochs - 1, is_last_separate=False, random=random
+        )
+        last_epoch = _order_documents(documents, 1, is_last_separate=False, random=random)
+        return np.concatenate((first_epochs, last_epoch))
     order = np.tile(documents, epochs)
     random.shuffle(order)
     return order

@@ -1,8 +1,9 @@
-"""Writes the tensors of one iteration under Megatron's names, as a reference for `parakit.verify`.
+"""Write the tensors of one iteration under Megatron's names, as a reference for `parakit.verify`.
 
-What is computed is Megatron's model written a second time, here or by others (`Counterpart`), so what is
-wrong in every strategy of Megatron differs from it. One rank alone. Which tensors have a counterpart
-stands in `taps`; the comparison lists those that have none.
+The model here is a second implementation of Megatron's model: this backend's, or another program's with a
+`Counterpart`. An error that all of Megatron's strategies have in common shows as a difference from it. The
+capture runs on one rank. The counterpart's `taps` decide which of Megatron's tensors have an equal here; the
+comparison lists the tensors that have none.
 """
 
 from __future__ import annotations
@@ -33,193 +34,265 @@ from parakit.artifacts.capture import (
 from parakit.capturing import (
     Piece,
     Recording,
-    Responding,
+    RoundingProbe,
     Sink,
-    State,
     StoredTensors,
-    number,
+    TrainingState,
+    fp64_scalar,
     perturb,
-    reach,
+    update_magnitude,
 )
 from parakit.config import variables
 from parakit.native.batches import MicroBatch
 from parakit.native.engines import Engine, TorchEngine, Update
 from parakit.native.hooks import Taps
-from parakit.native.model import GPT, mixtures
+from parakit.native.model import GPT, find_expert_layers
 from parakit.native.settings import Settings
-from parakit.native.weights import megatron_name, source_of
+from parakit.native.weights import find_checkpoint_key, megatron_name
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A parameter of Megatron's, and what it is made of here."""
+class MegatronParameter:
+    """Parameter of Megatron's model, and the parameters of this model that it consists of."""
 
     name: str
-    """Megatron's, with the layer's number from 0."""
+    """Megatron's name, with layers counted from 0."""
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
+    """Function that makes one tensor of Megatron's shape from a tensor per parameter."""
 
     def piece(self, values: Callable[[nn.Parameter], Tensor]) -> Piece:
-        """What has the parameter's shape, such as its gradient, at its place in checkpoints."""
-        made = self.join([values(parameter) for parameter in self.parameters])
-        return Piece(self.name, self.placement, made.detach())
+        """Return a tensor in Megatron's shape, such as the gradient; `values` returns it per parameter."""
+        joined = self.join([values(parameter) for parameter in self.parameters])
+        return Piece(self.name, self.placement, joined.detach())
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """Megatron's model, written by others."""
+    """Second implementation of Megatron's model, with the relation between both."""
 
     model: nn.Module
-    wholes: tuple[Whole, ...]
+    parameters: tuple[MegatronParameter, ...]
+    """All parameters of Megatron's model."""
     taps: Callable[[Sink, Sequence[MicroBatch]], AbstractContextManager[object]]
-    """Hands activations and their gradients to a sink while the block runs."""
+    """Function that returns a context: within it, activations and their gradients reach the sink."""
 
 
-def native_counterpart(model: GPT) -> Counterpart:
-    """This backend's own."""
-    experts, wholes = mixtures(model), []
-    stacked = (len(model.blocks), *([experts[0].count] if experts else []))
+def build_native_counterpart(model: GPT) -> Counterpart:
+    """Return the counterpart for this backend's own model."""
+    expert_layers = find_expert_layers(model)
+    stack_sizes = [len(model.blocks)]
+    if expert_layers:
+        stack_sizes.append(expert_layers[0].num_experts)
+    megatron_parameters = []
     for name, parameter in model.named_parameters():
-        key, places = source_of(name)
-        shape = (*stacked[: len(places)], *parameter.shape)
-        placement = Placement(key, shape, (*places, *[0] * parameter.ndim))
-        wholes.append(Whole(megatron_name(name), placement, (parameter,)))
-    return Counterpart(model, tuple(wholes), partial(Taps, model))
+        key, stack_index = find_checkpoint_key(name)
+        shape = (*stack_sizes[: len(stack_index)], *parameter.shape)
+        offset = (*stack_index, *[0] * parameter.ndim)
+        placement = Placement(key, shape, offset)
+        megatron_parameters.append(MegatronParameter(megatron_name(name), placement, (parameter,)))
+    return Counterpart(model, tuple(megatron_parameters), partial(Taps, model))
 
 
-def capturing(engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> Engine:
-    """The engine; one that writes an iteration's tensors, where the environment asks for it."""
+def wrap_for_capture(engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> Engine:
+    """Return an engine that captures one iteration if the environment variable CAPTURE is set.
+
+    Otherwise return the engine itself.
+    """
     if variables.CAPTURE not in os.environ:
         return engine
     return CapturingEngine(engine, counterpart, settings)
 
 
 class CapturingEngine:
-    """An engine whose iteration is written, and repeated with weights off by one rounding error."""
+    """Engine that writes the tensors of one iteration, and repeats the iteration to measure rounding.
+
+    Environment variables give the folder of the capture, the number of the iteration and the number of
+    repetitions. In each repetition every weight is changed by one rounding error. Afterwards training
+    continues as if the iteration had run once.
+    """
 
     def __init__(self, engine: TorchEngine, counterpart: Counterpart, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
         self._counterpart, self._model = counterpart, counterpart.model
         self._folder = Path(os.environ[variables.CAPTURE]) / "rank-0"
-        self._wanted = int(os.environ[variables.CAPTURE_ITERATION])
+        self._captured_iteration = int(os.environ[variables.CAPTURE_ITERATION])
         self._seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self._iteration = 0
         self._batches: Sequence[MicroBatch] = ()
-        self._before: State | None = None
+        self._state_before: TrainingState | None = None
         self._writer: CaptureWriter | None = None
-        self._reach = [torch.zeros_like(whole.piece(_data).values) for whole in counterpart.wholes]
+        self._update_magnitudes = [
+            torch.zeros_like(parameter.piece(_get_data).values)
+            for parameter in counterpart.parameters
+        ]
+        """Sum of the update magnitudes of the iterations before the captured one, per parameter."""
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """The engine's; in the wanted iteration every tensor is written."""
+        """Run the engine's passes and return its losses; write all tensors in the captured iteration."""
         self._iteration += 1
-        if self._iteration != self._wanted:
+        if self._iteration != self._captured_iteration:
             return self._engine.forward_backward(batches)
         self._batches = batches
-        self._before = State(self._model.parameters(), self._engine.optimizer)
+        self._state_before = TrainingState(self._model.parameters(), self._engine.optimizer)
         self._writer = CaptureWriter(self._folder)
         recording = Recording(self._writer)
-        for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
-            weight = whole.piece(_data)
+        parameters = self._counterpart.parameters
+        for parameter, magnitudes in zip(parameters, self._update_magnitudes, strict=True):
+            weight = parameter.piece(_get_data)
             recording.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
-            recording.write_piece(Stage.WEIGHTS, REACH, replace(weight, values=reached))
-        return self._pass(recording)
+            recording.write_piece(Stage.WEIGHTS, REACH, replace(weight, values=magnitudes))
+        return self._run_passes(recording)
 
     def update(self, learning_rate: float) -> Update:
-        """The engine's; in the wanted iteration followed by the repetitions."""
-        writer, before = self._writer, self._before
-        if writer is None or before is None:
-            weights = self._weights()
+        """Run the engine's update; in the captured iteration write its tensors, and then repeat both."""
+        writer, state_before = self._writer, self._state_before
+        if writer is None or state_before is None:
+            weights_before = self._copy_weights()
             update = self._engine.update(learning_rate)
-            self._follow(weights)
+            self._add_update_magnitudes(weights_before)
             return update
-        self._writer = self._before = None
+        self._writer = self._state_before = None
         recording = Recording(writer)
-        update = self._step(recording, learning_rate)
+        update = self._run_update(recording, learning_rate)
         self._write_schedule(recording)
         writer.flush()
-        after = State(self._model.parameters(), self._engine.optimizer)
-        responding = Responding(StoredTensors(self._folder, writer.records))
-        for seed in range(self._seeds):
-            before.restore()
-            perturb((f"{seed} {name}", one) for name, one in self._model.named_parameters())
-            self._pass(responding)
-            self._step(responding, learning_rate)
-        after.restore()
-        (self._folder / RESPONSES_FILE).write_text(json.dumps(responding.responses))
-        settings = self._settings
-        writer.close(
-            CapturedRank(
-                iteration=self._wanted,
-                gated=settings.activation == "swiglu",
-                sequence_length=settings.seq_length,
-                micro_batch_size=settings.micro_batch_size,
-                micro_batches=len(self._batches),
-                clip_gradient=settings.clip_grad,
-                hidden_dropout=settings.hidden_dropout,
-                attention_dropout=settings.attention_dropout,
-                vocabulary=settings.vocab_size,
-                dtype="float32",
-            )
-        )
+        self._measure_rounding(state_before, writer, learning_rate)
+        writer.close(self._describe_rank())
         return update
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """The engine's."""
+        """Return the engine's logits."""
         return self._engine.logits(tokens)
 
-    def _pass(self, sink: Sink) -> Tensor:
+    def _measure_rounding(
+        self, state_before: TrainingState, writer: CaptureWriter, learning_rate: float
+    ) -> None:
+        """Repeat the captured iteration with perturbed weights, and write how far each tensor moves.
+
+        The model and the optimizer end in the state that they are in now.
+        """
+        state_after = TrainingState(self._model.parameters(), self._engine.optimizer)
+        probe = RoundingProbe(StoredTensors(self._folder, writer.records))
+        for seed in range(self._seeds):
+            state_before.restore()
+            perturb((f"{seed} {name}", weight) for name, weight in self._model.named_parameters())
+            self._run_passes(probe)
+            self._run_update(probe, learning_rate)
+        state_after.restore()
+        (self._folder / RESPONSES_FILE).write_text(json.dumps(probe.responses))
+
+    def _describe_rank(self) -> CapturedRank:
+        """Return the description of the capture, which has one rank."""
+        settings = self._settings
+        return CapturedRank(
+            iteration=self._captured_iteration,
+            gated=settings.activation == "swiglu",
+            sequence_length=settings.seq_length,
+            micro_batch_size=settings.micro_batch_size,
+            micro_batches=len(self._batches),
+            clip_gradient=settings.clip_grad,
+            hidden_dropout=settings.hidden_dropout,
+            attention_dropout=settings.attention_dropout,
+            vocabulary=settings.vocab_size,
+            dtype="float32",
+        )
+
+    def _run_passes(self, sink: Sink) -> Tensor:
+        """Run forward and backward passes, and give activations and gradients to the sink."""
         with self._counterpart.taps(sink, self._batches):
             losses = self._engine.forward_backward(self._batches)
+        # On one rank the gradients before and after the reduction over ranks are equal.
         for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS):
-            for whole in self._counterpart.wholes:
-                gradient = whole.piece(lambda one: cast(Tensor, one.grad))
-                sink.write_piece(stage, "gradient", gradient)
+            for parameter in self._counterpart.parameters:
+                sink.write_piece(stage, "gradient", parameter.piece(_get_gradient))
         return losses
 
-    def _step(self, sink: Sink, learning_rate: float) -> Update:
-        before = self._weights()
+    def _run_update(self, sink: Sink, learning_rate: float) -> Update:
+        """Run the update, and give gradient norm, optimizer states and weights to the sink."""
+        weights_before = self._copy_weights()
         update = self._engine.update(learning_rate)
-        norm = number(update.gradient_norm or 0.0)
+        norm = fp64_scalar(update.gradient_norm or 0.0)
         sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
-        state = self._engine.optimizer.state
-        for whole in self._counterpart.wholes:
-            for slot, values in state[whole.parameters[0]].items():
-                if values.numel() == 1:  # The number of steps.
-                    sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), number(values))
-                else:
-                    kept = whole.piece(lambda one, slot=slot: state[one][slot])  # type: ignore[misc]
-                    sink.write_piece(Stage.OPTIMIZER_STATE, slot, kept)
-        for whole in self._counterpart.wholes:
-            for slot, values in ((UPDATE, lambda one: one.data - before[one]), ("weight", _data)):
-                sink.write_piece(Stage.WEIGHTS, slot, whole.piece(values))
+        for parameter in self._counterpart.parameters:
+            self._write_optimizer_state(sink, parameter)
+
+        def get_change(parameter: nn.Parameter) -> Tensor:
+            """Return how far the update has moved a parameter of this model."""
+            return parameter.data - weights_before[parameter]
+
+        for parameter in self._counterpart.parameters:
+            sink.write_piece(Stage.WEIGHTS, UPDATE, parameter.piece(get_change))
+            sink.write_piece(Stage.WEIGHTS, "weight", parameter.piece(_get_data))
         return update
 
-    def _follow(self, before: dict[nn.Parameter, Tensor]) -> None:
-        """Note how far an update reached."""
-        state = self._engine.optimizer.state
-        for reached, whole in zip(self._reach, self._counterpart.wholes, strict=True):
-            if "exp_avg_sq" in state[whole.parameters[0]]:
-                moved = whole.piece(lambda one: one.data - before[one]).values
-                squares = whole.piece(lambda one: state[one]["exp_avg_sq"]).values
-                reached.add_(reach(moved, squares))
+    def _write_optimizer_state(self, sink: Sink, parameter: MegatronParameter) -> None:
+        """Give the optimizer's states of one of Megatron's parameters to the sink."""
+        states = self._engine.optimizer.state
+
+        def get_state(native_parameter: nn.Parameter, slot: str) -> Tensor:
+            """Return the state `slot` of a parameter of this model."""
+            values: Tensor = states[native_parameter][slot]
+            return values
+
+        for slot, values in states[parameter.parameters[0]].items():
+            # A state with one element is the number of steps.
+            if values.numel() == 1:
+                site = Site(Stage.OPTIMIZER_STATE, parameter.name, slot)
+                sink.write(site, fp64_scalar(values))
+            else:
+                piece = parameter.piece(partial(get_state, slot=slot))
+                sink.write_piece(Stage.OPTIMIZER_STATE, slot, piece)
+
+    def _add_update_magnitudes(self, weights_before: dict[nn.Parameter, Tensor]) -> None:
+        """Add the magnitude of the last update; parameters without Adam's squared average are left out."""
+        states = self._engine.optimizer.state
+
+        def get_change(parameter: nn.Parameter) -> Tensor:
+            """Return how far the update has moved a parameter of this model."""
+            return parameter.data - weights_before[parameter]
+
+        def get_squares(parameter: nn.Parameter) -> Tensor:
+            """Return the running average of the squared gradient."""
+            squares: Tensor = states[parameter]["exp_avg_sq"]
+            return squares
+
+        parameters = self._counterpart.parameters
+        for parameter, magnitudes in zip(parameters, self._update_magnitudes, strict=True):
+            if "exp_avg_sq" in states[parameter.parameters[0]]:
+                change = parameter.piece(get_change).values
+                squares = parameter.piece(get_squares).values
+                magnitudes.add_(update_magnitude(change, squares))
 
     def _write_schedule(self, sink: Sink) -> None:
-        """What the update was made with."""
-        steps = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
-        sink.write(Site(Stage.OPTIMIZER_STATE, "schedule", "steps"), steps)
-        rates = {
-            id(parameter): {"learning rate": group["lr"], "weight decay": group["weight_decay"]}
+        """Give the schedule's samples, and each parameter's learning rate and weight decay, to the sink."""
+        samples = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
+        sink.write(Site(Stage.OPTIMIZER_STATE, "schedule", "steps"), samples)
+        group_by_id = {
+            id(parameter): group
             for group in self._engine.optimizer.param_groups
             for parameter in group["params"]
         }
-        for whole in self._counterpart.wholes:
-            for slot, rate in rates[id(whole.parameters[0])].items():
-                sink.write(Site(Stage.OPTIMIZER_STATE, whole.name, slot), number(rate))
+        for parameter in self._counterpart.parameters:
+            group = group_by_id[id(parameter.parameters[0])]
+            for slot, value in (
+                ("learning rate", group["lr"]),
+                ("weight decay", group["weight_decay"]),
+            ):
+                site = Site(Stage.OPTIMIZER_STATE, parameter.name, slot)
+                sink.write(site, fp64_scalar(value))
 
-    def _weights(self) -> dict[nn.Parameter, Tensor]:
-        return {one: one.detach().clone() for one in self._model.parameters()}
+    def _copy_weights(self) -> dict[nn.Parameter, Tensor]:
+        """Return copies of all weights by parameter."""
+        return {parameter: parameter.detach().clone() for parameter in self._model.parameters()}
 
 
-def _data(parameter: nn.Parameter) -> Tensor:
+def _get_data(parameter: nn.Parameter) -> Tensor:
+    """Return the values of a parameter."""
     return parameter.data
+
+
+def _get_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter, which must exist."""
+    return cast(Tensor, parameter.grad)

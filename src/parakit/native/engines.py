@@ -1,8 +1,8 @@
-"""One iteration: forward and backward of every micro batch, then the update; by PyTorch or DeepSpeed.
+"""Run one iteration with PyTorch or DeepSpeed: forward and backward of all micro batches, then the update.
 
-`TorchEngine` has DDP, FSDP2, tensor and expert parallelism; `DeepSpeedEngine` has ZeRO's stages
-(`--engine deepspeed --zero-stage {0,1,2,3}`). Both report the parts of an iteration to the kit's ledger
-under the names of Megatron's timers.
+`TorchEngine` implements DDP, FSDP2, tensor and expert parallelism. `DeepSpeedEngine` implements ZeRO (`--engine
+deepspeed --zero-stage {0,1,2,3}`). Both report the spans of an iteration to the kit's recorder
+(`parakit.accounting`) under the names of Megatron's timers.
 """
 
 from __future__ import annotations
@@ -19,154 +19,187 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from parakit.accounting import Recorder
-from parakit.capturing import local
+from parakit.capturing import local_tensor
 from parakit.native.batches import MicroBatch
-from parakit.native.model import GPT, mean_loss, mixtures
-from parakit.native.optimizer import RATE, adamw, clip_gradients, muon_adamw
+from parakit.native.model import GPT, find_expert_layers, mean_loss
+from parakit.native.optimizer import RATE_FRACTION, build_adamw, clip_gradients, muon_adamw
 from parakit.native.parallel import (
+    ExpertGroups,
     RankLayout,
     average_experts,
-    expert_ranks,
+    half_precision_dtype,
+    keep_local_experts,
+    make_expert_groups,
     parallelise,
-    spread_experts,
 )
 from parakit.native.settings import Settings
 
 _DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default, which it allocates whatever the model's size."""
+"""DeepSpeed's default size of its buckets, which it allocates in full even for a small model."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Values of an optimizer step for the log."""
+    """Values of an optimizer step that the log prints."""
 
     gradient_norm: float | None = None
+    """Norm before clipping; None if the engine does not compute it."""
     loss_scale: float = 1.0
+    """Scale of the losses in fp16; 1 in other precisions."""
     skipped: bool = False
+    """True if the gradients had overflowed in fp16, so that the weights did not change."""
 
 
 class Engine(Protocol):
-    """What the training loop needs."""
+    """Interface between the training loop and a backend."""
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate gradients; return means over this rank's micro batches (`training.NAMES`)."""
+        """Accumulate the gradients of all micro batches, and return the mean losses over them.
+
+        The losses are those of `training.LOSS_NAMES`: one of a dense model, three of a mixture of experts.
+        """
 
     def update(self, learning_rate: float) -> Update:
-        """Clip, step, and clear the gradients."""
+        """Clip the gradients, run the optimizer's step, and clear the gradients."""
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, sequence] to [batch, sequence, vocabulary], whole, without gradients or dropout."""
+        """Return logits [batch, sequence, full vocabulary] for token ids [batch, sequence].
+
+        The model runs without gradients and without dropout.
+        """
 
 
-def ledger() -> Recorder:
-    """The process's ledger, if it has one, which counts from now on."""
+def install_recorder() -> Recorder:
+    """Return the recorder that the environment asks for, after it has begun to count.
+
+    Without a request in the environment, the recorder does nothing.
+    """
     recorder = Recorder.from_environment()
     recorder.install()
     return recorder
 
 
 class TorchEngine:
-    """DDP, FSDP2, tensor or expert parallelism with PyTorch's AdamW or Muon."""
+    """Engine with DDP, FSDP2, tensor or expert parallelism and PyTorch's AdamW or Muon."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: RankLayout) -> None:
-        self._settings, self._ledger = settings, ledger()
-        self._tensor_parallel = ranks.tensor_size > 1
-        self._half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
+        """Parallelise the model, which must have its weights, and build the optimizer."""
+        self._settings, self._recorder = settings, install_recorder()
+        self._is_tensor_parallel = ranks.tensor_size > 1
+        self._half_precision = half_precision_dtype(settings)
         self._device = ranks.device.type
-        self._mixtures = mixtures(model)
-        size = settings.expert_model_parallel_size
-        self._expert_ranks = expert_ranks(size) if size > 1 else None
-        self._experts = spread_experts(model, self._expert_ranks) if self._expert_ranks else []
+        self._expert_layers = find_expert_layers(model)
+        self._expert_groups: ExpertGroups | None = None
+        self._expert_parameters: list[nn.Parameter] = []
+        if settings.expert_model_parallel_size > 1:
+            self._expert_groups = make_expert_groups(settings.expert_model_parallel_size)
+            self._expert_parameters = keep_local_experts(model, self._expert_groups)
         self._model = parallelise(model, settings, ranks)
         self.optimizer: torch.optim.Optimizer = (
             muon_adamw(self._model, settings)
             if settings.optimizer == "muon"
-            else adamw(self._model.parameters(), settings)
+            else build_adamw(self._model.parameters(), settings)
         )
-        if ranks.device.type == "cuda" and not self._mixtures:
-            # Not with experts: their numbers of tokens change, and each would be compiled anew.
+        # The number of tokens per expert changes with every batch, and each number would be compiled anew.
+        if ranks.device.type == "cuda" and not self._expert_layers:
             self._model.compile()
-        # Megatron's dynamic loss scale: starts at 2^32, doubles after 1000 good steps.
+        # Megatron's dynamic loss scale starts at 2^32 and doubles after 1000 steps without an overflow.
         self._scaler = torch.amp.GradScaler(
             self._device, init_scale=2.0**32, growth_interval=1000, enabled=settings.fp16
         )
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Gradients are communicated with the last micro batch where the wrapper can wait for it."""
-        self._ledger.begin_iteration([self._model], self.optimizer)
-        total = torch.zeros(3 if self._mixtures else 1, device=batches[0][0].device)
+        """Accumulate the gradients of all micro batches, and return the mean losses over them, [1] or [3].
+
+        DDP averages the gradients over ranks during the last micro batch. Gradients of experts are averaged
+        afterwards. The engine `bare` averages nothing.
+        """
+        self._recorder.begin_iteration([self._model], self.optimizer)
+        total = torch.zeros(3 if self._expert_layers else 1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
-            split_loss = loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
-            with self._communicating(number == len(batches)), split_loss:
-                with self._ledger.span("forward-compute"), self._autocast():
+            split_loss = loss_parallel() if self._is_tensor_parallel else contextlib.nullcontext()
+            with self._sync_gradients_if(number == len(batches)), split_loss:
+                with self._recorder.span("forward-compute"), self._autocast():
                     loss = mean_loss(self._model(tokens), labels)
-                    whole = sum((layer.auxiliary_loss() for layer in self._mixtures), loss)
-                with self._ledger.span("backward-compute"):
-                    torch.autograd.backward(self._scaler.scale(whole / len(batches)))
-            total += self._means(loss) / len(batches)
-        if self._expert_ranks and self._settings.engine != "bare":
-            with self._ledger.span("all-grads-sync"):
-                average_experts(self._experts, self._expert_ranks)
+                    auxiliary_losses = (layer.auxiliary_loss() for layer in self._expert_layers)
+                    total_loss = sum(auxiliary_losses, loss)
+                with self._recorder.span("backward-compute"):
+                    torch.autograd.backward(self._scaler.scale(total_loss / len(batches)))
+            total += self._collect_losses(loss) / len(batches)
+        if self._expert_groups and self._settings.engine != "bare":
+            with self._recorder.span("all-grads-sync"):
+                average_experts(self._expert_parameters, self._expert_groups)
         return total
 
     def update(self, learning_rate: float) -> Update:
-        """Clip and step; the bare engine clears its gradients and keeps its weights."""
+        """Clip the gradients, run the optimizer's step, and clear the gradients.
+
+        The engine `bare` only clears the gradients.
+        """
         if self._settings.engine == "bare":
             self.optimizer.zero_grad(set_to_none=False)
-            self._ledger.end_step()
+            self._recorder.end_step()
             return Update()
-        with self._ledger.span("optimizer"):
+        with self._recorder.span("optimizer"):
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate * group.get(RATE, 1.0)
+                group["lr"] = learning_rate * group.get(RATE_FRACTION, 1.0)
             scale = self._scaler.get_scale()
             self._scaler.unscale_(self.optimizer)
             norm = clip_gradients(self._model.parameters(), self._settings.clip_grad)
             self._scaler.step(self.optimizer)
             self._scaler.update()
             self.optimizer.zero_grad(set_to_none=False)
-        self._ledger.end_step()
+        self._recorder.end_step()
+        # The scaler lowers the scale exactly when it has skipped the step.
         return Update(norm, scale, skipped=self._scaler.get_scale() < scale)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """All of the vocabulary, also where it is split over ranks."""
+        """Return logits [batch, sequence, full vocabulary]; a split vocabulary is gathered."""
         self._model.eval()
         with torch.no_grad(), self._autocast():
-            found = self._model(tokens)
+            logits = self._model(tokens)
         self._model.train()
-        whole: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
-        return whole
+        full_logits: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return full_logits
 
-    def _means(self, loss: Tensor) -> Tensor:
-        """The loss and, with experts, the layers' mean balancing and z loss; shape [1] or [3]."""
-        # Split logits give a loss that is a DTensor, the same on all ranks.
-        own = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        kept = [torch.stack(layer.losses) for layer in self._mixtures if layer.losses]
-        parts = [own.reshape(1), *([torch.stack(kept).mean(dim=0)] if kept else [])]
-        return torch.cat(parts).detach()
+    def _collect_losses(self, loss: Tensor) -> Tensor:
+        """Return the loss, [1]; with experts also the layers' mean load balancing and z loss, [3]."""
+        # Under tensor parallelism the loss is a DTensor with the same value on all ranks.
+        full_loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        losses = [full_loss.reshape(1)]
+        losses_by_layer = [
+            torch.stack(layer.losses) for layer in self._expert_layers if layer.losses
+        ]
+        if losses_by_layer:
+            losses.append(torch.stack(losses_by_layer).mean(dim=0))
+        return torch.cat(losses).detach()
 
-    def _communicating(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._model, DistributedDataParallel) and not last:
+    def _sync_gradients_if(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which DDP averages gradients only if this is the last micro batch."""
+        if isinstance(self._model, DistributedDataParallel) and not is_last:
             return self._model.no_sync()
         return contextlib.nullcontext()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self._half is None or self._settings.use_torch_fsdp2:
+        """Return a context for products in 16 bits; FSDP2 and fp32 need none."""
+        if self._half_precision is None or self._settings.use_torch_fsdp2:
             return contextlib.nullcontext()
-        return torch.autocast(self._device, self._half)
+        return torch.autocast(self._device, self._half_precision)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of the parameters that this rank holds now; tied ones once."""
-    return sum(local(parameter).numel() for parameter in model.parameters())
+    """Return the number of parameter elements that this rank holds now; tied parameters count once."""
+    return sum(local_tensor(parameter).numel() for parameter in model.parameters())
 
 
 class DeepSpeedEngine:
-    """DeepSpeed wraps model and optimizer, accumulates, clips, and communicates as its stage does."""
+    """Engine in which DeepSpeed accumulates, communicates, clips and updates, by its ZeRO stage."""
 
     def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
-        self._ledger = ledger()
-        # Stage 0 in fp32 clips with torch's fp32 norm, which is off for a large embedding (see
-        # megatron_patches/cpu/gradient_norm.py): this engine clips itself, before DeepSpeed's update.
+        """Let DeepSpeed wrap the model, which must have its weights, and an AdamW."""
+        self._recorder = install_recorder()
+        # In stage 0 and fp32, DeepSpeed clips by torch's fp32 norm, which is inexact for a large embedding
+        # (see megatron_patches/cpu/gradient_norm.py). There this engine clips itself, before the update.
         self._clips = settings.zero_stage == 0 and not (settings.fp16 or settings.bf16)
         self._settings = settings
         import deepspeed  # type: ignore[import-not-found]  # Optional.
@@ -174,30 +207,38 @@ class DeepSpeedEngine:
         micro_batches = settings.global_batch_size // (settings.micro_batch_size * ranks.data_size)
         self._engine: Any = deepspeed.initialize(
             model=model,
-            optimizer=adamw(model.parameters(), settings),
+            optimizer=build_adamw(model.parameters(), settings),
             config=_deepspeed_configuration(
-                settings, micro_batches, count_parameters(model), own_clipping=self._clips
+                settings,
+                micro_batches,
+                num_parameters=count_parameters(model),
+                own_clipping=self._clips,
             ),
             dist_init_required=False,
         )[0]
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """DeepSpeed divides by the number of micro batches itself."""
-        self._ledger.begin_iteration([self._engine.module], self._engine.optimizer)
+        """Accumulate the gradients of all micro batches, and return the mean loss over them, [1].
+
+        The loss is not divided by the number of micro batches, because DeepSpeed divides the gradients.
+        """
+        self._recorder.begin_iteration([self._engine.module], self._engine.optimizer)
         total = torch.zeros(1, device=batches[0][0].device)
         for number, (tokens, labels) in enumerate(batches, start=1):
-            with self._ledger.span("forward-compute"):
+            with self._recorder.span("forward-compute"):
                 loss = mean_loss(self._engine(tokens), labels)
-            with self._ledger.span("backward-compute"):
+            with self._recorder.span("backward-compute"):
                 self._engine.backward(loss)
             total += loss.detach() / len(batches)
+            # DeepSpeed counts micro batches by the calls of `step`, and updates at the last call. `update`
+            # makes that call.
             if number < len(batches):
-                self._engine.step()  # Counts the micro batch; only the last one updates.
+                self._engine.step()
         return total
 
     def update(self, learning_rate: float) -> Update:
-        """The step of the last micro batch, which is the update."""
-        with self._ledger.span("optimizer"):
+        """Make DeepSpeed's step for the last micro batch, which updates the weights."""
+        with self._recorder.span("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = learning_rate
             skipped_before = self._engine.skipped_steps
@@ -205,26 +246,34 @@ class DeepSpeedEngine:
             if self._clips:
                 norm = clip_gradients(self._engine.module.parameters(), self._settings.clip_grad)
             self._engine.step()
-        self._ledger.end_step()
+        self._recorder.end_step()
         scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
-        norm = norm if self._clips else self._engine.get_global_grad_norm()
-        skipped = self._engine.skipped_steps > skipped_before
-        return Update(None if norm is None else float(norm), scale, skipped)
+        if not self._clips:
+            norm = self._engine.get_global_grad_norm()
+        is_skipped = self._engine.skipped_steps > skipped_before
+        return Update(None if norm is None else float(norm), scale, skipped=is_skipped)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """DeepSpeed gathers what its stage shards."""
+        """Return logits [batch, sequence, full vocabulary]; DeepSpeed gathers sharded parameters."""
         self._engine.eval()
         with torch.no_grad():
-            found: Tensor = self._engine(tokens)
+            logits: Tensor = self._engine(tokens)
         self._engine.train()
-        return found
+        return logits
 
 
 def _deepspeed_configuration(
-    settings: Settings, micro_batches: int, parameters: int, *, own_clipping: bool
+    settings: Settings, micro_batches: int, *, num_parameters: int, own_clipping: bool
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for Megatron's flags; no bucket is larger than the model."""
-    bucket = min(_DEEPSPEED_BUCKET_ELEMENTS, parameters)
+    """Return the DeepSpeed configuration that corresponds to Megatron's flags.
+
+    Args:
+        settings: The run's settings.
+        micro_batches: Micro batches per rank and iteration.
+        num_parameters: Parameters of the model; no bucket is made larger than the model.
+        own_clipping: True if the engine clips gradients, so that DeepSpeed must not.
+    """
+    bucket = min(_DEEPSPEED_BUCKET_ELEMENTS, num_parameters)
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
@@ -234,7 +283,8 @@ def _deepspeed_configuration(
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
         },
-        # The optimizer is PyTorch's AdamW, the same as under the other engines.
+        # The optimizer is PyTorch's AdamW, as under the other engines. DeepSpeed has its own and refuses
+        # others without these two settings.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "fp16": {"enabled": settings.fp16, "initial_scale_power": 32, "loss_scale_window": 1000},

@@ -1,8 +1,9 @@
-"""Hooks on the model's modules that hand each tensor, under Megatron's name and in its order, to a sink.
+"""Attach hooks to the model's modules that pass each tensor to a sink, under Megatron's name and in its order.
 
-`_POINTS` is the whole correspondence: what modules take and give, as Megatron's modules and slots.
-Megatron has the sequence first, keeps the biases of output projections apart, and orders an expert's
-rows by its own order of tokens.
+`_SLOTS_BY_MODULE` is the whole correspondence between both models: it has Megatron's slots for the inputs and the
+output of each module. Megatron's tensors differ in three ways, which the hooks undo. The sequence is the first
+dimension. Output projections return the product without the bias. The rows of an expert are in the order of
+Megatron's tokens.
 """
 
 from __future__ import annotations
@@ -21,158 +22,181 @@ from parakit.artifacts.capture import Site, Stage
 from parakit.capturing import Sink, tap
 from parakit.native.batches import MicroBatch
 from parakit.native.model import MixtureOfExperts
-from parakit.native.weights import IN_LAYER, megatron_name
+from parakit.native.weights import IN_LAYER_PATTERN, megatron_name
 
 Form = Callable[[Tensor], Tensor]
-"""Brings a tensor, or its gradient, into Megatron's order."""
+"""Function that brings a tensor, or its gradient, into Megatron's order."""
 
 
 def sequence_first(tensor: Tensor) -> Tensor:
-    """[batch, sequence, …] as [sequence, batch, …]."""
+    """Return a tensor [batch, sequence, …] as [sequence, batch, …]."""
     return tensor.transpose(0, 1)
 
 
 @dataclass(frozen=True)
-class Point:
-    """A module of Megatron's: the slots of what it takes, argument by argument, and gives."""
+class ModuleSlots:
+    """Slots of one kind of Megatron's modules: names of its inputs and of its output in captures."""
 
     takes: tuple[str, ...] = ()
-    """`*` is the argument's name in the module of this backend."""
+    """Slot of each positional argument, without `input.`; `*` is the argument's name in this backend.
+
+    Further arguments are not captured.
+    """
     gives: str = ""
+    """Slot of the output; if empty, the output is not captured."""
     bias_apart: bool = False
-    """Megatron gives the product alone and adds the bias elsewhere."""
+    """True if Megatron's module returns the product alone, and Megatron adds the bias elsewhere."""
     is_last: bool = False
-    """What it gives is what the module around it gives."""
+    """True if the output of this module is also the output of the module around it."""
     form: Form = sequence_first
 
 
-_NORM, _LINEAR = Point(("*",), "output"), Point(("input_",), "output.0")
-_POINTS = {
-    "word_embeddings": Point(("input_",), "output", form=lambda tensor: tensor),
-    "layers.N": Point(("hidden_states",), "output.0"),
+_NORM = ModuleSlots(("*",), "output")
+_LINEAR = ModuleSlots(("input_",), "output.0")
+_SLOTS_BY_MODULE = {
+    "word_embeddings": ModuleSlots(("input_",), "output", form=lambda tensor: tensor),
+    "layers.N": ModuleSlots(("hidden_states",), "output.0"),
     "input_layernorm": _NORM,
-    "self_attention": Point(("hidden_states",)),
+    "self_attention": ModuleSlots(("hidden_states",)),
     "linear_qkv": _LINEAR,
-    # [batch, heads, sequence, width] as [sequence, batch, heads, width].
-    "core_attention": Point(("*",) * 3, form=lambda tensor: tensor.permute(2, 0, 1, 3)),
+    # [batch, heads, sequence, width] becomes [sequence, batch, heads, width].
+    "core_attention": ModuleSlots(("*",) * 3, form=lambda tensor: tensor.permute(2, 0, 1, 3)),
     "linear_proj": replace(_LINEAR, bias_apart=True, is_last=True),
     "pre_mlp_layernorm": _NORM,
-    "mlp": Point(("hidden_states",)),
-    "router": Point(("*",)),
-    "local_experts.N": Point(("hidden_states",)),
+    "mlp": ModuleSlots(("hidden_states",)),
+    "router": ModuleSlots(("*",)),
+    "local_experts.N": ModuleSlots(("hidden_states",)),
     "linear_fc1": replace(_LINEAR, bias_apart=True),
     "linear_fc2": replace(_LINEAR, bias_apart=True, is_last=True),
     "final_layernorm": replace(_NORM, is_last=True),
     "output_layer": _LINEAR,
 }
-_ENTRY = (
+"""Slots by the last part of Megatron's module name; N stands for a number."""
+_FIRST_LAYER_INPUT_SITES = (
     "embedding.embedding_dropout input.input",
     "embedding.embedding_dropout output",
     "embedding output",
     "decoder input.hidden_states",
 )
-"""What the first layer takes is more than its own input."""
+"""Further `module slot` names of the first layer's input: Megatron has modules between the embedding
+and the first layer that this backend does not have."""
 
 
-def point_of(whole: str) -> Point | None:
-    """What a module is, by the last part of Megatron's name."""
-    *_, around, own = ("", *whole.split("."))
-    return _POINTS.get(f"{around}.N" if own.isdigit() else own)
+def find_module_slots(whole: str) -> ModuleSlots | None:
+    """Return the slots of a module by its full name in Megatron; None if the module is not captured."""
+    *_, parent, last_part = ("", *whole.split("."))
+    return _SLOTS_BY_MODULE.get(f"{parent}.N" if last_part.isdigit() else last_part)
 
 
 @dataclass
 class Taps:
-    """Hooks for the passes of one iteration."""
+    """Context in which hooks pass the activations and gradients of one iteration to a sink."""
 
     model: nn.Module
     sink: Sink
     batches: Sequence[MicroBatch]
-    _number: int = -1
-    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Of a layer's expert: its rows in the order of Megatron's tokens, in this micro batch."""
+    """All micro batches of the iteration, in order."""
+    _micro_batch: int = -1
+    """Index of the current micro batch; −1 before the first forward pass."""
+    _expert_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By layer and expert, the order of the expert's rows that follows Megatron's tokens.
+
+    The orders are those of the current micro batch.
+    """
     _handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Taps:
-        self._handles.append(self.model.register_forward_pre_hook(self._begin))
+        self._handles.append(self.model.register_forward_pre_hook(self._begin_micro_batch))
         for name, module in self.model.named_modules():
-            self._attach(name, module)
-        self._handles.append(self.model.register_forward_hook(self._end))
+            self._attach_hooks(name, module)
+        self._handles.append(self.model.register_forward_hook(self._write_losses))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _attach(self, name: str, module: nn.Module) -> None:
+    def _attach_hooks(self, name: str, module: nn.Module) -> None:
+        """Attach the hooks of one module; `name` is its name in this backend."""
         if name == "position_embeddings":
-            self._handles.append(module.register_forward_hook(self._positions))
+            self._handles.append(module.register_forward_hook(self._pass_position_embeddings))
         if isinstance(module, MixtureOfExperts):
             layer = int(name.split(".")[1])
-            routed = partial(self._routed, layer, module)
-            self._handles.append(module.router.register_forward_hook(routed))
-        if (place := self.place(name, module)) is None:
+            pass_routing = partial(self._pass_routing, layer, module)
+            self._handles.append(module.router.register_forward_hook(pass_routing))
+        name_and_slots = self.place(name, module)
+        if name_and_slots is None:
             return
-        whole, point = place
-        takes, gives = _names(whole, point, module)
+        full_name, slots = name_and_slots
+        input_names = _name_inputs(full_name, slots, module)
+        output_names = _name_outputs(full_name, slots)
 
-        def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            pairs = zip(args, takes, strict=False)
-            tapped = [self._tap(value, names, point.form) for value, names in pairs]
+        def tap_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Return the arguments after the sink has seen, and perhaps replaced, the named ones."""
+            pairs = zip(args, input_names, strict=False)
+            tapped = [self._tap(argument, names, slots.form) for argument, names in pairs]
             return (*tapped, *args[len(tapped) :])
 
-        def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def tap_output(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            """Return the output after the sink has seen, and perhaps replaced, it."""
             value = output.detach()
-            if point.bias_apart and isinstance(module, nn.Linear) and module.bias is not None:
+            if slots.bias_apart and isinstance(module, nn.Linear) and module.bias is not None:
                 value = linear(args[0].detach(), module.weight.detach())
-            return self._tap(output, gives, point.form, value)
+            return self._tap(output, output_names, slots.form, value)
 
-        self._handles.append(module.register_forward_pre_hook(before))
-        if gives:
-            self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_pre_hook(tap_inputs))
+        if output_names:
+            self._handles.append(module.register_forward_hook(tap_output))
 
-    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:
-        """Megatron's name of a module, and what it is there; None where it is nothing."""
-        whole = megatron_name(name)
-        point, in_layer = point_of(whole), IN_LAYER.fullmatch(whole)
-        if point is None:
+    def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:
+        """Return Megatron's name and slots of a module; None if Megatron has no equal tensors."""
+        full_name = megatron_name(name)
+        slots = find_module_slots(full_name)
+        if slots is None:
             return None
         if isinstance(module, MixtureOfExperts):
-            point = replace(point, gives="output.0")
-        elif whole.endswith(".router"):
-            point = replace(point, form=self._by_token)
-        elif in_layer and in_layer[2]:
-            # Megatron multiplies by the router's weight before the second matrix, this backend after it.
-            if in_layer[3] == "linear_fc2":
+            return full_name, replace(slots, gives="output.0")
+        if full_name.endswith(".router"):
+            return full_name, replace(slots, form=self._order_tokens)
+        in_layer = IN_LAYER_PATTERN.fullmatch(full_name)
+        if in_layer and in_layer[2]:
+            layer, expert, name_in_expert = in_layer.groups()
+            # Megatron multiplies by the router's weight before the second matrix, and this backend after
+            # it. So the tensors of the second matrix differ.
+            if name_in_expert == "linear_fc2":
                 return None
-            by_row = partial(self._by_row, int(in_layer[1]), int(in_layer[2]))
-            point = replace(point, form=by_row)
-        return whole, point
+            form = partial(self._order_expert_rows, int(layer), int(expert))
+            return full_name, replace(slots, form=form)
+        return full_name, slots
 
     def _tap(
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
     ) -> Tensor:
-        """`tap` under Megatron's names."""
+        """Call `parakit.capturing.tap` for a tensor with these `module slot` names."""
         sites = [
             (self._site(Stage.OUTPUTS, name), self._site(Stage.ACTIVATION_GRADIENTS, name))
             for name in names
         ]
-        return tap(self.sink, tensor, sites, lambda one: form(one).contiguous(), value)
+        return tap(self.sink, tensor, sites, lambda values: form(values).contiguous(), value)
 
     def _site(self, stage: Stage, name: str) -> Site:
+        """Return the site of a `module slot` name in the current micro batch."""
         module, _, slot = name.partition(" ")
-        return Site(stage, module, slot, self._number)
+        return Site(stage, module, slot, self._micro_batch)
 
-    def _begin(self, _: nn.Module, args: tuple[Tensor]) -> None:
-        self._number += 1
+    def _begin_micro_batch(self, _: nn.Module, args: tuple[Tensor]) -> None:
+        """Count the micro batch, and pass the inputs of Megatron's model to the sink."""
+        self._micro_batch += 1
         self.sink.begin_micro_batch()
-        tokens, labels = args[0], self.batches[self._number][1]
+        tokens, labels = args[0], self.batches[self._micro_batch][1]
         positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         inputs = {"input_ids": tokens, "position_ids": positions, "labels": labels}
         for slot, values in inputs.items():
             self.sink.forward(self._site(Stage.INPUTS, f"model input.{slot}"), values)
 
-    def _end(self, _: nn.Module, __: object, logits: Tensor) -> None:
-        labels = self.batches[self._number][1]
+    def _write_losses(self, _: nn.Module, __: object, logits: Tensor) -> None:
+        """Pass the losses of the micro batch to the sink: per token, their sum and the number of tokens."""
+        labels = self.batches[self._micro_batch][1]
         losses = cross_entropy(logits.detach().flatten(0, 1), labels.flatten(), reduction="none")
         values = {
             "of each token": losses.view_as(labels),
@@ -182,47 +206,68 @@ class Taps:
         for slot, value in values.items():
             self.sink.write(self._site(Stage.LOSS, f"loss {slot}"), value)
 
-    def _positions(self, _: nn.Module, __: object, output: Tensor) -> None:
-        """One row a position; Megatron has one a sample and position."""
-        samples = self.batches[self._number][0].shape[0]
+    def _pass_position_embeddings(self, _: nn.Module, __: object, output: Tensor) -> None:
+        """Pass the position embeddings to the sink, repeated for each sample as Megatron has them."""
+        samples = self.batches[self._micro_batch][0].shape[0]
         site = self._site(Stage.OUTPUTS, "embedding.position_embeddings output")
         self.sink.forward(site, output.detach().expand(samples, -1, -1).contiguous())
 
-    def _routed(
+    def _pass_routing(
         self, layer: int, mixture: MixtureOfExperts, _: nn.Module, __: object, logits: Tensor
     ) -> None:
-        """The choice of experts: what the router of Megatron gives, and each expert's rows."""
-        top, experts = logits.detach().float().topk(mixture.chosen, dim=-1)
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
-        weights = torch.zeros_like(logits).detach().scatter(1, experts, top.softmax(dim=-1))
-        # Of each token, samples first, its place with the sequence first.
-        samples, length = self.batches[self._number][0].shape
-        places = torch.arange(samples * length).view(length, samples).t().reshape(-1)
-        for expert in range(mixture.count):
-            self._rows[layer, expert] = places[chosen[:, expert]].argsort()
-        for index, value in enumerate((weights, chosen)):
+        """Pass the outputs of Megatron's router to the sink, and store the order of each expert's rows.
+
+        Megatron's router returns two tensors [tokens, experts]: the weights, and which experts are chosen.
+        """
+        top_logits, experts = logits.detach().float().topk(mixture.experts_per_token, dim=-1)
+        is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        top_weights = top_logits.softmax(dim=-1)
+        weights = torch.zeros_like(logits).detach().scatter(1, experts, top_weights)
+        # This backend orders tokens by sample, Megatron by sequence position: token i is Megatron's token
+        # megatron_positions[i].
+        samples, length = self.batches[self._micro_batch][0].shape
+        megatron_positions = torch.arange(samples * length).view(length, samples).t().reshape(-1)
+        for expert in range(mixture.num_experts):
+            positions = megatron_positions[is_chosen[:, expert]]
+            self._expert_rows[layer, expert] = positions.argsort()
+        for index, value in enumerate((weights, is_chosen)):
             name = f"decoder.layers.{layer}.mlp.router output.{index}"
             ordered = torch.empty_like(value)
-            ordered[places] = value
+            ordered[megatron_positions] = value
             self.sink.forward(self._site(Stage.OUTPUTS, name), ordered)
 
-    def _by_token(self, tensor: Tensor) -> Tensor:
-        samples, length = self.batches[self._number][0].shape
+    def _order_tokens(self, tensor: Tensor) -> Tensor:
+        """Return a tensor [tokens, …] of the router as [sequence, batch, …]."""
+        samples, length = self.batches[self._micro_batch][0].shape
         return sequence_first(tensor.view(samples, length, -1))
 
-    def _by_row(self, layer: int, expert: int, tensor: Tensor) -> Tensor:
-        return tensor[self._rows[layer, expert]]
+    def _order_expert_rows(self, layer: int, expert: int, tensor: Tensor) -> Tensor:
+        """Return the rows of an expert in the order of Megatron's tokens."""
+        return tensor[self._expert_rows[layer, expert]]
 
 
-def _names(whole: str, point: Point, module: nn.Module) -> tuple[list[list[str]], list[str]]:
-    """Megatron's `module slot` of each argument and of the output, several where they are the same."""
-    own = inspect.signature(module.forward).parameters
-    slots = zip(point.takes, own, strict=False)
-    takes = [[f"{whole} input.{slot.replace('*', argument)}"] for slot, argument in slots]
-    around = whole.rpartition(".")[0]
-    if whole == "decoder.layers.0":
-        takes[0][:0] = _ENTRY
-    elif whole.endswith(".linear_proj"):
-        takes[0][:0] = [f"{around}.core_attention output"]
-    gives = (whole, around) if point.is_last else (whole,)
-    return takes, [f"{one} {point.gives}" for one in gives if point.gives]
+def _name_inputs(full_name: str, slots: ModuleSlots, module: nn.Module) -> list[list[str]]:
+    """Return Megatron's `module slot` names of each captured argument of a module.
+
+    An argument has several names if Megatron has further modules here that this backend does not have.
+    """
+    argument_names = inspect.signature(module.forward).parameters
+    names_by_argument = [
+        [f"{full_name} input.{slot.replace('*', argument_name)}"]
+        for slot, argument_name in zip(slots.takes, argument_names, strict=False)
+    ]
+    if full_name == "decoder.layers.0":
+        names_by_argument[0][:0] = _FIRST_LAYER_INPUT_SITES
+    elif full_name.endswith(".linear_proj"):
+        parent = full_name.rpartition(".")[0]
+        names_by_argument[0][:0] = [f"{parent}.core_attention output"]
+    return names_by_argument
+
+
+def _name_outputs(full_name: str, slots: ModuleSlots) -> list[str]:
+    """Return Megatron's `module slot` names of a module's output; empty if it is not captured."""
+    if not slots.gives:
+        return []
+    parent = full_name.rpartition(".")[0]
+    module_names = (full_name, parent) if slots.is_last else (full_name,)
+    return [f"{module_name} {slots.gives}" for module_name in module_names]

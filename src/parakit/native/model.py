@@ -1,9 +1,9 @@
-"""The GPT that Megatron trains, in plain PyTorch: pre-norm, tied output layer, dense or with experts.
+"""Define the GPT that Megatron trains, in plain PyTorch: pre-norm, dense or with a mixture of experts.
 
-LayerNorm or RMSNorm, learned or rotary positions, with or without biases, as Megatron's flags say. A
-mixture of experts routes each token to its top k without dropping any. Its balancing loss is Switch's
-(arXiv 2101.03961, equations 4 to 6, with k choices a token), its z loss ST-MoE's (arXiv 2202.08906,
-equation 5); both as in Megatron, a micro batch at a time.
+Megatron's flags (`Settings`) choose LayerNorm or RMSNorm, learned or rotary positions, biases, the activation and
+a tied output layer. A mixture of experts routes each token to its top k experts, and drops no token. Its load
+balancing loss is the Switch Transformer's (arXiv 2101.03961, equations 4 to 6, with k experts per token). Its z
+loss is ST-MoE's (arXiv 2202.08906, equation 5). As in Megatron, both are computed per micro batch.
 """
 
 from __future__ import annotations
@@ -18,29 +18,34 @@ from parakit.accounting import record_routing
 from parakit.native.settings import Settings
 
 EPSILON = 1e-5
+"""Epsilon of the norms, Megatron's default (`--norm-epsilon`)."""
 
 Dispatch = Callable[[Tensor, Tensor, Sequence[nn.Module]], Tensor]
-"""Takes rows sorted by expert, the number of rows of each expert, and this rank's experts; returns the
-experts' outputs in the same order."""
+"""Function that runs the experts, on this rank or on the ranks that hold them.
+
+Its arguments are rows sorted by expert, [rows, hidden], the number of rows per expert, [experts], and the
+experts of this rank. It returns the experts' outputs, [rows, hidden], in the order of the rows.
+"""
 
 
 class CoreAttention(nn.Module):
-    """The values' means by softmax of queries and keys; a module, so that hooks see what it gets."""
+    """Causal scaled dot-product attention; a separate module, so that hooks see its arguments."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[batch, heads, sequence, width] of each to the same."""
-        p = self.dropout if self.training else 0.0
-        return scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        """Return the attention output; arguments and result are [batch, heads, sequence, width]."""
+        dropout_p = self.dropout if self.training else 0.0
+        return scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the rows of `qkv` lie head by head, each head's q, k and v together.
+    """Causal self-attention with Megatron's layout of the `qkv` matrix.
 
-    That is Megatron's layout, and it lets tensor parallelism cut the rows between heads.
+    The rows of `qkv` are ordered by head: query, key and value of head 0, then those of head 1 and so on. So
+    tensor parallelism can split the rows between heads.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -52,102 +57,125 @@ class Attention(nn.Module):
         self.proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=settings.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] to the same; a tensor-parallel rank holds some of the heads."""
+        """Return the output of the layer; argument and result are [batch, sequence, hidden].
+
+        Under tensor parallelism this rank computes some of the heads.
+        """
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, -1, 3, self.width)
         query, key, value = heads.permute(3, 0, 2, 1, 4)
         if self.rotary_base is not None:
             query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
-        out = self.core(query, key, value)
-        projected: Tensor = self.proj(out.transpose(1, 2).reshape(batch, length, -1))
+        attended = self.core(query, key, value)
+        projected: Tensor = self.proj(attended.transpose(1, 2).reshape(batch, length, -1))
         return projected
 
 
 class MLP(nn.Module):
-    """Two matrices and an activation: a dense layer's MLP, or one expert."""
+    """Two linear layers with an activation between them: the MLP of a dense layer, or one expert."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         width, inner = settings.hidden_size, settings.mlp_width
-        gated = settings.activation == "swiglu"
-        self.fc1 = nn.Linear(width, 2 * inner if gated else inner, bias=settings.bias)
+        is_gated = settings.activation == "swiglu"
+        self.fc1 = nn.Linear(width, 2 * inner if is_gated else inner, bias=settings.bias)
         self.fc2 = nn.Linear(inner, width, bias=settings.bias)
-        self.activate = activation(settings)
+        self.activate = choose_activation(settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, hidden] to the same."""
+        """Return the output of the MLP; argument and result are […, hidden]."""
         out: Tensor = self.fc2(self.activate(self.fc1(x)))
         return out
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes through its top k experts, weighted by the softmax over their k logits."""
+    """Layer in which each token passes through its top k experts.
+
+    The experts' outputs are weighted by the softmax over the k largest logits of the router.
+    """
 
     def __init__(self, settings: Settings, layer: int) -> None:
+        """Create router and experts; `layer` is the layer's number from 1, for the routing log."""
         super().__init__()
         self._layer = layer
-        self.chosen = settings.moe_router_topk
-        """Experts of each token."""
-        self.count = settings.num_experts
+        self.experts_per_token = settings.moe_router_topk
+        self.num_experts = settings.num_experts
+        """Experts of the layer on all ranks."""
         self._coefficients = (settings.moe_aux_loss_coeff, settings.moe_z_loss_coeff)
         self.router = nn.Linear(settings.hidden_size, settings.num_experts, bias=settings.bias)
         self.experts = nn.ModuleList(MLP(settings) for _ in range(settings.num_experts))
-        self.dispatch: Dispatch = run_here
+        """Experts that this rank holds."""
+        self.dispatch: Dispatch = run_local_experts
         self.losses: tuple[Tensor, Tensor] | None = None
-        """Balancing and z loss of the last forward pass, without their coefficients."""
+        """Load balancing loss and z loss of the last forward pass, before their coefficients.
+
+        None before the first forward pass.
+        """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
+        """Return the weighted sum of the experts' outputs; argument and result are [batch, sequence, hidden].
+
+        The two auxiliary losses are kept in `losses`.
+        """
         tokens = x.flatten(0, 1)
         logits = self.router(tokens).float()
-        top, experts = logits.topk(self.chosen, dim=-1)
-        weights = top.softmax(dim=-1).to(x.dtype)
-        counts = self._keep_losses(logits, experts)
+        top_logits, experts = logits.topk(self.experts_per_token, dim=-1)
+        weights = top_logits.softmax(dim=-1).to(x.dtype)
+        tokens_per_expert = self._keep_losses(logits, experts)
+        # Each token has k rows, one per chosen expert; the rows are sorted by expert.
         order = experts.flatten().argsort(stable=True)
-        owner = order // self.chosen
-        rows = self.dispatch(tokens[owner], counts, list(self.experts))
+        token_of_row = order // self.experts_per_token
+        rows = self.dispatch(tokens[token_of_row], tokens_per_expert, list(self.experts))
         rows = rows * weights.flatten()[order].unsqueeze(-1)
-        mixed = torch.zeros_like(tokens, dtype=rows.dtype).index_add(0, owner, rows)
+        mixed = torch.zeros_like(tokens, dtype=rows.dtype).index_add(0, token_of_row, rows)
         return mixed.view_as(x)
 
     def auxiliary_loss(self) -> Tensor:
-        """What the last forward pass adds to the loss."""
+        """Return the weighted sum of load balancing loss and z loss of the last forward pass."""
         assert self.losses is not None
         balance, z = self.losses
-        return self._coefficients[0] * balance + self._coefficients[1] * z
+        balance_coefficient, z_coefficient = self._coefficients
+        return balance_coefficient * balance + z_coefficient * z
 
     def _keep_losses(self, logits: Tensor, experts: Tensor) -> Tensor:
-        """Keep both losses, report the routing to the ledger, return the tokens of each expert."""
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
-        counts = chosen.sum(dim=0)
-        balance = balance_loss(logits.softmax(dim=-1), counts)
+        """Store both losses in `losses`, record the routing, and return the tokens per expert.
+
+        Args:
+            logits: The router's logits, [tokens, experts].
+            experts: Indices of the chosen experts, [tokens, k].
+        """
+        is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        tokens_per_expert = is_chosen.sum(dim=0)
+        balance = balance_loss(logits.softmax(dim=-1), tokens_per_expert)
         self.losses = balance, z_loss(logits)
-        record_routing(self._layer, logits, chosen, load_balancing_loss=balance)
-        return counts
+        record_routing(self._layer, logits, is_chosen, load_balancing_loss=balance)
+        return tokens_per_expert
 
 
 class TransformerBlock(nn.Module):
-    """One transformer layer."""
+    """Transformer layer: attention and MLP (or experts), each with a norm before it and a residual."""
 
     def __init__(self, settings: Settings, layer: int) -> None:
+        """Create the modules; `layer` is the layer's number from 1."""
         super().__init__()
-        self.norm1 = norm(settings)
+        self.norm1 = build_norm(settings)
         self.attention = Attention(settings)
-        self.norm2 = norm(settings)
+        self.norm2 = build_norm(settings)
         self.mlp = MixtureOfExperts(settings, layer) if settings.num_experts else MLP(settings)
         self.dropout = settings.hidden_dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
+        """Return the output of the layer; argument and result are [batch, sequence, hidden]."""
         x = x + dropout(self.attention(self.norm1(x)), self.dropout, self.training)
         return x + dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
 class GPT(nn.Module):
-    """Tokens to logits over the padded vocabulary, whose padding rows take part in the softmax.
+    """Language model from token ids to logits over the padded vocabulary.
 
-    A stage of a pipeline (`keep_stage`) is one of which parts are None: it takes hidden states where it
-    has no embeddings, and returns them where it has no output layer.
+    The padding rows take part in the softmax, as in Megatron. After `keep_stage` the model is one stage of a
+    pipeline, and the modules of other stages are None. A stage without embeddings takes hidden states, and a
+    stage without output layer returns hidden states.
     """
 
     word_embeddings: nn.Embedding | None
@@ -164,7 +192,7 @@ class GPT(nn.Module):
         )
         layers = range(1, settings.num_layers + 1)
         self.blocks = nn.ModuleList(TransformerBlock(settings, layer) for layer in layers)
-        self.norm = norm(settings)
+        self.norm = build_norm(settings)
         self.output_layer = nn.Linear(width, settings.padded_vocabulary, bias=False)
         self.is_tied = not settings.untie_embeddings_and_output_weights
         if self.is_tied:
@@ -172,12 +200,17 @@ class GPT(nn.Module):
         self.dropout = settings.hidden_dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence] to [batch, sequence, padded vocabulary]."""
+        """Return logits [batch, sequence, padded vocabulary] for token ids [batch, sequence].
+
+        A pipeline stage that is not the first takes hidden states [batch, sequence, hidden] instead of token
+        ids. A stage that is not the last returns hidden states.
+        """
         if self.word_embeddings is not None:
-            tokens, x = x, self.word_embeddings(x)
+            tokens = x
+            x = self.word_embeddings(tokens)
             if self.position_embeddings is not None:
-                places = torch.arange(tokens.shape[1], device=tokens.device)
-                x = x + self.position_embeddings(places)
+                positions = torch.arange(tokens.shape[1], device=tokens.device)
+                x = x + self.position_embeddings(positions)
             x = dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x)
@@ -187,7 +220,11 @@ class GPT(nn.Module):
         return logits
 
     def keep_stage(self, stage: int, stages: int) -> None:
-        """Drop all but one of `stages` equal parts of the layers; a tied matrix is on both ends."""
+        """Remove all modules that do not belong to stage `stage` of `stages`, which have equal layers.
+
+        The first stage keeps the embeddings, the last stage the final norm and the output layer. So both
+        ends keep a tied matrix.
+        """
         layers = len(self.blocks) // stages
         self.blocks = self.blocks[stage * layers : (stage + 1) * layers]
         if stage > 0:
@@ -196,85 +233,121 @@ class GPT(nn.Module):
             self.norm = self.output_layer = None
 
 
-def norm(settings: Settings) -> nn.Module:
-    """The model's normalisation."""
-    kind = nn.RMSNorm if settings.normalization == "RMSNorm" else nn.LayerNorm
-    return kind(settings.hidden_size, eps=EPSILON)
+def build_norm(settings: Settings) -> nn.Module:
+    """Return a new RMSNorm or LayerNorm over the hidden size."""
+    norm_class = nn.RMSNorm if settings.normalization == "RMSNorm" else nn.LayerNorm
+    return norm_class(settings.hidden_size, eps=EPSILON)
 
 
 def is_rotary(settings: Settings) -> bool:
-    """Whether positions are rotary instead of learned."""
+    """Return True if the model has rotary position embeddings, False if they are learned."""
     return settings.position_embedding_type == "rope"
 
 
 def rotate(x: Tensor, base: int) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of queries or keys, [batch, heads, sequence, width].
+    """Return queries or keys with rotary position embedding (arXiv 2104.09864).
 
-    The width is even; its two halves lie side by side, as in Megatron.
+    As in Megatron, dimension i is rotated together with dimension i + width/2.
+
+    Args:
+        x: Queries or keys, [batch, heads, sequence, width]; the width is even.
+        base: Base of the geometric series of wavelengths (`--rotary-base`).
     """
     length, width = x.shape[-2:]
-    powers = torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width
     positions = torch.arange(length, dtype=torch.float32, device=x.device)
-    angles = torch.outer(positions, base**-powers).repeat(1, 2)
-    first, second = x.chunk(2, dim=-1)
-    swapped = torch.cat((-second, first), dim=-1)
+    angles = torch.outer(positions, base**-exponents).repeat(1, 2)
+    first_half, second_half = x.chunk(2, dim=-1)
+    swapped = torch.cat((-second_half, first_half), dim=-1)
     return (x * angles.cos() + swapped * angles.sin()).to(x.dtype)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """E·Σ fᵢ·Pᵢ: 1 where all experts get as many tokens, E/k where all tokens go to the same k.
+    """Return the load balancing loss E·Σ fᵢ·Pᵢ over the E experts i.
+
+    fᵢ is expert i's fraction of the routed tokens, and Pᵢ is its mean probability. The loss is 1 if all experts
+    get equally many tokens. It is E/k if all tokens choose the same k experts with certainty.
 
     Args:
         probabilities: Softmax over all experts, [tokens, experts].
-        counts: Tokens given to each expert, [experts].
+        counts: Tokens routed to each expert, [experts].
     """
-    share = counts / counts.sum()
-    return probabilities.shape[-1] * (share * probabilities.mean(dim=0)).sum()
+    token_fractions = counts / counts.sum()
+    num_experts = probabilities.shape[-1]
+    return num_experts * (token_fractions * probabilities.mean(dim=0)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Mean square of log Σ exp of the router's logits."""
+    """Return the mean square of log Σ exp of the router's logits, [tokens, experts]."""
     return logits.logsumexp(dim=-1).square().mean()
 
 
-def run_here(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
-    """Without expert parallelism each expert computes its rows; one without any has zero gradients."""
-    parts = torch.split(rows, counts.tolist())
-    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+def run_local_experts(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
+    """Run each expert on its rows, and return all outputs, [rows, hidden], in the order of the rows.
+
+    This is the `Dispatch` without expert parallelism. An expert without rows runs on an empty tensor, so its
+    gradients are zero and not None.
+
+    Args:
+        rows: Inputs sorted by expert, [rows, hidden].
+        counts: Number of rows per expert, [experts].
+        experts: The experts in the order of `counts`.
+    """
+    rows_by_expert = torch.split(rows, counts.tolist())
+    outputs = [
+        expert(expert_rows) for expert, expert_rows in zip(experts, rows_by_expert, strict=True)
+    ]
+    return torch.cat(outputs)
 
 
-def activation(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """The function between an MLP's matrices; Megatron's fused GELU is the tanh approximation."""
+def choose_activation(settings: Settings) -> Callable[[Tensor], Tensor]:
+    """Return the activation between the two matrices of an MLP.
+
+    GELU is the tanh approximation, as in Megatron's fused kernel, or exact with `--no-bias-gelu-fusion`.
+    """
     if settings.activation == "silu":
         return silu
     if settings.activation == "swiglu":
-        return _swiglu
+        return _apply_swiglu
     approximation = "none" if settings.no_bias_gelu_fusion else "tanh"
     return lambda x: gelu(x, approximate=approximation)
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def _apply_swiglu(x: Tensor) -> Tensor:
+    """Return SiLU of the first half of the last dimension times the second half."""
     gate, value = x.chunk(2, dim=-1)
     return silu(gate) * value
 
 
-def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
-    """Every layer's experts, in order; none of a dense model."""
+def find_expert_layers(model: nn.Module) -> list[MixtureOfExperts]:
+    """Return the mixtures of experts of all layers in order; empty for a dense model."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy over all tokens of a micro batch, in fp32."""
+    """Return the mean cross entropy over all tokens of a micro batch, computed in fp32.
+
+    Args:
+        logits: Logits, [batch, sequence, vocabulary].
+        labels: Token ids, [batch, sequence].
+    """
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def initialise(model: GPT, settings: Settings) -> None:
-    """Megatron's initialisation, for runs without the shared start: N(0, std), output layers scaled."""
+    """Set random weights as Megatron does, for a run without a checkpoint of initial weights.
+
+    Matrices get N(0, std); the matrices that write into the residual stream get std/√(2·layers). Biases
+    become 0, and the weights of norms 1. The function sets torch's seed.
+    """
     torch.manual_seed(settings.seed)
-    scaled = settings.init_method_std / (2 * settings.num_layers) ** 0.5
+    residual_std = settings.init_method_std / (2 * settings.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
-            nn.init.constant_(parameter, 1.0 if "norm" in name and "weight" in name else 0.0)
+            is_norm_weight = "norm" in name and "weight" in name
+            nn.init.constant_(parameter, 1.0 if is_norm_weight else 0.0)
         else:
-            into_residual = name.endswith(("proj.weight", "fc2.weight"))
-            nn.init.normal_(parameter, std=scaled if into_residual else settings.init_method_std)
+            is_residual = name.endswith(("proj.weight", "fc2.weight"))
+            nn.init.normal_(
+                parameter, std=residual_std if is_residual else settings.init_method_std
+            )

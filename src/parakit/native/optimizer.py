@@ -1,8 +1,11 @@
-"""The update as Megatron makes it: AdamW or Muon, gradient clipping, the learning rate's schedule.
+"""Build the optimizers of Megatron's updates, clip gradients, and compute the learning rate's schedule.
 
-Parameters may be plain, sharded or split. Muon is PyTorch's own (`torch.optim.Muon`, from 2.9) as
-published by Keller Jordan: Nesterov momentum, five Newton–Schulz steps with (3.4445, −4.7750, 2.0315) in
-bf16, and an update scaled by √max(1, rows/columns).
+The optimizer is AdamW, or Muon for hidden matrices with AdamW for all other parameters. Parameters may be full
+tensors, FSDP shards or parts of tensor parallelism.
+
+Muon is PyTorch's (`torch.optim.Muon`, from 2.9), as Keller Jordan published it: Nesterov momentum, five
+Newton–Schulz steps with the coefficients (3.4445, −4.7750, 2.0315) in bf16, and an update that is scaled by
+√max(1, rows/columns).
 """
 
 from __future__ import annotations
@@ -18,123 +21,158 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parakit.capturing import local
-from parakit.native.parallel import COPIES
+from parakit.capturing import local_tensor
+from parakit.native.parallel import COPIES_ATTRIBUTE
 from parakit.native.settings import Settings
 
-RATE = "rate"
-"""Key of a parameter group: its rate as a share of the schedule's."""
+RATE_FRACTION = "rate"
+"""Key of a parameter group: its learning rate as a fraction of the schedule's learning rate."""
 
 
-def adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
-    """AdamW at Megatron's defaults; biases and norms, of fewer than two dimensions, do not decay."""
-    own = list(parameters)
+def build_adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
+    """Return an AdamW with two parameter groups: matrices with weight decay, and all others without.
+
+    As in Megatron, biases and the weights of norms, which have fewer than two dimensions, do not decay. The
+    learning rate is 0 until the engine sets it.
+    """
+    all_parameters = list(parameters)
+    matrices = [parameter for parameter in all_parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in all_parameters if parameter.dim() < 2]
     groups = [
-        {"params": [p for p in own if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale all gradients so that their norm is at most `limit`; return the norm before."""
-    trained = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm(trained)
+    """Scale all gradients in place so that their norm is at most `limit`; return the norm before.
+
+    As in Megatron, a limit of 0 does not scale. All ranks must call this function, because the norm is summed
+    over the ranks.
+    """
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(with_gradient)
     factor = limit / (norm + 1.0e-6)
-    if 0 < factor < 1.0:  # A limit of 0 is none, as Megatron has it.
-        for parameter in trained:
-            _gradient(parameter).mul_(factor)
+    if 0 < factor < 1.0:
+        for parameter in with_gradient:
+            _get_local_gradient(parameter).mul_(factor)
     return norm
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Euclidean norm over all ranks' gradients, each part once, summed in double precision."""
-    whole, parts = 0.0, None
+    """Return the Euclidean norm of the gradients of the whole model, summed in fp64.
+
+    Each part of a gradient counts once, even if several ranks hold it. All parameters must have a gradient.
+    """
+    replicated_squares = 0.0
+    distributed_squares: Tensor | None = None
     for parameter in parameters:
-        own = _gradient(parameter)
-        square = float(torch.linalg.vector_norm(own, dtype=torch.float64) ** 2)
-        if copies := _ranks_with_it(parameter):
-            if parts is None:
-                parts = torch.zeros((), dtype=torch.float64, device=own.device)
-            parts += square / copies
-        else:
-            whole += square
-    if parts is not None:
-        dist.all_reduce(parts)
-        whole += float(parts)
-    return float(whole**0.5)
+        gradient = _get_local_gradient(parameter)
+        square = float(torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2)
+        copies = _count_copies(parameter)
+        if copies == 0:
+            replicated_squares += square
+            continue
+        if distributed_squares is None:
+            distributed_squares = torch.zeros((), dtype=torch.float64, device=gradient.device)
+        distributed_squares += square / copies
+    total = replicated_squares
+    if distributed_squares is not None:
+        dist.all_reduce(distributed_squares)
+        total += float(distributed_squares)
+    return float(total**0.5)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _get_local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of the parameter's gradient, which must exist."""
     assert parameter.grad is not None
-    return local(parameter.grad)
+    return local_tensor(parameter.grad)
 
 
-def _ranks_with_it(parameter: nn.Parameter) -> int:
-    """Ranks that hold the same part; 0 where every rank holds the whole."""
+def _count_copies(parameter: nn.Parameter) -> int:
+    """Return how many ranks hold the same part of a distributed parameter.
+
+    0 means that the parameter is not distributed: every rank holds all of it.
+    """
     gradient = parameter.grad
     if isinstance(gradient, DTensor):
-        return int(any(place.is_shard() for place in gradient.placements))
-    return int(getattr(parameter, COPIES, 0))
+        return int(any(placement.is_shard() for placement in gradient.placements))
+    return int(getattr(parameter, COPIES_ATTRIBUTE, 0))
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for hidden matrices, AdamW for the rest, behind one list of parameter groups."""
+    """Optimizer that runs a Muon and an AdamW, with the parameter groups and the state of both."""
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        self._parts = (muon, adamw)
-        # The groups and the state are the parts' own, not copies.
+        self._optimizers = (muon, adamw)
+        # The constructor of Optimizer copies the groups. Here a change of a group, such as a new learning
+        # rate, must reach the optimizer that uses the group, so the groups and the state are shared.
         self.param_groups = [*muon.param_groups, *adamw.param_groups]
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         muon.state = adamw.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 - torch's signature
-        """Both updates."""
-        for part in self._parts:
-            part.step()
+        """Run the step of Muon, then that of AdamW; `closure` is ignored."""
+        for optimizer in self._optimizers:
+            optimizer.step()
 
 
 def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
-    """Muon at `--lr` without weight decay, AdamW at `--decoupled-lr` with `--weight-decay`.
+    """Return the optimizer of `--optimizer muon` for a model.
 
-    `--muon-rule megatron` makes Megatron's choices instead. Exits with a sentence where this PyTorch has
-    no Muon.
+    Under `--muon-rule pytorch`, Muon updates the matrices of `muon_parameters` with the rate `--lr` and without
+    weight decay. AdamW updates all other parameters with `--decoupled-lr` and `--weight-decay`. Under
+    `--muon-rule megatron`, `_build_megatron_muon` chooses.
+
+    Exit with one sentence if this PyTorch has no Muon.
     """
     if settings.muon_rule == "megatron":
-        return _megatron_muon(model, settings)
+        return _build_megatron_muon(model, settings)
     if not hasattr(torch.optim, "Muon"):
         sys.exit(f"torch {torch.__version__} has no Muon, 2.9 has; use OPTIMIZER=adamw.")
-    hidden = muon_parameters(model)
+    hidden_matrices = muon_parameters(model)
     muon = torch.optim.Muon(
-        hidden,
+        hidden_matrices,
         lr=0.0,
         weight_decay=0.0,
         momentum=settings.muon_momentum,
         nesterov=True,
         adjust_lr_fn="original",
     )
-    chosen = set(map(id, hidden))
-    rest = adamw((p for p in model.parameters() if id(p) not in chosen), settings)
-    for group in rest.param_groups:
-        group[RATE] = settings.adamw_rate
-    return MuonAdamW(muon, rest)
+    hidden_ids = set(map(id, hidden_matrices))
+    other_parameters = [
+        parameter for parameter in model.parameters() if id(parameter) not in hidden_ids
+    ]
+    adamw = build_adamw(other_parameters, settings)
+    for group in adamw.param_groups:
+        group[RATE_FRACTION] = settings.adamw_rate
+    return MuonAdamW(muon, adamw)
 
 
-def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
-    """As `megatron.core.optimizer.emerging_optimizers` has it in 0.19.
+def _build_megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
+    """Return the optimizer that Megatron 0.19 builds (`megatron.core.optimizer.emerging_optimizers`).
 
-    Muon decays its matrices, and position embeddings are among them; norms and biases are AdamW's at
-    Muon's rate, only the two ends of the vocabulary have the decoupled one.
+    Muon updates all matrices but the word embeddings and the output layer, with weight decay; position
+    embeddings are among them. AdamW updates all other parameters. It uses `--decoupled-lr` for the word
+    embeddings and the output layer, and Muon's learning rate for norms and biases.
     """
     from emerging_optimizers.orthogonalized_optimizers import Muon  # type: ignore[import-untyped]
 
-    vocabulary = {"word_embeddings", "output_layer"}  # DDP puts `module` before their names.
-    ends = [p for name, p in model.named_parameters() if vocabulary & set(name.split("."))]
-    known = set(map(id, ends))
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    # DDP adds the part `module` before the names, so any part of a name may match.
+    vocabulary_modules = {"word_embeddings", "output_layer"}
+    vocabulary_matrices = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if vocabulary_modules & set(name.split("."))
+    ]
+    vocabulary_ids = set(map(id, vocabulary_matrices))
+    inner_parameters = [
+        parameter for parameter in model.parameters() if id(parameter) not in vocabulary_ids
+    ]
     muon = Muon(
-        [parameter for parameter in rest if parameter.dim() == 2],
+        [parameter for parameter in inner_parameters if parameter.dim() == 2],
         lr=0.0,
         momentum=settings.muon_momentum,
         weight_decay=settings.weight_decay,
@@ -144,33 +182,45 @@ def _megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
         num_ns_steps=5,
         scale_mode="shape_scaling",
     )
-    others = adamw([*ends, *(p for p in rest if p.dim() != 2)], settings)
-    others.param_groups[0][RATE] = settings.adamw_rate
-    return MuonAdamW(muon, others)
+    inner_vectors = [parameter for parameter in inner_parameters if parameter.dim() != 2]
+    adamw = build_adamw([*vocabulary_matrices, *inner_vectors], settings)
+    # The first group of `build_adamw` has the matrices, which are those of the vocabulary here.
+    adamw.param_groups[0][RATE_FRACTION] = settings.adamw_rate
+    return MuonAdamW(muon, adamw)
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Every matrix but embeddings and the output layer; routers are included."""
-    outside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    outside |= {id(p) for name, p in model.named_parameters() if "output_layer" in name}
-    return [p for p in model.parameters() if p.dim() == 2 and id(p) not in outside]
+    """Return all matrices but embeddings and the output layer; the matrices of routers are included."""
+    excluded_ids = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    excluded_ids |= {
+        id(parameter) for name, parameter in model.named_parameters() if "output_layer" in name
+    }
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.dim() == 2 and id(parameter) not in excluded_ids
+    ]
 
 
 def learning_rate(settings: Settings, updates: int) -> float:
-    """The rate after `updates` updates: linear warm-up, then decay, counted in samples as in Megatron.
+    """Return the learning rate after `updates` updates: linear warm-up, then decay to `--min-lr`.
 
-    Megatron's first update is made with the rate of 0 updates.
+    As in Megatron, progress is counted in samples, and the first update uses the rate of 0 updates, which is
+    0 with a warm-up.
     """
-    decay_steps = settings.lr_decay_iters * settings.global_batch_size
-    warmup_steps = settings.lr_warmup_fraction * decay_steps
-    steps = updates * settings.global_batch_size
-    if warmup_steps > 0 and steps <= warmup_steps:
-        return settings.lr * steps / warmup_steps
+    decay_samples = settings.lr_decay_iters * settings.global_batch_size
+    warmup_samples = settings.lr_warmup_fraction * decay_samples
+    samples = updates * settings.global_batch_size
+    if warmup_samples > 0 and samples <= warmup_samples:
+        return settings.lr * samples / warmup_samples
     if settings.lr_decay_style == "constant":
         return settings.lr
-    if steps > decay_steps:
+    if samples > decay_samples:
         return settings.min_lr
-    done = (steps - warmup_steps) / (decay_steps - warmup_steps)
-    linear = settings.lr_decay_style == "linear"
-    left = 1 - done if linear else 0.5 * (math.cos(math.pi * done) + 1)
-    return settings.min_lr + left * (settings.lr - settings.min_lr)
+    progress = (samples - warmup_samples) / (decay_samples - warmup_samples)
+    remaining = 1 - progress
+    if settings.lr_decay_style != "linear":
+        remaining = 0.5 * (math.cos(math.pi * progress) + 1)
+    return settings.min_lr + remaining * (settings.lr - settings.min_lr)

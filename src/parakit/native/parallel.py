@@ -1,7 +1,7 @@
-"""Data, fully sharded, tensor and expert parallelism through PyTorch's own APIs.
+"""Apply data, fully sharded, tensor and expert parallelism to a model through PyTorch's own APIs.
 
-Ranks are laid out as Megatron lays them out: EP groups are neighbours, and the ranks that hold the same
-experts, one from each EP group, average those experts' gradients.
+Ranks are placed as in Megatron: the ranks of an expert-parallel group are neighbours. The ranks that hold the same
+experts, one of each expert-parallel group, average the gradients of these experts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from parakit.config import variables
-from parakit.native.model import GPT, MixtureOfExperts, run_here
+from parakit.native.model import GPT, MixtureOfExperts, run_local_experts
 from parakit.native.settings import Settings
 
-COPIES = "expert_copies"
-"""Attribute of an expert's parameters: how many ranks hold the same; absent on all others."""
+COPIES_ATTRIBUTE = "expert_copies"
+"""Attribute of parameters that not all ranks hold: the number of ranks that hold the same parameter.
+
+Parameters of experts and of pipeline stages have this attribute; parameters that all ranks hold do not.
+"""
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """This process's place; data parallelism takes the ranks that tensor parallelism leaves."""
+    """Position of this process among the ranks.
+
+    The data-parallel size is the number of ranks divided by the tensor- and pipeline-parallel sizes.
+    """
 
     rank: int
     world_size: int
@@ -43,31 +49,34 @@ class RankLayout:
 
     @property
     def data_size(self) -> int:
-        """Replicas, sharded or not."""
+        """Number of model replicas, whether their state is sharded or not."""
         return self.world_size // (self.tensor_size * self.pipeline_size)
 
     @property
     def data_rank(self) -> int:
-        """Which part of a global batch this rank reads."""
+        """Data-parallel rank, which decides the micro batches that this rank reads."""
         return self.rank // (self.tensor_size * self.pipeline_size)
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of the matrices this rank holds."""
+        """Tensor-parallel rank, which decides the part of each matrix that this rank holds."""
         return self.rank % self.tensor_size
 
     @property
     def pipeline_rank(self) -> int:
-        """Which stage this rank holds."""
+        """Pipeline-parallel rank, which decides the stages that this rank holds."""
         return self.rank if self.pipeline_size > 1 else 0
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the log; in a pipeline the last one alone knows the loss."""
+        """True if this rank writes the log: it is the last rank, the only one with a pipeline's loss."""
         return self.rank == self.world_size - 1
 
     def average(self, losses: Tensor) -> Tensor:
-        """Means over all replicas, on the rank that writes."""
+        """Return the losses averaged over all ranks; `losses` is changed in place.
+
+        A pipeline's losses are returned unchanged. They are valid on the rank that writes the log.
+        """
         if self.pipeline_size > 1:
             return losses
         dist.all_reduce(losses)
@@ -75,27 +84,16 @@ class RankLayout:
 
 
 def refuse_combinations(settings: Settings, world_size: int) -> None:
-    """Exit with a sentence where this backend has no such combination."""
-    tensor, pipeline = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-    if pipeline > 1 and (
-        pipeline != world_size
-        or not settings.pipeline_schedule
-        or settings.num_experts
-        or settings.optimizer == "muon"
-        or settings.engine != "torch"
-    ):
+    """Exit with one sentence if this backend does not implement the run's combination of settings."""
+    _refuse_pipeline(settings, world_size)
+    tensor_size = settings.tensor_model_parallel_size
+    expert_size = settings.expert_model_parallel_size
+    if tensor_size > 1 and (tensor_size != world_size or settings.use_torch_fsdp2):
         sys.exit(
-            f"The native backend has pipelines of dense models under AdamW over all ranks, not PP "
-            f"{pipeline} of {world_size} ranks with {settings.engine} and {settings.optimizer}; use "
-            f"one of gpipe{world_size}, 1f1b{world_size} or pipedream{world_size}."
+            f"The native backend splits tensors over all ranks or none, not TP {tensor_size} of "
+            f"{world_size} ranks with data parallelism; use BACKEND=megatron for products."
         )
-    if tensor > 1 and (tensor != world_size or settings.use_torch_fsdp2):
-        sys.exit(
-            f"The native backend splits tensors over all ranks or none, not TP {tensor} of {world_size} "
-            "ranks with data parallelism; use BACKEND=megatron for products."
-        )
-    expert = settings.expert_model_parallel_size
-    if tensor > 1 and (settings.num_experts or settings.optimizer == "muon"):
+    if tensor_size > 1 and (settings.num_experts or settings.optimizer == "muon"):
         sys.exit(
             "The native backend splits tensors of dense models under AdamW only; use dpN or epN."
         )
@@ -104,24 +102,47 @@ def refuse_combinations(settings: Settings, world_size: int) -> None:
             f"--muon-fp32-matmul-prec {settings.muon_fp32_matmul_prec}: PyTorch's Muon makes its "
             "steps in bf16; use OPTIMIZER=megatron-muon."
         )
-    if settings.use_torch_fsdp2 and (expert > 1 or settings.optimizer == "muon"):
+    if settings.use_torch_fsdp2 and (expert_size > 1 or settings.optimizer == "muon"):
         sys.exit(
             "The native backend has fsdp2 without expert parallelism and Muon, which needs whole "
             "matrices; use dpN or epN."
         )
-    if expert > 1 and (world_size % expert or settings.num_experts % expert):
+    if expert_size > 1 and (world_size % expert_size or settings.num_experts % expert_size):
         sys.exit(
-            f"EP {expert} does not divide {world_size} ranks and {settings.num_experts} experts; use "
-            "another EP."
+            f"EP {expert_size} does not divide {world_size} ranks and {settings.num_experts} experts; "
+            "use another EP."
         )
-    if settings.num_attention_heads % tensor:
+    if settings.num_attention_heads % tensor_size:
         sys.exit(
-            f"TP {tensor} does not divide {settings.num_attention_heads} heads; use another TP."
+            f"TP {tensor_size} does not divide {settings.num_attention_heads} heads; use another TP."
+        )
+
+
+def _refuse_pipeline(settings: Settings, world_size: int) -> None:
+    """Exit with one sentence if the run has a pipeline that this backend does not implement."""
+    pipeline_size = settings.pipeline_model_parallel_size
+    if pipeline_size == 1:
+        return
+    is_implemented = (
+        pipeline_size == world_size
+        and settings.pipeline_schedule
+        and not settings.num_experts
+        and settings.optimizer != "muon"
+        and settings.engine == "torch"
+    )
+    if not is_implemented:
+        sys.exit(
+            f"The native backend has pipelines of dense models under AdamW over all ranks, not PP "
+            f"{pipeline_size} of {world_size} ranks with {settings.engine} and {settings.optimizer}; "
+            f"use one of gpipe{world_size}, 1f1b{world_size} or pipedream{world_size}."
         )
 
 
 def parallelise(model: nn.Module, settings: Settings, ranks: RankLayout) -> nn.Module:
-    """Wrap or split a model that already has its weights."""
+    """Return the model with tensor parallelism, FSDP2 or DDP; the model must have its weights already.
+
+    On one rank, and for the engine `bare`, the model is returned unchanged.
+    """
     if ranks.world_size == 1 or settings.engine == "bare":
         return model
     assert isinstance(model, GPT)
@@ -129,52 +150,75 @@ def parallelise(model: nn.Module, settings: Settings, ranks: RankLayout) -> nn.M
     if ranks.tensor_size > 1:
         return split_tensors(model, mesh)
     if settings.use_torch_fsdp2:
-        # FSDP2, layer by layer; the tied embedding belongs to the root, which uses it at both ends.
-        half = torch.bfloat16 if settings.bf16 else torch.float16 if settings.fp16 else None
-        policy = MixedPrecisionPolicy(
-            param_dtype=half, reduce_dtype=torch.float32 if half else None
-        )
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        return model
-    # DDP must leave out the experts that only some ranks hold; the engine averages those.
-    own = [name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES)]
+        return _shard_fully(model, settings, mesh)
+    # DDP averages parameters over all ranks, so it must ignore experts that only some ranks hold; the
+    # engine averages their gradients.
+    expert_names = [
+        name for name, parameter in model.named_parameters() if hasattr(parameter, COPIES_ATTRIBUTE)
+    ]
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    ignore(model, own)  # type: ignore[no-untyped-call]
+    ignore(model, expert_names)  # type: ignore[no-untyped-call]
     replica = DistributedDataParallel(model)
-    # DDP's reducer calls the process group from C++, where the ledger does not see it; this hook is
-    # what the reducer does by default, called from Python.
+    # By default DDP's reducer calls the process group from C++, where the kit's communication log does not
+    # see the call. This hook does the same all-reduce from Python.
     replica.register_comm_hook(None, allreduce_hook)
     return replica
 
 
-def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Tensor parallelism as Megatron's: two all-reduces a layer forward, two backward.
+def half_precision_dtype(settings: Settings) -> torch.dtype | None:
+    """Return the 16-bit type of the run's matrix products, or None for a run in fp32."""
+    if settings.bf16:
+        return torch.bfloat16
+    return torch.float16 if settings.fp16 else None
 
-    The vocabulary is split too; the logits stay split, and the loss is computed on the parts.
+
+def _shard_fully(model: GPT, settings: Settings, mesh: DeviceMesh) -> GPT:
+    """Shard a model in place with FSDP2, layer by layer, and return it.
+
+    Embeddings and output layer form the root's own unit, because a tied matrix is used at both ends.
     """
-    layer = {
+    half_precision = half_precision_dtype(settings)
+    policy = MixedPrecisionPolicy(
+        param_dtype=half_precision, reduce_dtype=torch.float32 if half_precision else None
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
+    """Apply tensor parallelism in place, as Megatron does, and return the model.
+
+    A layer has two all-reduces in the forward pass and two in the backward pass. The vocabulary is split as
+    well: the logits stay a DTensor that is split by vocabulary, for `loss_parallel`.
+    """
+    layer_plan = {
         "attention.qkv": ColwiseParallel(),
         "attention.proj": RowwiseParallel(),
         "mlp.fc1": ColwiseParallel(),
         "mlp.fc2": RowwiseParallel(),
     }
     for block in model.blocks:
-        parallelize_module(block, mesh, layer)
-    outside = {
+        parallelize_module(block, mesh, layer_plan)
+    vocabulary_plan = {
         "word_embeddings": RowwiseParallel(input_layouts=Replicate()),
         "output_layer": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, mesh, outside)
+    parallelize_module(model, mesh, vocabulary_plan)
     if model.is_tied and model.output_layer and model.word_embeddings:
-        # Both are rows of the vocabulary; splitting untied them.
+        # parallelize_module has given the two modules separate weights. Both are split by rows of the
+        # vocabulary, so they can share one weight again.
         model.output_layer.weight = model.word_embeddings.weight
     return model
 
 
 def start_ranks(settings: Settings) -> RankLayout:
-    """Join the process group: NCCL between GPUs, gloo between CPU ranks."""
+    """Join the process group, NCCL on GPUs and gloo on CPUs, and return this rank's position.
+
+    torchrun's environment variables are read. Exit with one sentence if the run's combination of settings is
+    not implemented.
+    """
     on_gpu = os.environ.get(variables.DEVICE) == "gpu"
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -182,23 +226,24 @@ def start_ranks(settings: Settings) -> RankLayout:
         torch.cuda.set_device(device)
     if settings.engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", device.type)
-        # Before the group: a default of its `barrier` keeps one that exists when it is imported, and
-        # gloo's threads then abort the process at its end (pytorch/pytorch#190489).
+        # DeepSpeed must be imported before the process group exists. Otherwise a default argument of its
+        # `barrier` keeps the group alive, and gloo's threads abort the process when it ends
+        # (pytorch/pytorch#190489).
         import deepspeed  # type: ignore[import-not-found]  # noqa: F401
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     world_size = dist.get_world_size()
     refuse_combinations(settings, world_size)
     return RankLayout(
-        dist.get_rank(),
-        world_size,
-        settings.tensor_model_parallel_size,
-        device,
-        settings.pipeline_model_parallel_size,
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tensor_size=settings.tensor_model_parallel_size,
+        device=device,
+        pipeline_size=settings.pipeline_model_parallel_size,
     )
 
 
 def end_ranks(settings: Settings) -> None:
-    """Destroy the process group; DeepSpeed releases the groups that it made when asked itself."""
+    """Destroy the process group; under DeepSpeed this includes the groups that DeepSpeed made."""
     if settings.engine == "deepspeed":
         import deepspeed
 
@@ -207,90 +252,119 @@ def end_ranks(settings: Settings) -> None:
         dist.destroy_process_group()
 
 
-class ExpertRanks(NamedTuple):
-    """The two groups of this rank."""
+class ExpertGroups(NamedTuple):
+    """Process groups of this rank for expert parallelism."""
 
     parallel: dist.ProcessGroup
-    """Its ranks hold different experts."""
+    """Group whose ranks hold different experts."""
     replicas: dist.ProcessGroup
-    """Its ranks hold the same experts."""
+    """Group whose ranks hold the same experts."""
 
 
-def expert_ranks(size: int) -> ExpertRanks:
-    """Make the groups for EP `size`; every rank must call it.
+def make_expert_groups(size: int) -> ExpertGroups:
+    """Make the process groups for the expert-parallel size `size`, and return this rank's groups.
 
-    Named as Megatron names them, so that the ledger calls them `ep` and `expert_dp`.
+    Every rank must call this function. The groups have Megatron's names, which the communication log shows as
+    `ep` and `expert_dp`.
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, size)
-    members = {"EXPERT_MODEL_PARALLEL_GROUP": ranks, "EXPERT_DATA_PARALLEL_GROUP": ranks.t()}
-    groups: list[Any] = [
-        dist.new_subgroups_by_enumeration(each.tolist(), group_desc=name)[0]
-        for name, each in members.items()
-    ]
-    return ExpertRanks(*groups)
+    parallel: Any = dist.new_subgroups_by_enumeration(
+        ranks.tolist(), group_desc="EXPERT_MODEL_PARALLEL_GROUP"
+    )[0]
+    replicas: Any = dist.new_subgroups_by_enumeration(
+        ranks.t().tolist(), group_desc="EXPERT_DATA_PARALLEL_GROUP"
+    )[0]
+    return ExpertGroups(parallel, replicas)
 
 
-def spread_experts(model: nn.Module, ranks: ExpertRanks) -> list[nn.Parameter]:
-    """Leave each rank its experts; return their parameters, which only their replicas share."""
-    kept: list[nn.Parameter] = []
+def keep_local_experts(model: nn.Module, groups: ExpertGroups) -> list[nn.Parameter]:
+    """Remove the experts of other ranks from all layers; return the parameters of this rank's experts.
+
+    The layers then send rows to the ranks that hold the experts. The returned parameters get the attribute
+    COPIES_ATTRIBUTE, and only their replicas may average their gradients (`average_experts`).
+    """
+    expert_parameters: list[nn.Parameter] = []
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            local = layer.count // ranks.parallel.size()
-            first = ranks.parallel.rank() * local
-            layer.experts = layer.experts[first : first + local]
-            layer.dispatch = partial(_run_there, ranks.parallel)
-            kept += layer.experts.parameters()
-    for parameter in kept:
-        setattr(parameter, COPIES, ranks.replicas.size())
-    return kept
+            num_local_experts = layer.num_experts // groups.parallel.size()
+            first = groups.parallel.rank() * num_local_experts
+            layer.experts = layer.experts[first : first + num_local_experts]
+            layer.dispatch = partial(_run_remote_experts, groups.parallel)
+            expert_parameters += layer.experts.parameters()
+    for parameter in expert_parameters:
+        setattr(parameter, COPIES_ATTRIBUTE, groups.replicas.size())
+    return expert_parameters
 
 
-def average_experts(parameters: Sequence[nn.Parameter], ranks: ExpertRanks) -> None:
-    """Sum gradients over replicas and divide by all data ranks, whose tokens reached the experts."""
+def average_experts(parameters: Sequence[nn.Parameter], groups: ExpertGroups) -> None:
+    """Average the gradients of this rank's experts in place.
+
+    Gradients are summed over the replicas of the experts, and divided by the number of all ranks, because the
+    tokens of all ranks have reached the experts. Parameters without a gradient are left out.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    if ranks.replicas.size() > 1:
-        dist.all_reduce(flat, group=ranks.replicas)
+    if groups.replicas.size() > 1:
+        dist.all_reduce(flat, group=groups.replicas)
     flat /= dist.get_world_size()
     sizes = [gradient.numel() for gradient in gradients]
-    for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    for gradient, average in zip(gradients, torch.split(flat, sizes), strict=True):
+        gradient.copy_(average.view_as(gradient))
 
 
-def _run_there(
+def _run_remote_experts(
     group: dist.ProcessGroup, rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]
 ) -> Tensor:
-    """Send each row to the rank that holds its expert, and the result back; of a group a `Dispatch`."""
-    local = len(experts)
-    sent = counts.view(-1, local)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    there, here = sent.sum(1).tolist(), received.sum(1).tolist()
-    arrived: Tensor = _Exchange.apply(rows, here, there, group)
-    # Rows arrive sorted by rank, then by expert; an expert needs its own together.
-    numbers = torch.arange(local, device=rows.device).repeat(len(received))
-    order = numbers.repeat_interleave(received.flatten()).argsort(stable=True)
-    done = run_here(arrived[order], received.sum(0), experts)
-    answer: Tensor = _Exchange.apply(done[order.argsort()], there, here, group)
-    return answer
+    """Send each row to the rank that holds its expert, run the experts, and send the results back.
+
+    With `group` bound, the function is a `Dispatch`: `counts` has the rows per expert of all ranks, and
+    `experts` are those of this rank.
+    """
+    num_local_experts = len(experts)
+    # Rows per rank and expert of that rank, [ranks, local experts].
+    sent_counts = counts.view(-1, num_local_experts)
+    received_counts = torch.empty_like(sent_counts)
+    dist.all_to_all_single(received_counts, sent_counts, group=group)
+    send_sizes, receive_sizes = sent_counts.sum(1).tolist(), received_counts.sum(1).tolist()
+    received: Tensor = _AllToAllRows.apply(rows, receive_sizes, send_sizes, group)
+    # Rows arrive sorted by sending rank and then by expert. Each expert needs its rows together.
+    expert_indices = torch.arange(num_local_experts, device=rows.device)
+    expert_of_row = expert_indices.repeat(len(received_counts)).repeat_interleave(
+        received_counts.flatten()
+    )
+    order = expert_of_row.argsort(stable=True)
+    outputs = run_local_experts(received[order], received_counts.sum(0), experts)
+    returned: Tensor = _AllToAllRows.apply(
+        outputs[order.argsort()], send_sizes, receive_sizes, group
+    )
+    return returned
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; backward is the same with the splits exchanged."""
+class _AllToAllRows(torch.autograd.Function):
+    """All-to-all of rows, whose backward pass sends the gradients the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, into: list[int], outof: list[int], group: Any) -> Tensor:
-        ctx.into, ctx.outof, ctx.group = into, outof, group
-        return _exchange(rows, into, outof, group)
+    def forward(
+        ctx: Any, rows: Tensor, receive_sizes: list[int], send_sizes: list[int], group: Any
+    ) -> Tensor:
+        ctx.receive_sizes, ctx.send_sizes, ctx.group = receive_sizes, send_sizes, group
+        return _exchange_rows(rows, receive_sizes, send_sizes, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradients[0], ctx.outof, ctx.into, ctx.group), None, None, None
+        sent_back = _exchange_rows(gradients[0], ctx.send_sizes, ctx.receive_sizes, ctx.group)
+        return sent_back, None, None, None
 
 
-def _exchange(rows: Tensor, into: list[int], outof: list[int], group: Any) -> Tensor:
-    received = rows.new_empty((sum(into), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), into, outof, group=group)
+def _exchange_rows(
+    rows: Tensor, receive_sizes: list[int], send_sizes: list[int], group: Any
+) -> Tensor:
+    """Send rows to all ranks of a group, and return the received rows in the order of the ranks.
+
+    `receive_sizes` and `send_sizes` are the numbers of rows per rank.
+    """
+    received = rows.new_empty((sum(receive_sizes), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receive_sizes, send_sizes, group=group)
     return received

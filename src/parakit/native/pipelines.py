@@ -1,10 +1,10 @@
-"""Pipelines: PyTorch's own schedules, and PipeDream's, which PyTorch does not have.
+"""Run pipeline parallelism by PyTorch's schedules, and by PipeDream's, which PyTorch does not have.
 
-`ScheduledPipeline` runs GPipe, 1F1B and interleaved 1F1B of `torch.distributed.pipelining`.
-`StashingPipeline` runs 1F1B without flushes: each batch takes one version of the weights through a
-stage, forward and backward, while updates make newer ones (PipeDream, arXiv:1806.03377 section 3.3;
-with two versions PipeDream-2BW, with flushes PipeDream-Flush, arXiv:2006.09503 section 3). A stage is
-one rank; only the last one knows the loss.
+`ScheduledPipeline` runs GPipe, 1F1B and interleaved 1F1B of `torch.distributed.pipelining`. `StashingPipeline` runs
+1F1B without flushes: each batch uses one version of the weights on a stage, in its forward and its backward pass,
+while updates make newer versions (PipeDream, arXiv:1806.03377 section 3.3). With two versions this is PipeDream-2BW,
+and with flushes PipeDream-Flush (arXiv:2006.09503 section 3). Every rank is one position in the pipeline, and only
+the last rank knows the loss.
 """
 
 from __future__ import annotations
@@ -23,100 +23,113 @@ from torch.func import functional_call
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.native.batches import MicroBatch
-from parakit.native.engines import Engine, Update, ledger
+from parakit.native.engines import Engine, Update, install_recorder
 from parakit.native.model import GPT, mean_loss
-from parakit.native.optimizer import adamw, clip_gradients, learning_rate
-from parakit.native.parallel import COPIES, RankLayout
+from parakit.native.optimizer import build_adamw, clip_gradients, learning_rate
+from parakit.native.parallel import COPIES_ATTRIBUTE, RankLayout
 from parakit.native.settings import Settings
 
-_SENDS_LEFT_OPEN = 2
-"""A neighbour is at most two micro batches behind, so waiting for older messages never blocks."""
+PREVIOUS_STAGE, NEXT_STAGE = -1, +1
+_MAX_OPEN_SENDS = 2
+"""Number of sends per direction that may be unfinished.
+
+A neighbour is at most two micro batches behind, so waiting for an older send never blocks.
+"""
 
 
 class StageModules(nn.ModuleList):
-    """A rank's stages, first to last."""
+    """Stages of one rank, from the first to the last."""
 
     weight_versions: Sequence[Sequence[Tensor]] = ()
-    """Buffers of all versions of the weights that are kept, where the ledger finds them."""
+    """Buffers of all versions of the weights, for the memory accounting; empty with one version."""
 
 
 def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> StageModules:
-    """This rank's stages of a whole model, first to last; `model` is not usable after.
+    """Return this rank's stages of a full model, from the first to the last.
 
-    Parameters know how many ranks hold them, so that a gradient's norm counts each once.
+    `model` becomes one of the stages and must not be used any more. The parameters get COPIES_ATTRIBUTE, so
+    that the gradient norm counts each parameter once.
     """
-    virtual = settings.num_virtual_stages_per_pipeline_rank
-    count = ranks.pipeline_size * virtual
-    chunks = [deepcopy(model) for _ in range(virtual - 1)] + [model]
-    for place, chunk in enumerate(chunks):
-        chunk.keep_stage(place * ranks.pipeline_size + ranks.pipeline_rank, count)
+    stages_per_rank = settings.num_virtual_stages_per_pipeline_rank
+    num_stages = ranks.pipeline_size * stages_per_rank
+    chunks = [deepcopy(model) for _ in range(stages_per_rank - 1)] + [model]
+    for index, chunk in enumerate(chunks):
+        chunk.keep_stage(index * ranks.pipeline_size + ranks.pipeline_rank, num_stages)
     stages = StageModules(chunks)
     for parameter in stages.parameters():
-        setattr(parameter, COPIES, 1)
-    if (tied := tied_matrix(stages)) is not None:
-        setattr(tied, COPIES, 2)
+        setattr(parameter, COPIES_ATTRIBUTE, 1)
+    tied_matrix = find_tied_matrix(stages)
+    if tied_matrix is not None:
+        setattr(tied_matrix, COPIES_ATTRIBUTE, 2)
     return stages
 
 
-def pipeline_engine(stages: StageModules, settings: Settings, ranks: RankLayout) -> Engine:
-    """The engine of `--pipeline-schedule`; every rank must call it."""
+def build_pipeline_engine(stages: StageModules, settings: Settings, ranks: RankLayout) -> Engine:
+    """Return the engine of `--pipeline-schedule`; every rank must call this function."""
     schedule = PipelineSchedule(settings.pipeline_schedule)
     if schedule.is_asynchronous or schedule is PipelineSchedule.PIPEDREAM_FLUSH:
         return StashingPipeline(stages, settings, ranks)
     return ScheduledPipeline(stages, settings, ranks)
 
 
-def tied_matrix(stages: StageModules) -> nn.Parameter | None:
-    """This rank's copy of a tied embedding; None where it has none."""
+def find_tied_matrix(stages: StageModules) -> nn.Parameter | None:
+    """Return this rank's copy of the tied embedding matrix.
+
+    Return None if the matrix is not tied, or if this rank has neither the first nor the last stage.
+    """
     for stage in stages:
         assert isinstance(stage, GPT)
-        for end in (stage.word_embeddings, stage.output_layer):
-            if stage.is_tied and end is not None:
-                assert isinstance(end.weight, nn.Parameter)
-                return end.weight
+        for module in (stage.word_embeddings, stage.output_layer):
+            if stage.is_tied and module is not None:
+                assert isinstance(module.weight, nn.Parameter)
+                return module.weight
     return None
 
 
 class _Pipeline:
-    """What both kinds share: the optimizer, the tied matrix, and forward passes alone."""
+    """Base of both engines: the optimizer, the tied matrix, and forward passes for evaluation."""
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         self._stages, self._settings, self._ranks = stages, settings, ranks
-        # The first and the last stage, which hold a tied matrix; None on the others.
-        ends = [0, ranks.world_size - 1]
-        group = dist.new_group(ends, group_desc="EMBEDDING_GROUP")
-        self._ends = group if isinstance(group, dist.ProcessGroup) else None
-        self._ledger = ledger()
-        self.optimizer: torch.optim.Optimizer = adamw(stages.parameters(), settings)
-        self._first = ranks.pipeline_rank == 0
-        self._last = ranks.pipeline_rank == ranks.pipeline_size - 1
+        # Group of the first and the last rank, which both hold a tied matrix; None on other ranks.
+        end_ranks = [0, ranks.world_size - 1]
+        group = dist.new_group(end_ranks, group_desc="EMBEDDING_GROUP")
+        self._embedding_group = group if isinstance(group, dist.ProcessGroup) else None
+        self._recorder = install_recorder()
+        self.optimizer: torch.optim.Optimizer = build_adamw(stages.parameters(), settings)
+        self._is_first = ranks.pipeline_rank == 0
+        self._is_last = ranks.pipeline_rank == ranks.pipeline_size - 1
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """All of the vocabulary, on every rank."""
-        shape = (*tokens.shape, self._settings.padded_vocabulary)
-        x = tokens
+        """Return logits [batch, sequence, padded vocabulary] in fp32, on every rank."""
+        hidden = tokens
         self._stages.eval()
         with torch.no_grad(), self._autocast():
-            for place, stage in enumerate(self._stages):
-                if place > 0 or not self._first:
-                    x = _hidden(tokens, self._settings)
-                    dist.recv(x, self._neighbour(-1))
-                x = stage(x)
-                if place < len(self._stages) - 1 or not self._last:
-                    dist.send(x, self._neighbour(1))
+            for index, stage in enumerate(self._stages):
+                if index > 0 or not self._is_first:
+                    hidden = _empty_hidden_states(tokens, self._settings)
+                    dist.recv(hidden, self._neighbour(PREVIOUS_STAGE))
+                hidden = stage(hidden)
+                if index < len(self._stages) - 1 or not self._is_last:
+                    dist.send(hidden, self._neighbour(NEXT_STAGE))
         self._stages.train()
-        found = x.float() if self._last else torch.empty(shape, device=tokens.device)
-        dist.broadcast(found, self._ranks.world_size - 1)
-        return found
+        if self._is_last:
+            logits = hidden.float()
+        else:
+            shape = (*tokens.shape, self._settings.padded_vocabulary)
+            logits = torch.empty(shape, device=tokens.device)
+        dist.broadcast(logits, self._ranks.world_size - 1)
+        return logits
 
-    def _step(self, batch: int) -> Update:
-        """Average a tied matrix's gradients, clip if that is wanted, and make update `batch`."""
+    def _run_optimizer(self, batch: int) -> Update:
+        """Sum a tied matrix's gradients over its two ranks, clip, and make the update of batch `batch`."""
         norm = None
-        if self._ends is not None and (tied := tied_matrix(self._stages)) is not None:
-            assert tied.grad is not None
-            with self._ledger.span("embedding-grads-all-reduce"):
-                dist.all_reduce(tied.grad, group=self._ends)
-        with self._ledger.span("optimizer"):
+        tied_matrix = find_tied_matrix(self._stages)
+        if self._embedding_group is not None and tied_matrix is not None:
+            assert tied_matrix.grad is not None
+            with self._recorder.span("embedding-grads-all-reduce"):
+                dist.all_reduce(tied_matrix.grad, group=self._embedding_group)
+        with self._recorder.span("optimizer"):
             if self._settings.clip_grad > 0:
                 norm = clip_gradients(self._stages.parameters(), self._settings.clip_grad)
             for group in self.optimizer.param_groups:
@@ -126,26 +139,28 @@ class _Pipeline:
         return Update(norm)
 
     def _neighbour(self, step: int) -> int:
+        """Return the rank of the previous or the next stage; the last stage's next is the first."""
         return (self._ranks.pipeline_rank + step) % self._ranks.pipeline_size
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for products in bf16; fp32 needs none."""
         if not self._settings.bf16:
             return contextlib.nullcontext()
         return torch.autocast(self._ranks.device.type, torch.bfloat16)
 
 
 class ScheduledPipeline(_Pipeline):
-    """PyTorch's schedules, which flush: every gradient is of the weights that it changes."""
+    """Engine with PyTorch's schedules, which flush: each gradient is taken at the weights that it updates."""
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         super().__init__(stages, settings, ranks)
-        # Not at the top: it loads a compiler, which other layouts need not wait for.
+        # This import loads a compiler, so it is not at the top: runs without a pipeline need not wait.
         from torch.distributed import pipelining
 
-        span = self._ledger.span
+        span = self._recorder.span
 
         class TimedStage(pipelining.PipelineStage):
-            """Reports its passes to the ledger."""
+            """Stage that reports its passes to the recorder."""
 
             def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
                 with span("forward-compute"):
@@ -155,187 +170,227 @@ class ScheduledPipeline(_Pipeline):
                 with span("backward-compute"):
                     return super().backward_one_chunk(*args, **options)
 
-        count, group = len(stages) * ranks.pipeline_size, _group()
-        places = range(ranks.pipeline_rank, count, ranks.pipeline_size)
-        own: Any = [
-            TimedStage(stage, place, count, ranks.device, group=group)
-            for place, stage in zip(places, stages, strict=True)
+        num_stages = len(stages) * ranks.pipeline_size
+        group = _make_pipeline_group()
+        stage_indices = range(ranks.pipeline_rank, num_stages, ranks.pipeline_size)
+        timed_stages: Any = [
+            TimedStage(stage, index, num_stages, ranks.device, group=group)
+            for index, stage in zip(stage_indices, stages, strict=True)
         ]
         micro_batches = settings.global_batch_size // settings.micro_batch_size
         schedule = PipelineSchedule(settings.pipeline_schedule)
         self._schedule: Any
         if schedule is PipelineSchedule.INTERLEAVED:
-            self._schedule = pipelining.ScheduleInterleaved1F1B(own, micro_batches, mean_loss)
+            self._schedule = pipelining.ScheduleInterleaved1F1B(
+                timed_stages, micro_batches, mean_loss
+            )
+        elif schedule is PipelineSchedule.GPIPE:
+            self._schedule = pipelining.ScheduleGPipe(timed_stages[0], micro_batches, mean_loss)
         else:
-            is_gpipe = schedule is PipelineSchedule.GPIPE
-            make = pipelining.ScheduleGPipe if is_gpipe else pipelining.Schedule1F1B
-            self._schedule = make(own[0], micro_batches, mean_loss)
+            self._schedule = pipelining.Schedule1F1B(timed_stages[0], micro_batches, mean_loss)
         self._updates = 0
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Gradients are means over the micro batches (`scale_grads`)."""
-        self._ledger.begin_iteration([self._stages], self.optimizer)
+        """Run the schedule, and return the mean loss, [1], on the last rank and 0 on other ranks.
+
+        The schedule divides the gradients by the number of micro batches (`scale_grads`).
+        """
+        self._recorder.begin_iteration([self._stages], self.optimizer)
         losses: list[Tensor] = []
-        tokens, labels = (torch.cat(part) for part in zip(*batches, strict=True))
-        with self._ledger.span("stages-send-recv"), self._autocast():
+        tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        with self._recorder.span("stages-send-recv"), self._autocast():
             self._schedule.step(
-                *([tokens] if self._first else []),
-                target=labels if self._last else None,
+                *([tokens] if self._is_first else []),
+                target=labels if self._is_last else None,
                 losses=losses,
                 return_outputs=False,
             )
-        return torch.stack(losses).mean().detach().reshape(1) if losses else _no_loss(tokens)
+        return torch.stack(losses).mean().detach().reshape(1) if losses else _zero_loss(tokens)
 
     def update(self, learning_rate: float) -> Update:  # noqa: ARG002 - known from the number
-        """One update an iteration."""
-        done = self._step(self._updates)
+        """Run the optimizer's step; the learning rate follows from the number of updates."""
+        update = self._run_optimizer(self._updates)
         self._updates += 1
-        self._ledger.end_step()
-        return done
+        self._recorder.end_step()
+        return update
 
 
 @dataclass
-class _Flight:
-    """A micro batch between its forward and its backward pass."""
+class _MicroBatchInFlight:
+    """Micro batch between its forward and its backward pass on this stage."""
 
     batch: int
+    """Number of the batch from 0."""
     is_last: bool
-    """Of its batch."""
+    """True for the last micro batch of its batch."""
     received: Tensor
+    """Input of the stage: hidden states, or tokens on the first stage."""
     result: Tensor
-    """What the stage sent on; the loss on the last one."""
+    """Output that the stage has sent on; the loss on the last stage."""
 
 
 class StashingPipeline(_Pipeline):
-    """1F1B in which a batch keeps the weights that it began with.
+    """Engine with 1F1B in which a batch keeps the weights with which it started.
 
-    The gradient of batch n is taken at version n − staleness of the weights (0 before the pipeline is
-    full) and makes version n + 1. A stage has a buffer for each version between the two.
+    The gradient of batch n is taken at version max(0, n − staleness) of the weights, and makes version n + 1.
+    A stage has one buffer for each version from the oldest that is still used to the newest.
     """
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         super().__init__(stages, settings, ranks)
         schedule = PipelineSchedule(settings.pipeline_schedule)
-        stage, count = ranks.pipeline_rank, ranks.pipeline_size
+        stage_index, num_stages = ranks.pipeline_rank, ranks.pipeline_size
         self._stage = stages[0]
-        self._flushes = not schedule.is_asynchronous
-        self._staleness = schedule.staleness(count, stage)
-        self._lead = count - stage - 1
-        """Micro batches that are begun before the first one comes back."""
+        self._has_flushes = not schedule.is_asynchronous
+        self._staleness = schedule.staleness(num_stages, stage_index)
+        self._warmup_micro_batches = num_stages - stage_index - 1
+        """Micro batches that start before the first backward pass."""
         self._parameters = dict(self._stage.named_parameters())
-        self._versions = [
-            [p.data if not place else torch.empty_like(p.data) for p in self._parameters.values()]
-            for place in range(self._staleness + 1)
-        ]
+        # The first version uses the parameters' own memory.
+        self._versions = [[parameter.data for parameter in self._parameters.values()]]
+        for _ in range(self._staleness):
+            self._versions.append([torch.empty_like(data) for data in self._versions[0]])
         stages.weight_versions = self._versions
-        self._forwards, self._backwards = _group(), _group()
-        """Messages of one direction are in order; NCCL would let two directions of a pair block."""
-        self._sends: dict[int, deque[tuple[dist.Work, Tensor]]] = {1: deque(), -1: deque()}
-        self._weights: dict[int, dict[str, Tensor]] = {}
-        """By batch in flight: its version, with the batch's gradients."""
-        self._in_flight: deque[_Flight] = deque()
-        self._begun = self._updates = 0
-        self._update = Update()
+        # Each direction has its own group. In one group NCCL runs all messages of two ranks in order, so the
+        # two directions could block each other.
+        self._forward_group, self._backward_group = _make_pipeline_group(), _make_pipeline_group()
+        self._sends: dict[int, deque[tuple[dist.Work, Tensor]]] = {
+            NEXT_STAGE: deque(),
+            PREVIOUS_STAGE: deque(),
+        }
+        """Unfinished sends by direction, each with its tensor, which must stay alive."""
+        self._weights_by_batch: dict[int, dict[str, Tensor]] = {}
+        """Weights of each batch in flight; their `grad` accumulates the batch's gradients."""
+        self._in_flight: deque[_MicroBatchInFlight] = deque()
+        self._started_batches = 0
+        self._updates = 0
+        self._last_update = Update()
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """The losses are those of `batches`; the gradients, without flushes, of earlier ones too."""
-        self._ledger.begin_iteration([self._stages], self.optimizer)
-        loss = _no_loss(batches[0][0])
+        """Run the forward passes of one batch and the backward passes that are due; return the batch's loss.
+
+        The loss is [1]; it is 0 on all ranks but the last. Without flushes, some of the backward passes belong
+        to earlier batches. In the last iteration of the run all backward passes are finished.
+        """
+        self._recorder.begin_iteration([self._stages], self.optimizer)
+        loss = _zero_loss(batches[0][0])
         for number, micro_batch in enumerate(batches, start=1):
-            self._forward(micro_batch, len(batches), is_last=number == len(batches))
-            if self._last:
+            self._run_forward(micro_batch, len(batches), is_last=number == len(batches))
+            if self._is_last:
                 loss += self._in_flight[-1].result.detach()
-            if len(self._in_flight) > self._lead:
-                self._backward()
-        self._begun += 1
-        if self._flushes or self._begun == self._settings.exit_interval:
+            if len(self._in_flight) > self._warmup_micro_batches:
+                self._run_backward()
+        self._started_batches += 1
+        if self._has_flushes or self._started_batches == self._settings.exit_interval:
             while self._in_flight:
-                self._backward()
-            self._wait_for_sends(0)
+                self._run_backward()
+            self._wait_for_sends(max_open=0)
         return loss
 
     def update(self, learning_rate: float) -> Update:  # noqa: ARG002 - known from the batch
-        """The newest update; it was made as soon as its batch had come back."""
-        self._ledger.end_step()
-        return self._update
+        """Return the newest update, which was made as soon as its batch had finished."""
+        self._recorder.end_step()
+        return self._last_update
 
-    def _forward(self, micro_batch: MicroBatch, count: int, *, is_last: bool) -> None:
+    def _run_forward(self, micro_batch: MicroBatch, count: int, *, is_last: bool) -> None:
+        """Run the forward pass of one of `count` micro batches, and send its output to the next stage."""
         tokens, labels = micro_batch
-        x = tokens
-        if not self._first:
-            x = _hidden(tokens, self._settings)
-            with self._ledger.span("forward-recv"):
-                dist.recv(x, self._neighbour(-1), group=self._forwards)
-            x.requires_grad_()
-        if self._begun not in self._weights:
-            # A version of the weights, with gradients of its own. `.data` has its own version counter,
-            # so that autograd does not take an update of the parameter, which has another buffer by
-            # then, for a change of this one.
-            number = max(0, self._begun - self._staleness)
-            assert self._updates - len(self._versions) < number <= self._updates
-            held = self._versions[number % len(self._versions)]
-            self._weights[self._begun] = {
-                name: data.data.requires_grad_()
-                for name, data in zip(self._parameters, held, strict=True)
-            }
-        with self._ledger.span("forward-compute"), self._autocast():
-            result = functional_call(self._stage, self._weights[self._begun], (x,))
-            if self._last:
+        received = tokens
+        if not self._is_first:
+            received = _empty_hidden_states(tokens, self._settings)
+            with self._recorder.span("forward-recv"):
+                dist.recv(received, self._neighbour(PREVIOUS_STAGE), group=self._forward_group)
+            received.requires_grad_()
+        if self._started_batches not in self._weights_by_batch:
+            self._weights_by_batch[self._started_batches] = self._take_weights()
+        weights = self._weights_by_batch[self._started_batches]
+        with self._recorder.span("forward-compute"), self._autocast():
+            result = functional_call(self._stage, weights, (received,))
+            if self._is_last:
                 result = mean_loss(result, labels) / count
-        if not self._last:
-            self._send(result.detach(), 1)
-        self._in_flight.append(_Flight(self._begun, is_last, x, result))
+        if not self._is_last:
+            self._send(result.detach(), NEXT_STAGE)
+        self._in_flight.append(
+            _MicroBatchInFlight(self._started_batches, is_last, received=received, result=result)
+        )
 
-    def _backward(self) -> None:
-        flight = self._in_flight.popleft()
+    def _take_weights(self) -> dict[str, Tensor]:
+        """Return the version of the weights for the batch that starts now, with gradients of its own."""
+        version = max(0, self._started_batches - self._staleness)
+        assert self._updates - len(self._versions) < version <= self._updates
+        buffers = self._versions[version % len(self._versions)]
+        # Autograd counts in-place changes of a tensor. An update writes to the parameter, which has another
+        # buffer by then, but the count would be shared. `.data` makes a tensor with a count of its own.
+        return {
+            name: buffer.data.requires_grad_()
+            for name, buffer in zip(self._parameters, buffers, strict=True)
+        }
+
+    def _run_backward(self) -> None:
+        """Run the backward pass of the oldest micro batch in flight.
+
+        The gradient goes to the previous stage. After the last micro batch of a batch the weights are updated.
+        """
+        micro_batch = self._in_flight.popleft()
         gradient = None
-        if not self._last:
-            gradient = torch.empty_like(flight.result)
-            with self._ledger.span("backward-recv"):
-                dist.recv(gradient, self._neighbour(1), group=self._backwards)
-        with self._ledger.span("backward-compute"):
-            torch.autograd.backward(flight.result, gradient)
-        if not self._first:
-            assert flight.received.grad is not None
-            self._send(flight.received.grad, -1)
-        if flight.is_last:
-            # Make the version after the newest from the gradients of `batch`.
-            assert flight.batch == self._updates
-            for name, weight in self._weights.pop(flight.batch).items():
-                self._parameters[name].grad = weight.grad
-            if self._staleness:
-                # The oldest version's buffer: `batch` was the last that needed it.
-                newest = self._versions[(self._updates + 1) % len(self._versions)]
-                for parameter, buffer in zip(self._parameters.values(), newest, strict=True):
-                    parameter.data = buffer.copy_(parameter.data)
-            self._updates += 1
-            self._update = self._step(flight.batch)
+        if not self._is_last:
+            gradient = torch.empty_like(micro_batch.result)
+            with self._recorder.span("backward-recv"):
+                dist.recv(gradient, self._neighbour(NEXT_STAGE), group=self._backward_group)
+        with self._recorder.span("backward-compute"):
+            torch.autograd.backward(micro_batch.result, gradient)
+        if not self._is_first:
+            assert micro_batch.received.grad is not None
+            self._send(micro_batch.received.grad, PREVIOUS_STAGE)
+        if micro_batch.is_last:
+            self._make_new_version(micro_batch.batch)
+
+    def _make_new_version(self, batch: int) -> None:
+        """Make the next version of the weights from the gradients of a finished batch."""
+        assert batch == self._updates
+        for name, weight in self._weights_by_batch.pop(batch).items():
+            self._parameters[name].grad = weight.grad
+        if self._staleness:
+            # The buffer of the oldest version is free now, because no later batch uses this version.
+            free_buffers = self._versions[(self._updates + 1) % len(self._versions)]
+            for parameter, buffer in zip(self._parameters.values(), free_buffers, strict=True):
+                parameter.data = buffer.copy_(parameter.data)
+        self._updates += 1
+        self._last_update = self._run_optimizer(batch)
 
     def _send(self, tensor: Tensor, step: int) -> None:
-        group = self._forwards if step > 0 else self._backwards
-        with self._ledger.span("forward-send" if step > 0 else "backward-send"):
+        """Start to send a tensor to the next or the previous stage, and wait for old sends."""
+        is_forward = step == NEXT_STAGE
+        group = self._forward_group if is_forward else self._backward_group
+        with self._recorder.span("forward-send" if is_forward else "backward-send"):
             work = dist.isend(tensor, self._neighbour(step), group=group)
             assert work is not None
             self._sends[step].append((work, tensor))
-            self._wait_for_sends(_SENDS_LEFT_OPEN)
+            self._wait_for_sends(max_open=_MAX_OPEN_SENDS)
 
-    def _wait_for_sends(self, left_open: int) -> None:
+    def _wait_for_sends(self, *, max_open: int) -> None:
+        """Wait for the oldest sends until each direction has at most `max_open` unfinished sends."""
         for sends in self._sends.values():
-            while len(sends) > left_open:
-                sends.popleft()[0].wait()
+            while len(sends) > max_open:
+                work, _ = sends.popleft()
+                work.wait()
 
 
-def _hidden(tokens: Tensor, settings: Settings) -> Tensor:
-    """Room for the hidden states of a micro batch; the residual stream is fp32 under autocast too."""
+def _empty_hidden_states(tokens: Tensor, settings: Settings) -> Tensor:
+    """Return an empty tensor [batch, sequence, hidden] for the hidden states of a micro batch.
+
+    It is fp32, because the residual stream stays in fp32 under autocast.
+    """
     return torch.empty((*tokens.shape, settings.hidden_size), device=tokens.device)
 
 
-def _no_loss(like: Tensor) -> Tensor:
+def _zero_loss(like: Tensor) -> Tensor:
+    """Return a loss of 0, [1], on the device of `like`."""
     return torch.zeros(1, device=like.device)
 
 
-def _group() -> dist.ProcessGroup:
-    """All stages, under Megatron's name for them, which the ledger knows."""
+def _make_pipeline_group() -> dist.ProcessGroup:
+    """Return a new group of all stages with Megatron's name for it, which the recorder knows."""
     group = dist.new_group(group_desc="PIPELINE_MODEL_PARALLEL_GROUP")
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,8 +1,8 @@
-"""What to train, read from Megatron's own flags, so that both backends take the same command.
+"""Parse Megatron's flags into the `Settings` of a native run, so that all backends take the same command.
 
-Kinds and defaults are the flag table's. Flags that only choose how Megatron computes are accepted and
-ignored; a flag that would change the model, the data or the loss and is not implemented is refused by
-name. No torch here.
+Types and defaults come from the flag table (`parakit.config.flag_table`). Flags that only choose how Megatron
+computes are accepted and ignored. A flag that changes the model, the data or the loss, and that this backend
+does not implement, is refused. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from parakit.config.model import round_up, usual_ffn
 from parakit.config.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
-"""Those of the reference by transformers: the imported model's folder, a strategy's padded
-vocabulary."""
+"""Flags of the reference run by transformers: folder of the imported model, and padded vocabulary."""
 
 FROM_CONFIG = of_native("imported")
-"""Flags of the architecture that this backend does not know; an imported model's config says them."""
+"""Flags of architectures that only transformers implements; it reads them from the model's config."""
 
 MUON_RULE_FLAG = "--muon-rule"
-"""The native backend's own."""
+"""Flag that Megatron does not have: it chooses PyTorch's or Megatron's rule for Muon."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run: the flags that this backend implements, each a field of its name.
+    """Settings of one run: a field per flag that this backend implements, with the flag's name.
 
-    What a training process reads from its command line. The `RunSpec` that is recorded of it is read
-    from the same flags; it knows neither paths nor rates, nor what this backend has to refuse. A field
-    with a default here is one for which Megatron derives it, or has none.
+    A training process reads them from its command line. The `RunSpec` that the kit records is read from the
+    same flags, but has no paths and no learning rates. Fields with a default here are those that Megatron
+    derives from other flags, or that Megatron does not have.
     """
 
     num_layers: int
@@ -46,7 +45,7 @@ class Settings:
     make_vocab_size_divisible_by: int
     init_method_std: float
     no_bias_gelu_fusion: bool
-    """Megatron's fused GELU is the tanh approximation, its plain one exact (erf)."""
+    """True for the exact GELU (erf); False for Megatron's fused GELU, which is the tanh approximation."""
     attention_dropout: float
     hidden_dropout: float
     micro_batch_size: int
@@ -58,7 +57,7 @@ class Settings:
     data_path: str
     split: str = "969,30,1"
     start_weights: str = ""
-    """Folder of the shared start; empty initialises afresh."""
+    """Checkpoint of the initial weights that all strategies share; if empty, weights are random."""
     lr: float
     min_lr: float
     lr_decay_style: str
@@ -76,70 +75,84 @@ class Settings:
     pipeline_schedule: str = PipelineSchedule.MEGATRON.value
     use_torch_fsdp2: bool
     engine: str
-    """`torch`, `deepspeed`, or `bare`: forward and backward alone, no communication, no update."""
+    """`torch`, `deepspeed` or `bare`; `bare` runs forward and backward passes only.
+
+    `bare` does not communicate and does not update the weights.
+    """
     zero_stage: int
     eval_interval: int = 0
     eval_iters: int
     ffn_hidden_size: int = 0
-    """Width inside an MLP, or inside each expert; 0 is Megatron's default for either."""
+    """Width inside an MLP, or inside each expert; 0 takes Megatron's default."""
     moe_ffn_hidden_size: int = 0
-    """Of each expert, where it is another one."""
+    """Width inside each expert; 0 takes `ffn_hidden_size`."""
     normalization: str
     position_embedding_type: str
     rotary_base: int
     disable_bias_linear: bool
     untie_embeddings_and_output_weights: bool
     swiglu: bool
-    """The MLP's first matrix is twice as wide."""
+    """True for a gated MLP, whose first matrix is twice as wide."""
     silu: bool
     num_experts: int = 0
-    """In each layer; 0 is dense."""
+    """Experts per layer; 0 is a dense model."""
     moe_router_topk: int
     moe_aux_loss_coeff: float
     moe_z_loss_coeff: float = 0.0
     expert_model_parallel_size: int
     optimizer: str
-    """`adam` (AdamW), or `muon` with AdamW for what is no hidden matrix."""
+    """`adam` is AdamW; `muon` is Muon for hidden matrices and AdamW for all other parameters."""
     decoupled_lr: float | None = None
-    """Peak rate of the AdamW beside Muon; None is `lr`."""
+    """Peak learning rate of the AdamW that runs next to Muon; None is `lr`."""
     muon_momentum: float
     muon_rule: str
-    """`pytorch` or `megatron`: whose Muon, and which parameters are left to AdamW."""
+    """Implementation of Muon, `pytorch` or `megatron`, which also decides what AdamW updates."""
     muon_fp32_matmul_prec: str
-    """Of the Newton–Schulz steps by Megatron's rule: `medium` is bf16, `high` what torch makes of it."""
+    """Precision of the Newton–Schulz steps under the rule `megatron`.
+
+    `medium` is bf16; `high` is the precision that torch's setting `high` gives.
+    """
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding; Megatron pads to a multiple of this times TP."""
+        """Rows of the embedding: the vocabulary, rounded up as Megatron does.
+
+        They are a multiple of `make_vocab_size_divisible_by` times the tensor-parallel size.
+        """
         multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return round_up(self.vocab_size, multiple)
 
     @property
     def bias(self) -> bool:
-        """Of all linear layers."""
+        """True if the linear layers have biases."""
         return not self.disable_bias_linear
 
     @property
     def activation(self) -> str:
-        """`gelu`, `silu`, or `swiglu`."""
-        return "swiglu" if self.swiglu else "silu" if self.silu else "gelu"
+        """Activation of the MLPs: `gelu`, `silu` or `swiglu`."""
+        if self.swiglu:
+            return "swiglu"
+        return "silu" if self.silu else "gelu"
 
     @property
     def mlp_width(self) -> int:
-        """Inside an MLP, or inside each expert."""
-        usual = usual_ffn(self.hidden_size, self.swiglu)
-        return self.moe_ffn_hidden_size or self.ffn_hidden_size or usual
+        """Width inside an MLP, or inside each expert."""
+        default_width = usual_ffn(self.hidden_size, self.swiglu)
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size or default_width
 
     @property
     def adamw_rate(self) -> float:
-        """Of the AdamW beside Muon, for the rate of Muon."""
+        """Learning rate of the AdamW that runs next to Muon, as a fraction of Muon's learning rate."""
         return (self.lr if self.decoupled_lr is None else self.decoupled_lr) / self.lr
 
 
-def parse_settings(words: Sequence[str]) -> Settings:
-    """Read the flags; exits with a sentence that names what this backend does not do."""
+def parse_settings(arguments: Sequence[str]) -> Settings:
+    """Return the settings that the flags give.
+
+    Exit with one sentence if this backend does not implement a flag or a value.
+    """
     try:
-        known, unknown = _parser().parse_known_args(words)
+        known, unknown = _build_parser().parse_known_args(arguments)
     except ValueError as error:
         sys.exit(f"The native backend cannot take {error}.")
     if unknown:
@@ -147,50 +160,62 @@ def parse_settings(words: Sequence[str]) -> Settings:
             f"{unknown[0]} is not implemented by the native backend; leave it out, or train with "
             "BACKEND=megatron."
         )
-    return Settings(**{each.name: getattr(known, each.name) for each in fields(Settings)})
+    return Settings(**{setting.name: getattr(known, setting.name) for setting in fields(Settings)})
 
 
-def unknown_flags(words: Sequence[str]) -> list[str]:
-    """Flags among `words` that this backend does not implement."""
-    known = _parser()._option_string_actions
-    return [word for word in words if word.startswith("--") and word not in known]
+def unknown_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the flags among the arguments that this backend does not implement, in their order."""
+    known_flags = _build_parser()._option_string_actions
+    return [
+        argument
+        for argument in arguments
+        if argument.startswith("--") and argument not in known_flags
+    ]
 
 
-def refused_value(words: Sequence[str]) -> str | None:
-    """argparse's words for a value that this backend does not take; None if all are fine."""
+def refused_value(arguments: Sequence[str]) -> str | None:
+    """Return argparse's message on the first value that this backend refuses, or None."""
     try:
-        _parser().parse_known_args(words)
+        _build_parser().parse_known_args(arguments)
     except ValueError as error:
         return str(error)
     return None
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises ValueError instead of exiting."""
+class _RaisingParser(argparse.ArgumentParser):
+    """Parser that raises ValueError with argparse's message, where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_native.py", allow_abbrev=False)
-    read = {"--" + each.name.replace("_", "-"): each.default for each in fields(Settings)}
-    # Beside its fields the flags of which it has values, and those that say nothing to it.
-    others = {name for name, flag in FLAGS.items() if flag.native} - FROM_CONFIG
-    for name in (*read, *sorted(others - read.keys())):
-        _add(parser, FLAGS[name], read.get(name))
+def _build_parser() -> argparse.ArgumentParser:
+    """Return a parser of all flags that this backend implements or ignores."""
+    parser = _RaisingParser(prog="pretrain_native.py", allow_abbrev=False)
+    default_by_flag = {
+        "--" + setting.name.replace("_", "-"): setting.default for setting in fields(Settings)
+    }
+    # The other flags are those whose value this backend requires or ignores; no field holds them.
+    accepted_flags = {name for name, flag in FLAGS.items() if flag.native} - FROM_CONFIG
+    other_flags = sorted(accepted_flags - default_by_flag.keys())
+    for name in (*default_by_flag, *other_flags):
+        _add_flag(parser, FLAGS[name], default_by_flag.get(name))
     return parser
 
 
-def _add(parser: argparse.ArgumentParser, flag: KnownFlag, default: Any) -> None:
+def _add_flag(parser: argparse.ArgumentParser, flag: KnownFlag, default: Any) -> None:
+    """Add one flag of the table; a default of MISSING stands for the table's default."""
     if flag.kind in ("on", "off"):
         parser.add_argument(flag.name, action="store_true")
         return
-    read: Callable[[str], Any] = {"whole": int, "decimal": float}.get(flag.kind, str)
+    read_value: Callable[[str], Any] = {"whole": int, "decimal": float}.get(flag.kind, str)
+    choices = None
+    if flag.native not in ("", "ignored"):
+        choices = [read_value(choice) for choice in flag.native.split("|")]
     parser.add_argument(
         flag.name,
-        type=read,
-        choices=None if flag.native in ("", "ignored") else [*map(read, flag.native.split("|"))],
+        type=read_value,
+        choices=choices,
         default=flag.default if default is MISSING else default,
         required=default is MISSING and flag.default is None,
     )

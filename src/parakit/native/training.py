@@ -1,9 +1,9 @@
-"""The run of the native backend, from its flags to its last line; `pretrain_native.py` calls `main`.
+"""Train the native backend's model, from the flags to the last log line; `pretrain_native.py` calls `main`.
 
-It writes Megatron 0.19's log lines, so that one scraper reads every backend. From 0.16 on Megatron
-prints the first iteration without resetting what it adds up, so its second line is the mean of two. That
-is kept: the kit's memory ledger slows the second iteration down, and readers of these logs leave that
-line out of the times, as they do of Megatron's.
+The log lines are those of Megatron 0.19, so the same parser reads the logs of every backend. Since 0.16, Megatron
+prints the first iteration without resetting its sums, so its second line is the mean of two iterations. This
+module does the same. Readers leave the second line out of the times, because the kit's memory accounting slows the
+second iteration down.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,61 +25,80 @@ from torch.nn.functional import cross_entropy
 
 from parakit.data import Split
 from parakit.native.batches import SplitSamples, micro_batches
-from parakit.native.capture import capturing, native_counterpart
+from parakit.native.capture import build_native_counterpart, wrap_for_capture
 from parakit.native.engines import DeepSpeedEngine, Engine, TorchEngine, Update, count_parameters
 from parakit.native.model import GPT, initialise
 from parakit.native.optimizer import learning_rate
 from parakit.native.parallel import RankLayout, end_ranks, start_ranks
-from parakit.native.pipelines import cut_into_stages, pipeline_engine
+from parakit.native.pipelines import build_pipeline_engine, cut_into_stages
 from parakit.native.settings import Settings, parse_settings
-from parakit.native.weights import load_start
+from parakit.native.weights import load_initial_weights
 
-NAMES = ("lm loss", "load_balancing_loss", "z_loss")
-"""What an engine's means are, in their order; a dense model has the first alone."""
+LOSS_NAMES = ("lm loss", "load_balancing_loss", "z_loss")
+"""Names of an engine's losses in Megatron's log, in their order; a dense model has the first loss only."""
 
 
 def main() -> None:
-    """Train to `--exit-interval`."""
+    """Train from the first iteration to `--exit-interval`, with the flags of the command line."""
     settings = parse_settings(sys.argv[1:])
     ranks = start_ranks(settings)
     torch.manual_seed(settings.seed + ranks.data_rank)
-    samples = _samples(settings, Split.TRAINING, settings.train_iters * settings.global_batch_size)
+    num_samples = settings.train_iters * settings.global_batch_size
+    samples = _open_samples(settings, Split.TRAINING, num_samples)
     train(settings, ranks, build_engine(settings, ranks), samples)
     end_ranks(settings)
 
 
 def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
-    """The model with its starting weights, under the engine of `--engine`."""
+    """Return the engine of `--engine` with a model that has its initial weights.
+
+    The first data-parallel ranks print the number of parameters. Every rank must call this function.
+    """
     model = GPT(settings)
     if settings.start_weights:
-        load_start(model, Path(settings.start_weights))
+        load_initial_weights(model, Path(settings.start_weights))
     else:
         initialise(model, settings)
     model.to(ranks.device)
-    whole = count_parameters(model)
-    held: nn.Module = model
+    num_model_parameters = count_parameters(model)
+    local_model: nn.Module = model
     engine: Engine
     if settings.engine == "deepspeed":
         engine = DeepSpeedEngine(model, settings, ranks)
     elif ranks.pipeline_size > 1:
-        held = cut_into_stages(model, settings, ranks)
-        engine = pipeline_engine(held, settings, ranks)
+        local_model = cut_into_stages(model, settings, ranks)
+        engine = build_pipeline_engine(local_model, settings, ranks)
     else:
-        engine = capturing(TorchEngine(model, settings, ranks), native_counterpart(model), settings)
-    # As Megatron counts: sharding over replicas leaves the number, splitting a replica does not.
+        engine = wrap_for_capture(
+            TorchEngine(model, settings, ranks), build_native_counterpart(model), settings
+        )
+    # Megatron prints the parameters of one replica's part: tensor, pipeline and expert parallelism split
+    # the replica, and sharding over replicas does not.
     is_split = ranks.data_size < ranks.world_size or settings.expert_model_parallel_size > 1
-    parameters = count_parameters(held) if is_split else whole
+    num_parameters = count_parameters(local_model) if is_split else num_model_parameters
     if ranks.data_rank == 0:
-        print(parameters_line(ranks.tensor_rank, ranks.pipeline_rank, parameters), flush=True)
+        line = format_parameters_line(ranks.tensor_rank, ranks.pipeline_rank, num_parameters)
+        print(line, flush=True)
     return engine
 
 
 def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitSamples) -> None:
-    """The loop; the last rank writes the log, as in Megatron."""
+    """Run all iterations and evaluations; the last rank prints the log, as in Megatron.
+
+    Args:
+        settings: The run's settings; training ends after `exit_interval` iterations.
+        ranks: This rank's position.
+        engine: Engine with the model.
+        samples: Training samples in the order of consumption.
+    """
     log = Log(settings)
-    # Where evaluations lie within the run; the bare engine trains nothing to evaluate.
-    wanted = 0 < settings.eval_interval <= settings.exit_interval and settings.eval_iters > 0
-    evaluator = Evaluator(settings, ranks) if wanted and settings.engine != "bare" else None
+    # The engine `bare` does not train, so it has nothing to evaluate.
+    has_evaluations = (
+        0 < settings.eval_interval <= settings.exit_interval
+        and settings.eval_iters > 0
+        and settings.engine != "bare"
+    )
+    evaluator = Evaluator(settings, ranks) if has_evaluations else None
     for iteration in range(1, settings.exit_interval + 1):
         start = time.perf_counter()
         first = (iteration - 1) * settings.global_batch_size
@@ -92,97 +112,136 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
         if evaluator and iteration % settings.eval_interval == 0:
             loss, accuracy = evaluator.score(engine)
             if ranks.writes:
-                print(validation_lines(iteration, loss, accuracy), flush=True)
+                print(format_validation_lines(iteration, loss, accuracy), flush=True)
     if ranks.writes:
-        # Megatron's last line at `--exit-interval`.
-        end = f"[exiting program at iteration {settings.exit_interval}] datetime: {_now()}"
-        print(end, flush=True)
+        # This is the line with which Megatron ends at `--exit-interval`.
+        last_line = f"[exiting program at iteration {settings.exit_interval}] datetime: {_now()}"
+        print(last_line, flush=True)
 
 
 class Evaluator:
-    """Validation as Megatron does it, on documents that training never sees, and next-token accuracy.
+    """Validation as in Megatron, on documents that training does not use, with next-token accuracy.
 
-    Every evaluation continues in the validation samples where the one before it ended.
+    Each evaluation reads the validation samples that follow those of the previous evaluation.
     """
 
     def __init__(self, settings: Settings, ranks: RankLayout) -> None:
         self._settings, self._ranks = settings, ranks
-        self._batches = 0
-        # As many as Megatron prepares, because their number decides their order
+        self._finished_batches = 0
+        # The number of requested samples decides their order, so it must be Megatron's
         # (`get_train_valid_test_num_samples`).
-        evaluations = settings.train_iters // settings.eval_interval + 1
-        count = evaluations * settings.eval_iters * settings.global_batch_size
-        self._samples = _samples(settings, Split.VALIDATION, count)
+        num_evaluations = settings.train_iters // settings.eval_interval + 1
+        num_samples = num_evaluations * settings.eval_iters * settings.global_batch_size
+        self._samples = _open_samples(settings, Split.VALIDATION, num_samples)
 
     def score(self, engine: Engine) -> tuple[float, float]:
-        """Mean loss, and share of next tokens that the largest logit names; `--eval-iters` batches."""
+        """Return mean loss and next-token accuracy over the next `--eval-iters` batches of all ranks.
+
+        The accuracy is the fraction of tokens for which the largest logit is that of the label. Every rank
+        must call this function.
+        """
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for _ in range(self._settings.eval_iters):
-            first = self._batches * self._settings.global_batch_size
+            first = self._finished_batches * self._settings.global_batch_size
             for tokens, labels in micro_batches(self._settings, self._ranks, self._samples, first):
                 logits = engine.logits(tokens)
                 loss = cross_entropy(
                     logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
                 )
-                right = (logits.argmax(dim=-1) == labels).sum()
-                count = torch.tensor(labels.numel(), device=labels.device)
-                sums += torch.stack((loss.double(), right.double(), count.double()))
-            self._batches += 1
+                num_correct = (logits.argmax(dim=-1) == labels).sum()
+                num_tokens = torch.tensor(labels.numel(), device=labels.device)
+                sums += torch.stack((loss.double(), num_correct.double(), num_tokens.double()))
+            self._finished_batches += 1
         dist.all_reduce(sums)
-        total, guessed, seen = sums.tolist()
-        return total / seen, guessed / seen
+        loss_sum, correct_sum, token_sum = sums.tolist()
+        return loss_sum / token_sum, correct_sum / token_sum
 
 
-def _samples(settings: Settings, part: Split, count: int) -> SplitSamples:
-    prefix = Path(settings.data_path)
-    return SplitSamples(prefix, settings.split, count, settings.seq_length, settings.seed, part)
+def _open_samples(settings: Settings, part: Split, num_samples: int) -> SplitSamples:
+    """Return the samples of one part of the run's data set."""
+    return SplitSamples(
+        Path(settings.data_path),
+        settings.split,
+        samples=num_samples,
+        seq_length=settings.seq_length,
+        seed=settings.seed,
+        part=part,
+    )
+
+
+class LoggedIteration(NamedTuple):
+    """Values of one iteration that its log line needs."""
+
+    milliseconds: float
+    losses: Sequence[float]
+    """Losses in the order of LOSS_NAMES."""
+    update: Update
 
 
 @dataclass
 class Log:
-    """Keeps iterations and writes a line every `--log-interval`, and after the first."""
+    """Iterations since the last log line; Megatron's lines are made from them.
+
+    There is a line for the first iteration and for every `--log-interval`-th iteration.
+    """
 
     settings: Settings
-    _kept: list[tuple[float, Sequence[float], Update]] = field(default_factory=list)
+    _iterations: list[LoggedIteration] = field(default_factory=list)
 
     def add(self, milliseconds: float, losses: Sequence[float], update: Update) -> None:
-        """Keep one iteration; the loss of a skipped one does not count."""
-        self._kept.append((milliseconds, losses, update))
+        """Store one iteration for the next line; the losses of a skipped update will not count."""
+        self._iterations.append(LoggedIteration(milliseconds, losses, update))
 
     def line(self, iteration: int, rate: float, update: Update) -> str | None:
-        """The line of this iteration, if it has one; `rate` is the next update's, as Megatron's is."""
+        """Return the log line of this iteration, or None if the iteration has none.
+
+        Times and losses are means over the stored iterations, which are then forgotten, except after the
+        first line.
+
+        Args:
+            iteration: Number of the iteration, from 1.
+            rate: Learning rate of the next update, which Megatron prints.
+            update: Update of this iteration.
+        """
         if iteration > 1 and iteration % self.settings.log_interval:
             return None
         batch = self.settings.global_batch_size
-        elapsed = fmean(milliseconds for milliseconds, _, _ in self._kept)
-        trained = [losses for _, losses, update in self._kept if not update.skipped]
-        means = [fmean(each) for each in zip(*trained, strict=True)] or [0.0]
-        losses = "".join(f" {name}: {mean:.6E} |" for name, mean in zip(NAMES, means, strict=False))
+        elapsed = fmean(logged.milliseconds for logged in self._iterations)
+        trained_losses = [logged.losses for logged in self._iterations if not logged.update.skipped]
+        means = [fmean(losses) for losses in zip(*trained_losses, strict=True)] or [0.0]
+        losses_text = "".join(
+            f" {name}: {mean:.6E} |" for name, mean in zip(LOSS_NAMES, means, strict=False)
+        )
         norm = "" if update.gradient_norm is None else f" grad norm: {update.gradient_norm:.3f} |"
+        num_skipped = len(self._iterations) - len(trained_losses)
+        num_nan = sum(math.isnan(logged.losses[0]) for logged in self._iterations)
         text = (
             f" [{_now()}] iteration {iteration:8d}/{self.settings.train_iters:8d} |"
             f" consumed samples: {iteration * batch:12d} |"
             f" elapsed time per iteration (ms): {elapsed:.1f} | learning rate: {rate:.6E} |"
-            f" global batch size: {batch:5d} |{losses}"
+            f" global batch size: {batch:5d} |{losses_text}"
             f" loss scale: {update.loss_scale:.1f} |{norm}"
-            f" number of skipped iterations: {len(self._kept) - len(trained):3d} |"
-            f" number of nan iterations: {sum(math.isnan(one[0]) for _, one, _ in self._kept):3d} |"
+            f" number of skipped iterations: {num_skipped:3d} |"
+            f" number of nan iterations: {num_nan:3d} |"
         )
         if iteration > 1:
-            self._kept.clear()
+            self._iterations.clear()
         return text
 
 
-def parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
-    """How many parameters this tensor- and pipeline-parallel rank holds."""
+def format_parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
+    """Return Megatron's log line on the number of parameters of a tensor- and pipeline-parallel rank."""
     return (
         " > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank "
         f"({tensor_rank}, 0, {pipeline_rank}): {parameters}"
     )
 
 
-def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
-    """Megatron's validation line between its rules, and the accuracy that Megatron does not have."""
+def format_validation_lines(iteration: int, loss: float, accuracy: float) -> str:
+    """Return Megatron's log lines on a validation, with the accuracy as an additional value.
+
+    The three lines are a rule of dashes, the values and another rule.
+    """
     line = (
         f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
         f" lm loss PPL: {math.exp(min(20, loss)):.6E} | next token accuracy value: {accuracy:.6E} | "
@@ -192,4 +251,5 @@ def validation_lines(iteration: int, loss: float, accuracy: float) -> str:
 
 
 def _now() -> str:
+    """Return the local time as Megatron prints it, such as `2026-01-31 12:00:00.000000`."""
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")

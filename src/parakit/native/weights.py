@@ -1,7 +1,8 @@
-"""This backend's parameters under Megatron's names, and the shared start's weights of them.
+"""Map this backend's parameter names to Megatron's, and load initial weights from a checkpoint.
 
-The start is a torch_dist checkpoint, PyTorch's own distributed one. Layers are stacked: one tensor holds
-a weight of all of them, [layers, …], and of all experts, [layers, experts, …].
+The initial weights are a torch_dist checkpoint (PyTorch's distributed checkpoint format). Megatron stacks equal
+layers in it: one tensor [layers, …] holds a weight of all layers, and one tensor [layers, experts, …] holds a
+weight of all experts.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from parakit.artifacts.torch_dist import (
     read_metadata,
     read_tensor,
 )
-from parakit.native.model import GPT, mixtures
+from parakit.native.model import GPT, find_expert_layers
 
-IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.?)?(.*)")
-"""Of Megatron's names: the number of the layer, that of the expert, and what is in them."""
-_PARTS = {
+IN_LAYER_PATTERN = re.compile(
+    r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.?)?(.*)"
+)
+"""Pattern of Megatron's names within a layer.
+
+Its groups are the layer's index, the expert's index (None outside experts) and the name within them.
+"""
+_MEGATRON_NAME_PARTS = {
     "word_embeddings": "embedding.word_embeddings",
     "position_embeddings": "embedding.position_embeddings",
     "blocks": "decoder.layers",
@@ -40,64 +46,82 @@ _PARTS = {
     "fc2": "linear_fc2",
     "norm": "decoder.final_layernorm",
 }
-"""Parts of this backend's names, as Megatron has them."""
+"""Megatron's name for each part of this backend's dotted names; other parts are the same in both."""
+_VOCABULARY_PADDING = 128
+"""Rows up to which an imported model pads its vocabulary, so that every strategy can divide it."""
 
 
 def megatron_name(name: str) -> str:
-    """Megatron's name of a module or parameter of this backend, with the layer's number from 0."""
-    return ".".join(_PARTS.get(part, part) for part in name.split("."))
+    """Return Megatron's name of a module or parameter of this backend, with layers counted from 0."""
+    return ".".join(_MEGATRON_NAME_PARTS.get(part, part) for part in name.split("."))
 
 
-def source_of(name: str) -> tuple[str, tuple[int, ...]]:
-    """A checkpoint's key for one of ours, and the layer and the expert where they are stacked."""
-    whole = megatron_name(name)
-    in_layer = IN_LAYER.fullmatch(whole)
+def find_checkpoint_key(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return the key of a parameter in torch_dist checkpoints, and its index in the stacked tensor.
+
+    The index is () for a parameter outside the layers, (layer,) within a layer, and (layer, expert) within
+    an expert. `name` is the parameter's name in this backend.
+    """
+    full_name = megatron_name(name)
+    in_layer = IN_LAYER_PATTERN.fullmatch(full_name)
     if in_layer is None:
-        return whole, ()
-    layer, expert, own = in_layer.groups()
+        return full_name, ()
+    layer, expert, name_in_layer = in_layer.groups()
     if expert:
-        return f"decoder.layers.mlp.experts.experts.{own}", (int(layer), int(expert))
-    for stored, norm in NORMS.items():  # There named as Transformer Engine fuses them.
-        own = own.replace(norm, stored)
-    return f"decoder.layers.{own}", (int(layer),)
+        return f"decoder.layers.mlp.experts.experts.{name_in_layer}", (int(layer), int(expert))
+    # Transformer Engine fuses each norm with the linear layer after it, and checkpoints use its names.
+    for fused_name, norm_name in NORMS.items():
+        name_in_layer = name_in_layer.replace(norm_name, fused_name)
+    return f"decoder.layers.{name_in_layer}", (int(layer),)
 
 
-_MULTIPLE = 128
+def load_initial_weights(model: GPT, checkpoint: Path) -> None:
+    """Copy the weights of a checkpoint into a model, before the model is sharded or split.
 
-
-def load_start(model: GPT, checkpoint: Path) -> None:
-    """Copy the checkpoint's weights into a model that is not parallel yet.
-
-    Exits with a sentence if the checkpoint is of another model.
+    Exit with one sentence if the checkpoint belongs to another model.
     """
     folder = checkpoint / f"iter_{finished_iteration(checkpoint) or 0:07d}"
-    stored = read_metadata(folder).tensors
-    tensors = {name: read_tensor(folder, one) for name, one in stored.items()}
-    experts = next((layer.count for layer in mixtures(model)), 0)
+    tensors = {
+        key: read_tensor(folder, metadata)
+        for key, metadata in read_metadata(folder).tensors.items()
+    }
+    num_experts = next((layer.num_experts for layer in find_expert_layers(model)), 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            source, places = source_of(name)
-            value = tensors.get(source)
+            key, stack_index = find_checkpoint_key(name)
+            value = tensors.get(key)
             if value is not None:
-                value = _at(value, places, (len(model.blocks), experts))
-                if source in VOCABULARY and 0 < value.shape[0] - parameter.shape[0] < _MULTIPLE:
-                    value = value[: parameter.shape[0]]  # Imported, with padding for any strategy.
+                value = _select_from_stack(value, stack_index, (len(model.blocks), num_experts))
+                if key in VOCABULARY:
+                    value = _drop_padding(value, rows=parameter.shape[0])
             if value is None or value.shape != parameter.shape:
-                found = "nothing" if value is None else list(value.shape)
+                stored_shape = "nothing" if value is None else list(value.shape)
                 sys.exit(
                     f"{checkpoint} is of another model: {name} should be {list(parameter.shape)} and "
-                    f"its {source} is {found}; remove it, and it is made again."
+                    f"its {key} is {stored_shape}; remove it, and it is made again."
                 )
             parameter.copy_(value)
 
 
-def _at(value: Tensor, places: Sequence[int], stacked: Sequence[int]) -> Tensor:
-    """One layer's, one expert's part; the whole where the model has another number of them.
+def _drop_padding(value: Tensor, *, rows: int) -> Tensor:
+    """Return the first `rows` rows of a vocabulary matrix if an import has padded it.
 
-    Comparing the whole shape then names the model; an index past the last layer would not.
+    A matrix with _VOCABULARY_PADDING or more further rows is returned unchanged, because it belongs to
+    another vocabulary.
     """
-    for place, count in zip(places, stacked, strict=False):
-        if value.shape[0] != count:
+    padding = value.shape[0] - rows
+    return value[:rows] if 0 < padding < _VOCABULARY_PADDING else value
+
+
+def _select_from_stack(value: Tensor, index: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return one layer's, or one expert's, part of a stacked tensor.
+
+    If the tensor stacks another number of layers or experts than `sizes`, the stack is returned. Its shape
+    then differs from the parameter's shape, and the caller's message can show it; an index past the last
+    layer would raise an IndexError instead.
+    """
+    for position, size in zip(index, sizes, strict=False):
+        if value.shape[0] != size:
             return value
-        value = value[place]
+        value = value[position]
     return value

@@ -18,7 +18,7 @@ from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_source
 from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import CONFIGS, write_model
-from parakit.native.capture import Counterpart, capturing
+from parakit.native.capture import Counterpart, wrap_for_capture
 from parakit.native.engines import TorchEngine
 from parakit.native.parallel import RankLayout
 from parakit.verify.captured import Capture, read_capture
@@ -53,7 +53,7 @@ def captured(folder: Path, at: Path, monkeypatch: pytest.MonkeyPatch) -> Capture
     other = counterpart(folder)
     assert isinstance(other.model, CausalModel)
     alone = RankLayout(0, 1, 1, torch.device("cpu"))
-    engine = capturing(TorchEngine(other.model, DENSE, alone), other, DENSE)
+    engine = wrap_for_capture(TorchEngine(other.model, DENSE, alone), other, DENSE)
     for _ in range(2):
         engine.forward_backward([(TOKENS, TOKENS)])
         engine.update(1e-2)
@@ -65,7 +65,7 @@ def test_reference_has_the_imported_parameters(tmp_path: Path, config: dict[str,
     folder = write_model(tmp_path / "m", config)
     source = read_source(folder)
     by_name = {pair.parameter: source.values(pair) for pair in source.pairs}
-    wholes = counterpart(folder).wholes
+    wholes = counterpart(folder).parameters
     assert [whole.name for whole in wholes] == [pair.parameter for pair in source.pairs]
     for whole in wholes:
         piece = whole.piece(lambda one: one.data)
@@ -81,7 +81,7 @@ def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_oth
         ours, theirs = padded.model(TOKENS), plain.model(TOKENS)
     assert torch.equal(ours[..., :131], theirs)
     assert torch.equal(ours[..., 131:], theirs[..., 130:].expand(-1, -1, 3))
-    for whole in padded.wholes:
+    for whole in padded.parameters:
         if whole.placement.key in VOCABULARY:
             assert whole.placement.global_shape == (134, 8)
 
@@ -147,5 +147,7 @@ def assert_same_logits(*models: Any) -> None:
 
 
 def test_an_untied_output_layer_is_compared_too(tmp_path: Path) -> None:
-    names: Sequence[str] = [w.name for w in counterpart(write_model(tmp_path / "m", LLAMA)).wholes]
+    names: Sequence[str] = [
+        w.name for w in counterpart(write_model(tmp_path / "m", LLAMA)).parameters
+    ]
     assert OUTPUT in names

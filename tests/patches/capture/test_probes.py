@@ -3,7 +3,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, describe_module, global_names
 from parakit.artifacts.capture import CaptureWriter, Site, Stage
-from parakit.capturing.sinks import KnownTensors, Recording, Responding, StoredTensors
+from parakit.capturing.sinks import KnownTensors, Recording, RoundingProbe, StoredTensors
 from tests.verify.captures import rank
 
 
@@ -119,7 +119,7 @@ def test_tensor_in_reused_memory_is_not_taken_for_the_earlier_tensor():
 def test_a_response_is_the_relative_change(tmp_path):
     writer_folder = tmp_path / "c"
     stored = captured(writer_folder, Model())
-    responding = Responding(stored)
+    responding = RoundingProbe(stored)
     responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([6.03]))
     (response,) = responding.responses.values()
     assert abs(response - 0.005) < 1e-6
@@ -146,7 +146,7 @@ def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_
     with CaptureWriter(tmp_path / "c") as writer:
         watched(Recording(writer))
         writer.flush()
-        responding = Responding(StoredTensors(tmp_path / "c", writer.records))
+        responding = RoundingProbe(StoredTensors(tmp_path / "c", writer.records))
     key = "outputs|second|output"
     epsilon = torch.finfo(torch.float32).eps
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_
 
 
 def test_integers_are_not_off_by_rounding(tmp_path):
-    responding = Responding(captured(tmp_path / "c", Model()))
+    responding = RoundingProbe(captured(tmp_path / "c", Model()))
     responding.round_otherwise(0)
     site = Site(Stage.OUTPUTS, "first", "input.ids", 0)
     assert responding.forward(site, torch.tensor([3])) is None
@@ -170,7 +170,7 @@ def test_integers_are_not_off_by_rounding(tmp_path):
 
 
 def test_overflow_with_perturbed_weights_is_no_response(tmp_path):
-    responding = Responding(captured(tmp_path / "c", Model()))
+    responding = RoundingProbe(captured(tmp_path / "c", Model()))
     for value in (float("inf"), 6.03):
         responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([value]))
     (response,) = responding.responses.values()
@@ -186,7 +186,7 @@ def test_response_of_a_state_includes_its_initial_values(tmp_path):
         for site in (gradient, average, squares):
             Recording(writer).write(site, torch.tensor([3.0, 4.0]))
         writer.flush()
-        responding = Responding(StoredTensors(tmp_path / "c", writer.records))
+        responding = RoundingProbe(StoredTensors(tmp_path / "c", writer.records))
     responding.write(gradient, torch.tensor([3.0, 4.05]))  # 0.01 of it.
     responding.write(average, torch.tensor([3.0, 4.05]))
     responding.carry(

@@ -34,18 +34,16 @@ from parakit.native import (
     PADDED,
     Counterpart,
     MicroBatch,
-    Point,
+    ModuleSlots,
     RankLayout,
     Settings,
     SplitSamples,
     Taps,
     TorchEngine,
-    Whole,
-    capturing,
-    parameters_line,
+    find_module_slots,
     parse_settings,
-    point_of,
     train,
+    wrap_for_capture,
 )
 
 _MODULE_NAMES = {
@@ -84,10 +82,10 @@ class CausalModel(nn.Module):
 class ReferenceTaps(Taps):
     """Taps on the modules that both models have: embeddings, layers, norms and the output layer."""
 
-    def place(self, name: str, module: nn.Module) -> tuple[str, Point] | None:  # noqa: ARG002
+    def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:  # noqa: ARG002
         """Return Megatron's name of a module and what is captured there; None captures nothing."""
         megatron_name = _find_megatron_name(name)
-        point = point_of(megatron_name) if megatron_name else None
+        point = find_module_slots(megatron_name) if megatron_name else None
         if megatron_name is None or point is None:
             return None
         if megatron_name.endswith("layernorm"):
@@ -116,18 +114,18 @@ def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: i
     """
     parameters_by_name = dict(model.model.named_parameters())
 
-    def make_whole(pair: TensorPair) -> Whole:
+    def make_parameter(pair: TensorPair) -> MegatronParameter:
         shape, offset = pair.shape, tuple(0 for _ in pair.shape)
         if pair.layer is not None:
             shape, offset = (layers, *shape), (pair.layer, *offset)
         parameters = tuple(parameters_by_name[name] for name in pair.names)
         placement = Placement(pair.key, shape, offset)
-        return Whole(pair.parameter, placement, parameters, pair.form.join)
+        return MegatronParameter(pair.parameter, placement, parameters, pair.form.join)
 
     def make_taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
         return ReferenceTaps(model, sink, batches)
 
-    return Counterpart(model, tuple(map(make_whole, pairs)), make_taps)
+    return Counterpart(model, tuple(map(make_parameter, pairs)), make_taps)
 
 
 def load_reference(source: ImportSource, settings: Settings, rows: int) -> CausalModel:
@@ -175,9 +173,9 @@ def main(argv: Sequence[str]) -> None:
     shape = replace(source.shape, vocabulary=rows)
     pairs = list_tensor_pairs(source.model_type, shape)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(parameters_line(0, 0, num_parameters), flush=True)
+    print(format_parameters_line(0, 0, num_parameters), flush=True)
     counterpart = build_counterpart(model, pairs, shape.layers)
-    engine = capturing(TorchEngine(model, settings, ranks), counterpart, settings)
+    engine = wrap_for_capture(TorchEngine(model, settings, ranks), counterpart, settings)
     num_samples = settings.train_iters * settings.global_batch_size
     samples = SplitSamples(
         Path(settings.data_path), settings.split, num_samples, settings.seq_length, settings.seed
