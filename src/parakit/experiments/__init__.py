@@ -11,6 +11,8 @@ from parakit.lazy import lazy_names
 if TYPE_CHECKING:
     from parakit.experiments.commands import run_named
     from parakit.experiments.engine import Output, Study, comparison, losses_broke
+    from parakit.experiments.matrix.definition import load_matrix
+    from parakit.experiments.matrix.page import write_cells_page
     from parakit.experiments.tables import bullets, page, sentence
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -20,8 +22,10 @@ __all__ = [
     "Study",
     "bullets",
     "comparison",
+    "load_matrix",
     "losses_broke",
     "page",
     "run_named",
     "sentence",
+    "write_cells_page",
 ]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from parakit.planner.options import PlanOptions, RequestError, plan_options
     from parakit.planner.readings.local_readings import Row, add_rows, own_runs, row_of
     from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+    from parakit.planner.readings.page import write_residuals_page
     from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
     from parakit.planner.readings.table import ReadingsError
     from parakit.planner.request import expert_tensor_of
@@ -153,4 +154,5 @@ __all__ = [
     "uncertainty",
     "violations",
     "vocabulary_sentence",
+    "write_residuals_page",
 ]
