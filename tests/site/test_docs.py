@@ -14,12 +14,8 @@ import pytest
 
 from parakit.cli.options import check_given, find_command
 from parakit.config.files import ROOT
-from parakit.config.hardware import find_device
-from parakit.config.model import load_model
-from parakit.config.published import MAIN_SOURCE, load_published
 from parakit.config.settings import SETTINGS
 from parakit.experiments import load_matrix, write_cells_page
-from parakit.planner.time.flops import model_flops
 from parakit.site.hooks import MADE_LATER, nested_lists, pages, settings_page
 
 PAGES = [name for name in pages() if name.endswith(".md")]
@@ -52,23 +48,6 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
             assert command is not None or target in ("help", "help-all"), target
             if command:
                 check_given(names, target, command)
-
-
-def test_the_lab_guides_rates_are_the_reports_formula_on_the_published_means() -> None:
-    guide = (ROOT / "examples/gpt3/README.md").read_text()
-    device = find_device("NVIDIA H200")
-    assert device is not None
-    peak = device.peak_flops("fp16") or 0
-    for figure in load_published().of(MAIN_SOURCE):
-        shape, seconds = load_model(figure.model).shape, (figure.mean_iteration_ms or 0) / 1000
-        flops = model_flops(shape, figure.global_batch_size or 0, shape.seq_length)
-        rate = flops / seconds / figure.devices
-        row = next(
-            line for line in guide.splitlines() if f"`train-{figure.strategy}-gpt2-l" in line
-        )
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert float(cells[3]) == pytest.approx(1000 * seconds, abs=0.051)
-        assert cells[5:] == [f"{rate / 1e12:.1f}", f"{rate / peak:.1%}"]
 
 
 def test_the_generated_page_of_cells_has_every_cell_that_the_matrix_links_to(
