@@ -25,17 +25,20 @@ TIERS = ("unit", "ranks", "engine")
 
 STARTING_NAMES = {"Popen", "check_call", "check_output", "fork", "execv", "execve", "execvp"} | {
     *("create_subprocess_exec", "posix_spawn", "system", "get_context", "ProcessPoolExecutor"),
-    *("ForkedRanks", "WarmMegatron", "DryRunner", "SharedRuns"),
+    *("ForkedRanks", "WarmMegatron", "DryRunner", "SharedRuns", "chmod"),
 }
-"""Functions and classes that start a process wherever they are named."""
+"""Functions and classes that start a process wherever they are named, and `chmod`, which makes a stand-in program."""
 
 STARTING_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn"} | {
     "os.system"
 }
 """Audit events of Python. Processes that `multiprocessing` spawns raise none of them."""
 
-PROGRAMS_OF_LIBRARIES = {"/sbin/ldconfig", "uname", "gcc", "ld", "objdump"}
-"""Programs by which a library finds its own files when it is imported, whichever test imports it first."""
+COMMANDS_OF_LIBRARIES = (
+    *("/sbin/ldconfig ", "uname ", "gcc ", "ld ", "objdump "),
+    "git rev-parse --short HEAD ",
+)
+"""Beginnings of commands by which a library finds its own files or, as Megatron, its commit when it is imported."""
 
 FIXED_COMMIT = "0123456789ab"
 """The kit's commit as unit tests see it: they do not ask git."""
@@ -137,12 +140,12 @@ _watched: list[str] = []
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watched or event not in STARTING_EVENTS:
         return
-    command = arguments[1] if event == "subprocess.Popen" else arguments[:1]
-    words = [str(word) for word in ([command] if isinstance(command, (str, bytes)) else command)]
-    if words and words[0] in PROGRAMS_OF_LIBRARIES:
+    parts = arguments[1] if event == "subprocess.Popen" else arguments[:1]
+    command = str(parts) if isinstance(parts, (str, bytes)) else " ".join(map(str, parts))
+    if f"{command} ".startswith(COMMANDS_OF_LIBRARIES):
         return
     pytest.fail(
-        f"{_watched[0]} starts a process ({event}: {' '.join(words)[:120]}). A unit test starts none: "
+        f"{_watched[0]} starts a process ({event}: {command[:120]}). A unit test starts none: "
         "move this one to the ranks tier with `pytest.mark.ranks`, or its module with `pytestmark`."
     )
 

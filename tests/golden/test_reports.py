@@ -47,9 +47,9 @@ def test_a_report_says_and_draws_what_it_always_did(
     which: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = list(map(str, SETS[which](runs)))
-    words = ("parakit", "report", *paths, "--name", "golden", "--reports", str(tmp_path))
+    command_line = ("parakit", "report", *paths, "--name", "golden", "--reports", str(tmp_path))
     for width in WIDTHS[which]:
-        code, printed = commands.run(words, {"COLUMNS": width})
+        code, printed = commands.run(command_line, {"COLUMNS": width})
         assert code == 0, printed
         _check(which, f"terminal-{width}.txt", printed, tmp_path)
     folder = tmp_path / "golden"

@@ -61,9 +61,9 @@ def test_the_generated_page_of_cells_has_every_cell_that_the_matrix_links_to(
 
 
 def test_pages_that_make_docs_generates_are_not_committed() -> None:
-    listed = ("git", "-C", str(ROOT), "ls-files", "--", *MADE_LATER)
-    found = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
-    assert found == ""
+    command = ("git", "-C", str(ROOT), "ls-files", "--", *MADE_LATER)
+    committed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert committed == ""
 
 
 def test_the_reference_has_every_variable() -> None:
