@@ -57,7 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its tier, and leave out the tiers that were not asked for."""
     tiers = config.getoption("--tier")
-    kept, left_out = [], []
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         tier = tier_of(item)
         if item.get_closest_marker(tier) is None:
