@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from parakit.config.files import ROOT
+
 TIERS = ("unit", "ranks", "engine")
 
 STARTING_NAMES = {"Popen", "check_call", "check_output", "fork", "execv", "execve", "execvp"} | {
@@ -179,4 +181,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def _commit_without_git(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unit tests record a fixed commit of the kit instead of asking git."""
     if request.node.get_closest_marker("unit"):
-        monkeypatch.setattr("parakit.launch.code.commit_of", lambda folder: FIXED_COMMIT)
+        commit_of = {
+            ROOT: FIXED_COMMIT
+        }.get  # None, as of a folder outside a repository, for every other.
+        monkeypatch.setattr("parakit.launch.code.commit_of", commit_of)
