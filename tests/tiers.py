@@ -27,7 +27,7 @@ TIERS = ("unit", "ranks", "engine")
 
 STARTING_NAMES = {"Popen", "check_call", "check_output", "fork", "execv", "execve", "execvp"} | {
     *("create_subprocess_exec", "posix_spawn", "system", "get_context", "ProcessPoolExecutor"),
-    *("ForkedRanks", "WarmMegatron", "DryRunner", "SharedRuns", "chmod"),
+    *("ForkedRanks", "WarmMegatron", "DryRunner", "SharedRuns", "RankProcesses", "chmod"),
 }
 """Functions and classes that start a process wherever they are named, and `chmod`, which makes a stand-in program."""
 
