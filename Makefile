@@ -9,6 +9,10 @@ VENV_PYTHON := $(or $(KIT_PYTHON),.venv/bin/python)
 $(if $(KIT_IMAGE),$(eval export PYTHONPATH := $(CURDIR)/src:$(CURDIR)))
 
 no_variables = $(if $(strip $(MAKEOVERRIDES)),$(error 'make $@' takes no variables; leave $(MAKEOVERRIDES) out))
+# TIER= of 'make test' is a variable of this file alone; tests/tiers.py says what the tiers are.
+TIERS := unit ranks engine
+one_tier = $(if $(filter-out TIER=%,$(MAKEOVERRIDES)),$(error 'make test' takes TIER= alone; leave $(filter-out TIER=%,$(MAKEOVERRIDES)) out))$(if \
+	$(filter-out $(TIERS),$(TIER))$(word 2,$(TIER)),$(error TIER=$(TIER) is no tier of the tests; choose one of $(TIERS)))
 for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image has what training and reports need alone))
 
 # The environment carries the target's name to the command: in the recipe's text the shell would run a name
@@ -31,7 +35,7 @@ setup-deepspeed setup-hf: setup-%: setup
 setup-bridge: setup
 	@$(for_host)$(no_variables)tools/bridge.sh
 test: setup
-	@$(for_host)$(no_variables)$(VENV_PYTHON) -m pytest -q
+	@$(for_host)$(one_tier)$(VENV_PYTHON) -m pytest -q $(addprefix --tier ,$(or $(TIER),unit ranks))
 test-slow: setup
 	@$(for_host)$(VENV_PYTHON) -m pytest -q -m slow
 docs: setup

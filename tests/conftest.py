@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from parakit.config.files import ROOT
 
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns
@@ -27,7 +23,7 @@ settings.register_profile(
 )
 settings.load_profile("any machine")
 
-pytest_plugins = ("tests.machines",)
+pytest_plugins = ("tests.machines", "tests.tiers")
 
 REAL_RUNS = {"all_runs", "killed", "stopped", "quick_injected", "pipelines", "fused_updates"}
 """Fixtures that wait for the shared runs."""
@@ -59,9 +55,10 @@ def within_a_minute() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`…_text_document` of the sample data set, written by the kit's own command."""
+    from tools.preprocess.cli import main
+
     prefix = tmp_path_factory.mktemp("data") / "sample"
-    command = (sys.executable, "-m", "tools.preprocess", "sample", "--output-prefix", str(prefix))
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert main(["sample", "--output-prefix", str(prefix)]) == 0
     return prefix.with_name("sample_text_document")
 
 

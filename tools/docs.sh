@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# `make docs`: site/ from the repository's own pages, and the planner that runs in the reader's browser.
+# `make docs`: site/ from the repository's own pages, the planner that runs in the reader's browser, and the two
+# pages that are too large to be committed.
 # mkdocs has an environment of its own, .venv-docs, with the packages of requirements-docs.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,4 +16,5 @@ fi
 rm -rf site
 PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet
 .venv/bin/python -m parakit.site.planner_page site/planner
+.venv/bin/python -m parakit.site.generated_pages site/docs
 echo "The site is in site/; show it with: python3 -m http.server --directory site"

@@ -34,6 +34,8 @@ from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import EndedRunError
 from tests.patience import PATIENCE
 
+pytestmark = pytest.mark.ranks
+
 LINES, TIMEOUT = 40, 20
 """What one node says, and after how many of the other's lines a node's silence were a hang."""
 SPEAKING = (

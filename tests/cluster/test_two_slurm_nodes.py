@@ -21,6 +21,7 @@ from tests.patience import OF_A_RUN
 
 WHY_NOT = obstacle()
 pytestmark = [
+    pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no Slurm here: {WHY_NOT}"),
 ]

@@ -14,7 +14,10 @@ from tests.docker.conftest import TARGET, Built, inside
 from tests.faults.runs import kill
 from tests.patience import PATIENCE, until
 
-pytestmark = pytest.mark.skipif(bool(engines.missing()), reason=engines.missing() or "none")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(bool(engines.missing()), reason=engines.missing() or "none"),
+]
 
 
 def test_the_recipe_is_built_and_trains_cpu_ranks_in_a_container(built: Built) -> None:

@@ -27,6 +27,7 @@ from tests.faults.test_resources import (
 from tests.patience import until
 
 pytestmark = [
+    pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif(bool(engines.missing()), reason=engines.missing() or "none"),
 ]

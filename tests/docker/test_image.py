@@ -155,6 +155,7 @@ esac
 """
 
 
+@pytest.mark.ranks
 class TestInstallation:
     def install(
         self, folder: Path, install: str, constraint: bool = True
@@ -246,6 +247,7 @@ class TestClone:
         assert "write the whole commit there" in answer.stderr
 
 
+@pytest.mark.ranks
 class TestBuild:
     def test_a_dry_run_prints_the_pair_and_the_small_context(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

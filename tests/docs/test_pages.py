@@ -8,7 +8,6 @@ import pytest
 
 from parakit.config.files import ROOT
 from parakit.formatting.units import MIB
-from parakit.planner.advise import INFERENCE
 from parakit.planner.readings.published import h200_figures
 from parakit.planner.readings.table import READINGS, read_rows
 from tests.docs.blind import BLIND, blind_groups
@@ -41,10 +40,6 @@ def test_what_practitioners_chose_stands_beside_what_the_search_finds_today() ->
 
 def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:
     assert rules_table(CASES[:5]) in GUIDE.read_text(encoding="utf-8")
-
-
-def test_the_guide_says_of_inference_what_a_plan_says() -> None:
-    assert INFERENCE in " ".join(GUIDE.read_text(encoding="utf-8").split())
 
 
 def test_a_text_takes_the_place_of_the_one_that_begins_alike() -> None:

@@ -17,6 +17,27 @@ def all_runs(shared_runs: SharedRuns) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="session")
+def baseline(all_runs: dict[str, Run]) -> Run:
+    """One rank; a test that looks at it alone does not wait for the other five of `six`."""
+    return all_runs["baseline"]
+
+
+@pytest.fixture(scope="session")
+def dp2(all_runs: dict[str, Run]) -> Run:
+    return all_runs["dp2"]
+
+
+@pytest.fixture(scope="session")
+def tp2(all_runs: dict[str, Run]) -> Run:
+    return all_runs["tp2"]
+
+
+@pytest.fixture(scope="session")
+def zero1(all_runs: dict[str, Run]) -> Run:
+    return all_runs["zero1"]
+
+
+@pytest.fixture(scope="session")
 def six(all_runs: dict[str, Run]) -> dict[str, Run]:
     return {name: all_runs[name] for name in FIXTURES["six"]}
 

@@ -128,7 +128,11 @@ def of_experts(strategy: str, **changes: object) -> Wanted:
     return f"train-{strategy}-moe-tiny-{1 if strategy == 'baseline' else 2}cpu", changes
 
 
+SINGLE = ("baseline", "dp2", "tp2", "zero1")
+"""Runs that a test asks for by name, without the others of `six` or `eight`."""
+
 FIXTURES: dict[str, dict[str, Wanted]] = {
+    **{name: {name: dense(name)} for name in SINGLE},
     "six": {name: dense(name) for name in SIX},
     "eight": {name: dense(name) for name in (*SIX, "vpp2", "zero1")},
     "zero3": {"zero3": dense("zero3")},
@@ -172,23 +176,26 @@ ALL_CORES = b"+"
 """Written to the process that makes the runs, once the other tests have ended."""
 
 
+def runs_for(fixtures: Collection[str]) -> list[str]:
+    """Return the names of the runs that tests with these fixtures look at, each once."""
+    asked = [FIXTURES[fixture] for fixture in FIXTURES if fixture in fixtures]
+    return list(dict.fromkeys(name for runs in asked for name in runs))
+
+
 class SharedRuns:
     """The runs and scenarios that were asked for, made by a process of its own.
 
-    Other tests run meanwhile, and some of them change the environment of their process.
+    Other tests run meanwhile, and some of them change the environment of their process. No process is started
+    if nothing was asked for: `train` alone trains what a test tells it to.
     """
 
     def __init__(self, asked: Collection[str], runs: Path, data: Path, others_run: bool) -> None:
         self.trainer = Trainer(runs, data)
-        wanted = {
-            name: run
-            for fixture in FIXTURES
-            if fixture in asked
-            for name, run in FIXTURES[fixture].items()
-        }
-        self._names = list(wanted)
-        scenarios = (name for name in SCENARIOS if name in asked)
-        names = (*scenarios, *wanted)
+        self._names = runs_for(asked)
+        names = (*(name for name in SCENARIOS if name in asked), *self._names)
+        self._process: subprocess.Popen[bytes] | None = None
+        if not names:
+            return
         self._answer = runs / "shared.json"
         command = (sys.executable, "-m", "tests.examples.runs")
         self._process = subprocess.Popen(
@@ -212,11 +219,14 @@ class SharedRuns:
 
     def stop(self) -> None:
         """End what still trains."""
+        if self._process is None:
+            return
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
         self._process.communicate()
 
     def _use_all_cores(self) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(ALL_CORES)
@@ -229,6 +239,7 @@ class SharedRuns:
     @functools.cached_property
     def _results(self) -> dict[str, dict[str, Any]]:
         self._use_all_cores()
+        assert self._process is not None
         assert self._process.wait() == 0, "the shared runs could not be made; see above"
         results: dict[str, dict[str, Any]] = json.loads(self._answer.read_text())
         return results

@@ -18,11 +18,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "zero1", "zero2", "zero3"])
-def test_every_stage_prints_megatrons_losses(
-    six: dict[str, Run], train: Trainer, strategy: str
-) -> None:
+def test_every_stage_prints_megatrons_losses(baseline: Run, train: Trainer, strategy: str) -> None:
     run = train(f"train-{strategy}-gpt2-tiny-2cpu", backend=Backend.DEEPSPEED)
     assert run.status.status is Status.OK
     assert run.record.spec.backend == "deepspeed"
     assert run.record.software["deepspeed"]
-    assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
+    assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)

@@ -48,7 +48,7 @@ def test_every_refusal_names_an_option_that_megatron_knows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
 def test_a_checkouts_own_entry_trains_six_ways_alike(
-    train: Trainer, six: dict[str, Run], checkout: Path
+    train: Trainer, baseline: Run, checkout: Path
 ) -> None:
     runs = {
         name: train(
@@ -60,5 +60,5 @@ def test_a_checkouts_own_entry_trains_six_ways_alike(
     for run in runs.values():
         assert run.losses == pytest.approx(runs["baseline"].losses, abs=1.1e-5)
     if find_entry(checkout).megatron_version.startswith("0.19."):
-        assert runs["baseline"].losses == six["baseline"].losses
+        assert runs["baseline"].losses == baseline.losses
     assert runs["dp2"].record.entry.megatron_commit

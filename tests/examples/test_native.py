@@ -23,30 +23,28 @@ def assert_prints_what_megatron_does(mine: Run, theirs: Run) -> None:
     )
 
 
-def test_native_prints_megatrons_losses_and_gradient_norms(
-    six: dict[str, Run], native: Run
-) -> None:
-    assert_prints_what_megatron_does(native, six["baseline"])
+def test_native_prints_megatrons_losses_and_gradient_norms(baseline: Run, native: Run) -> None:
+    assert_prints_what_megatron_does(native, baseline)
 
 
 def test_native_runs_are_recorded_as_such_from_the_same_start(
-    six: dict[str, Run], native: Run
+    baseline: Run, tp2: Run, native: Run
 ) -> None:
     record = native.record
     assert record.spec.backend == "native"
     assert record.entry.path == "examples/gpt3/pretrain_native.py"
-    assert record.start_checkpoint == six["baseline"].record.start_checkpoint
-    assert native.parameters == six["tp2"].parameters
+    assert record.start_checkpoint == baseline.record.start_checkpoint
+    assert native.parameters == tp2.parameters
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["baseline", "dp2", "fsdp2"])
 def test_native_prints_the_same_on_one_rank_and_under_data_parallelism(
-    six: dict[str, Run], train: Trainer, name: str
+    baseline: Run, train: Trainer, name: str
 ) -> None:
     devices = 1 if name == "baseline" else 2
     run = train(f"train-{name}-gpt2-tiny-{devices}cpu", backend=Backend.NATIVE)
-    assert_prints_what_megatron_does(run, six["baseline"])
+    assert_prints_what_megatron_does(run, baseline)
 
 
 @pytest.mark.slow
@@ -57,9 +55,9 @@ def test_twenty_iterations_agree_to_a_hundred_thousandth(train: Trainer) -> None
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(six: dict[str, Run]) -> None:
-    start = six["baseline"].folder.parent / ".start"
-    checkpoint = start / str(six["baseline"].record.start_checkpoint)
+def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(baseline: Run) -> None:
+    start = baseline.folder.parent / ".start"
+    checkpoint = start / str(baseline.record.start_checkpoint)
     with pytest.raises(SystemExit, match=r"is of another model: word_embeddings.weight should be"):
         load_initial_weights(GPT(settings()), checkpoint)
 

@@ -19,17 +19,17 @@ PARAMETERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_products_on_four_ranks_print_baselines_losses(
-    six: dict[str, Run], train: Trainer, name: str
+    baseline: Run, train: Trainer, name: str
 ) -> None:
     run = train(f"train-{name}-gpt2-tiny-4cpu", micro_batch_size=1)
     assert run.status.status is Status.OK
-    assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
+    assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)
     assert set(run.parameters.values()) == PARAMETERS[name]
 
 
 @pytest.mark.slow
 def test_three_dimensions_on_eight_ranks_print_baselines_losses(
-    six: dict[str, Run], train: Trainer
+    baseline: Run, train: Trainer
 ) -> None:
     run = train("train-tp2pp2dp2-gpt2-tiny-8cpu", micro_batch_size=1)
-    assert run.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
+    assert run.losses == pytest.approx(baseline.losses, abs=1.1e-5)

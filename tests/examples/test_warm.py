@@ -17,8 +17,8 @@ from tests.examples.runs import Run, Trainer
 
 
 @pytest.mark.slow
-def test_a_forked_run_is_what_torchrun_makes(by_torchrun: Run, six: dict[str, Run]) -> None:
-    forked, started = six["tp2"], by_torchrun
+def test_a_forked_run_is_what_torchrun_makes(by_torchrun: Run, tp2: Run) -> None:
+    forked, started = tp2, by_torchrun
     assert forked.status.status is Status.OK
     assert forked.losses == started.losses
     assert forked.parameters == started.parameters

@@ -17,16 +17,14 @@ WHOLE_BYTES = 4 * 277_888
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
-def test_zero3_prints_baselines_losses(six: dict[str, Run], zero3: Run) -> None:
+def test_zero3_prints_baselines_losses(baseline: Run, zero3: Run) -> None:
     assert zero3.status.status is Status.OK
     assert len(zero3.losses) == ITERATIONS
-    assert zero3.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
+    assert zero3.losses == pytest.approx(baseline.losses, abs=1.1e-5)
 
 
-def test_zero3_says_that_it_started_from_the_shared_weights(
-    six: dict[str, Run], zero3: Run
-) -> None:
-    assert zero3.record.start_checkpoint == six["baseline"].record.start_checkpoint
+def test_zero3_says_that_it_started_from_the_shared_weights(baseline: Run, zero3: Run) -> None:
+    assert zero3.record.start_checkpoint == baseline.record.start_checkpoint
     assert "start_weights" in (zero3.folder / "log.txt").read_text()
 
 
@@ -77,18 +75,18 @@ def assert_sharded_as_stage_says(run: Run, stage: int) -> None:
 
 
 def test_each_zero_stage_halves_what_it_shards_to_the_byte(
-    eight: dict[str, Run], zero3: Run
+    dp2: Run, zero1: Run, zero3: Run
 ) -> None:
-    for stage, run in ((0, eight["dp2"]), (1, eight["zero1"]), (3, zero3)):
+    for stage, run in ((0, dp2), (1, zero1), (3, zero3)):
         assert_sharded_as_stage_says(run, stage)
 
 
 @pytest.mark.slow
 def test_zero2_halves_gradients_to_the_byte_and_prints_baselines_losses(
-    six: dict[str, Run], train: Trainer
+    baseline: Run, train: Trainer
 ) -> None:
     zero2 = train("train-zero2-gpt2-tiny-2cpu")
-    assert zero2.losses == pytest.approx(six["baseline"].losses, abs=1.1e-5)
+    assert zero2.losses == pytest.approx(baseline.losses, abs=1.1e-5)
     assert_sharded_as_stage_says(zero2, 2)
     assert_calls_are_in_the_closed_form(zero2)
 

@@ -95,14 +95,6 @@ def test_a_list_is_an_axis_of_fields_and_of_settings_alike(folder: Path) -> None
     assert jobs == list(product(("dp2", "tp2"), ("megatron", "native"), (1, 2)))
 
 
-def test_the_readme_explains_every_key_and_names_every_file() -> None:
-    text = (FOLDER / "README.md").read_text()
-    for key in load.ExperimentFile.__struct_fields__:
-        assert f"`{key}`" in text
-    for name in NAMES:
-        assert f"`{name}.yaml`" in text
-
-
 def test_the_readmes_example_is_an_experiment(folder: Path) -> None:
     text = (FOLDER / "README.md").read_text()
     (folder / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])

@@ -1,4 +1,4 @@
-"""Pages, pictures and JSON as text that a golden file can hold and a reader can compare."""
+"""Pages, pictures, JSON and a report's figures as text that a golden file can hold and a reader can compare."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ SAMPLES = 6
 
 LINE = 160
 """What fits on so many characters is written on one line."""
+
+FIGURES = (
+    *("label", "status", "iteration_ms_median", "iteration_ms_ci_low", "iteration_ms_ci_high"),
+    *("tokens_per_second_per_device", "peak_memory_bytes", "comm_bytes_per_iteration"),
+    *("final_loss", "parity"),
+)
+"""The columns of a report's row that a golden file holds; its verdict on speed comes after them."""
 
 
 def page_as_text(page: str) -> str:
@@ -51,8 +58,35 @@ def picture_as_text(picture: str) -> str:
     return "\n".join((counts, *labels))
 
 
+def figures_as_text(text: str) -> str:
+    """Return the figures that matter of `results.json`: which keys it has, then one line per row.
+
+    What the other keys hold is tested where it is computed. A table of everything would change in hundreds of
+    lines with every change of the report.
+    """
+    results = json.loads(text)
+    rows = results["rows"]
+    lines = [
+        f"keys: {' '.join(results)}",
+        f"keys of a row: {' '.join(rows[0])}",
+        " | ".join((*FIGURES, "speed")),
+    ]
+    for row in rows:
+        comparison = (row["speed"] or {}).get("per_iteration") or {}
+        speed = (comparison.get("verdict", ""), comparison.get("ratio"))
+        lines.append(
+            " | ".join(map(_figure, (*(row[name] for name in FIGURES), *speed))).rstrip(" |")
+        )
+    return "\n".join(lines)
+
+
+def _figure(value: object) -> str:
+    """Return a value with six digits; nothing for what is not known."""
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
 def json_as_text(text: str) -> str:
-    """JSON, indented; floats to nine digits, and of long lists of plain values the ends."""
+    """JSON, indented; floats to nine digits, and of long lists the ends."""
     return "\n".join(_json_lines(_shortened(json.loads(text)), ""))
 
 
@@ -79,6 +113,8 @@ def _shortened(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     short = [_shortened(item) for item in value]
+    if len(short) > 2 and all(isinstance(item, dict) for item in short):
+        return [short[0], f"… {len(short) - 2} more …", short[-1]]
     if len(short) > 2 * SAMPLES and all(isinstance(item, (int, float, list)) for item in short):
         return [*short[:SAMPLES], f"… {len(short) - 2 * SAMPLES} more …", *short[-SAMPLES:]]
     return short

@@ -1,11 +1,13 @@
 """Reports, explanations and pictures of fixed run folders and logs, as text: `reports/<set>/`.
 
 `runs/` was made by real runs on two cores (see its README). What is compared is everything that a
-reader sees; of pictures the labels and the number of drawn elements.
+reader sees; of pictures the labels and the number of drawn elements, of `results.json` its keys and the
+figures of each row. The page of the large report is not compared: it shows what `report.md` does.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.golden.commands_of_the_kit import HERE, ROOT, Commands, check_golden
-from tests.golden.readable import json_as_text, page_as_text, picture_as_text
+from tests.golden.readable import figures_as_text, json_as_text, page_as_text, picture_as_text
 
 RUNS = HERE / "runs"
 LOGS = sorted((ROOT / "tests/reporting/logs").glob("*.log"))
 ENDINGS = ("011710Z-tp2", "011717Z-pp2")
 """A run that crashed and one that was interrupted; beside the strategies they would be pooled."""
+
+EXPLAINED = ("010857Z-tp2", "011032Z-pp2", "010731Z-zero3", "011638Z-ep2")
+"""Runs that `explain` is asked about: one for each kind of communication."""
 
 SETS = {
     "strategies": lambda runs: [p for p in runs if not p.name[9:].startswith(ENDINGS)],
@@ -42,16 +47,21 @@ def test_a_report_says_and_draws_what_it_always_did(
     which: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = list(map(str, SETS[which](runs)))
-    words = ("parakit", "report", *paths, "--name", "golden", "--reports", str(tmp_path))
+    command_line = ("parakit", "report", *paths, "--name", "golden", "--reports", str(tmp_path))
     for width in WIDTHS[which]:
-        code, printed = commands.run(words, {"COLUMNS": width})
+        code, printed = commands.run(command_line, {"COLUMNS": width})
         assert code == 0, printed
         _check(which, f"terminal-{width}.txt", printed, tmp_path)
     folder = tmp_path / "golden"
     _check(which, "results.csv", (folder / "results.csv").read_text(), tmp_path)
     _check(which, "report.md", (folder / "report.md").read_text(), tmp_path)
-    _check(which, "results.json", json_as_text((folder / "results.json").read_text()), tmp_path)
-    _check(which, "report.html.txt", page_as_text((folder / "report.html").read_text()), tmp_path)
+    results = (folder / "results.json").read_text()
+    _check(which, "figures.txt", figures_as_text(results), tmp_path)
+    page = page_as_text((folder / "report.html").read_text())
+    if which != "strategies":
+        _check(which, "report.html.txt", page, tmp_path)
+    for sentence in json.loads(results)["sentences"]:
+        assert sentence in page
     pictures = sorted(folder.glob("*.svg"))
     parts = [f"{path.name}: {picture_as_text(path.read_text())}\n" for path in pictures]
     _check(which, "pictures.txt", "\n".join(parts), tmp_path)
@@ -64,8 +74,8 @@ def test_a_report_says_and_draws_what_it_always_did(
 def test_explain_says_what_it_always_did(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
-    paths = list(map(str, SETS["strategies"](runs)))
-    code, printed = commands.run(("parakit", "report", "explain", *paths), {"COLUMNS": "120"})
+    paths = [str(path) for path in runs if path.name[9:].startswith(EXPLAINED)]
+    code, printed = commands.run(("parakit", "explain", *paths), {"COLUMNS": "120"})
     assert code == 0, printed
     _check("strategies", "explain.txt", printed, tmp_path)
 
@@ -89,7 +99,7 @@ def test_a_trace_is_drawn_as_it_always_was(
 ) -> None:
     (folder,) = (p for p in SETS["strategies"](runs) if re.search(rf"Z-{run}-", p.name))
     before = set(folder.iterdir())
-    code, printed = commands.run(("parakit", "report", "trace", str(folder)))
+    code, printed = commands.run(("parakit", "trace", str(folder)))
     assert code == 0, printed
     made = sorted(set(folder.iterdir()) - before)
     parts = [printed, *(path.name for path in made)]

@@ -17,6 +17,8 @@ from parakit.launch.execute import run_ranks
 from parakit.launch.options import Options
 from parakit.launch.progress import RunProgress
 
+pytestmark = pytest.mark.ranks
+
 
 def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -69,6 +69,7 @@ def by_name(words: tuple[str, ...]) -> Flags:
     return {name: tuple(values) for name, values in flags.items()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("runtime", "version"), VARIANTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_published_target_passes_the_published_flags_and_the_known_additions_alone(

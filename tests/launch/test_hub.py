@@ -37,6 +37,7 @@ def launch_of(hub: Path, target: str, options: Options = NO_OPTIONS) -> Launch:
     return compose_job(parse_target(f"train-{target}", own))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("target", "padded_to"),
     [

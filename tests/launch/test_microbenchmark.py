@@ -51,6 +51,7 @@ def test_neighbours_go_around_the_ring_and_two_nodes_are_one_pair() -> None:
     assert neighbours([0, 8, 16]) == [(0, 8), (8, 16), (16, 0)]
 
 
+@pytest.mark.ranks
 def test_a_failure_is_reported_by_the_ranks_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmark, "torchrun", lambda *_: ("sh", "-c", FAILING))
     with pytest.raises(LaunchError, match=r"^RuntimeError: the device is on fire$"):

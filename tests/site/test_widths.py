@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from parakit.config.files import ROOT
+from parakit.experiments.matrix.definition import load_matrix
+from parakit.experiments.matrix.page import write_cells_page
 from parakit.site.drawing.figure import page
 from parakit.site.planner_page import TEMPLATES
 from tests.chromium import chromium, needs_chromium
@@ -31,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (made / "planner.html").write_text(planner, encoding="utf-8")
     shutil.copy(ROOT / "src/parakit/formatting/house.css", made)
-    shutil.copy(ROOT / "docs/parity-cells.html", made)
+    write_cells_page(stored=ROOT / "docs", folder=made, matrix=load_matrix())
     return made
 
 

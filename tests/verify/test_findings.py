@@ -47,9 +47,7 @@ def test_reproduced_finding_names_a_layout_a_module_and_a_patch_that_exist(one: 
     assert read_patch_file(str(one.patch)).path == f"docs/upstream/{one.patch.name}"
 
 
-def test_every_patch_and_report_belongs_to_a_finding_and_every_report_is_listed() -> None:
-    listed = (FOLDER / "README.md").read_text()
-    assert all(f"({one.report.name})" in listed for one in REPRODUCED if one.report)
+def test_every_patch_and_report_is_of_a_finding() -> None:
     # Of one that was mended meanwhile the patch may be there: the matrix applies it in earlier versions.
     files = (
         (one.patch, one.report, one.witness and FOLDER / one.witness) for one in list_findings()

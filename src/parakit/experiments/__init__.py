@@ -10,9 +10,13 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.experiments.captures import judge_captures
+    from parakit.experiments.matrix.definition import load_matrix
+    from parakit.experiments.matrix.page import write_cells_page
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "judge_captures",
+    "load_matrix",
+    "write_cells_page",
 ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parakit.planner.options import PlanOptions, RequestError, plan_options
     from parakit.planner.readings.local_readings import Row, add_rows, own_runs, row_of
     from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+    from parakit.planner.readings.page import write_residuals_page
     from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
     from parakit.planner.readings.table import ReadingsError
     from parakit.planner.recorded import RecordedRun, predict_recorded_run
@@ -71,4 +72,5 @@ __all__ = [
     "search_configurations",
     "time_strategy",
     "uncertainty",
+    "write_residuals_page",
 ]

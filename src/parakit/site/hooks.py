@@ -16,8 +16,13 @@ from parakit.cli import HEADINGS, variables
 from parakit.config.files import ROOT
 
 SETTINGS_PAGE = "docs/settings.md"
-MADE_LATER = ("planner/planner.html", "planner/drawings.html")
-"""By `planner_page.py`, over these empty ones."""
+MADE_LATER = (
+    "planner/planner.html",
+    "planner/drawings.html",
+    "docs/parity-cells.html",
+    "docs/residuals.html",
+)
+"""Pages that `planner_page.py` and `generated_pages.py` write over these empty ones."""
 STYLE = "site.css"
 SHOWN = (".md", ".svg", ".png", ".html")
 HIDDEN = (

@@ -95,6 +95,7 @@ def test_before_setup_the_driver_alone_is_looked_at(
     )
 
 
+@pytest.mark.ranks
 def test_the_kits_python_is_asked_for_the_devices() -> None:
     (driver, *_) = devices.check_devices()
     assert driver.what == "Driver"
@@ -133,6 +134,7 @@ def test_packages_before_setup_are_a_warning(monkeypatch: pytest.MonkeyPatch) ->
     assert (row.status, row.found) == (WARN, "not installed yet")
 
 
+@pytest.mark.ranks
 def test_packages_at_another_version_are_named() -> None:
     assert host.differing_packages(
         sys.executable, "rich==0.1\n# note\npytest==9.2.0  # x\nno_such-thing==1"
@@ -211,6 +213,7 @@ def test_wandb_is_decided_by_the_keys_presence(
     assert "s3cret" not in str(result)
 
 
+@pytest.mark.ranks
 def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> None:
     (bin_folder / "sleep").symlink_to("/bin/sleep")
     assert ask(["sleep", "600"], seconds=0.1).problem == "no answer within 0 s"

@@ -11,6 +11,8 @@ from parakit.launch.supervise.interruption import alive
 from parakit.launch.supervise.ranks import RankProcesses
 from tests.patience import until
 
+pytestmark = pytest.mark.ranks
+
 STUBBORN = "trap '' TERM; RANK=0 bash -c \"trap '' TERM; while :; do sleep 0.1; done\" & wait; wait"
 
 

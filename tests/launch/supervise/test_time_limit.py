@@ -15,6 +15,8 @@ from parakit.launch.execute import execute_launch
 from parakit.launch.train import compose_job
 from tests.experiments.factory import cell
 
+pytestmark = pytest.mark.ranks
+
 LINE = " iteration        1/      25 | elapsed time per iteration (ms): 9.0 | lm loss: 1.0E+01 |"
 
 

@@ -1,6 +1,7 @@
-"""`docs/parity-matrix.md` and `parity-cells.html`: one table a version, what differs, and every cell.
+"""`parity-matrix.md` and `parity-cells.html`: one table a version, what differs, and every cell.
 
-Both are templates over the cells that are kept beside them (`outcome.py`).
+Both are templates over the cells that are kept beside them (`outcome.py`). Of those in `docs/` the matrix is
+committed. The page of cells is not: `make docs` writes it into the site.
 """
 
 from __future__ import annotations
@@ -144,11 +145,22 @@ def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
 
 
 def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
-    """Write both pages of all that is stored in a folder."""
+    """Write both pages of all cells that are stored in a folder into that folder; return their paths."""
+    versions = _read_versions(folder, matrix)
+    return _write(MARKDOWN, versions, folder), _write(HTML, versions, folder)
+
+
+def write_cells_page(stored: Path, folder: Path, matrix: Matrix) -> Path:
+    """Write the page of all cells that are stored in one folder into another folder; return its path."""
+    return _write(HTML, _read_versions(stored, matrix), folder)
+
+
+def _read_versions(folder: Path, matrix: Matrix) -> list[MatrixOfVersion]:
+    """Return every version that has cells in a folder, the newest version first."""
     stored = sorted(
         (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
     )
-    versions = [
+    return [
         MatrixOfVersion(
             path.stem,
             tuple(records),
@@ -159,16 +171,19 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
         for path in stored
         if (records := read_stored(path))
     ]
+
+
+def _write(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path:
+    """Render the template of a page and write the page into a folder; return its path."""
     legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
     order = list(FindingStatus)
     judged = sorted(list_findings(), key=lambda one: order.index(one.verdict))
     given = {**_NAMES, "versions": versions, "legend": legend, "overview": overview(versions)}
-    paths = folder / MARKDOWN, folder / HTML
-    for path in paths:
-        template = environment(_TEMPLATES).overlay(autoescape=path.name == HTML)
-        text = template.get_template(f"{path.name}.j2").render(**given, judged=judged)
-        write_whole(path, text)
-    return paths
+    template = environment(_TEMPLATES).overlay(autoescape=name == HTML)
+    text = template.get_template(f"{name}.j2").render(**given, judged=judged)
+    path = folder / name
+    write_whole(path, text)
+    return path
 
 
 def _release(name: str) -> Version:

@@ -1,4 +1,7 @@
-"""Residuals as a page that needs no network, and as one SVG: a point a measurement."""
+"""Residuals as a page that needs no network, and as one SVG: a point a measurement.
+
+`docs/residuals.svg` is committed. The page is not: `make docs` writes it into the site.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from parakit.formatting.table import Column, Table
 from parakit.formatting.units import GIB
 from parakit.planner.readings.intervals import LEVELS, Errors
 from parakit.planner.readings.residual import Residual, Residuals
+from parakit.planner.readings.residual import residuals as predict_residuals
 from parakit.planner.readings.summary import (
     ERRORS,
     MEMORY,
@@ -25,6 +29,7 @@ from parakit.planner.readings.summary import (
     kind_of,
     runs_of,
 )
+from parakit.planner.readings.table import read_readings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,10 +39,22 @@ FOLDER = ROOT / "docs"
 
 def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
+    folder.mkdir(exist_ok=True)
+    page, picture = _write_html(residuals, folder), folder / "residuals.svg"
+    _draw(runs_of(residuals), by_coverage(residuals, stated), picture)
+    return page, picture
+
+
+def write_residuals_page(folder: Path) -> Path:
+    """Predict every published measurement and write `residuals.html` into a folder; return its path."""
+    return _write_html(predict_residuals(*read_readings()), folder)
+
+
+def _write_html(residuals: Residuals, folder: Path) -> Path:
+    """Write `residuals.html` into a folder; return its path."""
     from markupsafe import Markup
 
-    page, picture = folder / "residuals.html", folder / "residuals.svg"
-    folder.mkdir(exist_ok=True)
+    page = folder / "residuals.html"
     plotted = runs_of(residuals)
     data = {
         "columns": [column.name for column in _COLUMNS],
@@ -56,8 +73,7 @@ def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> t
         data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
     )
     write_whole(page, text)
-    _draw(plotted, by_coverage(residuals, stated), picture)
-    return page, picture
+    return page
 
 
 _GROUP = (

@@ -1,0 +1,25 @@
+"""The site's pages that are generated from data in the repository, and are too large to be committed.
+
+`python -m parakit.site.generated_pages FOLDER` writes them. `parity-cells.html` has every verified cell of
+`docs/parity/`; `residuals.html` has every published measurement of the planner with its prediction.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from parakit.config.files import ROOT
+from parakit.experiments import load_matrix, write_cells_page
+from parakit.planner import write_residuals_page
+
+
+def write_generated_pages(folder: Path) -> tuple[Path, Path]:
+    """Write both pages into a folder, which is made if it does not exist; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = write_cells_page(stored=ROOT / "docs", folder=folder, matrix=load_matrix())
+    return cells, write_residuals_page(folder)
+
+
+if __name__ == "__main__":
+    write_generated_pages(Path(sys.argv[1]))
