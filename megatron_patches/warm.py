@@ -46,7 +46,7 @@ GRACE_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
-class Rank:
+class WarmRank:
     """The rank that a forked process becomes."""
 
     number: int
@@ -118,7 +118,7 @@ def read_help_once() -> None:
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
-def _serve(listener: socket.socket) -> Rank | None:
+def _serve(listener: socket.socket) -> WarmRank | None:
     """Fork a leader for every request on `listener` until standard input ends.
 
     The function returns None in the server, and the rank in each forked rank.
@@ -138,7 +138,7 @@ def _serve(listener: socket.socket) -> Rank | None:
             caller.close()
 
 
-def _lead(caller: socket.socket) -> Rank:
+def _lead(caller: socket.socket) -> WarmRank:
     """Fork the ranks of a request, wait for them, and send one byte, 0 or 1, to the caller.
 
     The leader ends in this function. Only the forked ranks return, with what they are.
@@ -155,7 +155,7 @@ def _lead(caller: socket.socket) -> Rank:
             pid = os.fork()
             if pid == 0:
                 caller.close()
-                return Rank(number, **request)
+                return WarmRank(number, **request)
             rank_by_pid[pid] = number
         status = _wait_for_ranks(rank_by_pid, caller)
         caller.send(bytes([status]))
@@ -164,7 +164,7 @@ def _lead(caller: socket.socket) -> Rank:
     os._exit(status)
 
 
-def _become_rank(rank: Rank) -> None:
+def _become_rank(rank: WarmRank) -> None:
     """Set the environment, arguments and signal handlers of a rank in this process.
 
     The environment gets the variables that torchrun would set, and the process is named `rank<N>`, by

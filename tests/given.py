@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from parakit.cli.commands import Command
 from parakit.cli.dispatch import called
-from parakit.cli.options import find_bench, find_command, of_make, of_words
+from parakit.cli.options import find_bench, find_command, parse_arguments, parse_make_variables
 from parakit.config.setting import values
 from parakit.config.settings import Setting
 from parakit.experiments.definition import SWEEP, Experiment
@@ -17,7 +17,7 @@ from parakit.planner.options import PlanOptions, plan_options
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:
     """To `make TARGET VARIABLES`."""
     command = command_named(target)
-    return of_make(target, command, variables)
+    return parse_make_variables(target, command, variables)
 
 
 def command_named(target: str) -> Command:
@@ -31,14 +31,14 @@ def command_named(target: str) -> Command:
 def run(target: str, variables: Mapping[str, str] = {}) -> int:
     """`make TARGET VARIABLES`, whose refusals are raised."""
     command = command_named(target)
-    return called(command, target, of_make(target, command, variables))
+    return called(command, target, parse_make_variables(target, command, variables))
 
 
 def asked_of_plan(words: Sequence[str]) -> PlanOptions:
     """What `python -m parakit plan WORDS` is asked for."""
     command = find_command("plan")
     assert command is not None
-    return plan_options(of_words(command, words, "plan"))
+    return plan_options(parse_arguments(command, words, "plan"))
 
 
 def read_of(known: Iterable[Setting], variables: Mapping[str, str]) -> Namespace:

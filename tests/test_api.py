@@ -13,7 +13,7 @@ import pytest
 
 import parakit
 from parakit.api import name_arguments
-from parakit.artifacts.verdict import Outcome
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.files import ROOT
 from parakit.formatting.presented import SHORT_LINES, Presented, PresentedTable
 from parakit.planner.result import NothingFitsError
@@ -203,7 +203,7 @@ def test_variables_of_make_are_named_as_arguments(text: str, renamed: str) -> No
 
 def test_captures_that_are_not_there_are_not_comparable() -> None:
     verdict = parakit.compare_captures("nowhere", "elsewhere")
-    assert verdict.verdict is Outcome.NOT_COMPARABLE
+    assert verdict.verdict is VerifyOutcome.NOT_COMPARABLE
     assert verdict.to_dict()["verdict"] == "not comparable"
     assert repr(verdict).startswith("not comparable: ")
 

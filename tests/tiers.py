@@ -184,4 +184,4 @@ def _commit_without_git(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         commit_of = {
             ROOT: FIXED_COMMIT
         }.get  # None, as of a folder outside a repository, for every other.
-        monkeypatch.setattr("parakit.launch.code.commit_of", commit_of)
+        monkeypatch.setattr("parakit.launch.code.read_commit", commit_of)

@@ -77,7 +77,9 @@ def install_beside(constraints: str, asked: str, lock: str) -> int:
     if installer.has(asked, constraints):
         return 0
     locked = packages_of(Path(lock).read_text())
-    resolved = installer.resolved(asked, constraints, [_as_installed(each) for each in locked])
+    resolved = installer.resolved(
+        asked, constraints, [_match_installed_version(each) for each in locked]
+    )
     versions = {package.split()[0] for package in locked}
     others = [name for package in resolved if (name := package.split()[0]) not in versions]
     if others:
@@ -85,7 +87,7 @@ def install_beside(constraints: str, asked: str, lock: str) -> int:
     return installer.install(resolved)
 
 
-def _as_installed(package: str) -> str:
+def _match_installed_version(package: str) -> str:
     """A locked package in the version that is here, else as it is."""
     name = package.split("==", maxsplit=1)[0]
     try:

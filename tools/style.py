@@ -54,7 +54,7 @@ _PRONOUNS = {
 _PREPOSITION = re.compile(r"_?(of|by|in|with|from|as)_\w+$")
 
 
-class Finding(NamedTuple):
+class StyleFinding(NamedTuple):
     """One place that breaks a rule."""
 
     rule: str
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def find_in_file(name: str, text: str) -> Iterator[Finding]:
+def find_in_file(name: str, text: str) -> Iterator[StyleFinding]:
     """Yield the findings in one Python file. Tests may have short docstrings and any function name."""
     is_test = name.startswith("tests/")
     for node in ast.walk(ast.parse(text)):
@@ -71,28 +71,28 @@ def find_in_file(name: str, text: str) -> Iterator[Finding]:
             if not is_test:
                 yield from _find_in_docstring(name, node)
             if not is_test and not isinstance(node, ast.ClassDef) and _PREPOSITION.match(node.name):
-                yield Finding(PREPOSITION, name, node.lineno, node.name)
+                yield StyleFinding(PREPOSITION, name, node.lineno, node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             if node.id in _PRONOUNS:
-                yield Finding(PRONOUN, name, node.lineno, node.id)
+                yield StyleFinding(PRONOUN, name, node.lineno, node.id)
         elif isinstance(node, ast.arg) and node.arg in _PRONOUNS:
-            yield Finding(PRONOUN, name, node.lineno, node.arg)
+            yield StyleFinding(PRONOUN, name, node.lineno, node.arg)
 
 
 def _find_in_docstring(
     name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-) -> Iterator[Finding]:
+) -> Iterator[StyleFinding]:
     words = (ast.get_docstring(node) or "").split()
     if not words:
         return
     line = node.body[0].lineno
     if words[0].strip("`,.:;") in _FIRST_WORDS or words[:2] == ["The", "same"]:
-        yield Finding(DOCSTRING, name, line, node.name)
+        yield StyleFinding(DOCSTRING, name, line, node.name)
     elif len(words) <= 3:
-        yield Finding(SHORT, name, line, node.name)
+        yield StyleFinding(SHORT, name, line, node.name)
 
 
-def find_shared_classes(texts: dict[str, str]) -> Iterator[Finding]:
+def find_shared_classes(texts: dict[str, str]) -> Iterator[StyleFinding]:
     """Yield each public class name that several files define; tests are not looked at.
 
     Args:
@@ -107,7 +107,7 @@ def find_shared_classes(texts: dict[str, str]) -> Iterator[Finding]:
                 files_by_class[node.name].add(name)
     for class_name, files in sorted(files_by_class.items()):
         if len(files) > 1:
-            yield Finding(CLASS, ", ".join(sorted(files)), 0, class_name)
+            yield StyleFinding(CLASS, ", ".join(sorted(files)), 0, class_name)
 
 
 def read_sources(paths: Sequence[str] = ()) -> dict[str, str]:
@@ -123,7 +123,7 @@ def read_sources(paths: Sequence[str] = ()) -> dict[str, str]:
     return {name: (ROOT / name).read_text() for name in chosen if (ROOT / name).is_file()}
 
 
-def count_findings(findings: Sequence[Finding]) -> dict[str, int]:
+def count_findings(findings: Sequence[StyleFinding]) -> dict[str, int]:
     """Return the number of findings of every rule."""
     return {rule: sum(finding.rule == rule for finding in findings) for rule in RULES}
 

@@ -22,8 +22,8 @@ from parakit.artifacts.capture import (
     OF_EACH_TOKEN,
     RECOMPUTED,
     CapturedModule,
+    CaptureStage,
     Site,
-    Stage,
 )
 from parakit.capturing import Sink, tap
 
@@ -113,7 +113,7 @@ class Probes:
             self._running.append(call)
             if not takes:
                 return args, kwargs
-            stage = Stage.INPUTS if name == MODEL else Stage.OUTPUTS
+            stage = CaptureStage.INPUTS if name == MODEL else CaptureStage.OUTPUTS
             args = tuple(
                 self._probe(value, stage, name, f"input.{key}", call)
                 for key, value in zip(chain(names, count()), args, strict=False)
@@ -131,11 +131,11 @@ class Probes:
             if isinstance(output, torch.Tensor):
                 if name == MODEL and output.ndim == 2:
                     # The model returned losses [b, s] and not logits [b, s, vocabulary].
-                    return self._probe(output, Stage.LOSS, LOSS, OF_EACH_TOKEN, call)
-                return self._probe(output, Stage.OUTPUTS, name, "output", call)
+                    return self._probe(output, CaptureStage.LOSS, LOSS, OF_EACH_TOKEN, call)
+                return self._probe(output, CaptureStage.OUTPUTS, name, "output", call)
             if isinstance(output, (tuple, list)):
                 probed = (
-                    self._probe(value, Stage.OUTPUTS, name, f"output.{index}", call)
+                    self._probe(value, CaptureStage.OUTPUTS, name, f"output.{index}", call)
                     for index, value in enumerate(output)
                 )
                 return type(output)(probed)
@@ -166,12 +166,12 @@ class Probes:
         # recomputed, then every call of it is.
         return replace(self._to_recompute[name].pop(0), recomputed=True)
 
-    def _probe(self, value: Any, stage: Stage, name: str, slot: str, call: _Call) -> Any:
+    def _probe(self, value: Any, stage: CaptureStage, name: str, slot: str, call: _Call) -> Any:
         """Return `value` with a tap for it and its gradient; values that are no activations unchanged."""
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
         slot += CALLED_BY + call.caller if call.caller else ""
-        backward, position = Stage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
+        backward, position = CaptureStage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
         gradient_site = Site(backward, name, slot, *position)
         value_site = Site(stage, name, slot, *position)
         if call.recomputed:

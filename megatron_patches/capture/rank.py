@@ -25,14 +25,14 @@ from parakit.artifacts.capture import (
     INITIAL,
     RATE_SLOTS,
     CapturedRank,
-    Stage,
+    CaptureStage,
 )
 
 _FUNCTIONS = {
     BUCKETS: "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-    Stage.REDUCED_GRADIENTS: "distributed.finalize_model_grads:finalize_model_grads",
+    CaptureStage.REDUCED_GRADIENTS: "distributed.finalize_model_grads:finalize_model_grads",
     COUNTED_ONCE: "optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm",
-    Stage.NORM: "optimizer.clip_grads:get_grad_norm_fp32",
+    CaptureStage.NORM: "optimizer.clip_grads:get_grad_norm_fp32",
     CLIPPING: "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
     **dict.fromkeys(RATE_SLOTS, "optimizer:_get_param_groups"),
     INITIAL: "tensor_parallel.random:model_parallel_cuda_manual_seed",
@@ -144,11 +144,11 @@ def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
     optimizer_module = optimizer_class.__module__.removeprefix("megatron.core.")
     optimizer_name = f"{optimizer_module}:{optimizer_class.__name__}"
     functions = {
-        Stage.LOSS: f"{loss_module}:_VocabParallelCrossEntropy.forward",
-        Stage.ACTIVATION_GRADIENTS: f"{loss_module}:_VocabParallelCrossEntropy.backward",
+        CaptureStage.LOSS: f"{loss_module}:_VocabParallelCrossEntropy.forward",
+        CaptureStage.ACTIVATION_GRADIENTS: f"{loss_module}:_VocabParallelCrossEntropy.backward",
         **_FUNCTIONS,
-        Stage.OPTIMIZER_STATE: f"{optimizer_name}.step",
-        Stage.WEIGHTS: f"{optimizer_name}.step_with_ready_grads",
+        CaptureStage.OPTIMIZER_STATE: f"{optimizer_name}.step",
+        CaptureStage.WEIGHTS: f"{optimizer_name}.step_with_ready_grads",
     }
     sources = {}
     for stage_or_slot, target in functions.items():

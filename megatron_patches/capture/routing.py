@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_patches.capture.probes import list_modules
-from parakit.artifacts.capture import CHOICE, SCORES, Site, Stage
+from parakit.artifacts.capture import CHOICE, SCORES, CaptureStage, Site
 from parakit.capturing import Sink
 
 
@@ -136,7 +136,7 @@ class _Choices:
         micro_batch = len(self._replacements)
 
         def make_site(slot: str) -> Site:
-            return Site(Stage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
+            return Site(CaptureStage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
 
         self._sink.write(make_site(SCORES), scores)
         is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)

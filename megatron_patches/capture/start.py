@@ -19,8 +19,8 @@ from parakit.artifacts.capture import (
     REACH,
     START_BUFFER,
     START_WEIGHT,
+    CaptureStage,
     InitialPiece,
-    Stage,
 )
 from parakit.capturing import Recording, TrainingState, local_tensor, perturb, update_magnitude
 
@@ -55,7 +55,7 @@ class InitialState:
             if id(parameter) in self._reach:
                 magnitude = self._reach[id(parameter)]
                 for piece in self._parameters.pieces(parameter, magnitude, part.start):
-                    sink.write_piece(Stage.WEIGHTS, REACH, piece)
+                    sink.write_piece(CaptureStage.WEIGHTS, REACH, piece)
         self._last.clear()
         self._reach.clear()
         is_changed = False

@@ -50,10 +50,10 @@ from parakit.artifacts.capture import (
     RESPONSES_FILE,
     UNOBSERVED_FILE,
     UPDATE,
+    CaptureStage,
     CaptureWriter,
     InitialPiece,
     Site,
-    Stage,
 )
 from parakit.capturing import (
     Recording,
@@ -265,7 +265,7 @@ class _Watch:
             self._write_parts()
             for parameter, part in self.parameters.parts(self.optimizer):
                 if part.gradient is not None:
-                    stage, values = Stage.REDUCED_GRADIENTS, part.gradient
+                    stage, values = CaptureStage.REDUCED_GRADIENTS, part.gradient
                     self._write(sink, stage, "gradient", parameter, values, part.start)
             step_result = step(*args, **kwargs)
             returned_norm = step_result[1]
@@ -273,9 +273,9 @@ class _Watch:
                 slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
                 # If nothing is clipped, some of Megatron's optimizers compute no norm and return 0.
                 if norm is not None and (norms or float(norm) > 0):
-                    sink.write(Site(Stage.NORM, "grad_norm", slot), fp64_scalar(float(norm)))
+                    sink.write(Site(CaptureStage.NORM, "grad_norm", slot), fp64_scalar(float(norm)))
             for ranks, piece in membership.pieces():
-                sink.write_piece(Stage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
+                sink.write_piece(CaptureStage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
             return step_result
 
         with (
@@ -320,7 +320,7 @@ class _Watch:
                 # Three values are the loss, the number of tokens and what is logged; two lack the tokens.
                 reported = result[:2] if len(result) == 3 else result[:1]
                 for index, value in enumerate(reported):
-                    site = Site(Stage.LOSS, LOSS, "tokens" if index else "sum", micro_batch)
+                    site = Site(CaptureStage.LOSS, LOSS, "tokens" if index else "sum", micro_batch)
                     sink.write(site, value.detach().clone())
                 return result
 
@@ -328,7 +328,9 @@ class _Watch:
             loss_arguments = getattr(loss, "args", ())
             masks = (value for value in loss_arguments if isinstance(value, torch.Tensor))
             for index, mask in enumerate(masks):
-                sink.write(Site(Stage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask)
+                sink.write(
+                    Site(CaptureStage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask
+                )
             return output, compute_loss_and_report
 
         return forward_and_report
@@ -354,7 +356,7 @@ class _Watch:
     def _write_gradient(self, sink: Sink, slot: str, parameter: Any) -> None:
         """Write a parameter's local gradient (`main_grad`), if it has one."""
         if getattr(parameter, "main_grad", None) is not None:
-            self._write(sink, Stage.LOCAL_GRADIENTS, slot, parameter, parameter.main_grad)
+            self._write(sink, CaptureStage.LOCAL_GRADIENTS, slot, parameter, parameter.main_grad)
 
     def _write_parts(self) -> None:
         """Write what the last micro batch added to each gradient, and count the micro batch that begins.
@@ -369,7 +371,7 @@ class _Watch:
             if before is not None:
                 slot = f"{PART}micro batch {self.num_begun - 1}"
                 self._write(
-                    self.recording, Stage.LOCAL_GRADIENTS, slot, parameter, gradient - before
+                    self.recording, CaptureStage.LOCAL_GRADIENTS, slot, parameter, gradient - before
                 )
             self.last_gradients[id(parameter)] = gradient.detach().clone()
         self.num_begun += 1
@@ -377,7 +379,7 @@ class _Watch:
     def _write(
         self,
         sink: Sink,
-        stage: Stage,
+        stage: CaptureStage,
         slot: str,
         parameter: torch.Tensor,
         values: torch.Tensor,
@@ -392,14 +394,14 @@ class _Watch:
         for name, module in list_modules(self.chunks, self.names):
             counts = getattr(module, "local_tokens_per_expert", None)
             if isinstance(counts, torch.Tensor):
-                sink.write(Site(Stage.OUTPUTS, name, COUNTS), counts)
+                sink.write(Site(CaptureStage.OUTPUTS, name, COUNTS), counts)
 
     def _write_states(self, sink: Sink, before: dict[tuple[int, str], torch.Tensor]) -> None:
         """Write the optimizer's states, weights and buffers, and how the update changed weights.
 
         `before` has the copies of `_copy_weights`.
         """
-        stage = Stage.OPTIMIZER_STATE
+        stage = CaptureStage.OPTIMIZER_STATE
         for parameter, part in self.parameters.parts(self.optimizer):
             for name, values in part.states.items():
                 if values.numel() > 1 or parameter.numel() == 1:
@@ -414,21 +416,21 @@ class _Watch:
                     self._write(sink, stage, f"{name} {UPDATE}", parameter, update, part.start)
         for parameter in self.parameters.parameters:
             update = parameter.detach().float() - before[id(parameter), "weight"].float()
-            self._write(sink, Stage.WEIGHTS, UPDATE, parameter, update)
-            self._write(sink, Stage.WEIGHTS, "weight", parameter, parameter.data)
+            self._write(sink, CaptureStage.WEIGHTS, UPDATE, parameter, update)
+            self._write(sink, CaptureStage.WEIGHTS, "weight", parameter, parameter.data)
         for buffer in self.parameters.buffers:
-            self._write(sink, Stage.WEIGHTS, BUFFER, buffer, buffer)
+            self._write(sink, CaptureStage.WEIGHTS, BUFFER, buffer, buffer)
 
     def _write_schedule(self) -> None:
         """Write the scheduler's steps and each parameter's learning rate and weight decay.
 
         They must be the same on every rank, and in a resumed run the same as without the interruption.
         """
-        steps = Site(Stage.OPTIMIZER_STATE, SCHEDULE, "steps")
+        steps = Site(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
         self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))
         for parameter, part in self.parameters.parts(self.optimizer):
             for key, slot in _RATES.items():
-                site = Site(Stage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
+                site = Site(CaptureStage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
                 self.recording.write(site, fp64_scalar(float(part.group[key])))
 
     def _measure_states(self) -> Iterator[tuple[Site, float]]:
@@ -437,7 +439,7 @@ class _Watch:
             for name, values in part.states.items():
                 if name != "param" and values.numel() > 1:
                     for piece in self.parameters.pieces(parameter, values, part.start):
-                        site = Site(Stage.OPTIMIZER_STATE, piece.name, name)
+                        site = Site(CaptureStage.OPTIMIZER_STATE, piece.name, name)
                         yield site, norm_without_nan(piece.values)
 
     def _copy_weights(self) -> dict[tuple[int, str], torch.Tensor]:

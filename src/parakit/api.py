@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parakit.artifacts.verdict import Verdict
+    from parakit.artifacts.verdict import VerifyVerdict
     from parakit.checkpoint import CheckpointInspection
     from parakit.hang import HangDiagnosis
     from parakit.logs import TrainingLog
@@ -273,7 +273,7 @@ def inspect_checkpoint(
         return inspect_folder(folder, compare=other, strategy=strategy, verify=verify)
 
 
-def compare_captures(reference: AnyPath, other: AnyPath) -> Verdict:
+def compare_captures(reference: AnyPath, other: AnyPath) -> VerifyVerdict:
     """Find the first tensor of a training step that differs from a reference by more than rounding.
 
     Args:

@@ -15,7 +15,7 @@ from parakit.experiments.load import load_sweep
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import percent, plural, signed_percent
-from parakit.launch.auto import as_options, plan_here
+from parakit.launch.auto import options_for_candidate, plan_here
 from parakit.launch.job import Job
 from parakit.launch.options import Options
 from parakit.planner.search import Candidate, Plan
@@ -114,7 +114,7 @@ def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
 def cell_of(job: Job, candidate: Candidate) -> Cell:
     """What trains a planned strategy."""
     micro_batch = candidate.spec.batch.micro_batch_size
-    options = replace(as_options(candidate, job.options), micro_batch_size=micro_batch)
+    options = replace(options_for_candidate(candidate, job.options), micro_batch_size=micro_batch)
     label = f"{candidate.strategy}, micro batch {micro_batch}"
     return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)
 

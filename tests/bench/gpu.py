@@ -23,7 +23,7 @@ from parakit.data.indexed import idx_path
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.engine import Output, Study, run_experiment
 from parakit.experiments.load import load_experiment
-from parakit.experiments.runner import NO_TIME, in_turn
+from parakit.experiments.runner import NO_TIME, order_repeats
 from parakit.launch import microbenchmark
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.devices import visible_gpus
@@ -114,7 +114,7 @@ def settings(only: str, options: Options) -> Experiment:
 
 def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> str:
     """The plan as text: what, with which patches, by which command, how long."""
-    kept, left = fitting(in_turn(cells), budget - CEILINGS_SECONDS)
+    kept, left = fitting(order_repeats(cells), budget - CEILINGS_SECONDS)
     lines = [
         f"Ceilings of the device: a large bf16 product, a large copy (≈{CEILINGS_SECONDS:.0f} s)"
     ]

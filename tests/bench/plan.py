@@ -100,7 +100,7 @@ def _write_run(runs: Path, number: int) -> None:
     split = parse_strategy(strategy, 1 if strategy == NAMED[0] else 2)
     spec = replace(spec_of_model(model, split, Batch(2, 8)), strategy=strategy)
     argv = (*model.flags, *flags_of_spec(spec), "--variant", str(number))
-    host = records.Host("here", "a processor", 2, 2**34, ("a processor",) * split.world_size)
+    host = records.HostRecord("here", "a processor", 2, 2**34, ("a processor",) * split.world_size)
     entry = records.MegatronEntry("pretrain_gpt.py", "0.19.0")
     (runs / name).mkdir(parents=True)
     record = records.RunRecord(name, "now", spec, ITERATIONS, argv, (), {}, entry, host, {})

@@ -5,7 +5,7 @@ from rich.console import Console
 from parakit.config.run import DeviceKind
 from parakit.experiments.load import load_sweep
 from parakit.launch.auto import request_here
-from parakit.launch.calibrate import from_figures
+from parakit.launch.calibrate import calibration_from_figures
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
 from parakit.planner.search import search_configurations
@@ -45,7 +45,7 @@ def test_a_run_that_failed_has_no_error_and_a_failed_choice_no_loss() -> None:
 
 
 def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None:
-    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     plan = search_configurations(request_here(TINY, CPU, calibration))
     chosen = chosen_candidates(plan)
     assert chosen[:4] == plan.ranked[:4]

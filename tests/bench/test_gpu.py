@@ -19,7 +19,7 @@ from parakit.config.run import DeviceKind
 from parakit.experiments import engine, runner
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.engine import run_experiment
-from parakit.experiments.runner import NO_TIME, in_turn
+from parakit.experiments.runner import NO_TIME, order_repeats
 from parakit.launch import microbenchmark
 from parakit.launch.compose import Launch
 from parakit.launch.options import Options
@@ -89,7 +89,7 @@ def test_every_patch_is_measured_alone_once() -> None:
 
 
 def turns() -> list[str]:
-    return [f"{cell.label} {number}/{cell.repeats}" for number, cell in in_turn(ALL)]
+    return [f"{cell.label} {number}/{cell.repeats}" for number, cell in order_repeats(ALL)]
 
 
 def test_main_settings_come_first_with_their_repeats_and_in_turn() -> None:
@@ -100,7 +100,7 @@ def test_main_settings_come_first_with_their_repeats_and_in_turn() -> None:
 
 
 def test_what_does_not_fit_is_left_out_by_name_and_the_rest_kept() -> None:
-    planned = in_turn(ALL)
+    planned = order_repeats(ALL)
     kept, left = fitting(planned, BUDGET_SECONDS)
     assert set(kept) | set(left) == set(planned)
     assert sum(cell.expected_seconds for _, cell in kept) <= BUDGET_SECONDS

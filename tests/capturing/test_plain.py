@@ -12,8 +12,8 @@ import torch
 from torch import distributed as dist
 
 from parakit import capture
-from parakit.artifacts.capture import Stage
-from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.artifacts.capture import CaptureStage
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.capturing.state import perturb
 from parakit.config.files import ROOT
 from parakit.experiments.captures import judge_captures
@@ -32,7 +32,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def verdict(captures: Path, name: str) -> Verdict:
+def verdict(captures: Path, name: str) -> VerifyVerdict:
     return judge_captures(captures / "one", captures / name).verdict
 
 
@@ -40,14 +40,14 @@ def verdict(captures: Path, name: str) -> Verdict:
 @pytest.mark.parametrize("split", ["fsdp", "tp"])
 def test_captures_under_fsdp_and_tp_agree_with_one_rank(captures: Path, split: str) -> None:
     found = verdict(captures, split)
-    assert (found.verdict, found.not_aligned) == (Outcome.HELD, ())
+    assert (found.verdict, found.not_aligned) == (VerifyOutcome.HELD, ())
     assert found.compared == found.seen > 200
 
 
 @SLOW
 def test_comparison_finds_gradients_that_are_averaged_twice(captures: Path) -> None:
     found = verdict(captures, "fsdp divided twice")
-    assert (found.verdict, found.stage) == (Outcome.DIFFERS, Stage.REDUCED_GRADIENTS)
+    assert (found.verdict, found.stage) == (VerifyOutcome.DIFFERS, CaptureStage.REDUCED_GRADIENTS)
     assert (found.ranks, found.factor) == ((0, 1), pytest.approx(0.5))
 
 
@@ -56,7 +56,7 @@ def test_comparison_names_the_module_that_lacks_an_all_reduce(
     captures: Path,
 ) -> None:
     found = verdict(captures, "tp not reduced")
-    assert (found.verdict, found.stage) == (Outcome.DIFFERS, Stage.OUTPUTS)
+    assert (found.verdict, found.stage) == (VerifyOutcome.DIFFERS, CaptureStage.OUTPUTS)
     assert found.module == "layers.1.feed_forward.w2"
     assert "sum" in str(found.kind)
 

@@ -19,8 +19,8 @@ from torch.distributed import checkpoint
 
 from parakit.artifacts.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
 from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
+from parakit.checkpoint import reshard as resharding
 from parakit.checkpoint.reshard import reshard
-from parakit.checkpoint.reshard import reshard as resharding
 from parakit.config.files import ROOT
 from tests.checkpoint.test_inspect import EMBEDDING, data, flip, make_pipe, truncate
 from tests.checkpoint.test_inspect import states as dense_states

@@ -13,15 +13,15 @@ import pytest
 
 from parakit.cli import program
 from parakit.cli.commands import BENCHES, COMMANDS, REMOVED, SECTIONS, Command
-from parakit.cli.dispatch import called, from_make, from_words
+from parakit.cli.dispatch import called, run_command, run_target
 from parakit.cli.options import (
     check_given,
     find_bench,
     find_command,
     function_of,
     given_names,
-    of_make,
-    of_words,
+    parse_arguments,
+    parse_make_variables,
     parser_of,
     variable_words,
 )
@@ -93,7 +93,7 @@ def test_variables_and_options_give_a_command_the_same() -> None:
     assert command is not None
     by_make = given("plan", {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1", "SVG": ""})
     words = ["--model", "gpt2-large", "--gpus", "2", "--json"]
-    by_words = of_words(command, words, "parakit plan")
+    by_words = parse_arguments(command, words, "parakit plan")
     texts = {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1"}
     assert vars(by_make) == {**vars(by_words), "texts": texts}
     assert (by_words.gpus, by_words.gpu, by_words.json, by_words.svg) == (2, "h200", True, None)
@@ -146,13 +146,13 @@ def test_what_is_missing_or_not_of_its_kind_is_refused(
 
 
 def test_a_refusal_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert from_words("plan", ["--modle", "x"], "parakit plan") == 2
+    assert run_command("plan", ["--modle", "x"], "parakit plan") == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert from_make("demoo") == 2
+    assert run_target("demoo") == 2
     assert "did you mean 'demo'?" in capsys.readouterr().err
-    assert from_make("verfy-tp2-gpt2-tiny-2cpu") == 2
+    assert run_target("verfy-tp2-gpt2-tiny-2cpu") == 2
     assert "did you mean 'verify-tp2-gpt2-tiny-2cpu'?" in capsys.readouterr().err
-    assert from_make("trian-tp2-gpt2-tiny-2cpu") == 2
+    assert run_target("trian-tp2-gpt2-tiny-2cpu") == 2
     assert "is not train-<strategy>-<model>-<N>gpu" in capsys.readouterr().err
 
 
@@ -196,7 +196,7 @@ def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("os.execvp", lambda *_: pytest.fail("make was started"))
     for name, sentence in (("x:=$(shell ls)", "no ':';"), ("-j", "is an option and no target;")):
-        assert from_make(name) == program.main([name]) == 2
+        assert run_target(name) == program.main([name]) == 2
         refusals = capsys.readouterr().err.splitlines()
         assert len(refusals) == 2
         assert all(sentence in refusal for refusal in refusals)
@@ -220,7 +220,7 @@ def test_a_name_that_leads_to_another_folder_is_refused_by_every_command(
         given(command.name, {"NAME": name, "INPUT": "x.jsonl", "HF": "x"})
     options = ["--", name] if command.name in ("bench", "experiment") else [f"--name={name}"]
     with pytest.raises(SettingError, match="is not a plain name of letters"):
-        of_words(command, options, "parakit")
+        parse_arguments(command, options, "parakit")
 
 
 def test_a_plain_name_is_taken_as_it_is() -> None:
@@ -337,13 +337,13 @@ def test_an_old_name_of_a_variable_is_refused_with_the_one_of_now(old: str, new:
     command = next(one for one in HANDLED if new in {each.name for each in one.variables})
     for environment in ({"MAKEFLAGS": f"-- {old}=x"}, {old: "x"}):
         with pytest.raises(SettingError, match=f"^{old}= is {new}= now"):
-            of_make(command.name, command, environment)
+            parse_make_variables(command.name, command, environment)
     with pytest.raises(SettingError, match=f"^{old}= is {new}= now"):
-        of_words(find_named("plan"), [f"--{old.lower()}", "x"], "plan")
+        parse_arguments(find_named("plan"), [f"--{old.lower()}", "x"], "plan")
 
 
 def test_an_old_name_in_the_environment_of_a_command_without_it_is_let_through() -> None:
-    assert of_make("list", find_named("list"), {"LAYOUT": "x"}).texts == {}
+    assert parse_make_variables("list", find_named("list"), {"LAYOUT": "x"}).texts == {}
 
 
 def find_named(name: str) -> Command:
@@ -369,7 +369,7 @@ def test_a_removed_command_is_refused_with_its_replacement(
     environment = {"MAKEFLAGS": f"-- {' '.join(arguments[1:])}"}
     check_given(given_names(environment["MAKEFLAGS"]), arguments[0], command_named(replacement))
     monkeypatch.delenv("MAKELEVEL", raising=False)
-    assert from_make(name) == program.REFUSED
+    assert run_target(name) == program.REFUSED
     assert capsys.readouterr().err == f"'make {name}' was removed; use 'make {replacement}'.\n"
     assert program.main([name, "--help"]) == program.REFUSED
     refusal = capsys.readouterr().err
@@ -397,7 +397,7 @@ def test_a_removed_variable_is_refused_with_its_replacement(name: str) -> None:
     assert takers or name not in {setting.name for setting in OPTIONS}
     for command in takers:  # The environment of a command that once read it.
         with pytest.raises(SettingError, match=sentence):
-            of_make(command.name, command, {name: "1"})
+            parse_make_variables(command.name, command, {name: "1"})
 
 
 def test_arguments_give_make_the_options_that_no_variable_is_for() -> None:
@@ -412,7 +412,7 @@ def test_what_a_command_starts_is_not_given_its_arguments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ARGS", "--pipeline 4 --microbatches 8")
-    assert from_make("schedules") == 0
+    assert run_target("schedules") == 0
     assert "1F1B" in capsys.readouterr().out
     assert "ARGS" not in os.environ
 
@@ -448,13 +448,13 @@ def test_a_bench_is_named_and_takes_its_own_variables_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NAME", "sok")
-    assert from_make("bench") == program.REFUSED
+    assert run_target("bench") == program.REFUSED
     assert "There is no bench 'sok'; did you mean soak? There are scrape, plan," in (
         capsys.readouterr().err
     )
     monkeypatch.setenv("NAME", "scrape")
     monkeypatch.setenv("MAKEFLAGS", "-- NAME=scrape ITERS=5")
-    assert from_make("bench") == program.REFUSED
+    assert run_target("bench") == program.REFUSED
     assert "'make bench NAME=scrape' does not use ITERS=" in capsys.readouterr().err
 
 
@@ -471,7 +471,7 @@ def test_without_a_name_the_benches_of_few_minutes_run_until_one_fails(
 
     monkeypatch.delenv("NAME", raising=False)
     monkeypatch.setattr("subprocess.call", start)
-    assert from_make("bench") == 3
+    assert run_target("bench") == 3
     assert ran == ["scrape", "plan", "preprocess", "ledger"]
 
 

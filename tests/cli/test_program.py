@@ -128,7 +128,7 @@ def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
     for variable in variables:
         monkeypatch.setenv(variable, "")  # What the program sets is gone after the test.
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(program, "from_make", start)
+    monkeypatch.setattr(program, "run_target", start)
     assert program.main(arguments) == 0
     assert started == [(target, variables)]
 
@@ -162,7 +162,7 @@ def test_a_command_of_a_clone_runs_at_the_clones_root_from_any_folder_in_it(
         started.append(Path.cwd())
         return 0
 
-    monkeypatch.setattr(program, "from_make", start)
+    monkeypatch.setattr(program, "run_target", start)
     assert program.main(["status"]) == 0
     assert started == [ROOT]
 

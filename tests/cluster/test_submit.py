@@ -15,7 +15,7 @@ import pytest
 
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
-from parakit.cli.dispatch import from_make
+from parakit.cli.dispatch import run_target
 from parakit.cluster.sbatch import ArrayTask, BatchJob
 from parakit.cluster.slurm import JobState, Slurm, job_states
 from parakit.config.errors import LaunchError
@@ -49,7 +49,7 @@ def submit(runs: Path, sample: Path, **variables: str) -> Submitted:
     printed = io.StringIO()
     variables = {**settings, "DATA": str(sample), **variables}
     with patch.dict(os.environ, variables), redirect_stdout(printed), redirect_stderr(printed):
-        code = from_make("run", ("dp2", "gpt2-tiny", "2cpu", "--"))
+        code = run_target("run", ("dp2", "gpt2-tiny", "2cpu", "--"))
     return Submitted(code, printed.getvalue())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from parakit.config.experts import ExpertLoad
 from parakit.config.files import ROOT
-from parakit.config.flag_table import FLAGS, __doc__, of_group, of_role, planned
+from parakit.config.flag_table import FLAGS, __doc__, flags_in_group, flags_with_role, planned
 from parakit.config.flags import Flags, flags_in, unlisted_flags, words_of
 from parakit.config.model import LatentAttention, LinearAttention, Mamba, ModelShape
 from parakit.config.offload import Offload
@@ -57,7 +57,7 @@ def test_the_native_backend_has_every_schedule_of_the_grammar() -> None:
 def test_every_field_is_one() -> None:
     assert {flag.group for flag in FLAGS.values()} == {*GROUPS, ""}
     for group, of in GROUPS.items():
-        assert {flag.field for flag in of_group(group)} <= {each.name for each in fields(of)}
+        assert {flag.field for flag in flags_in_group(group)} <= {each.name for each in fields(of)}
 
 
 def test_a_flag_stands_behind_those_that_it_needs() -> None:
@@ -76,8 +76,8 @@ def test_the_kit_knows_every_flag_that_its_own_files_have(pattern: str) -> None:
 
 
 def test_sets_of_flags_are_queries() -> None:
-    assert of_role("start") < of_role("start", "attempt")
-    assert "--load" in of_role("start")
+    assert flags_with_role("start") < flags_with_role("start", "attempt")
+    assert "--load" in flags_with_role("start")
     assert "--lr" in planned("neither")
     assert not planned("counted") & planned("parameters")
 

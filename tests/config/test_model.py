@@ -10,8 +10,8 @@ from parakit.config.model import (
     changed_model,
     load_model,
     model_names,
+    replace_vocabulary,
     shape_from_flags,
-    with_vocabulary,
 )
 from parakit.config.run import fp8_recipe_of
 from parakit.config.strategy import Batch
@@ -187,10 +187,10 @@ def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
 
 def test_another_vocabulary_changes_the_embedding_and_the_flag_alone() -> None:
     own = load_model("blueberry-79m")
-    larger = with_vocabulary(own, 50257)
+    larger = replace_vocabulary(own, 50257)
     assert parameters_total(larger.shape) == 79_502_208
     assert Flags(larger.flags).integer("--vocab-size", 0) == 50257
-    assert with_vocabulary(own, 49152) is own
+    assert replace_vocabulary(own, 49152) is own
 
 
 @pytest.mark.parametrize(

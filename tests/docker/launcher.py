@@ -6,9 +6,9 @@
 import sys
 from pathlib import Path
 
-from parakit.cli.dispatch import from_make
+from parakit.cli.dispatch import run_target
 from parakit.cluster.container import image
 
 if __name__ == "__main__":
     image.VERSIONS = Path(sys.argv[1])
-    sys.exit(from_make(sys.argv[2], sys.argv[3:]))
+    sys.exit(run_target(sys.argv[2], sys.argv[3:]))

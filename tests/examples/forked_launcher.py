@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parakit.cli.dispatch import from_make
+from parakit.cli.dispatch import run_target
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch import train
 from parakit.launch.compose import Launch
@@ -41,4 +41,4 @@ if __name__ == "__main__":
         return execute(replace(launch, warm=warm), *arguments, **named)
 
     train.execute_launch = execute_forked
-    sys.exit(from_make(words[0], words[1:]))
+    sys.exit(run_target(words[0], words[1:]))

@@ -6,7 +6,7 @@ from parakit.config.published import Published
 from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import Explanation, explain
-from parakit.reporting.explain.predicted import Evidence, evidence_of
+from parakit.reporting.explain.predicted import PredictionEvidence, evidence_of
 from parakit.reporting.explain.timelines import idle_over_work, passes, scene_of
 from tests.examples.runs import Run
 
@@ -14,7 +14,7 @@ NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
 
 
 @pytest.fixture(scope="module")
-def evidence(eight: dict[str, Run]) -> dict[str, Evidence]:
+def evidence(eight: dict[str, Run]) -> dict[str, PredictionEvidence]:
     return {name: evidence_of(load_folder(run.folder)) for name, run in eight.items()}
 
 
@@ -26,7 +26,7 @@ def explanation(eight: dict[str, Run]) -> Explanation:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_and_every_byte_on_the_wire_are_predicted(
-    evidence: dict[str, Evidence], name: str
+    evidence: dict[str, PredictionEvidence], name: str
 ) -> None:
     found = evidence[name]
     assert found.notes == ()
@@ -39,7 +39,7 @@ def test_parameters_and_every_byte_on_the_wire_are_predicted(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peak_of_every_rank_is_predicted_but_for_what_the_closed_form_leaves_out(
-    evidence: dict[str, Evidence], name: str
+    evidence: dict[str, PredictionEvidence], name: str
 ) -> None:
     peaks = [row for row in evidence[name].memory if row.component == "peak of live tensors"]
     assert len(peaks) == (1 if name == "baseline" else 2)
@@ -49,7 +49,9 @@ def test_peak_of_every_rank_is_predicted_but_for_what_the_closed_form_leaves_out
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shares_of_a_rank_sum_to_its_iteration(evidence: dict[str, Evidence], name: str) -> None:
+def test_shares_of_a_rank_sum_to_its_iteration(
+    evidence: dict[str, PredictionEvidence], name: str
+) -> None:
     for shares in evidence[name].shares:
         assert sum(shares.phases.values()) == pytest.approx(1)
         assert 0 <= shares.exposed_communication < 1
@@ -66,7 +68,7 @@ def test_trace_numbers_every_pass_of_the_schedule(
 
 
 def test_both_stages_of_a_pipeline_are_idle_and_the_ideal_share_stands_beside(
-    eight: dict[str, Run], evidence: dict[str, Evidence]
+    eight: dict[str, Run], evidence: dict[str, PredictionEvidence]
 ) -> None:
     idle = idle_over_work(scene_of(load_folder(eight["pp2"].folder)).pieces)
     assert all(share > 0 for share in idle.values())

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cli.dispatch import from_make
+from parakit.cli.dispatch import run_target
 from parakit.config.run import DeviceKind
 from parakit.experiments import load
 from parakit.experiments.commands import output_of
@@ -108,8 +108,8 @@ def test_an_experiment_runs_by_the_name_of_its_file(
 ) -> None:
     for name, value in {"DRY_RUN": "1", "DATA": str(sample_prefix), "ITERS": "7"}.items():
         monkeypatch.setenv(name, value)
-    assert from_make("experiment", ["demo"]) == 0
+    assert run_target("experiment", ["demo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert all("--exit-interval 7 " in line for line in lines)
-    assert from_make("experiment", ["dmo"]) == 2
+    assert run_target("experiment", ["dmo"]) == 2

@@ -28,7 +28,7 @@ from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_whole
 from parakit.artifacts.run import utc_stamp
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.run import Backend
 from parakit.config.strategy import devices_of, parse_strategy
 from parakit.formatting.terminal import say
@@ -121,7 +121,7 @@ def soak(what: Soak, console: Console) -> int:
     text = verdict.render(f"{what.job.target}, {what.hours:g} h")
     write_whole(folder / TEXT_FILE, text + "\n")
     say(console, text)
-    say(console, f"Soak: {from_root(folder / TEXT_FILE)}")
+    say(console, f"Soak: {relative_to_root(folder / TEXT_FILE)}")
     return int(not verdict.held)
 
 
@@ -274,7 +274,7 @@ class _Soaking:
             status = run.end().status
         except (AssertionError, subprocess.TimeoutExpired):
             raise LaunchError(
-                f"{from_root(run.folder)} was not over {OF_A_RUN:.0f} s after its {killed} was killed."
+                f"{relative_to_root(run.folder)} was not over {OF_A_RUN:.0f} s after its {killed} was killed."
             ) from None
         took = time.monotonic() - struck
         return Fault(struck - self._began, iteration, killed, status.status, status.reason, took)

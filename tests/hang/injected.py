@@ -26,7 +26,7 @@ from rich.console import Console
 from parakit.artifacts.run import HUNG
 from parakit.config.files import ROOT
 from parakit.hang.diagnosis import HangDiagnosis
-from parakit.hang.dumps import UnreadableError
+from parakit.hang.dumps import UnreadableDumpError
 from parakit.hang.gather import gather_evidence
 from parakit.hang.order import find_mismatch
 from parakit.hang.verdict import judge
@@ -304,7 +304,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         evidence = gather_evidence([run])
         is_seen = find_mismatch(evidence) is not None
         row |= {"said": HangDiagnosis(judge(evidence), evidence).to_dict()}
-    except UnreadableError as error:
+    except UnreadableDumpError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}
     culprits = {status["rank"]} - {None}

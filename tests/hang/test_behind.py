@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from parakit.hang.gather import gather_evidence
-from parakit.hang.verdict import Verdict, judge
+from parakit.hang.verdict import HangVerdict, judge
 from tests.hang.made import Job, four
 
 NOT_COMPLETED_HERE = "entered, completed by the others, not by this rank"
@@ -27,7 +27,7 @@ def call_without_device(
         job.entries[rank][-1].update(state="scheduled", retired=False)
 
 
-def judge_job(job: Job, folder: Path) -> Verdict:
+def judge_job(job: Job, folder: Path) -> HangVerdict:
     return judge(gather_evidence([job.write(folder)]))
 
 

@@ -9,7 +9,7 @@ from parakit.hang.command import why_hang
 from parakit.hang.evidence import Progress
 from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import TimedOut, read_watchdog
-from parakit.hang.verdict import Verdict, judge
+from parakit.hang.verdict import HangVerdict, judge
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
 TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -25,7 +25,7 @@ def one_timeout(*lines: str) -> TimedOut:
     return timed_out
 
 
-def judge_log(folder: Path, *lines: str, name: str = "train.log") -> Verdict:
+def judge_log(folder: Path, *lines: str, name: str = "train.log") -> HangVerdict:
     (folder / name).write_text("\n".join(lines) + "\n")
     return judge(gather_evidence([folder]))
 

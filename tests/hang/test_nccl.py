@@ -12,7 +12,7 @@ import pytest
 from parakit.artifacts.run import LOG_FILE, Status
 from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import read_watchdog
-from parakit.hang.verdict import Kind, Verdict, judge
+from parakit.hang.verdict import HangKind, HangVerdict, judge
 from parakit.launch.supervise.exit_status import classify_exit
 from parakit.logs.diagnosis import diagnose
 
@@ -27,7 +27,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def verdict(*places: Path) -> Verdict:
+def verdict(*places: Path) -> HangVerdict:
     return judge(gather_evidence(places))
 
 
@@ -35,17 +35,17 @@ def verdict(*places: Path) -> Verdict:
     ("case", "culprit", "kind", "module"),
     [
         # A rank of tp2 leaves out a reduction of its MLP.
-        ("skip", 1, Kind.OTHER_COLLECTIVE, "mlp"),
+        ("skip", 1, HangKind.OTHER_COLLECTIVE, "mlp"),
         # The first stage of pp2 stops in a batch of messages, after the first of them.
-        ("sleep", 0, Kind.NEVER_ENTERED, "pipeline exchange"),
-        ("loop", 1, Kind.NEVER_ENTERED, "gradient buffer"),
+        ("sleep", 0, HangKind.NEVER_ENTERED, "pipeline exchange"),
+        ("loop", 1, HangKind.NEVER_ENTERED, "gradient buffer"),
         # The same until NCCL's watchdog ends them: tp2dp2, and tp2 in backward.
-        ("skip-watchdog", 2, Kind.OTHER_COLLECTIVE, "mlp"),
-        ("sleep-watchdog", 1, Kind.NEVER_ENTERED, "mlp"),
+        ("skip-watchdog", 2, HangKind.OTHER_COLLECTIVE, "mlp"),
+        ("sleep-watchdog", 1, HangKind.NEVER_ENTERED, "mlp"),
     ],
 )
 def test_the_rank_that_hung_is_named(
-    cases: Path, case: str, culprit: int, kind: Kind, module: str
+    cases: Path, case: str, culprit: int, kind: HangKind, module: str
 ) -> None:
     found = verdict(cases / case)
     assert (found.culprits, found.suspects, found.kind) == ((culprit,), (), kind)

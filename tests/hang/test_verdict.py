@@ -10,12 +10,12 @@ import pytest
 
 from parakit.artifacts.run import STOPPED_FILE
 from parakit.hang.command import why_hang
-from parakit.hang.dumps import UnreadableError, read_dump
-from parakit.hang.evidence import Frame, RankEvidence, RecordedCall, Stage
+from parakit.hang.dumps import UnreadableDumpError, read_dump
+from parakit.hang.evidence import Frame, RankEvidence, RecordedCall, StepStage
 from parakit.hang.gather import gather_evidence
 from parakit.hang.page import render_page
 from parakit.hang.place import place_of_call
-from parakit.hang.verdict import Kind, Outcome, Verdict, judge
+from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge
 from parakit.hang.waits import is_in_collective
 from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
 
@@ -33,7 +33,7 @@ Current thread 0x7f (most recent call first):
 """
 
 
-def verdict(job: Job, folder: Path, **more: tuple[int, ...]) -> Verdict:
+def verdict(job: Job, folder: Path, **more: tuple[int, ...]) -> HangVerdict:
     return judge(gather_evidence([job.write(folder, **more)]))
 
 
@@ -50,7 +50,7 @@ def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
     job.call((0,), "3", done=False, size=100, line=2, function="train_step")
     job.call((1,), "4", done=False, size=100, line=2, function="train_step")
     found = verdict(job, tmp_path)
-    assert (found.verdict, found.kind) == (Outcome.HANG, Kind.NEVER_ENTERED)
+    assert (found.verdict, found.kind) == (HangOutcome.HANG, HangKind.NEVER_ENTERED)
     assert (found.culprits, found.suspects, found.waiting) == ((3,), (), (0, 1, 2))
     assert found.sentence.startswith(
         "Rank 3 (dp 1, tp 1) never entered all_reduce no. 14 of its tensor-parallel group, in which "
@@ -58,7 +58,7 @@ def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
     )
     assert found.sentence.endswith("3 ranks wait for it in 3 groups.")
     assert found.module == "mlp"
-    evidence = replace(gather_evidence([tmp_path]), stage=Stage(4, 1))
+    evidence = replace(gather_evidence([tmp_path]), stage=StepStage(4, 1))
     assert "forward of layer 2 (mlp)" in judge(evidence).sentence
 
 
@@ -73,7 +73,7 @@ def test_another_call_is_shown_beside_the_usual_one(
     job.call((0,), "1", done=False)
     job.call((1,), "1", done=False, **more)  # type: ignore[arg-type]
     found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (Kind.OTHER_COLLECTIVE, (1,))
+    assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
     assert f"another {differs}" in found.sentence
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_skipped_a_call_is_told_from_the_one_that_waits_in_it(tmp_pa
     job.entries[0][-1].update(state="completed", retired=True)
     job.call((0,), "0", size=1, line=3, function="train_step", done=False)
     found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (Kind.OTHER_COLLECTIVE, (0,))
+    assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (0,))
     assert "left the order of calls" in found.sentence
 
 
@@ -99,7 +99,7 @@ def test_a_call_that_all_entered_and_nobody_completed_accuses_nobody(tmp_path: P
     job = four()
     job.call((0, 1), "1", done=False)
     found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits, found.suspects) == (Kind.NOT_COMPLETED, (), (0, 1))
+    assert (found.kind, found.culprits, found.suspects) == (HangKind.NOT_COMPLETED, (), (0, 1))
 
 
 def test_the_one_whose_device_has_not_begun_what_others_have_is_named(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_calls_that_a_coalescing_manager_joined_fit_together(tmp_path: Path) -> 
     for rank in range(4):
         job.entries[rank][-1]["collective_seq_id"] -= 1
     job.call((0,), "1", done=False)
-    assert verdict(job, tmp_path).kind is Kind.NEVER_ENTERED
+    assert verdict(job, tmp_path).kind is HangKind.NEVER_ENTERED
 
 
 def test_a_file_older_than_its_calls_says_nothing_of_when_it_was_dumped(tmp_path: Path) -> None:
@@ -149,16 +149,16 @@ def test_two_roots_are_both_named(tmp_path: Path) -> None:
     job.call((0,), "1", done=False)
     job.call((2,), "2", done=False)
     found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (Kind.TWO_ROOTS, (1, 3))
+    assert (found.kind, found.culprits) == (HangKind.TWO_ROOTS, (1, 3))
 
 
 def test_a_job_at_work_and_one_that_ended_accuse_nobody(tmp_path: Path) -> None:
     job = four()
-    assert verdict(job, tmp_path / "ended").verdict is Outcome.NONE
+    assert verdict(job, tmp_path / "ended").verdict is HangOutcome.NONE
     job.call((0,), "1", done=False)
     job.entries[0][-1]["time_created_ns"] = START + 59 * SECOND
     found = verdict(job, tmp_path / "at work")
-    assert (found.verdict, found.culprits, found.suspects) == (Outcome.SLOW, (), ())
+    assert (found.verdict, found.culprits, found.suspects) == (HangOutcome.SLOW, (), ())
 
 
 def test_pauses_that_come_back_are_no_hang(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_pauses_that_come_back_are_no_hang(tmp_path: Path) -> None:
             job.entries[rank][-1]["time_created_ns"] = START + (number - 4) * 30 * SECOND
     job.call((0,), "0", done=False)
     job.entries[0][-1]["time_created_ns"] = START
-    assert verdict(job, tmp_path).verdict is Outcome.SLOW
+    assert verdict(job, tmp_path).verdict is HangOutcome.SLOW
 
 
 def test_what_the_launcher_saw_stopped_is_named_though_it_went_on_for_its_dump(
@@ -221,7 +221,7 @@ def test_who_waits_for_what_all_entered_waits_for_the_network(tmp_path: Path) ->
     job.entries[0][-1].update(state="completed", retired=True)
     job.call((0,), "1", "broadcast", done=False)
     found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (Kind.NOT_COMPLETED, ())
+    assert (found.kind, found.culprits) == (HangKind.NOT_COMPLETED, ())
 
 
 def test_of_a_failed_run_the_one_without_calls_is_named_if_all_others_were_in_order(
@@ -233,9 +233,9 @@ def test_of_a_failed_run_the_one_without_calls_is_named_if_all_others_were_in_or
     job.call((2, 3), "2")
     evidence = replace(gather_evidence([job.write(tmp_path, without=(1,))]), is_over=True)
     found = judge(evidence)
-    assert (found.kind, found.culprits) == (Kind.OTHER_COLLECTIVE, (1,))
+    assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
     evidence = replace(gather_evidence([job.write(tmp_path / "two", without=(1, 3))]), is_over=True)
-    assert judge(evidence).verdict is Outcome.UNDECIDED
+    assert judge(evidence).verdict is HangOutcome.UNDECIDED
 
 
 def test_in_backward_the_module_is_that_of_the_call_that_usually_follows(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match=r"PAGE=.* is in no folder that exists"):
+    with pytest.raises(UnreadableDumpError, match=r"PAGE=.* is in no folder that exists"):
         why_hang([str(tmp_path)], page=str(tmp_path / "none/page.html"))
 
 
@@ -368,7 +368,7 @@ def test_json_dumps_say_the_same(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_evidence_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match="has no flight recorder dump, no stack"):
+    with pytest.raises(UnreadableDumpError, match="has no flight recorder dump, no stack"):
         gather_evidence([tmp_path])
 
 
@@ -390,7 +390,7 @@ def test_stages_that_are_in_the_same_exchange_accuse_nobody(tmp_path: Path) -> N
     (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
     (tmp_path / "rank1.txt").write_text(WAITING.format("recv_forward"))
     found = judge(gather_evidence([tmp_path]))
-    assert (found.kind, found.culprits, found.suspects) == (Kind.NOT_COMPLETED, (), (0, 1))
+    assert (found.kind, found.culprits, found.suspects) == (HangKind.NOT_COMPLETED, (), (0, 1))
     assert (found.call, found.module) == ("exchange between stages", "pipeline exchange")
 
 
@@ -414,7 +414,7 @@ def test_the_size_that_a_rank_never_used_names_it_though_the_other_is_dead(tmp_p
     job = four()
     job.call((0,), "1", done=False)
     evidence = gather_evidence([job.write(tmp_path / "in order", without=(1, 2, 3))])
-    assert judge(replace(evidence, is_over=True)).kind is not Kind.OTHER_COLLECTIVE
+    assert judge(replace(evidence, is_over=True)).kind is not HangKind.OTHER_COLLECTIVE
 
 
 def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
@@ -427,7 +427,7 @@ def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
     clipped = replace(clipped, frames=(Frame("clip_grad_norm", "/x/megatron/optimizer.py", 1),))
     # Two micro batches of two layers: output layer, then MLP and attention of each.
     calls = [*[reduced] * 10, clipped, *[reduced] * 10]
-    found = [place_of_call(calls, at, Stage(2, 2)) for at in range(11, 21)]
+    found = [place_of_call(calls, at, StepStage(2, 2)) for at in range(11, 21)]
     layers = [None, 2, 2, 1, 1]
     modules = ["output_layer", "mlp", "self_attention", "mlp", "self_attention"]
     assert [place.module for place in found] == modules * 2

@@ -14,9 +14,14 @@ from parakit.config.model import ModelShape, load_model
 from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
-from parakit.launch import auto
-from parakit.launch.auto import as_options, plan_here, request_here, train_auto
-from parakit.launch.calibrate import GPU_LAYER, MEGATRON_LAYER, calibrate, conditions, from_figures
+from parakit.launch import auto, calibrate
+from parakit.launch.auto import options_for_candidate, plan_here, request_here, train_auto
+from parakit.launch.calibrate import (
+    GPU_LAYER,
+    MEGATRON_LAYER,
+    calibration_from_figures,
+    conditions,
+)
 from parakit.launch.job import parse_target
 from parakit.launch.microbenchmark import Figures
 from parakit.launch.options import Options
@@ -44,7 +49,7 @@ QUIET = Console(quiet=True)
 
 
 def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
-    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     assert calibration.matmul == 1.5
     assert calibration.attention == 0.4
     assert calibration.memory == 1.2
@@ -77,10 +82,10 @@ def test_a_gpu_without_transformer_engine_is_planned_with_pytorchs_kernels(
 
 
 def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
-    on_cpu = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    on_cpu = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     assert (on_cpu.contention, on_cpu.launch_beside_work) == (1.0, False)
     h200 = device_by_key("h200")
-    on_gpu = from_figures(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
+    on_gpu = calibration_from_figures(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
     assert (on_gpu.contention, on_gpu.launch_beside_work) == (Calibration().contention, True)
 
 
@@ -90,7 +95,9 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
     assert work.matmul_size is not None
     assert work.attention_shape is not None
     took = Figures(matmul_flops=700e12, attention_flops=400e12, copy_bytes_per_second=2.9e12)
-    calibration = from_figures(replace(took, layer_seconds=1e-3), DeviceKind.GPU, h100, link)
+    calibration = calibration_from_figures(
+        replace(took, layer_seconds=1e-3), DeviceKind.GPU, h100, link
+    )
     assert calibration.layer_launch_seconds == GPU_LAYER * 1e-3
     assert calibration.memory == pytest.approx(2.9 / 3.35)
     rate = rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
@@ -106,7 +113,7 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
 
 def test_one_rank_has_no_link_to_measure() -> None:
     alone = replace(FIGURES, all_reduce_bytes_per_second=None, all_reduce_latency_seconds=None)
-    calibration = from_figures(alone, DeviceKind.CPU, CPU, GLOO)
+    calibration = calibration_from_figures(alone, DeviceKind.CPU, CPU, GLOO)
     assert calibration.link == Calibration().link
     assert calibration.link_latency_seconds is None
 
@@ -116,7 +123,7 @@ def test_the_file_carries_the_machine_s_name_and_the_device_s(tmp_path: Path) ->
 
 
 def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() -> None:
-    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     plan = search_configurations(request_here(TINY, CPU, calibration))
     assert plan.winner is not None
     by_name = {candidate.strategy: candidate.seconds.total for candidate in plan.ranked}
@@ -141,7 +148,9 @@ def test_what_was_measured_is_kept_until_its_conditions_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, measured_again: bool
 ) -> None:
     made_with = conditions(DeviceKind.CPU, 2)
-    kept = replace(from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO), made_with=made_with)
+    kept = replace(
+        calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO), made_with=made_with
+    )
     calibration_path(tmp_path, CPU).write_text(json.dumps(asdict(kept)))
     faster = replace(FIGURES, matmul_flops=200e9)
     monkeypatch.setattr("parakit.launch.microbenchmark.measure", lambda *_, **__: faster)
@@ -154,16 +163,16 @@ def test_what_was_measured_is_kept_until_its_conditions_change(
 
 
 def test_what_was_planned_is_what_is_trained() -> None:
-    calibration = from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
     plan = search_configurations(request_here(TINY, CPU, calibration))
     assert plan.winner is not None
-    options = as_options(plan.winner, Options(extra=("--lr", "1e-3")))
+    options = options_for_candidate(plan.winner, Options(extra=("--lr", "1e-3")))
     batch = plan.winner.spec.batch
     assert options.micro_batch_size == batch.micro_batch_size
     assert options.global_batch_size == batch.global_batch_size == 8
     assert options.extra[-2:] == ("--lr", "1e-3")
     uneven = replace(plan.winner.spec, stages=StageSplit(loss=True))
-    extra = as_options(replace(plan.winner, spec=uneven), Options()).extra
+    extra = options_for_candidate(replace(plan.winner, spec=uneven), Options()).extra
     assert "--account-for-loss-in-pipeline-split" in extra
 
 

@@ -7,7 +7,8 @@ from rich.console import Console
 from parakit.config.errors import LaunchError
 from parakit.config.hardware import calibration_file, device_by_key
 from parakit.config.run import DeviceKind
-from parakit.launch.calibrate import WORKLOADS, calibrate, calibrate_here
+from parakit.launch import calibrate
+from parakit.launch.calibrate import WORKLOADS, calibrate_here
 from parakit.planner.calibration import calibration_of
 from tests.given import given
 

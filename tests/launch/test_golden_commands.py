@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parakit.cluster.container.image import ImagePair, find_pair
-from parakit.config.files import ROOT, from_root, read_args_file
+from parakit.config.files import ROOT, read_args_file, relative_to_root
 from parakit.config.strategy import NAMED
 from parakit.launch.compose import Launch
 from parakit.launch.data import sample_index_folder
@@ -54,7 +54,7 @@ def arguments(target: str, runtime: str, version: str, checkout: Path) -> tuple[
 
 def arguments_of(launch: Launch) -> tuple[str, ...]:
     """Its arguments without the hash of the published data set, which may not be here."""
-    folder = from_root(sample_index_folder(launch.job.options.runs, [launch.data]))
+    folder = relative_to_root(sample_index_folder(launch.job.options.runs, [launch.data]))
     return tuple("runs/.data" if word == folder else word for word in launch.arguments(RUN))
 
 

@@ -9,11 +9,12 @@ from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.data.indexed import open_dataset
 from parakit.data.split import Split, divide_into_parts, unusable_parts
+from parakit.launch import start
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check
-from parakit.launch.train import compose_job, differences, start
+from parakit.launch.train import compose_job, differences
 from tests.small import write_documents
 
 SEQUENCE = 64

@@ -11,10 +11,11 @@ from rich.console import Console
 from parakit.artifacts.checkpoints import verified_weights
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
+from parakit.launch import start
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.train import compose_job, start
+from parakit.launch.train import compose_job
 from tests.launch.checkpoint.conftest import Write, damage
 from tests.launch.checkpoint.conftest import saved as saved  # noqa: PLC0414 - a fixture
 from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parakit.artifacts.capture import (
+    CaptureStage,
     Site,
-    Stage,
     read_index,
     read_rank,
 )
@@ -69,10 +69,11 @@ def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> 
     (one,) = captured(folder, *DENSE).ranks
     name = "decoder.layers.1.mlp.linear_fc1"
     given, made = (
-        one.by_site[Site(Stage.OUTPUTS, name, slot, 1)] for slot in ("input.input_", "output.0")
+        one.by_site[Site(CaptureStage.OUTPUTS, name, slot, 1)]
+        for slot in ("input.input_", "output.0")
     )
     assert (given.shape, made.shape) == ((8, 2, 16), (8, 2, 64))
-    weight = one.by_site[Site(Stage.WEIGHTS, f"{name}.weight", "weight")]
+    weight = one.by_site[Site(CaptureStage.WEIGHTS, f"{name}.weight", "weight")]
     assert weight.placement is not None
     assert (
         weight.placement.key,
@@ -82,15 +83,15 @@ def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> 
         *("decoder.layers.mlp.linear_fc1.weight", (2, 64, 16)),
         (1, 0, 0),
     )
-    gradient = one.by_site[Site(Stage.ACTIVATION_GRADIENTS, name, "output.0", 1)]
+    gradient = one.by_site[Site(CaptureStage.ACTIVATION_GRADIENTS, name, "output.0", 1)]
     assert gradient.shape == made.shape
 
 
 def test_capture_with_seeds_measures_responses_to_rounding(folder: Path) -> None:
     capture = captured(folder, *DENSE)
     responses = capture.responses()
-    assert responses[Stage.OUTPUTS, "decoder.layers.1", "output.0"] > 0
-    assert responses[Stage.OPTIMIZER_STATE, "decoder.final_layernorm.weight", "exp_avg"] > 0
+    assert responses[CaptureStage.OUTPUTS, "decoder.layers.1", "output.0"] > 0
+    assert responses[CaptureStage.OPTIMIZER_STATE, "decoder.final_layernorm.weight", "exp_avg"] > 0
     assert read_rank(folder / "rank-0").micro_batches == 2
 
 
@@ -99,30 +100,33 @@ def test_repeated_iteration_restores_the_states_of_muon_and_adamw(
 ) -> None:
     responses = captured(folder, *MUON).responses()
     name = "embedding.word_embeddings.weight"
-    assert responses[Stage.OPTIMIZER_STATE, name, "step"] == 0
-    assert responses[Stage.OPTIMIZER_STATE, name, "exp_avg"] < 1e-5
+    assert responses[CaptureStage.OPTIMIZER_STATE, name, "step"] == 0
+    assert responses[CaptureStage.OPTIMIZER_STATE, name, "exp_avg"] < 1e-5
 
 
 def test_capture_has_the_update_of_each_weight_and_its_response(folder: Path) -> None:
     capture = captured(folder, *DENSE)
     (one,) = capture.ranks
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    moved = one.values(one.by_site[Site(Stage.WEIGHTS, name, "update")])
+    moved = one.values(one.by_site[Site(CaptureStage.WEIGHTS, name, "update")])
     assert 0.009 < abs(moved).max() < 0.011  # Adam's first steps are as long as the learning rate.
-    assert capture.responses()[Stage.WEIGHTS, name, "update"] > 0
+    assert capture.responses()[CaptureStage.WEIGHTS, name, "update"] > 0
 
 
 def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(folder: Path) -> None:
     (one,) = captured(folder, *EXPERTS).ranks
     layer = "decoder.layers.0.mlp"
     hidden, chosen = (
-        one.values(one.by_site[Site(Stage.OUTPUTS, name, slot, 0)])
+        one.values(one.by_site[Site(CaptureStage.OUTPUTS, name, slot, 0)])
         for name, slot in ((f"{layer}.router", "input.input"), (f"{layer}.router", "output.1"))
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
     for expert in range(4):
         site = Site(
-            Stage.OUTPUTS, f"{layer}.experts.local_experts.{expert}", "input.hidden_states", 0
+            CaptureStage.OUTPUTS,
+            f"{layer}.experts.local_experts.{expert}",
+            "input.hidden_states",
+            0,
         )
         assert (one.values(one.by_site[site]) == rows[chosen[:, expert]]).all()
 

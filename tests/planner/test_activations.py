@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.config.hardware import Host
+from parakit.config.hardware import HostRates
 from parakit.config.model import LatentAttention, load_model
 from parakit.config.offload import GROUPS, Offload
 from parakit.config.recompute import Recompute
@@ -170,7 +170,7 @@ def test_whole_layers_leave_the_others_on_the_device() -> None:
     assert chunk_activation_bytes(spec, 4) == layer + 3 * _STATISTICS
 
 
-HOST = Host(link_bytes_per_second=2.0, memory_bytes_per_second=1.0, source="")
+HOST = HostRates(link_bytes_per_second=2.0, memory_bytes_per_second=1.0, source="")
 
 
 def test_copies_hide_behind_the_layers_they_belong_to() -> None:
@@ -196,7 +196,7 @@ def test_copies_hide_behind_the_layers_they_belong_to() -> None:
 def test_whole_layers_go_while_others_compute(gone: int, forward: float, backward: float) -> None:
     spec = tiny(Offload(layers=gone, smallest=0))
     each = offloaded_bytes(spec, 4).copied / gone
-    host = Host(each / 15, each, "")
+    host = HostRates(each / 15, each, "")
     assert copies_waited_for(spec, 0, (40, 1e9), host) == pytest.approx(
         forward + (45 if gone == 3 else 0)
     )

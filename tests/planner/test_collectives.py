@@ -18,7 +18,7 @@ from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
-from parakit.costs.collectives.call import CollectiveCall, Megatron, by_group
+from parakit.costs.collectives.call import CollectiveCall, Megatron, sum_bytes_by_group
 from parakit.costs.collectives.data import bucket_elements
 from parakit.costs.collectives.rank import communication_of_rank
 from parakit.costs.operations import Operation, wire_bytes
@@ -75,7 +75,7 @@ def published(strategy: str) -> dict[Group, int]:
     parallelism = parse_strategy(strategy, 2)
     spec = spec_of_model(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
     traffic = communication_of_rank(spec, 0)
-    return by_group(item for item in traffic if item.payload_bytes > 1_000_000)
+    return sum_bytes_by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 
 
 def test_two_gpus_send_what_the_lecture_formulas_say() -> None:
@@ -89,7 +89,7 @@ def test_two_gpus_send_what_the_lecture_formulas_say() -> None:
 def test_all_to_all_context_parallelism_sends_two_thirds_of_the_ring() -> None:
     ring = RunSpec(LARGE.shape, Parallelism(context=2), Batch(64, 64))
     exchange = replace(ring, cp_comm_type="a2a")
-    groups = [by_group(communication_of_rank(c))[Group.CONTEXT] for c in (ring, exchange)]
+    groups = [sum_bytes_by_group(communication_of_rank(c))[Group.CONTEXT] for c in (ring, exchange)]
     assert groups == [36 * 3 * U, 36 * 2 * U]
 
 

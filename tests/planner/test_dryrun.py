@@ -19,7 +19,7 @@ from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.operations import Operation, Phase
 from parakit.dryrun.patches import even_loads
 from parakit.planner.dryrun.command import _spec as spec_of
-from parakit.planner.dryrun.command import as_data, print_comparisons, verdict
+from parakit.planner.dryrun.command import encode_dry_run, print_comparisons, verdict
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
 from parakit.planner.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
 from tests.given import given
@@ -403,7 +403,7 @@ def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> 
     spec = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
     (comparison,) = of_ranks(dry_runner, TINY, spec, "last")
     assert verdict(comparison).startswith("Parameters and all ")
-    (rank,) = as_data(TINY, spec, [comparison])["ranks"]
+    (rank,) = encode_dry_run(TINY, spec, [comparison])["ranks"]
     assert sum(call["wire_bytes"] for call in rank["calls"]) == rank["wire_bytes"]
     wrong = replace(comparison, differences=(CallDifference("tp", "all_reduce", 8, 1, 2),))
     assert "tp all_reduce of 8 bytes: 1 calls in the dry run, 2 in the closed form" in verdict(

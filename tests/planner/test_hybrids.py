@@ -10,7 +10,7 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import Mamba, ModelShape
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism
-from parakit.costs.collectives.call import by_group
+from parakit.costs.collectives.call import sum_bytes_by_group
 from parakit.costs.collectives.rank import communication_of_rank
 from parakit.costs.collectives.tensor import layer_collectives
 from parakit.costs.constraints import violations
@@ -76,7 +76,9 @@ def test_attention_then_an_mlp_or_experts_is_a_transformers_layer(
         assert sum(rank_tensors(plain)) == rank_parameters(plain).total
         assert token_flops(hybrid.shape) == token_flops(plain.shape)
         assert memory_of_rank(hybrid) == memory_of_rank(plain)
-        sent, wanted_sent = (by_group(communication_of_rank(run)) for run in (hybrid, plain))
+        sent, wanted_sent = (
+            sum_bytes_by_group(communication_of_rank(run)) for run in (hybrid, plain)
+        )
         logged = Group.TENSOR_CONTEXT  # The router's losses: a number a block, not a layer.
         assert {**sent, logged: 0} == {**wanted_sent, logged: 0}
         found, wanted = (iteration_seconds(run, gpus(run)) for run in (hybrid, plain))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parakit.config.hardware import Host
+from parakit.config.hardware import HostRates
 from parakit.config.run import DeviceKind, RunSpec, StateTypes
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.constraints import violations
@@ -19,7 +19,7 @@ from tests.planner.conftest import TINY
 
 SPLIT = Parallelism(sharding=Sharding.ZERO1)
 N = parameters_total(TINY)
-HOST = Host(link_bytes_per_second=1.0, memory_bytes_per_second=10.0, source="")
+HOST = HostRates(link_bytes_per_second=1.0, memory_bytes_per_second=10.0, source="")
 
 
 def offloaded(share: float, **changes: object) -> RunSpec:
@@ -28,7 +28,7 @@ def offloaded(share: float, **changes: object) -> RunSpec:
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def rate(host: Host | None, **execution: bool) -> DeviceRates:
+def rate(host: HostRates | None, **execution: bool) -> DeviceRates:
     cluster = replace(usual_cluster("h100", 1), execution=Execution(**execution))
     return replace(rates(cluster, "bf16"), host=host, bytes_per_second=1e30)
 

@@ -10,7 +10,13 @@ from parakit.costs.memory import fullest_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
 from parakit.planner.readings.residual import Residuals, residuals
-from parakit.planner.readings.summary import by_coverage, by_kind, by_split, choices, errors_of
+from parakit.planner.readings.summary import (
+    choices,
+    errors_of,
+    group_by_coverage,
+    group_by_kind,
+    group_by_split,
+)
 from parakit.planner.readings.table import read_readings
 from parakit.planner.time.constants import NAMES, constants_of
 from parakit.planner.verdict import Fit, fit_of
@@ -42,7 +48,7 @@ def predicted() -> Residuals:
 
 
 def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
-    for group in (*by_kind(predicted), *by_split(predicted)):
+    for group in (*group_by_kind(predicted), *group_by_split(predicted)):
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {group.name} |"))
         _, count, _, mean_error, median, bias, *_blind = cells(line)
         assert (int(count), mean_error) in (
@@ -117,7 +123,7 @@ def test_the_errors_of_plans_are_those_of_today(predicted: Residuals) -> None:
 
 
 def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
-    for kind in by_coverage(predicted, errors_of(predicted)):
+    for kind in group_by_coverage(predicted, errors_of(predicted)):
         (line,) = (
             line for line in README.splitlines() if line.startswith(f"| {kind.name}, inside |")
         )

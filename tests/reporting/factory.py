@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
-from parakit.artifacts.run import Host, MegatronEntry, RunRecord, Status, StatusRecord
+from parakit.artifacts.run import HostRecord, MegatronEntry, RunRecord, Status, StatusRecord
 from parakit.config.flags import merge_flags
 from parakit.config.model import load_model
 from parakit.config.published import Published
@@ -105,7 +105,7 @@ def run_record(name: str, strategy: str = "baseline", **changes: object) -> RunR
         command=("torchrun", "pretrain_gpt.py"),
         environment={},
         entry=MegatronEntry("pretrain_gpt.py", "0.19.0"),
-        host=Host("here", "a processor", 2, 2**34, ("a processor",) * split.world_size),
+        host=HostRecord("here", "a processor", 2, 2**34, ("a processor",) * split.world_size),
         software={"torch": "2.15.0"},
         dataset=records.DatasetIdentity("owt-ds/sample", "abc"),
         start_checkpoint="start-1",

@@ -25,14 +25,14 @@ from pathlib import Path
 from packaging.version import Version
 from rich.console import Console
 
-from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
-from parakit.experiments.matrix.cell import Cell, patched
+from parakit.experiments.matrix.cell import MatrixCell, patched
 from parakit.experiments.matrix.cells import rows_of
 from parakit.experiments.matrix.commands import families_of, known_findings, label
 from parakit.experiments.matrix.definition import load_matrix
-from parakit.experiments.verify.pairs import Pair
+from parakit.experiments.verify.pairs import LaunchPair
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 from parakit.launch.code import find_entry
 from parakit.launch.data import SMALL_SAMPLE, SMALL_VOCABULARY, make_sample
@@ -92,7 +92,7 @@ class Bench:
             patch_file=read_patch_file(str(bug)) if bug else None,
         )
         job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
-        pair = Pair(job, reference, tuple(own), resumed=resumed)
+        pair = LaunchPair(job, reference, tuple(own), resumed=resumed)
         return self.verifier.verify(pair, both)
 
 
@@ -111,9 +111,11 @@ class Row:
         """Whether stage and module, or the error, are those that the injected bug has."""
         verdict = self.judgement.verdict
         if self.fails:
-            return verdict.verdict is Outcome.NOT_COMPARABLE and self.fails in str(verdict.reason)
+            return verdict.verdict is VerifyOutcome.NOT_COMPARABLE and self.fails in str(
+                verdict.reason
+            )
         if not self.bug.stage:
-            return verdict.verdict is Outcome.HELD
+            return verdict.verdict is VerifyOutcome.HELD
         also = any(self.bug.also in one.split(" ") for one in verdict.also) or not self.bug.also
         there = (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
         return also and there and self.bug.says in verdict.line
@@ -125,7 +127,7 @@ class Row:
         ratio = f"{first.ratio:.2g}" if first else f"{verdict.worst_ratio or 0:.2g}"
         layout = " ".join((self.bug.strategy, self.bug.model, self.bug.dtype))
         of_bug = f"| {self.bug.id} | {self.bug.catalogue} | {layout} | {caught} |"
-        if verdict.verdict is Outcome.NOT_COMPARABLE:
+        if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
             said = self.fails if self.found else f"not comparable: {verdict.reason}"
             return f"{of_bug} {said} | | | | {self.seconds:.0f} |"
         return (
@@ -229,9 +231,9 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
                 both=True,
             ).verdict
         except LaunchError as error:
-            verdict = Verdict(Outcome.NOT_COMPARABLE, reason=str(error))
-        seen = verdict.verdict is Outcome.DIFFERS and finding.stage in (None, verdict.stage)
-        failed = verdict.verdict is Outcome.NOT_COMPARABLE
+            verdict = VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason=str(error))
+        seen = verdict.verdict is VerifyOutcome.DIFFERS and finding.stage in (None, verdict.stage)
+        failed = verdict.verdict is VerifyOutcome.NOT_COMPARABLE
         seen = seen or (failed and bool(finding.fails) and finding.fails in str(verdict.reason))
         stated = name in finding.present
         basis = {**finding.present, **finding.absent}[name]
@@ -292,7 +294,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
             levels = tuple(one for one in row if one in family.levels)
             for bug in itertools.islice(choice, len(GENERAL[family.name])):
                 layout = next(one for one in family.layouts if one.name == bug.strategy)
-                cell = Cell(family, layout, levels)
+                cell = MatrixCell(family, layout, levels)
                 if IDLE.get(bug.id, set()) & {level.path for level in levels}:
                     continue
                 if whole.legal(family, row, layout.name) and patched(cell, known) == cell:
@@ -309,7 +311,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
             said = verdict.sentence.replace("|", "/")
             yield (
                 f"| {family.name} {layout.name} | {names} | {bug.id} | {said} |",
-                (verdict.verdict is Outcome.DIFFERS),
+                (verdict.verdict is VerifyOutcome.DIFFERS),
             )
 
 
@@ -337,7 +339,7 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 )
                 verdict = judgement.verdict
                 said = verdict.verdict if verdict.reason is None else verdict.reason
-                if verdict.verdict is Outcome.DIFFERS:
+                if verdict.verdict is VerifyOutcome.DIFFERS:
                     said = f"**differs**: {verdict.stage}, {verdict.module}, {verdict.kind}"
                 layout = strategy
                 if reference:
@@ -347,7 +349,7 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                     f"| {layout} | {group['model']} | {features} | {seed} | {said} | "
                     f"{verdict.worst_ratio or 0:.2f} | {verdict.compared} of {verdict.seen} | "
                     f"{time.monotonic() - began:.0f} |",
-                    verdict.verdict is Outcome.HELD,
+                    verdict.verdict is VerifyOutcome.HELD,
                 )
 
 

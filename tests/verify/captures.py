@@ -12,10 +12,10 @@ from parakit.artifacts.capture import (
     RESPONSES_FILE,
     CapturedModule,
     CapturedRank,
+    CaptureStage,
     CaptureWriter,
     Placement,
     Site,
-    Stage,
 )
 from parakit.verify.captured import Array, Capture, read_capture
 
@@ -45,7 +45,10 @@ def rank(number: int = 0, **changed: Any) -> CapturedRank:
 
 
 def output(
-    name: str = MODULE, micro_batch: int = 0, stage: Stage = Stage.OUTPUTS, slot: str = "output"
+    name: str = MODULE,
+    micro_batch: int = 0,
+    stage: CaptureStage = CaptureStage.OUTPUTS,
+    slot: str = "output",
 ) -> Site:
     """Where a module's output is."""
     return Site(stage, name, slot, micro_batch)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.artifacts.capture import Stage
+from parakit.artifacts.capture import CaptureStage
 from parakit.config import variables
 from parakit.config.files import ROOT
 from parakit.config.strategy import parse_strategy
-from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
+from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair
 from parakit.experiments.verify.verifier import ForkedRanks, losses_in
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -73,7 +73,7 @@ class _Trainer:
             patch_file=read_patch_file(str(patch)) if patch else None,
         )
         target = f"train-{finding.strategies[0]}-{finding.model}-{finding.devices}cpu"
-        pair = Pair(parse_target(target, options), finding.reference, finding.own_flags)
+        pair = LaunchPair(parse_target(target, options), finding.reference, finding.own_flags)
         composed = compose_pair(pair)
         self.ranks.ensure_start(composed.reference)
         return composed
@@ -88,7 +88,9 @@ class _Trainer:
             read = read_capture(capture)
             weights = {
                 unit: np.array(assemble_parameter(pieces, read))
-                for unit, pieces in group_parameter_parts(read, Stage.WEIGHTS, "weight").items()
+                for unit, pieces in group_parameter_parts(
+                    read, CaptureStage.WEIGHTS, "weight"
+                ).items()
                 if unit[2] == "weight"
             }
             return weights, losses_in(log)[-1]

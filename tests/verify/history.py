@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patches.context import OLDEST_KNOWN, checkout_version
-from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.setting import SettingError
@@ -61,12 +61,12 @@ class Fix:
     """Empty where the first wrong tensor changes from run to run."""
     fails: str = ""
 
-    def is_seen(self, verdict: Verdict) -> bool:
+    def is_seen(self, verdict: VerifyVerdict) -> bool:
         """Whether it is in the Megatron of the verdict, and named where it is."""
         if self.fails and self.fails in str(verdict.reason):
             return True
         there = not self.stage or (verdict.stage, verdict.module) == (self.stage, self.module)
-        return verdict.verdict is Outcome.DIFFERS and there
+        return verdict.verdict is VerifyOutcome.DIFFERS and there
 
 
 def fixes() -> tuple[Fix, ...]:
@@ -87,14 +87,14 @@ def verified(clone: Path, only: Sequence[str], folder: Path) -> Iterator[tuple[s
             after = _verdict(fix, clone, folder, releases.get(fix.onto), mended=True)
             before = _verdict(fix, clone, folder, releases.get(fix.onto), mended=False)
             said = (str(one.reason or one.sentence).replace("|", "/") for one in (before, after))
-            right = fix.is_seen(before) and after.verdict is Outcome.HELD
+            right = fix.is_seen(before) and after.verdict is VerifyOutcome.HELD
             onto = f" ({fix.onto})" if fix.onto else ""
             yield f"| #{fix.pull}{onto} | {fix.says} | {' | '.join(said)} |", right
 
 
 def _verdict(
     fix: Fix, clone: Path, folder: Path, release: Bench | None, *, mended: bool
-) -> Verdict:
+) -> VerifyVerdict:
     with ExitStack() as until:
         bench = release
         if release is None:
@@ -114,7 +114,7 @@ def _verdict(
                 both=True,
             ).verdict
         except LaunchError as error:
-            return Verdict(Outcome.NOT_COMPARABLE, reason=str(error))
+            return VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason=str(error))
 
 
 @contextmanager

@@ -25,11 +25,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.artifacts.verdict import Outcome
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.costs.constraints import violations
-from parakit.experiments.verify.pairs import Pair, compose_pair
+from parakit.experiments.verify.pairs import LaunchPair, compose_pair
 from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
 from parakit.launch.job import parse_target
@@ -101,7 +101,7 @@ class Drawn:
         """What verifies it."""
         return f'make {self.target} ITERS={self.iteration} SEED={self.seed} EXTRA="{self.flags}"'
 
-    def pair(self, megatron_lm: Path | None) -> Pair:
+    def pair(self, megatron_lm: Path | None) -> LaunchPair:
         """To verify, in the small vocabulary."""
         options = Options(
             data=SMALL_SAMPLE,
@@ -110,7 +110,7 @@ class Drawn:
             iterations=self.iteration,
             megatron_lm=megatron_lm,
         )
-        return Pair(parse_target(self.target.replace("verify-", "train-", 1), options))
+        return LaunchPair(parse_target(self.target.replace("verify-", "train-", 1), options))
 
 
 def drawn(seed: int, megatron_lm: Path | None = None) -> Drawn:
@@ -162,7 +162,7 @@ def table(lines: Sequence[Mapping[str, str]]) -> Iterator[str]:
             groups[name].append(line)
     for name, those in sorted(groups.items(), key=lambda one: (len(one[1]), one[0]), reverse=True):
         shares = [float(one["share"]) for one in those if one["share"]]
-        held = sum(one["verdict"] == Outcome.HELD for one in those)
+        held = sum(one["verdict"] == VerifyOutcome.HELD for one in those)
         yield f"| {name} | {len(those)} | {held} | {max(shares, default=0.0):.2f} |"
 
 
@@ -197,7 +197,7 @@ def main() -> int:
             lines.append(dict(zip(COLUMNS, values, strict=True)))
             write_judged(given.file, lines)
     print("\n".join(table(lines)))
-    return int(any(line["verdict"] == Outcome.DIFFERS for line in lines))
+    return int(any(line["verdict"] == VerifyOutcome.DIFFERS for line in lines))
 
 
 def read_judged(file: Path) -> list[dict[str, str]]:

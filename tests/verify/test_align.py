@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.artifacts.capture import Site, Stage
+from parakit.artifacts.capture import CaptureStage, Site
 from parakit.verify.align import ActivationAligner
 from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
 
@@ -75,14 +75,14 @@ def test_expert_rows_come_from_every_rank_that_sends_tokens(tmp_path):
 
 
 def test_gradients_are_scaled_to_the_layouts_number_of_micro_batches(tmp_path):
-    site = output(stage=Stage.ACTIVATION_GRADIENTS)
+    site = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     whole = random(SEQUENCE, BATCH, HIDDEN)
     found = aligned(tmp_path, rank(data=(0, 2)), whole * 2, [(site, whole)], site, micro_batches=2)
     assert np.allclose(found.reference, whole * 2)
 
 
 def test_loss_is_summed_over_context_parallel_ranks(tmp_path):
-    site = Site(Stage.LOSS, "loss", "sum", 0)
+    site = Site(CaptureStage.LOSS, "loss", "sum", 0)
     parts = [
         (rank(number, context=(number, 2), world_size=2), [(site, np.float32(number + 1))])
         for number in range(2)
@@ -145,7 +145,9 @@ def test_micro_batches_of_another_size_are_aligned_by_sample_number(
 
 def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_differ(tmp_path):
     def sums(count, values):
-        return [(Site(Stage.LOSS, "loss", "sum", n), np.float32(values[n])) for n in range(count)]
+        return [
+            (Site(CaptureStage.LOSS, "loss", "sum", n), np.float32(values[n])) for n in range(count)
+        ]
 
     reference = write(tmp_path / "r", [(rank(micro_batches=2), sums(2, [10, 20]))])
     layout = write(
@@ -157,7 +159,7 @@ def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_diff
 
 
 def test_gradients_are_scaled_to_the_size_of_a_micro_batch(tmp_path):
-    site = output(stage=Stage.ACTIVATION_GRADIENTS)
+    site = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     whole = random(SEQUENCE, BATCH, HIDDEN)
     # The mean over twice as many tokens, of half as many micro batches.
     here, ours = rank(micro_batch_size=2 * BATCH), np.concatenate([whole, whole], 1)

@@ -12,9 +12,9 @@ from parakit.artifacts.capture import (
     UNOBSERVED,
     UNOBSERVED_FILE,
     CapturedModule,
+    CaptureStage,
     Placement,
     Site,
-    Stage,
 )
 from parakit.verify.compare import compare, measure_drift
 from parakit.verify.tolerance import RESPONSES
@@ -34,7 +34,7 @@ from tests.verify.captures import (
 WHOLE = random(4, 3)
 
 
-def weights(stage=Stage.WEIGHTS, slot="weight"):
+def weights(stage=CaptureStage.WEIGHTS, slot="weight"):
     return Site(stage, WEIGHT, slot)
 
 
@@ -53,7 +53,7 @@ def found(tmp_path, ours, theirs, **changed):
     return compare(*pair(tmp_path, ours, theirs, **changed))
 
 
-def whole(stage=Stage.WEIGHTS):
+def whole(stage=CaptureStage.WEIGHTS):
     return [(weights(stage), WHOLE, place((0, 0, 0)))]
 
 
@@ -68,11 +68,11 @@ def test_error_below_the_measured_tolerance_holds_and_error_above_differs(tmp_pa
     )
     assert not compare(reference, below).wrong()
     (wrong,) = compare(reference, above).wrong()
-    assert (wrong.key, wrong.wrong_ranks) == ((Stage.OUTPUTS, output().name, "output"), {0})
+    assert (wrong.key, wrong.wrong_ranks) == ((CaptureStage.OUTPUTS, output().name, "output"), {0})
 
 
 def test_loss_tolerance_covers_the_rounding_of_a_sum_over_tokens(tmp_path):
-    site = Site(Stage.LOSS, LOSS, "sum", 0)
+    site = Site(CaptureStage.LOSS, LOSS, "sum", 0)
     epsilon = np.finfo(np.float32).eps
 
     def losses(folder, value):
@@ -84,9 +84,9 @@ def test_loss_tolerance_covers_the_rounding_of_a_sum_over_tokens(tmp_path):
 
 
 def test_weight_shards_are_compared_with_their_part_of_the_reference(tmp_path):
-    result = found(tmp_path, split(Stage.WEIGHTS, WHOLE[:2], WHOLE[2:]), whole())
+    result = found(tmp_path, split(CaptureStage.WEIGHTS, WHOLE[:2], WHOLE[2:]), whole())
     assert (result.wrong(), result.compared, result.seen) == ([], 2, 2)
-    swapped = found(tmp_path / "s", split(Stage.WEIGHTS, WHOLE[2:], WHOLE[:2]), whole())
+    swapped = found(tmp_path / "s", split(CaptureStage.WEIGHTS, WHOLE[2:], WHOLE[:2]), whole())
     assert swapped.wrong()[0].wrong_ranks == {0, 1}
 
 
@@ -116,7 +116,7 @@ def test_elements_of_a_sharded_optimizer_that_no_rank_holds_are_counted(tmp_path
 
 
 def test_local_gradients_are_averaged_over_data_parallel_ranks(tmp_path):
-    stage = Stage.LOCAL_GRADIENTS
+    stage = CaptureStage.LOCAL_GRADIENTS
     other = random(4, 3, seed=1)
     ours = [
         (rank(n, data=(n, 2), world_size=2), [(weights(stage), part, place((0, 0, 0)))])
@@ -126,7 +126,7 @@ def test_local_gradients_are_averaged_over_data_parallel_ranks(tmp_path):
 
 
 def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
-    stage = Stage.LOCAL_GRADIENTS
+    stage = CaptureStage.LOCAL_GRADIENTS
     ours = [
         (rank(n, tensor=(n, 2), world_size=2), [(weights(stage), part, place((0, 0, 0)))])
         for n, part in enumerate((WHOLE - 1, np.ones_like(WHOLE)))
@@ -138,7 +138,7 @@ def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
 def test_a_reference_of_several_ranks_averages_local_gradients_as_the_layout_does(
     tmp_path, per_token_loss
 ):
-    stage = Stage.LOCAL_GRADIENTS
+    stage = CaptureStage.LOCAL_GRADIENTS
     changed = {"world_size": 2, "per_token_loss": per_token_loss}
 
     def alone(number):  # A part that one of two data-parallel ranks has, as its expert's.
@@ -168,8 +168,8 @@ def test_a_reference_of_several_ranks_averages_local_gradients_as_the_layout_doe
 
 def test_step_of_a_tied_copy_is_compared_with_the_step_of_its_parameter(tmp_path):
     def tensors(name, steps):
-        weight = (Site(Stage.WEIGHTS, name, "weight"), random(4, 3), place((0, 0, 0)))
-        return [weight, (Site(Stage.OPTIMIZER_STATE, name, "step"), np.array([steps]))]
+        weight = (Site(CaptureStage.WEIGHTS, name, "weight"), random(4, 3), place((0, 0, 0)))
+        return [weight, (Site(CaptureStage.OPTIMIZER_STATE, name, "step"), np.array([steps]))]
 
     ours = [
         (rank(0, pipeline=(0, 2), world_size=2), tensors(WEIGHT, 2)),
@@ -182,7 +182,7 @@ def test_step_of_a_tied_copy_is_compared_with_the_step_of_its_parameter(tmp_path
 
 
 def test_steps_of_a_parameter_that_the_references_first_rank_lacks_are_compared(tmp_path):
-    step = Site(Stage.OPTIMIZER_STATE, WEIGHT, "step")
+    step = Site(CaptureStage.OPTIMIZER_STATE, WEIGHT, "step")
 
     def stages(count):
         return [
@@ -196,7 +196,7 @@ def test_steps_of_a_parameter_that_the_references_first_rank_lacks_are_compared(
 
 
 def test_gate_and_value_of_a_weight_are_compared_as_one_parameter(tmp_path):
-    for stage in (Stage.LOCAL_GRADIENTS, Stage.WEIGHTS):
+    for stage in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.WEIGHTS):
         halves = [
             (
                 Site(stage, f"{WEIGHT}[{n}]", "weight"),
@@ -213,8 +213,8 @@ def test_gate_and_value_of_a_weight_are_compared_as_one_parameter(tmp_path):
 
 def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_path):
     returned, used = (
-        Site(Stage.NORM, "grad_norm", "returned"),
-        Site(Stage.NORM, "grad_norm", "used"),
+        Site(CaptureStage.NORM, "grad_norm", "returned"),
+        Site(CaptureStage.NORM, "grad_norm", "used"),
     )
     ours = [(rank(), [(returned, np.array([2.0])), (used, np.array([2.5]))])]
     (wrong,) = found(tmp_path, ours, [(returned, np.array([2.0]))]).wrong()
@@ -224,7 +224,7 @@ def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_pat
 def test_norm_that_one_optimizer_alone_computes_is_skipped_without_clipping(
     tmp_path,
 ):
-    returned = Site(Stage.NORM, "grad_norm", "returned")
+    returned = Site(CaptureStage.NORM, "grad_norm", "returned")
     zero, norm = [(returned, np.array([0.0]))], [(returned, np.array([2.0]))]
     compared = found(tmp_path / "off", [(rank(clip_gradient=0.0), zero)], norm, clip_gradient=0.0)
     assert not compared.wrong()
@@ -291,7 +291,7 @@ def test_part_with_small_elements_may_have_the_error_of_the_full_tensor(tmp_path
 
 
 def test_recomputed_tensor_is_ordered_after_the_tensor_computed_before_it(tmp_path):
-    stage = Stage.ACTIVATION_GRADIENTS
+    stage = CaptureStage.ACTIVATION_GRADIENTS
     late, early, again = (
         output(name, stage=stage, slot=slot)
         for name, slot in (("late", "output"), ("early", "output"), ("b", "recomputed.output"))
@@ -319,7 +319,7 @@ def test_routing_choice_within_rounding_is_counted_and_any_other_differs(tmp_pat
     far = found(tmp_path / "f", [(rank(), routed(1, 1))], routed(0, 0))
     (wrong,) = far.wrong()
     assert (wrong.key, wrong.error, far.routing_flips) == (
-        (Stage.OUTPUTS, ROUTER, "choice"),
+        (CaptureStage.OUTPUTS, ROUTER, "choice"),
         0.5,
         1,
     )
@@ -340,7 +340,7 @@ def updated(moved, average=WHOLE):
     """A weight that moved, and the square of its gradient."""
     at = place((0, 0, 0))
     return [
-        (Site(Stage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"), average**2, at),
+        (Site(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"), average**2, at),
         (weights(), 1000 * WHOLE, at),
         (weights(slot="update"), moved, at),
     ]
@@ -351,7 +351,7 @@ def test_missing_update_of_one_weight_is_wrong(tmp_path):
     missing = moved * (np.arange(12).reshape(4, 3) != 7)
     assert not found(tmp_path, [(rank(), updated(moved))], updated(moved)).wrong()
     (wrong,) = found(tmp_path / "m", [(rank(), updated(missing))], updated(moved)).wrong()
-    assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
+    assert wrong.key == (CaptureStage.WEIGHTS, WEIGHT, "update")
     assert wrong.ratio > 1000
 
 
@@ -391,11 +391,11 @@ def test_weight_that_starts_at_zero_may_be_moved_by_an_update_of_rounding(tmp_pa
     other_way = moved * np.where(one_is_rounding < 1, -1, 1).astype(np.float32)
     assert not found(tmp_path, [(rank(), ended(other_way))], ended(moved)).wrong()
     (*_, wrong) = found(tmp_path / "m", [(rank(), ended(2 * moved))], ended(moved)).wrong()
-    assert wrong.key == (Stage.WEIGHTS, WEIGHT, "update")
+    assert wrong.key == (CaptureStage.WEIGHTS, WEIGHT, "update")
 
 
 def test_weight_without_second_moment_gets_the_largest_response_of_its_slot(tmp_path):
-    other = Site(Stage.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight", "weight")
+    other = Site(CaptureStage.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight", "weight")
     both = [(weights(), WHOLE, place((0, 0, 0))), (other, WHOLE, place((1, 0, 0)))]
     reference = write(tmp_path / "r", [(rank(), both)])
     key = f"{other.stage}|{other.name}|{other.slot}"
@@ -406,7 +406,9 @@ def test_weight_without_second_moment_gets_the_largest_response_of_its_slot(tmp_
 
 def heads(name, slot, *shares):
     """Gradients of keys on as many tensor-parallel ranks, which have a head of the sequence each."""
-    site = Site(Stage.ACTIVATION_GRADIENTS, f"decoder.layers.0.self_attention.{name}", slot, 0)
+    site = Site(
+        CaptureStage.ACTIVATION_GRADIENTS, f"decoder.layers.0.self_attention.{name}", slot, 0
+    )
     ranks = [
         (rank(number, tensor=(number, len(shares)), world_size=len(shares)), [(site, share)])
         for number, share in enumerate(shares)
@@ -437,13 +439,13 @@ def test_query_gradients_are_not_summed_over_ranks(tmp_path):
 
 
 def test_missing_optimizer_state_of_an_existing_parameter_is_wrong(tmp_path):
-    other, stage = "decoder.layers.0.mlp.linear_fc1", Stage.OPTIMIZER_STATE
+    other, stage = "decoder.layers.0.mlp.linear_fc1", CaptureStage.OPTIMIZER_STATE
     at = Placement("decoder.layers.mlp.linear_fc1.weight", (1, 4, 3), (0, 0, 0))
     theirs = [
         (weights(stage, "exp_avg"), WHOLE, place((0, 0, 0))),
         (Site(stage, f"{other}.weight", "exp_avg"), WHOLE, at),
         *whole(),
-        (Site(Stage.WEIGHTS, f"{other}.weight", "weight"), WHOLE, at),
+        (Site(CaptureStage.WEIGHTS, f"{other}.weight", "weight"), WHOLE, at),
     ]
     (wrong,) = found(tmp_path, [(rank(), theirs[:1] + theirs[2:])], theirs).wrong()
     assert (wrong.key, wrong.uncovered) == ((stage, f"{other}.weight", "exp_avg"), 12)
@@ -492,9 +494,9 @@ def test_weight_copies_that_start_one_bit_apart_are_wrong(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "slot", "holds"),
     [
-        (Stage.OPTIMIZER_STATE, "exp_avg", True),
-        (Stage.WEIGHTS, "weight", True),
-        (Stage.REDUCED_GRADIENTS, "gradient", False),
+        (CaptureStage.OPTIMIZER_STATE, "exp_avg", True),
+        (CaptureStage.WEIGHTS, "weight", True),
+        (CaptureStage.REDUCED_GRADIENTS, "gradient", False),
     ],
 )
 def test_weights_and_states_may_differ_by_six_times_the_measured_drift(
@@ -515,7 +517,7 @@ def test_weights_and_states_may_differ_by_six_times_the_measured_drift(
 def test_fp16_overflow_is_skipped_if_the_reference_skips_its_step(tmp_path):
     at, beyond = place((0, 0, 0)), WHOLE * np.float32(np.inf)
     fields = {"dtype": "float16"}
-    gradients = weights(Stage.REDUCED_GRADIENTS, "gradient")
+    gradients = weights(CaptureStage.REDUCED_GRADIENTS, "gradient")
 
     def judged(name, theirs):
         ours = [(rank(**fields), [(gradients, beyond, at)])]
@@ -530,15 +532,15 @@ def test_fp16_overflow_is_skipped_if_the_reference_skips_its_step(tmp_path):
 def test_gradient_that_changes_without_probes_is_wrong(tmp_path, changed):
     at = place((0, 0, 0))
     sites = [
-        weights(Stage.REDUCED_GRADIENTS, "gradient"),
-        weights(Stage.OPTIMIZER_STATE, "exp_avg"),
+        weights(CaptureStage.REDUCED_GRADIENTS, "gradient"),
+        weights(CaptureStage.OPTIMIZER_STATE, "exp_avg"),
         weights(slot=START_WEIGHT),
     ]
     reference, ours = (
         write(tmp_path / name, [(rank(), [(site, WHOLE + off, at) for site in sites])])
         for name, off in (("reference", 0), ("ours", 1))
     )
-    key = f"{Stage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
+    key = f"{CaptureStage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
     (ours.ranks[0].folder / UNOBSERVED_FILE).write_text(json.dumps({key: changed}))
     names = [one.key[2] for one in compare(reference, ours).wrong()]
     unobserved = [UNOBSERVED] if changed == 0.5 else []
@@ -547,7 +549,7 @@ def test_gradient_that_changes_without_probes_is_wrong(tmp_path, changed):
 
 def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
     router, counts = "decoder.layers.0.mlp.router", np.array([3.0, 5.0], np.float32)
-    site = Site(Stage.OUTPUTS, router, COUNTS)
+    site = Site(CaptureStage.OUTPUTS, router, COUNTS)
 
     def judged(name, *ours, **split):
         ranks = [
@@ -559,7 +561,7 @@ def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
     assert not judged("data", counts - 1, 0 * counts + 1, data=2)
     assert not judged("tensor", counts, counts, tensor=2)
     (wrong,) = judged("twice", counts, counts, data=2)
-    assert wrong.key == (Stage.OUTPUTS, router, COUNTS)
+    assert wrong.key == (CaptureStage.OUTPUTS, router, COUNTS)
 
 
 def test_zero_weight_without_updates_must_start_at_zero(tmp_path):

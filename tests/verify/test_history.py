@@ -2,8 +2,8 @@
 
 import pytest
 
-from parakit.artifacts.capture import Stage
-from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.artifacts.capture import CaptureStage
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.setting import SettingError
 from parakit.launch.job import parse_target
 from tests.verify.history import Fix, fixes, verify_history
@@ -13,16 +13,16 @@ def test_every_fix_is_run_in_a_layout_that_exists_or_says_why_not() -> None:
     assert len({fix.commit for fix in fixes()}) == len(fixes())
     for fix in fixes():
         assert bool(fix.not_run) is not bool(fix.strategy), fix.commit
-        assert fix.stage in {"", *Stage}
+        assert fix.stage in {"", *CaptureStage}
         if fix.strategy:
             target = f"train-{fix.strategy}-{fix.model}-{fix.devices}cpu"
             assert parse_target(target).flags is not None
 
 
 def test_a_fix_is_seen_where_it_is_stated_or_by_the_error_that_ends_the_run() -> None:
-    wrong = Verdict(Outcome.DIFFERS, stage=Stage.OUTPUTS, module="decoder")
-    ended = Verdict(Outcome.NOT_COMPARABLE, reason="The strategy ended: sizes differ")
-    stated = {"commit": "a", "pull": 1, "says": "b", "stage": Stage.OUTPUTS}
+    wrong = VerifyVerdict(VerifyOutcome.DIFFERS, stage=CaptureStage.OUTPUTS, module="decoder")
+    ended = VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason="The strategy ended: sizes differ")
+    stated = {"commit": "a", "pull": 1, "says": "b", "stage": CaptureStage.OUTPUTS}
     assert Fix(**stated, module="decoder").is_seen(wrong)
     assert not Fix(**stated, module="embedding").is_seen(wrong)
     assert not Fix(**stated, module="decoder").is_seen(ended)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import INITIAL, INITIAL_FILE, InitialPiece
-from parakit.artifacts.verdict import Outcome
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.verify.initial import find_wrong_initializations
 from parakit.verify.verdict import judge
 from tests.verify.captures import MODULE, WEIGHT, output, place, random, rank, write
@@ -90,7 +90,11 @@ def test_wrong_initialization_is_named_although_every_tensor_holds(tmp_path):
     reference = begun(tmp_path / "one", [(0, WHOLE)])
     judgement = judge(reference, begun(tmp_path / "two", [(0, WHOLE[:32])], [(32, WHOLE[:32])]))
     verdict = judgement.verdict
-    assert (verdict.verdict, verdict.module, verdict.tensor) == (Outcome.DIFFERS, WEIGHT, INITIAL)
+    assert (verdict.verdict, verdict.module, verdict.tensor) == (
+        VerifyOutcome.DIFFERS,
+        WEIGHT,
+        INITIAL,
+    )
     assert (verdict.kind, verdict.ranks, verdict.iteration, verdict.initialised) == (
         "initialised as a copy of the part of rank 0",
         (1,),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_patches.patch_file import SEPARATOR
-from parakit.artifacts.capture import Stage
+from parakit.artifacts.capture import CaptureStage
 from parakit.config.files import ROOT, read_yaml
 from parakit.launch.job import parse_target
 from parakit.launch.options import read_patch_file
@@ -48,7 +48,7 @@ def test_every_injected_bug_of_what_is_printed_names_a_file_and_a_layout_that_ex
     }
     for bug in bugs:
         assert parse_target(f"train-{bug.strategy}-{bug.model}-{bug.devices}cpu").flags is not None
-        assert bug.stage == Stage.LOG
+        assert bug.stage == CaptureStage.LOG
         read_patch_file(str(bug.path))
 
 

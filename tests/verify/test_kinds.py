@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import Stage
+from parakit.artifacts.capture import CaptureStage
 from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
 from parakit.verify.kinds import classify_error
 from tests.verify.captures import random, rank
@@ -16,7 +16,7 @@ def kind(
     pairs = [
         ComparedTensor(number, 0, one, reference) for number, one in enumerate((ours, *others))
     ]
-    found = TensorComparison((Stage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
+    found = TensorComparison((CaptureStage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
     found.error, found.worst = relative_error(ours, reference), pairs[0]
     return classify_error(found, pairs, LAYOUT, like)
 
@@ -82,7 +82,7 @@ def test_norms_that_differ_between_ranks_are_named_first(ours, name):
         ComparedTensor(number, None, np.array([float(one)]), np.array([5.0]))
         for number, one in enumerate(ours)
     ]
-    found = TensorComparison((Stage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
+    found = TensorComparison((CaptureStage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
     for one in norms:
         found.add(one)
     assert classify_error(found, norms, LAYOUT).name == name
@@ -95,7 +95,7 @@ def test_tensor_that_is_not_finite_is_named():
 
 
 def test_copies_that_differ_by_a_bit_are_named():
-    found = TensorComparison((Stage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
+    found = TensorComparison((CaptureStage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
     assert classify_error(found, (), LAYOUT).name == "copies differ between ranks"
 
 
@@ -136,6 +136,6 @@ def test_state_with_another_multiple_of_its_gradient_is_named(slot, power):
 
 def test_tensor_that_no_rank_holds_is_named():
     found = TensorComparison(
-        (Stage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12
+        (CaptureStage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12
     )
     assert classify_error(found, (), LAYOUT).name == "held by no rank"

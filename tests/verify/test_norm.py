@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import COUNTED, Placement, Site, Stage
+from parakit.artifacts.capture import COUNTED, CaptureStage, Placement, Site
 from parakit.verify.compare import compare
 from parakit.verify.norm import check_norm_counts
 from tests.verify.captures import KEY, WEIGHT, place, rank, write
 
-GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+GRADIENT = Site(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 
 
 def counting(number, groups, *counted, **described):
@@ -17,7 +17,7 @@ def counting(number, groups, *counted, **described):
         slot = COUNTED + " ".join(map(str, group))
         if times is not None:
             values = np.full((2, 3), times, np.uint8)
-            tensors.append((Site(Stage.NORM, WEIGHT, slot), values, placement))
+            tensors.append((Site(CaptureStage.NORM, WEIGHT, slot), values, placement))
     return rank(number, **{"world_size": 2, "norm_groups": groups, **described}), tensors
 
 
@@ -59,7 +59,7 @@ def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_p
 
 
 def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tmp_path):
-    local = Site(Stage.LOCAL_GRADIENTS, WEIGHT, "gradient")
+    local = Site(CaptureStage.LOCAL_GRADIENTS, WEIGHT, "gradient")
     here, tensors = counting(0, ((0,),), None, world_size=1)
     tensors[:] = [(local, tensors[0][1], place((0, 0, 0), (1, 2, 3)))]
     capture = write(tmp_path / "c", [(here, tensors)])
@@ -80,7 +80,7 @@ def test_norm_is_not_checked_if_no_rank_computes_it(tmp_path):
 
 def test_part_missing_from_the_norm_comes_before_the_norms_value(tmp_path):
     ranks = [counting(n, ((0, 1),), 1 - n or None, tensor=(n, 2)) for n in range(2)]
-    value = Site(Stage.NORM, "grad_norm", "returned")
+    value = Site(CaptureStage.NORM, "grad_norm", "returned")
     for _, tensors in ranks:
         tensors.append((value, np.array([1.0])))
     whole = Placement(KEY, (1, 4, 3), (0, 0, 0))

@@ -10,7 +10,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import CapturedModule, Placement, Site, Stage
+from parakit.artifacts.capture import CapturedModule, CaptureStage, Placement, Site
 from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
 from parakit.verify.map import COLUMNS, build_map_rows
 from parakit.verify.page import render_page, write_page
@@ -42,14 +42,14 @@ def capture(folder, spoiled=()):
         tensors.append((Site(stage, name, slot, micro_batch), tensor, *placed))
 
     for name in MODULES:
-        add(Stage.OUTPUTS, name, "input.0")
+        add(CaptureStage.OUTPUTS, name, "input.0")
     for name in reversed(MODULES):
-        add(Stage.OUTPUTS, name, "output")
+        add(CaptureStage.OUTPUTS, name, "output")
     for name in reversed(MODULES):
-        add(Stage.ACTIVATION_GRADIENTS, name, "output")
+        add(CaptureStage.ACTIVATION_GRADIENTS, name, "output")
     for layer in (1, 0):
         name = f"decoder.layers.{layer}.mlp.weight"
-        add(Stage.WEIGHTS, name, "weight", Placement(name, (8, 2, 4), (0, 0, 0)))
+        add(CaptureStage.WEIGHTS, name, "weight", Placement(name, (8, 2, 4), (0, 0, 0)))
     return write(folder, [(RANK, tensors)], response=0.0)
 
 
@@ -58,10 +58,10 @@ def judgements(tmp_path_factory):
     folder = tmp_path_factory.mktemp("captures")
     reference = capture(folder / "reference")
     wrong = [
-        (Stage.OUTPUTS, "decoder.layers.1.mlp", "output"),
-        (Stage.OUTPUTS, "decoder.layers.1", "output"),
-        (Stage.ACTIVATION_GRADIENTS, "decoder.layers.0", "output"),
-        (Stage.WEIGHTS, "decoder.layers.0.mlp.weight", "weight"),
+        (CaptureStage.OUTPUTS, "decoder.layers.1.mlp", "output"),
+        (CaptureStage.OUTPUTS, "decoder.layers.1", "output"),
+        (CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.0", "output"),
+        (CaptureStage.WEIGHTS, "decoder.layers.0.mlp.weight", "weight"),
     ]
     names = {"layout": "tp2", "reference": "baseline", "command": "make verify-tp2-m-2cpu"}
     found = judge(reference, capture(folder / "wrong", wrong)), judge(reference, reference)
@@ -158,7 +158,7 @@ def test_refusal_is_stated_without_map_or_picture(tmp_path):
 
 
 def test_names_with_markup_are_escaped_in_the_pages_data():
-    key = (Stage.OUTPUTS, "</script><b>", "output")
+    key = (CaptureStage.OUTPUTS, "</script><b>", "output")
     compared = CaptureComparison(
         (TensorComparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1
     )
@@ -169,7 +169,7 @@ def test_names_with_markup_are_escaped_in_the_pages_data():
 def made(names, wrong=(), not_aligned=()):
     comparisons = [
         TensorComparison(
-            (Stage.OUTPUTS, name, "output"), 1.0, place, error=20.0 if name in wrong else 0.5
+            (CaptureStage.OUTPUTS, name, "output"), 1.0, place, error=20.0 if name in wrong else 0.5
         )
         for place, name in enumerate(names)
     ]
@@ -187,7 +187,7 @@ def test_long_map_folds_layers_without_errors():
 
 def test_only_the_layer_with_the_first_error_is_open_if_all_layers_are_wrong():
     names = [f"decoder.layers.{n}{part}" for n in range(40) for part in ("", ".attention", ".mlp")]
-    first = (Stage.OUTPUTS, "decoder.layers.3.mlp", "output")
+    first = (CaptureStage.OUTPUTS, "decoder.layers.3.mlp", "output")
     rows = build_map_rows(made(names, wrong=names), first)
     assert [row.name for row in rows if row.children and row.open] == ["decoder.layers.3"]
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import PART, Site, Stage
+from parakit.artifacts.capture import PART, CaptureStage, Site
 from parakit.verify.comparison import ComparedTensor
 from parakit.verify.kinds import classify_by_parts
 from parakit.verify.parts import BEFORE, explain_by_parts, needs_parts
@@ -41,7 +41,7 @@ def test_several_wrong_parts_are_named_and_an_extra_part_is_named_alone():
     )
 
 
-GRADIENT = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+GRADIENT = Site(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 
 
 def reduced(folder, values, *more):
@@ -64,7 +64,7 @@ def test_lost_micro_batch_is_named(tmp_path):
     reference = reduced(tmp_path / "reference", MAIN + AUXILIARY)
     ours = reduced(tmp_path / "ours", AUXILIARY)
     parts = [
-        (Site(Stage.LOCAL_GRADIENTS, WEIGHT, f"{PART}micro batch {n}"), values)
+        (Site(CaptureStage.LOCAL_GRADIENTS, WEIGHT, f"{PART}micro batch {n}"), values)
         for n, values in enumerate((MAIN, AUXILIARY))
     ]
     given = reduced(tmp_path / "parts", MAIN + AUXILIARY, *parts)

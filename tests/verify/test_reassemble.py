@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parakit.artifacts.capture import Placement, Site, Stage
+from parakit.artifacts.capture import CaptureStage, Placement, Site
 from parakit.verify.reassemble import reassemble_to_one_rank
 from parakit.verify.verdict import judge
 from tests.verify.captures import (
@@ -19,7 +19,7 @@ from tests.verify.captures import (
     write,
 )
 
-LOCAL = Site(Stage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
+LOCAL = Site(CaptureStage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
 LONG = 16
 """No part of it is as long as another dimension."""
 
@@ -111,7 +111,7 @@ def test_gates_are_joined_before_values(tmp_path):
 
 def test_micro_batches_of_data_parallel_ranks_and_their_gradients_are_those_of_one_rank(tmp_path):
     def gradient(number):
-        return output(micro_batch=number, stage=Stage.ACTIVATION_GRADIENTS)
+        return output(micro_batch=number, stage=CaptureStage.ACTIVATION_GRADIENTS)
 
     values = [random(SEQUENCE, BATCH, HIDDEN, seed=number) for number in range(4)]
     ranks = [
@@ -128,7 +128,7 @@ def test_micro_batches_of_data_parallel_ranks_and_their_gradients_are_those_of_o
 
 
 def test_loss_is_joined_as_a_sum_over_context_parallel_ranks(tmp_path):
-    site = Site(Stage.LOSS, "loss", "sum", 0)
+    site = Site(CaptureStage.LOSS, "loss", "sum", 0)
     ranks = [(rank(n, context=(n, 2), world_size=2), [(site, np.float32(n + 1))]) for n in range(2)]
     assert tensors_in(one_rank(tmp_path, ranks))[site] == 3
 
@@ -189,14 +189,14 @@ def test_layers_of_a_pipeline_follow_one_another_forward_and_backward(tmp_path):
             *(output(f"decoder.layers.{n}") for n in layers),
             *(output(name) for name in others[1:]),
         ]
-        back = [output(s.name, stage=Stage.ACTIVATION_GRADIENTS) for s in there[::-1]]
+        back = [output(s.name, stage=CaptureStage.ACTIVATION_GRADIENTS) for s in there[::-1]]
         described = rank(stage, pipeline=(stage, 2), virtual_stages=2, world_size=2)
         return described, [(site, random(SEQUENCE, BATCH, HIDDEN)) for site in (*there, *back)]
 
     first, last = on(0, [0, 2], "", "embedding"), on(1, [1, 3], "", "loss")
     forward, back = [], []
     for record in one_rank(tmp_path, [first, last]).records:
-        (forward if record.site.stage is Stage.OUTPUTS else back).append(record.site.name)
+        (forward if record.site.stage is CaptureStage.OUTPUTS else back).append(record.site.name)
     layers = [f"decoder.layers.{n}" for n in range(4)]
     assert [name for name in forward if name in layers] == layers
     assert [name for name in back if name in layers] == layers[::-1]
@@ -230,7 +230,7 @@ def test_expert_gradient_is_averaged_over_all_ranks_that_send_tokens(tmp_path):
 
 
 def test_weights_are_joined_with_the_placement_of_the_full_parameter(tmp_path):
-    site = Site(Stage.WEIGHTS, f"{MODULE}.weight", "weight")
+    site = Site(CaptureStage.WEIGHTS, f"{MODULE}.weight", "weight")
     whole = random(4, 3)
     ranks = [
         (rank(n, tensor=(n, 2), world_size=2), [(site, whole[2 * n :][:2], place((0, 2 * n, 0)))])

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import RANK_FILE, START_WEIGHT, Site, Stage
+from parakit.artifacts.capture import RANK_FILE, START_WEIGHT, CaptureStage, Site
 from parakit.verify.captured import VerifyError, read_capture
 from parakit.verify.tolerance import RESPONSES
 from parakit.verify.verdict import (
@@ -51,7 +51,7 @@ def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tm
     norms = (output(modules[2], slot="input.x"), norm)
     gradients = [
         Site(stage, f"{name}.weight", "gradient")
-        for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
+        for stage in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.REDUCED_GRADIENTS)
         for name in (MODULE, "decoder.final_layernorm")
     ]
     held = [(site, WHOLE) for site in (first, around, *norms, layer)]
@@ -103,7 +103,7 @@ def test_wrong_input_is_charged_to_the_parent_module_if_its_input_is_right(tmp_p
 
 
 def test_wrong_input_of_an_outermost_module_is_charged_to_the_model(tmp_path):
-    outer = output("model", slot="input.x", stage=Stage.INPUTS)
+    outer = output("model", slot="input.x", stage=CaptureStage.INPUTS)
     inner = output("embedding", slot="input.x")
     ours = [(rank(), [(outer, WHOLE), (inner, WHOLE + 1)])]
     judgement = judge(*pair(tmp_path, ours, [(outer, WHOLE), (inner, WHOLE)]))
@@ -120,11 +120,11 @@ def test_wrong_input_is_charged_to_the_calling_module(tmp_path):
 
 
 def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
-    begin = Site(Stage.WEIGHTS, WEIGHT, START_WEIGHT)
+    begin = Site(CaptureStage.WEIGHTS, WEIGHT, START_WEIGHT)
     parts = [
         (begin, np.ones((4, 3), np.float32), place((0, 0, 0))),
         (
-            Site(Stage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"),
+            Site(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"),
             WHOLE[:4, 0, :3] ** 2,
             place((0, 0, 0)),
         ),
@@ -135,7 +135,11 @@ def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
     )
     judgement = judge(reference, layout)
     verdict = judgement.verdict
-    assert (verdict.stage, verdict.tensor, verdict.iteration) == (Stage.WEIGHTS, START_WEIGHT, 1)
+    assert (verdict.stage, verdict.tensor, verdict.iteration) == (
+        CaptureStage.WEIGHTS,
+        START_WEIGHT,
+        1,
+    )
     assert judgement.begins_before
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
     (given,) = read_capture(tmp_path / "given").ranks
@@ -188,7 +192,9 @@ def test_other_micro_batch_sizes_are_refused_if_token_counts_are_unequal(
     tmp_path, per_token, refused_for
 ):
     def tokens(*numbers):
-        sites = [Site(Stage.LOSS, "loss", "tokens", number) for number in range(len(numbers))]
+        sites = [
+            Site(CaptureStage.LOSS, "loss", "tokens", number) for number in range(len(numbers))
+        ]
         return [(site, np.float32(n)) for site, n in zip(sites, numbers, strict=True)]
 
     shared = {"per_token_loss": per_token}
@@ -215,7 +221,7 @@ def test_nothing_compared_exits_with_two():
 
 
 def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
-    site = output(stage=Stage.ACTIVATION_GRADIENTS)
+    site = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     bits = np.array([0x3F80, 0x4049], np.uint16)  # 1 and 3.140625
     writer_values = bits.view(np.uint16)
     for name in ("reference", "layout"):
@@ -233,7 +239,7 @@ def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
 def test_wrong_gradient_of_the_logits_is_charged_to_the_loss_if_its_gradient_is_right(
     tmp_path, of_loss, name
 ):
-    gradients = Stage.ACTIVATION_GRADIENTS
+    gradients = CaptureStage.ACTIVATION_GRADIENTS
     logits = output("output_layer", stage=gradients)
     token = output("loss", stage=gradients, slot="of each token")
     both = [] if of_loss is None else [(token, of_loss)]
@@ -245,21 +251,21 @@ def test_wrong_gradient_of_the_logits_is_charged_to_the_loss_if_its_gradient_is_
 @pytest.mark.parametrize(
     ("stage", "slot", "data", "name"),
     [
-        (Stage.LOCAL_GRADIENTS, "gradient", 1, "megatron/core/layers.py:7"),
-        (Stage.REDUCED_GRADIENTS, "gradient", 1, "finalize"),
-        (Stage.REDUCED_GRADIENTS, "gradient", 2, "reduce"),
-        (Stage.OPTIMIZER_STATE, "exp_avg", 1, "step"),
-        (Stage.OPTIMIZER_STATE, "learning rate", 1, "groups"),
-        (Stage.WEIGHTS, "buffer", 1, "finalize"),
+        (CaptureStage.LOCAL_GRADIENTS, "gradient", 1, "megatron/core/layers.py:7"),
+        (CaptureStage.REDUCED_GRADIENTS, "gradient", 1, "finalize"),
+        (CaptureStage.REDUCED_GRADIENTS, "gradient", 2, "reduce"),
+        (CaptureStage.OPTIMIZER_STATE, "exp_avg", 1, "step"),
+        (CaptureStage.OPTIMIZER_STATE, "learning rate", 1, "groups"),
+        (CaptureStage.WEIGHTS, "buffer", 1, "finalize"),
     ],
 )
 def test_source_of_a_tensor_without_module_is_that_of_its_function(
     tmp_path, stage, slot, data, name
 ):
     functions = {
-        Stage.REDUCED_GRADIENTS.value: "finalize",
+        CaptureStage.REDUCED_GRADIENTS.value: "finalize",
         "buckets": "reduce",
-        Stage.OPTIMIZER_STATE.value: "step",
+        CaptureStage.OPTIMIZER_STATE.value: "step",
         "learning rate": "groups",
     }
     values, site = random(4, 3), Site(stage, WEIGHT, slot)
@@ -287,18 +293,18 @@ def test_dropout_is_refused_if_the_layouts_draw_different_masks(
 
 
 def test_wrong_loss_after_right_outputs_needs_no_second_run(tmp_path):
-    site = output("loss", stage=Stage.LOSS, slot="of each token")
+    site = output("loss", stage=CaptureStage.LOSS, slot="of each token")
     judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
-    assert judgement.verdict.stage is Stage.LOSS
+    assert judgement.verdict.stage is CaptureStage.LOSS
     assert not judgement.may_have_spread
 
 
 def test_model_without_any_aligned_module_is_refused(tmp_path):
-    ours = [(rank(), [(output("other.module"), WHOLE), (output(stage=Stage.LOSS), WHOLE)])]
+    ours = [(rank(), [(output("other.module"), WHOLE), (output(stage=CaptureStage.LOSS), WHOLE)])]
     with pytest.raises(
         VerifyError, match=r"None of the modules.*other\.module output: the reference"
     ):
-        judge(*pair(tmp_path, ours, [(output(), WHOLE), (output(stage=Stage.LOSS), WHOLE)]))
+        judge(*pair(tmp_path, ours, [(output(), WHOLE), (output(stage=CaptureStage.LOSS), WHOLE)]))
 
 
 def test_routing_flips_force_only_the_choices_of_experts(tmp_path):
@@ -332,7 +338,7 @@ def test_steps_that_one_run_alone_skips_in_fp16_are_not_compared(
     """Where a gradient is far from fp16's largest number, one that is infinite is wrong."""
 
     def run(name, scales, values):
-        site = Site(Stage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+        site = Site(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
         gradient = (site, np.full((4, 3), values, np.float32), place((0, 0, 0)))
         described = rank(dtype="float16", loss_scales=scales)
         return write(tmp_path / name, [(described, [(output(), WHOLE), gradient])])

@@ -39,7 +39,9 @@ def row_groups(name: str) -> list[int]:
 
 def row_block(rows: Any, keys: Sequence[str], end: int, read_bytes: int) -> Block:
     """The block of a record batch (or table) that ends before row `end`."""
-    return Block(end, rows.nbytes, read_bytes, tuple(_as_bytes(rows.column(key)) for key in keys))
+    return Block(
+        end, rows.nbytes, read_bytes, tuple(_cast_to_bytes(rows.column(key)) for key in keys)
+    )
 
 
 def check_columns(columns: Sequence[str], name: str, keys: Sequence[str]) -> None:
@@ -52,7 +54,7 @@ def check_columns(columns: Sequence[str], name: str, keys: Sequence[str]) -> Non
             )
 
 
-def _as_bytes(column: Any) -> Any:
+def _cast_to_bytes(column: Any) -> Any:
     """Text as bytes, since Arrow does not look whether it is UTF-8."""
     is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     return column.cast(pa.large_binary()) if is_text else column

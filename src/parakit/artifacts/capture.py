@@ -59,7 +59,7 @@ STRETCH = 1 << 16
 another type is memory that the kernel clears first, which takes ten times as long as the arithmetic."""
 
 
-class Stage(StrEnum):
+class CaptureStage(StrEnum):
     """Parts of an iteration, in the order in which they happen."""
 
     INPUTS = "inputs"
@@ -78,7 +78,7 @@ class Stage(StrEnum):
 class Site(msgspec.Struct, frozen=True):
     """Which tensor of an iteration it is, the same on every rank that has it or a part of it."""
 
-    stage: Stage
+    stage: CaptureStage
     name: str
     """Megatron's dotted name of a module or a parameter, with the global number of the layer."""
     slot: str = ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.run import Code, Host, MegatronEntry, RunRecord
-from parakit.config.flag_table import argument_names, of_role
+from parakit.artifacts.run import Code, HostRecord, MegatronEntry, RunRecord
+from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.flags import values_by_flag
 from parakit.config.run import RunSpec
 from parakit.config.variables import INTERFACES
 
-_PER_ATTEMPT = argument_names(of_role("start", "attempt"))
-_OF_REPEATS = argument_names(of_role("logging")) | {
+_PER_ATTEMPT = argument_names(flags_with_role("start", "attempt"))
+_OF_REPEATS = argument_names(flags_with_role("logging")) | {
     *("seed", "train_iters", "save_interval", "exit_duration_in_mins"),
     *("start_time", "rank", "local_rank", "master_port"),
 }
@@ -126,7 +126,7 @@ def essential(arguments: Mapping[str, str]) -> dict[str, str]:
     return dict(computed(None, arguments).repeated().arguments)
 
 
-def timed_on(host: Host) -> TimedOn:
+def timed_on(host: HostRecord) -> TimedOn:
     """What of a host the times of a run depend on."""
     return TimedOn(host.cpu, host.cores, host.devices, len(host.nodes))
 

@@ -134,7 +134,7 @@ class DeviceLink:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostRecord:
     """The machine or machines of a run."""
 
     name: str
@@ -178,7 +178,7 @@ class RunRecord:
     environment: dict[str, str]
     """What the kit set beyond the caller's environment; never a secret."""
     entry: MegatronEntry
-    host: Host
+    host: HostRecord
     software: dict[str, str]
     dataset: DatasetIdentity | None = None
     start_checkpoint: str | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from parakit.artifacts.capture import Stage
+from parakit.artifacts.capture import CaptureStage
 from parakit.formatting.presented import Presented
 from parakit.formatting.terminal import say
 
@@ -21,7 +21,7 @@ VERIFY_FOLDER, VERDICT_FILE = "verify", "verdict.json"
 SHOWN_NOT_ALIGNED = 5
 
 
-class Outcome(StrEnum):
+class VerifyOutcome(StrEnum):
     """What a comparison comes to."""
 
     HELD = "held"
@@ -29,15 +29,15 @@ class Outcome(StrEnum):
     NOT_COMPARABLE = "not comparable"
 
 
-EXIT_CODES = {Outcome.HELD: 0, Outcome.DIFFERS: 1, Outcome.NOT_COMPARABLE: 2}
+EXIT_CODES = {VerifyOutcome.HELD: 0, VerifyOutcome.DIFFERS: 1, VerifyOutcome.NOT_COMPARABLE: 2}
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict(Presented):
+class VerifyVerdict(Presented):
     """What `verdict.json` holds."""
 
-    verdict: Outcome
-    stage: Stage | None = None
+    verdict: VerifyOutcome
+    stage: CaptureStage | None = None
     """Of the first tensor that is wrong, as all below; None if none is."""
     module: str | None = None
     tensor: str | None = None
@@ -90,14 +90,14 @@ class Verdict(Presented):
     @property
     def sentence(self) -> str:
         """The verdict in a few words."""
-        if self.verdict is Outcome.HELD:
+        if self.verdict is VerifyOutcome.HELD:
             within = f", {self.routing_flips} routing choices within rounding differ"
             ratio = f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
             small = f", but {self.added_up}, where errors of several modules add up"
             return ratio + (within if self.routing_flips else "") + (small if self.added_up else "")
-        if self.verdict is Outcome.NOT_COMPARABLE:
+        if self.verdict is VerifyOutcome.NOT_COMPARABLE:
             return f"tensors not comparable: {self.reason}"
-        if self.stage is Stage.LOG:
+        if self.stage is CaptureStage.LOG:
             return f"wrong value in the log: {self.logged}"
         return f"first wrong tensor: {self.stage}, {self.module} {self.tensor} ({self.kind})"
 
@@ -105,7 +105,7 @@ class Verdict(Presented):
     def line(self) -> str:
         """Of a strategy that differs, all that repeats and finds it: what, how, where, which element."""
         said = f"{self.stage}, {self.module} ({self.tensor}): {self.kind}"
-        logged = self.logged if self.stage is Stage.LOG else None
+        logged = self.logged if self.stage is CaptureStage.LOG else None
         where = "; ".join(filter(None, (self.source, self.worst, logged, self.command)))
         return f"{said}; {where}" if where else said
 
@@ -118,9 +118,9 @@ class Verdict(Presented):
 
     def show_outcome(self, console: Console) -> None:
         """Print the outcome as one line in its colour."""
-        if self.verdict is Outcome.NOT_COMPARABLE:
+        if self.verdict is VerifyOutcome.NOT_COMPARABLE:
             say(console, f"not comparable: {self.reason}", "red")
-        elif self.verdict is Outcome.HELD:
+        elif self.verdict is VerifyOutcome.HELD:
             ratio = self.worst_ratio or 0.0
             say(console, f"held: no error is above {ratio:.2f} of its tolerance", "green")
         else:
@@ -132,11 +132,11 @@ class Verdict(Presented):
         return data
 
 
-def read_verdicts(folder: Path) -> Iterator[Verdict]:
+def read_verdicts(folder: Path) -> Iterator[VerifyVerdict]:
     """Verdicts in a run folder, by name.
 
     Raises:
         msgspec.ValidationError: One is not of this version of the kit.
     """
     for path in sorted((folder / VERIFY_FOLDER).glob(f"*/{VERDICT_FILE}")):
-        yield msgspec.json.decode(path.read_bytes(), type=Verdict)
+        yield msgspec.json.decode(path.read_bytes(), type=VerifyVerdict)

@@ -37,10 +37,10 @@ from parakit.artifacts.capture import (
     UPDATE,
     CapturedModule,
     CapturedRank,
+    CaptureStage,
     CaptureWriter,
     Placement,
     Site,
-    Stage,
 )
 from parakit.capturing.sinks import (
     Piece,
@@ -202,7 +202,7 @@ class _Step:
     def __enter__(self) -> None:
         self.optimizer.zero_grad()
         for weight in self.pieces(_get_weight):
-            self.sink.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
+            self.sink.write_piece(CaptureStage.WEIGHTS, START_WEIGHT, weight)
         for name, module in _named_modules(self.model):
             before = partial(self._before_forward, name)
             after = partial(self._after_forward, name)
@@ -229,7 +229,7 @@ class _Step:
         if name == _ROOT:
             self._begin_micro_batch(args, kwargs)
         parameter_names = list(inspect.signature(module.forward).parameters)
-        stage = Stage.INPUTS if name == _ROOT else Stage.OUTPUTS
+        stage = CaptureStage.INPUTS if name == _ROOT else CaptureStage.OUTPUTS
         tapped_args = []
         for index, argument in enumerate(args):
             # Arguments beyond the named parameters belong to the last parameter, `*args`.
@@ -255,29 +255,29 @@ class _Step:
         tapped_output: Any
         if isinstance(output, tuple | list):
             tapped_output = type(output)(
-                self._tap(Stage.OUTPUTS, name, f"output.{index}", value)
+                self._tap(CaptureStage.OUTPUTS, name, f"output.{index}", value)
                 for index, value in enumerate(output)
             )
         else:
-            tapped_output = self._tap(Stage.OUTPUTS, name, "output", output)
+            tapped_output = self._tap(CaptureStage.OUTPUTS, name, "output", output)
         self._calls[name] += 1
         return tapped_output
 
-    def _tap(self, stage: Stage, name: str, slot: str, value: Any) -> Any:
+    def _tap(self, stage: CaptureStage, name: str, slot: str, value: Any) -> Any:
         """Pass a tensor and later its gradient to the sink; return any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
         call = self._calls[name]
         site = Site(stage, name, slot, micro_batch=self.micro_batch, call=call)
         gradient_site = Site(
-            Stage.ACTIVATION_GRADIENTS, name, slot, micro_batch=self.micro_batch, call=call
+            CaptureStage.ACTIVATION_GRADIENTS, name, slot, micro_batch=self.micro_batch, call=call
         )
         return tap(self.sink, value, [(site, gradient_site)], _gather_full_tensor)
 
     def _before_update(self, *_: object) -> None:
         """Pass the gradients to the sink, and copy the weights before the optimizer changes them."""
         for gradient in self.pieces(_get_gradient):
-            self.sink.write_piece(Stage.REDUCED_GRADIENTS, "gradient", gradient)
+            self.sink.write_piece(CaptureStage.REDUCED_GRADIENTS, "gradient", gradient)
         self._weights_before_update = {
             weight.name: weight.values.clone() for weight in self.pieces(_get_weight)
         }
@@ -295,14 +295,14 @@ class _Step:
             for piece in self.pieces(values_by_parameter.get):
                 # A scalar state is the number of steps.
                 if piece.values.ndim == 0:
-                    site = Site(Stage.OPTIMIZER_STATE, piece.name, slot)
+                    site = Site(CaptureStage.OPTIMIZER_STATE, piece.name, slot)
                     self.sink.write(site, fp64_scalar(piece.values))
                 else:
-                    self.sink.write_piece(Stage.OPTIMIZER_STATE, slot, piece)
+                    self.sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
         for weight in self.pieces(_get_weight):
             change = weight.values - self._weights_before_update[weight.name]
-            self.sink.write_piece(Stage.WEIGHTS, UPDATE, replace(weight, values=change))
-            self.sink.write_piece(Stage.WEIGHTS, "weight", weight)
+            self.sink.write_piece(CaptureStage.WEIGHTS, UPDATE, replace(weight, values=change))
+            self.sink.write_piece(CaptureStage.WEIGHTS, "weight", weight)
 
     def pieces(self, get_values: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
         """Yield this rank's part of a tensor per parameter, such as all gradients.

@@ -28,10 +28,10 @@ from parakit.artifacts.capture import (
     STRETCH,
     TENSORS_FILE,
     UPDATE,
+    CaptureStage,
     CaptureWriter,
     Placement,
     Site,
-    Stage,
     TensorRecord,
     read_index,
 )
@@ -170,7 +170,7 @@ class Recording:
             site, name, shape=tuple(tensor.shape), values=_view_bytes(tensor), placement=placement
         )
 
-    def write_piece(self, stage: Stage, slot: str, piece: Piece) -> None:
+    def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Write this rank's part of a parameter, or of a tensor with the parameter's shape."""
         self.write(Site(stage, piece.name, slot), piece.values, piece.placement)
 
@@ -191,8 +191,8 @@ class Recording:
 
         Return the values with which the iteration must start instead, or None if they stay.
         """
-        self.write_piece(Stage.WEIGHTS, slot, piece)
-        return self._find_replacement(Site(Stage.WEIGHTS, piece.name, slot), piece.values)
+        self.write_piece(CaptureStage.WEIGHTS, slot, piece)
+        return self._find_replacement(Site(CaptureStage.WEIGHTS, piece.name, slot), piece.values)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:
         """Write which experts a router chooses; return the forced choice, or None if there is none."""
@@ -267,7 +267,7 @@ class RoundingProbe:
         if size > 0:
             self._keep_largest(site, math.hypot(*change_norms) / size)
 
-    def write_piece(self, stage: Stage, slot: str, piece: Piece) -> None:
+    def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
 
         A change of the gradient's running average (`exp_avg`) also counts as a change of the weight's update,
@@ -284,8 +284,8 @@ class RoundingProbe:
         is_nonzero = norms > 0
         if is_nonzero.any():
             largest_change = float((change_norms / norms)[is_nonzero].max())
-            self._keep_largest(Site(Stage.WEIGHTS, piece.name, UPDATE), largest_change)
-            master_copy = Site(Stage.OPTIMIZER_STATE, piece.name, f"param {UPDATE}")
+            self._keep_largest(Site(CaptureStage.WEIGHTS, piece.name, UPDATE), largest_change)
+            master_copy = Site(CaptureStage.OPTIMIZER_STATE, piece.name, f"param {UPDATE}")
             self._keep_largest(master_copy, largest_change)
 
     def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
@@ -308,7 +308,7 @@ class RoundingProbe:
         """
         for site, norm_at_start in states:
             stored = self._stored.get(site)
-            gradient_key = f"{Stage.REDUCED_GRADIENTS}|{site.name}|gradient"
+            gradient_key = f"{CaptureStage.REDUCED_GRADIENTS}|{site.name}|gradient"
             gradient_response = self.responses.get(gradient_key)
             if stored is None or gradient_response is None:
                 continue
@@ -334,9 +334,9 @@ def _is_module_input(site: Site) -> bool:
 
     The input of a backward pass is the gradient of the module's output.
     """
-    if site.stage is Stage.OUTPUTS:
+    if site.stage is CaptureStage.OUTPUTS:
         return "input." in site.slot
-    return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
+    return site.stage is CaptureStage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
 
 
 def _fp64_without_nan(values: torch.Tensor) -> torch.Tensor:

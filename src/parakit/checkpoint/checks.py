@@ -58,7 +58,7 @@ def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ..
 
 
 @dataclass(frozen=True)
-class Coverage:
+class CheckCoverage:
     """The parts of a checkpoint that `problems_of` compares, and those that it does not compare."""
 
     checked: tuple[str, ...]
@@ -75,7 +75,7 @@ class Coverage:
         return "\n".join(lines)
 
 
-def coverage_of(contents: Contents, reads_pieces: bool = False) -> Coverage:
+def coverage_of(contents: Contents, reads_pieces: bool = False) -> CheckCoverage:
     """Return what `problems_of` with the same arguments compares and does not compare."""
     checked, unchecked = list[str](), list[str]()
     if contents.format == HUGGING_FACE:
@@ -84,7 +84,7 @@ def coverage_of(contents: Contents, reads_pieces: bool = False) -> Coverage:
         else:
             checked.append(f"{len(contents.weights)} tensors against the model of config.json")
         unchecked.append("values, because the format keeps no checksums")
-        return Coverage(tuple(checked), tuple(unchecked))
+        return CheckCoverage(tuple(checked), tuple(unchecked))
     checked.append("that the files hold every piece that is listed")
     if contents.spec is None:
         reason = "the checkpoint holds no arguments that define a model"
@@ -110,7 +110,7 @@ def coverage_of(contents: Contents, reads_pieces: bool = False) -> Coverage:
         checked.append("every piece against its checksums, and the values of weights")
     else:
         unchecked.append("values, because only VERIFY=1 reads them")
-    return Coverage(tuple(checked), tuple(unchecked))
+    return CheckCoverage(tuple(checked), tuple(unchecked))
 
 
 def _compared_names(contents: Contents, shape: ModelShape) -> set[str]:

@@ -29,7 +29,13 @@ from parakit.artifacts.torch_dist import (
     finished_iteration,
     read_metadata,
 )
-from parakit.checkpoint.whole import LEGACY_FILE, Copy, of_layers, of_ranks, ranks_lacking
+from parakit.checkpoint.whole import (
+    LEGACY_FILE,
+    Copy,
+    join_rank_files,
+    ranks_lacking,
+    stack_fsdp_tensors,
+)
 from parakit.config.files import file_flaw, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
 from parakit.config.run import RunSpec, spec_of_printed
@@ -193,7 +199,7 @@ def _distributed(folder: Path, backend: str) -> Contents:
         kind,
         common.get("iteration", named_iteration(folder)),
         _arguments(common.get("args")),
-        stored if kind == TORCH_DIST else of_layers(stored),
+        stored if kind == TORCH_DIST else stack_fsdp_tensors(stored),
         tuple(name for name, found in held.items() if found),
         tuple(problems),
         (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", ""),
@@ -266,7 +272,7 @@ def _legacy(folder: Path, ranks: list[Path]) -> Contents:
         if iteration is not None and own != iteration:
             problems.append(f"{name} is of iteration {own}, not of {iteration}.")
     arguments = next(filter(None, (_arguments(one.get("args")) for one in held.values())), {})
-    stored, copies = of_ranks(folder, held, arguments)
+    stored, copies = join_rank_files(folder, held, arguments)
     lacking = ranks_lacking({path.parent.name for path in ranks}, arguments)
     problems += (f"{name} is missing, which its arguments have." for name in lacking)
     keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}

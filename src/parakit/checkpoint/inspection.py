@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parakit.artifacts.torch_dist import DamagedCheckpointError
-from parakit.checkpoint.checks import Coverage, Loading, coverage_of, loading, problems_of
+from parakit.checkpoint.checks import CheckCoverage, Loading, coverage_of, loading, problems_of
 from parakit.checkpoint.contents import Contents, kind_of, read_contents
 from parakit.config.strategy import strategy_name
 from parakit.formatting.presented import PresentedTable
@@ -29,7 +29,7 @@ class CheckpointInspection(PresentedTable):
     contents: Contents
     problems: tuple[str, ...]
     """A sentence for each fault of the checkpoint; empty if no fault was found."""
-    coverage: Coverage
+    coverage: CheckCoverage
     strategy: str | None = None
     """The strategy of which `loading` says whether it loads the checkpoint."""
     loading: Loading | None = None

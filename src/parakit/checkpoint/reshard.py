@@ -66,7 +66,7 @@ from parakit.checkpoint.parallelism import (
     ranks_of,
 )
 from parakit.checkpoint.whole import cut_axis
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
 from parakit.convert import ConversionProgress, check_disk_space
 from parakit.costs import violations
@@ -141,9 +141,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
                 "checkpoint."
             ) from error
         except BaseException:  # Ctrl-C as well.
-            kept = (
-                f"{from_root(unfinished)} is kept: the same command goes on behind what is in it."
-            )
+            kept = f"{relative_to_root(unfinished)} is kept: the same command goes on behind what is in it."
             console.print(kept, highlight=False)
             raise
         _check(folder, contents, new)
@@ -151,7 +149,7 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
         for left in (*unfinished.glob("iter_*/*.distcp.json"), *map(unfinished.joinpath, _OWN)):
             left.unlink()
     unfinished.rename(target)
-    for line in (f"{summary} → {from_root(target)}", *plan.sentences):
+    for line in (f"{summary} → {relative_to_root(target)}", *plan.sentences):
         console.print(line, highlight=False)
     return 0
 
@@ -213,7 +211,7 @@ def _begin(unfinished: Path, job: _Job) -> None:
         if msgspec.json.decode(path.read_bytes(), type=_Job) == job:
             return
         raise ReshardError(
-            f"{from_root(unfinished)} is what another reshard has left; remove it, or name another TO=."
+            f"{relative_to_root(unfinished)} is what another reshard has left; remove it, or name another TO=."
         )
     write_record(path, job)
 
@@ -233,7 +231,7 @@ def _check(folder: Path, source: Contents, new: Parallelism) -> None:
     flaws = problems_of(made)
     if flaws or said != new or weights[0] != weights[1]:
         why = flaws[0] if flaws else f"it says {strategy_name(said) if said else 'no strategy'}."
-        raise ReshardError(f"{from_root(folder)} did not become {strategy_name(new)}: {why}")
+        raise ReshardError(f"{relative_to_root(folder)} did not become {strategy_name(new)}: {why}")
 
 
 class _Plan:

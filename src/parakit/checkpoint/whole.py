@@ -73,7 +73,7 @@ def cut_axis(name: str) -> int | None:
     return 0 if module in COLUMNS and kind in ("weight", "bias") else None
 
 
-def of_layers(stored: StoredMetadata) -> StoredMetadata:
+def stack_fsdp_tensors(stored: StoredMetadata) -> StoredMetadata:
     """FSDP's tensors, stacked."""
     pieces = []
     for raw, tensor in stored.tensors.items():
@@ -87,7 +87,7 @@ def of_layers(stored: StoredMetadata) -> StoredMetadata:
     return replace(stored, tensors=_joined(pieces)[0])
 
 
-def of_ranks(
+def join_rank_files(
     folder: Path, ranks: Mapping[str, Any], arguments: Mapping[str, str]
 ) -> tuple[StoredMetadata, tuple[Copy, ...]]:
     """What the files of the format `torch` hold together, each of a rank by the name of its folder."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.cli.dispatch import from_words
+    from parakit.cli.dispatch import run_command
     from parakit.cli.help import HEADINGS, variables
     from parakit.cli.program import main
 else:
@@ -17,7 +17,7 @@ else:
 
 __all__ = [
     "HEADINGS",
-    "from_words",
     "main",
+    "run_command",
     "variables",
 ]

@@ -20,8 +20,8 @@ from parakit.cli.options import (
     find_bench,
     find_command,
     function_of,
-    of_make,
-    of_words,
+    parse_arguments,
+    parse_make_variables,
     refuse_removed,
 )
 from parakit.cluster import image_tag
@@ -32,7 +32,7 @@ from parakit.formatting.terminal import say
 REFUSED, INTERRUPTED = 2, 130
 
 
-def from_make(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -> int:
+def run_target(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -> int:
     """Run a target with the variables of this environment; its exit code, 2 if it was refused.
 
     Args:
@@ -56,7 +56,9 @@ def from_make(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -
             _refuse_misspelt(name)
             parse_target(name)  # Refuses it, with the near names.
             raise AssertionError(name)
-        return called(command, title, of_make(title, command, environment, words, given))
+        return called(
+            command, title, parse_make_variables(title, command, environment, words, given)
+        )
 
     try:
         with interruptible():
@@ -66,10 +68,10 @@ def from_make(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -
         return INTERRUPTED
 
 
-def from_words(name: str, words: Sequence[str], program: str) -> int:
+def run_command(name: str, words: Sequence[str], program: str) -> int:
     """Run a command with the options of a command line; its exit code, 2 if it was refused."""
     command = next(one for one in COMMANDS if one.name == name)
-    return _refused(lambda: called(command, name, of_words(command, words, program)))
+    return _refused(lambda: called(command, name, parse_arguments(command, words, program)))
 
 
 def _refuse_misspelt(name: str) -> None:

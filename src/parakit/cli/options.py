@@ -79,7 +79,7 @@ def refuse_removed(name: str, program: str) -> None:
     command = find_command(replacement.partition(" ")[0])
     assert command is not None
     if program == "parakit":
-        replacement = in_options(replacement, command)
+        replacement = rewrite_as_options(replacement, command)
     raise SettingError(f"'{program} {name}' was removed; use '{program} {replacement}'.")
 
 
@@ -88,7 +88,7 @@ def given_names(makeflags: str) -> list[str]:
     return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
 
 
-def of_make(
+def parse_make_variables(
     name: str,
     command: Command,
     environment: Mapping[str, str],
@@ -122,7 +122,7 @@ def of_make(
     return _completed(given, command, texts, f"make {name}", "{}=")
 
 
-def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
+def parse_arguments(command: Command, words: Sequence[str], program: str) -> Namespace:
     """What a command line gives to a command, without make.
 
     Raises:
@@ -135,7 +135,7 @@ def of_words(command: Command, words: Sequence[str], program: str) -> Namespace:
         if word.startswith("--") and word.partition("=")[0] not in known:
             refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
     given = parser_of(command, program).parse_args(words)
-    shown = command._replace(example=in_options(command.example, command))
+    shown = command._replace(example=rewrite_as_options(command.example, command))
     return _completed(given, shown, {}, program, "--{}")
 
 
@@ -146,10 +146,10 @@ def parser_of(command: Command, program: str) -> ArgumentParser:
     if _reads_words(command):
         own: ArgumentParser = handlers.command_line(program)
         return own
-    parser = _Parser(prog=program, description=in_options(command.help, command))
+    parser = _Parser(prog=program, description=rewrite_as_options(command.help, command))
     for setting in command.variables:
         if setting.name != ARGS.name:
-            _add(parser, setting._replace(help=in_options(setting.help, command)))
+            _add(parser, setting._replace(help=rewrite_as_options(setting.help, command)))
     if hasattr(handlers, f"{name}_arguments"):
         getattr(handlers, f"{name}_arguments")(parser)
     return parser
@@ -166,7 +166,7 @@ def option_of(setting: Setting) -> str:
     return setting.option or f"--{setting.name.lower().replace('_', '-')}"
 
 
-def in_options(text: str, command: Command) -> str:
+def rewrite_as_options(text: str, command: Command) -> str:
     """A text in make's words in those of a command line: `GPUS=2` is `--gpus 2`."""
 
     def option(found: re.Match[str]) -> str:

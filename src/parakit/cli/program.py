@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parakit.cli.commands import BENCH, COMMANDS, INTERNAL, Command
-from parakit.cli.dispatch import REFUSED, from_make, from_words
+from parakit.cli.dispatch import REFUSED, run_command, run_target
 from parakit.cli.options import (
     find_bench,
     find_command,
-    in_options,
     option_of,
     parser_of,
     refuse_removed,
+    rewrite_as_options,
     variable_words,
 )
 from parakit.config.files import ROOT
@@ -108,7 +108,7 @@ def _run(name: str, arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help") and (command or pattern):
         return _help(name, command or pattern)
     if command is None or command in INTERNAL:
-        return from_make(name, arguments)
+        return run_target(name, arguments)
     if command.packages is not None:
         if _is_outside_of_wheel(command) and clone_around(ROOT) is None:
             return _start_in_clone(name, arguments, "uses the clone's own tools")
@@ -123,8 +123,8 @@ def _run_anywhere(name: str, command: Command, arguments: list[str]) -> int:
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(name=package)
         if not arguments and _variables_are_set(command):
-            return from_make(name)
-        return from_words(name, arguments, f"parakit {name}")
+            return run_target(name)
+        return run_command(name, arguments, f"parakit {name}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         if missing in ("parakit", "megatron_patches", "examples", ""):
@@ -150,7 +150,7 @@ def _run_in_clone(name: str, command: Command, arguments: list[str]) -> int:
         return _start_in_clone(name, arguments, "trains or looks at runs")
     os.environ.update(variables)
     os.chdir(ROOT)  # As make does: runs, data and reports lie in folders of the clone.
-    return from_make(name, given=tuple(variables))
+    return run_target(name, given=tuple(variables))
 
 
 def _is_outside_of_wheel(command: Command) -> bool:
@@ -197,7 +197,7 @@ def _start_program_of(clone: Path, name: str, arguments: Sequence[str]) -> int:
 def _help(name: str, command: Command | None) -> int:
     assert command is not None
     if command.packages is not None:
-        return from_words(name, ["--help"], f"parakit {name}")
+        return run_command(name, ["--help"], f"parakit {name}")
     _overview().parse_args([command.name.removesuffix("-*"), "--help"])
     return 0
 
@@ -213,18 +213,18 @@ def _overview() -> ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         if command.packages is not None:
-            commands.add_parser(command.name, help=in_options(command.help, command))
+            commands.add_parser(command.name, help=rewrite_as_options(command.help, command))
     for command in COMMANDS:
         if command.packages is not None or command in INTERNAL or not command.handler:
             continue
         name = command.name.removesuffix("-*")
         lines = (
-            f"  {option_of(setting):<18}  {in_options(setting.help, command)}"
+            f"  {option_of(setting):<18}  {rewrite_as_options(setting.help, command)}"
             for setting in command.variables
         )
         made = commands.add_parser(
             name,
-            help=f"{in_options(command.help, command)} (in a clone)",
+            help=f"{rewrite_as_options(command.help, command)} (in a clone)",
             epilog="\n".join(("of the run:", *lines)),
             formatter_class=RawDescriptionHelpFormatter,
         )

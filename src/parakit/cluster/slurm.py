@@ -145,10 +145,10 @@ def _lines(text: str) -> tuple[str, ...]:
                 f"SLURM_LINES={text} is not a list of sbatch's long options, such as "
                 "'--exclusive --constraint=h200'."
             )
-    return tuple(map(_as_directive, words))
+    return tuple(map(_quote_directive, words))
 
 
-def _as_directive(word: str) -> str:
+def _quote_directive(word: str) -> str:
     """As a line of `#SBATCH`: a backslash escapes in any quotes there, and `#` begins a comment."""
     if _SPECIAL.search(word) is None:
         return word

@@ -43,7 +43,7 @@ OWN_READINGS = ROOT / "readings" / "mine.csv"
 """One's own measured runs, as `make report` adds them and plans use them; ignored by git."""
 
 
-def from_root(path: Path) -> str:
+def relative_to_root(path: Path) -> str:
     """A path as the ranks see it: relative to the repository root where it lies inside."""
     resolved = path.resolve()
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
@@ -119,7 +119,7 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(path.read_text(), Loader=SafeLoader)
 
 
-class UnreadableError(ValueError):
+class UnreadableFileError(ValueError):
     """A file that is no text, or no CSV; the message says why."""
 
 
@@ -134,7 +134,7 @@ def read_text(path: Path) -> str:
         text = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
         return text.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
-        raise UnreadableError(f"{path} cannot be read ({error}); name a text file.") from None
+        raise UnreadableFileError(f"{path} cannot be read ({error}); name a text file.") from None
 
 
 _GZIP = b"\x1f\x8b"
@@ -157,4 +157,4 @@ def csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield line, cells
             line = reader.line_num + 1
     except csv.Error as error:
-        raise UnreadableError(f"{path}: row {line} is no CSV ({error}); correct it.") from None
+        raise UnreadableFileError(f"{path}: row {line} is no CSV ({error}); correct it.") from None

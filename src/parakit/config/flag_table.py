@@ -131,7 +131,7 @@ OTHERS = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split
 
 
 @cache
-def of_role(*roles: str) -> frozenset[str]:
+def flags_with_role(*roles: str) -> frozenset[str]:
     """Flags of these roles."""
     return frozenset(name for name, flag in FLAGS.items() if flag.role in roles)
 
@@ -143,12 +143,12 @@ def planned(*ways: str) -> frozenset[str]:
 
 
 @cache
-def of_group(*groups: str) -> tuple[KnownFlag, ...]:
+def flags_in_group(*groups: str) -> tuple[KnownFlag, ...]:
     """Flags that set a field of these, in order."""
     return tuple(flag for flag in FLAGS.values() if flag.group in groups)
 
 
-def of_native(way: str) -> frozenset[str]:
+def flags_for_native(way: str) -> frozenset[str]:
     """Flags of which the native backend makes this."""
     return frozenset(name for name, flag in FLAGS.items() if flag.native == way)
 

@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import MISSING, fields
 from typing import Any
 
-from parakit.config.flag_table import FLAGS, OTHERS, KnownFlag, of_group, of_role, release
+from parakit.config.flag_table import (
+    FLAGS,
+    OTHERS,
+    KnownFlag,
+    flags_in_group,
+    flags_with_role,
+    release,
+)
 
 
 def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
@@ -58,7 +65,7 @@ def misspelled(words: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in unlisted_flags(words):
         if name not in OTHERS:
-            megatrons = OTHERS | FLAGS.keys() - of_role("kit")
+            megatrons = OTHERS | FLAGS.keys() - flags_with_role("kit")
             near = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}?" if near else "leave it out."
             found[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
@@ -91,7 +98,7 @@ def words_of(value: Any, group: str) -> tuple[str, ...]:
     """The flags that set the fields of a dataclass; those with the field's default are left out."""
     usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
     words: list[str] = []
-    for flag in of_group(group):
+    for flag in flags_in_group(group):
         held = getattr(value, flag.field)
         if held == usual.get(flag.field):
             continue
@@ -158,7 +165,7 @@ class Flags:
         """
         return {
             flag.field: self._value(flag)
-            for flag in of_group(group)
+            for flag in flags_in_group(group)
             if (flag.default is not None or self.has(flag.name)) and self.applies(flag)
         }
 

@@ -38,7 +38,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostRates:
     """A device's share of the usual machine around it."""
 
     link_bytes_per_second: float
@@ -73,7 +73,7 @@ class Device:
     """Other keys that people give it."""
     domain: int = 8
     """Devices that one NVLink switch joins, a node's or a rack's."""
-    host: Host | None = None
+    host: HostRates | None = None
     """None where it was not looked up."""
 
     @property
@@ -103,7 +103,7 @@ class UnknownHardwareError(ValueError):
 def load_hardware() -> Hardware:
     """Read the devices and links."""
     data = {
-        what: {key: {"key": key} | _in_base_units(entry) for key, entry in entries.items()}
+        what: {key: {"key": key} | _convert_to_base_units(entry) for key, entry in entries.items()}
         for what, entries in read_yaml(_FILE).items()
     }
     return msgspec.convert(data, Hardware)
@@ -161,12 +161,14 @@ def _plain(name: str) -> str:
     return name.casefold().removeprefix("nvidia").strip()
 
 
-def _in_base_units(entry: Any) -> Any:
+def _convert_to_base_units(entry: Any) -> Any:
     if not isinstance(entry, dict):
         return entry
     found = {}
     for name, value in entry.items():
         unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
         base, factor = _UNITS.get(unit, ("", 1))
-        found[name.removesuffix(unit) + base] = value * factor if unit else _in_base_units(value)
+        found[name.removesuffix(unit) + base] = (
+            value * factor if unit else _convert_to_base_units(value)
+        )
     return found

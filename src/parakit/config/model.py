@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parakit.config.files import ROOT, read_args_file
-from parakit.config.flag_table import FLAGS, of_group, of_role
+from parakit.config.flag_table import FLAGS, flags_in_group, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
 from parakit.config.huggingface import flags_of_config
 from parakit.config.strategy import Batch
@@ -27,7 +27,7 @@ HUB = ROOT / "hub"
 IMPORTED_WEIGHTS = "checkpoint"
 """Folder of an imported model's weights, beside its `.args` file, which loads them."""
 
-LOADING = of_role("start") | {"--ckpt-format"}
+LOADING = flags_with_role("start") | {"--ckpt-format"}
 """Flags by which an imported model's `.args` file loads its weights."""
 
 MODEL_FILES = (".args", ".json")
@@ -36,7 +36,7 @@ MODEL_FILES = (".args", ".json")
 GPT2_VOCABULARY = 50257
 
 HALVES = ("--fp16", "--bf16")
-SHAPE_FLAGS = of_role("shape", "precision")
+SHAPE_FLAGS = flags_with_role("shape", "precision")
 """Flags that decide which tensors a model has, their precision, and their values at the start."""
 
 
@@ -420,7 +420,7 @@ def dtype_of(flags: Flags) -> str:
     return next((half.removeprefix("--") for half in HALVES if flags.has(half)), "fp32")
 
 
-def with_vocabulary(model: Model, entries: int) -> Model:
+def replace_vocabulary(model: Model, entries: int) -> Model:
     """The same model over another tokenizer's tokens."""
     if model.shape.vocabulary == entries:
         return model
@@ -465,7 +465,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
     said = flags.fields("shape")
-    for flag in of_group("shape", "latent", "mamba", "linear"):
+    for flag in flags_in_group("shape", "latent", "mamba", "linear"):
         counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
         if counted and (value := flags.integer(flag.name)) < 0:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
@@ -537,7 +537,7 @@ def usual_ffn(hidden: int, swiglu: bool) -> int:
 
 
 def _refuse_empty(name: str, shape: ModelShape) -> None:
-    for flag in of_group("shape"):
+    for flag in flags_in_group("shape"):
         value = getattr(shape, flag.field)
         if flag.field in _FROM_ONE and value < 1:
             raise ValueError(f"Model '{name}' has {flag.name} {value}; use 1 or more.")

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 
 from parakit.config.experts import BALANCED, ExpertLoad, expert_load_of
-from parakit.config.flag_table import of_group
+from parakit.config.flag_table import flags_in_group
 from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
 from parakit.config.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
 from parakit.config.offload import NOTHING, Offload, offload_flags, offload_of
@@ -555,7 +555,7 @@ def state_types_of(flags: Flags) -> StateTypes:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
-    texts = (flag for flag in of_group("state_types") if flag.kind == "text")
+    texts = (flag for flag in flags_in_group("state_types") if flag.kind == "text")
     for flag in (each for each in texts if each.field in given):
         kind = given[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)

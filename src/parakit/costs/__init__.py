@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         LATEST,
         CollectiveCall,
         Megatron,
-        by_group,
+        sum_bytes_by_group,
         total_wire_bytes,
     )
     from parakit.costs.collectives.context import context_collectives
@@ -120,7 +120,6 @@ __all__ = [
     "at_other_rate",
     "batch_collectives",
     "busiest_collectives",
-    "by_group",
     "chunk_activation_bytes",
     "chunks_in_flight",
     "closed_form_activations",
@@ -165,6 +164,7 @@ __all__ = [
     "residual_bytes",
     "simulate",
     "stride_and_ranks",
+    "sum_bytes_by_group",
     "token_flops",
     "total_wire_bytes",
     "violations",

@@ -175,17 +175,17 @@ def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
         return
     yield from _outside_tensor_parallel(spec)
     if spec.shape.mamba and spec.shape.blocks == MAMBA:
-        yield from _of_mamba(spec, spec.shape.mamba)
+        yield from _mamba_tensors(spec, spec.shape.mamba)
         return
     if spec.shape.latent:
-        yield from _of_latent(spec, spec.shape.latent)
+        yield from _latent_attention_tensors(spec, spec.shape.latent)
     else:
-        yield from _of_attention(spec)
+        yield from _attention_tensors(spec)
     yield _scores(spec)
     if spec.shape.experts:
-        yield from _of_experts(spec)
+        yield from _expert_tensors(spec)
     else:
-        yield from _of_mlp(spec, spec.shape.ffn_hidden, ("mlp",))
+        yield from _mlp_tensors(spec, spec.shape.ffn_hidden, ("mlp",))
 
 
 _ALONE = ("layernorm",)
@@ -251,7 +251,7 @@ def _joining(spec: RunSpec) -> Iterator[_Tensor]:
     yield _saved(spec, elements - own)
 
 
-def _of_mamba(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
+def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
     """The input projection's output and the scan's; backward computes convolution and states again
     (`mamba_ssm: mamba_split_conv1d_scan_combined`). Behind them the output projection's input."""
     tensor = spec.parallelism.tensor
@@ -259,7 +259,7 @@ def _of_mamba(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
     yield _operand(spec, spec.tokens * mamba.width // tensor)
 
 
-def _of_attention(spec: RunSpec) -> Iterator[_Tensor]:
+def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     shape = spec.shape
     # Unfused products take K and V repeated for each head (`repeat_interleave`).
     repeats = not spec.fused_attention and not spec.recompute.again("core_attn")
@@ -300,7 +300,7 @@ def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
     yield _operand(spec, elements, (), "attn_proj")
 
 
-def _of_latent(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
+def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
     """Queries and what keys and values share, compressed, before and behind a norm; both and the rotary
     part, once for each head, as they are multiplied (`multi_latent_attention.py`)."""
     own, again = spec.tokens // spec.sequence_shards, ("mla_up_proj",)
@@ -327,14 +327,14 @@ def _scores(spec: RunSpec) -> _Tensor:
     return _Tensor(bytes_a_score * scores, scores, own, own)
 
 
-def _of_mlp(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
+def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
     """Both wide tensors."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     yield _saved(spec, spec.tokens * (ffn * (2 if shape.gated else 1) // tensor), modules)
     yield _operand(spec, spec.tokens * ffn // tensor, modules)
 
 
-def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
+def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """The busiest rank's routed tokens as its experts read them, both wide tensors, and the router's
     scores.
 
@@ -363,4 +363,4 @@ def _of_experts(spec: RunSpec) -> Iterator[_Tensor]:
     scores = spec.tokens * shape.experts // spec.sequence_shards
     yield _Tensor(2 * _FP32_BYTES * scores, scores, inside)
     if shape.shared_expert_ffn:
-        yield from _of_mlp(spec, shape.shared_expert_ffn, ("moe", "shared_experts"))
+        yield from _mlp_tensors(spec, shape.shared_expert_ffn, ("moe", "shared_experts"))

@@ -68,10 +68,10 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
     rank 0.
     """
-    return _in_flight(spec, pipeline_rank, spec.chunk_layers(pipeline_rank))
+    return _bytes_in_flight(spec, pipeline_rank, spec.chunk_layers(pipeline_rank))
 
 
-def _in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:
+def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:
     """The same of anything that a micro batch leaves on each virtual stage until its backward."""
     chunks = chunks_in_flight(spec, pipeline_rank)
     if len(set(each)) == 1:
@@ -322,7 +322,7 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     chunks = spec.chunk_layers(pipeline_rank)
     kinds = tuple(zip(chunks, spec.chunk_dense_layers(pipeline_rank), strict=True))
     each = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
-    kept = _in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
+    kept = _bytes_in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
     if spec.offload:
         kept += _not_yet_gone(spec, pipeline_rank)
     flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
@@ -345,7 +345,7 @@ def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
     if not asked:
         return begun
     gone = tuple(offloaded_bytes(spec, layers).left for layers in chunks)
-    return begun + min(asked, _in_flight(spec, pipeline_rank, gone) - begun)
+    return begun + min(asked, _bytes_in_flight(spec, pipeline_rank, gone) - begun)
 
 
 _HOST_STATE_BYTES = 4 + 4 + 8
@@ -361,7 +361,7 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
         return found
     chunks = spec.chunk_layers(pipeline_rank)
     copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
-    return found + _in_flight(spec, pipeline_rank, copies)
+    return found + _bytes_in_flight(spec, pipeline_rank, copies)
 
 
 def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:

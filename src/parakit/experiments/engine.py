@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.data import open_dataset
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.runner import CellResult, Runner
@@ -77,7 +77,7 @@ class Study:
         folders = [str(folder) for result in self.results for folder in result.folders]
         if not folders:
             return 1
-        options = ("--name", self.experiment.report, "--reports", from_root(self.reports))
+        options = ("--name", self.experiment.report, "--reports", relative_to_root(self.reports))
         return call_module("parakit", "report", *folders, *options) or int(not self.all_well)
 
     def write(self, text: str) -> None:

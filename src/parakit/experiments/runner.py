@@ -92,7 +92,7 @@ class Runner:
 
     def _train_all(self) -> None:
         cells, self._began = list(self.launches), time.monotonic()
-        steps = in_turn(cells)
+        steps = order_repeats(cells)
         for done, (repeat, cell) in enumerate(steps, start=1):
             launch = self.launches[cell]
             title = self._title(cell, launch, cells.index(cell) + 1, repeat)
@@ -166,7 +166,7 @@ class Runner:
         return f"[{number}/{len(self.launches)}]{which} {name}"
 
 
-def in_turn(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
+def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     """Every repeat of every cell, in the order in which they are trained.
 
     Repeats are apart, so that a slow drift falls on all cells alike. Cells with more repeats come before
@@ -217,7 +217,7 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         assert slurm is not None
         # Over NODES= where they share its ranks evenly, else on one node.
         nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
-        wanted = cell.repeats - len(_in_state(ON_THE_WAY, seen, launch))
+        wanted = cell.repeats - len(_find_runs_in_state(ON_THE_WAY, seen, launch))
         if wanted > 0:
             spread = over_nodes(launch, nodes)
             groups.setdefault(launch.job.place, []).extend([spread] * wanted)
@@ -228,10 +228,12 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
 def finished_in_slurm(launch: Launch) -> list[Path]:
     """Runs of this cell that a job made and that ended well, newest first."""
     seen = {one.run: one.state for one in follow(launch.job.options.runs)}
-    return _in_state((Status.OK.value,), seen, launch)
+    return _find_runs_in_state((Status.OK.value,), seen, launch)
 
 
-def _in_state(states: Container[str], seen: Mapping[str, str], launch: Launch) -> list[Path]:
+def _find_runs_in_state(
+    states: Container[str], seen: Mapping[str, str], launch: Launch
+) -> list[Path]:
     return [
         folder
         for folder in _folders_like(launch)

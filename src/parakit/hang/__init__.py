@@ -10,19 +10,19 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.hang.diagnosis import HangDiagnosis, diagnose_hang
-    from parakit.hang.dumps import UnreadableError
+    from parakit.hang.dumps import UnreadableDumpError
     from parakit.hang.gather import gather_evidence
     from parakit.hang.order import find_mismatch
-    from parakit.hang.verdict import Kind, Outcome, Verdict, judge
+    from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "HangDiagnosis",
-    "Kind",
-    "Outcome",
-    "UnreadableError",
-    "Verdict",
+    "HangKind",
+    "HangOutcome",
+    "HangVerdict",
+    "UnreadableDumpError",
     "diagnose_hang",
     "find_mismatch",
     "gather_evidence",

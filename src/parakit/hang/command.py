@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parakit.artifacts.io import write_whole
 from parakit.hang.diagnosis import diagnose_hang
-from parakit.hang.dumps import UnreadableError
+from parakit.hang.dumps import UnreadableDumpError
 from parakit.hang.page import render_page
 
 
@@ -21,7 +21,7 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     """
     path = Path(page).expanduser() if page else None
     if path and not path.parent.is_dir():
-        raise UnreadableError(
+        raise UnreadableDumpError(
             f"--page {page} is in no folder that exists; make it, or name another."
         )
     diagnosis = diagnose_hang([Path(text).expanduser() for text in dumps])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from parakit.formatting.presented import Presented
 from parakit.formatting.terminal import say
-from parakit.hang.evidence import Evidence
+from parakit.hang.evidence import HangEvidence
 from parakit.hang.gather import gather_evidence
-from parakit.hang.verdict import Verdict, judge
+from parakit.hang.verdict import HangVerdict, judge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class HangDiagnosis(Presented):
     """Verdict on a job that hangs, with its evidence: who stopped and who waits."""
 
-    verdict: Verdict
-    evidence: Evidence
+    verdict: HangVerdict
+    evidence: HangEvidence
 
     @property
     def culprits(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ _OPERATIONS = {
 _FILES_OF_TORCH = ("/torch/", "c10d_logger")
 
 
-class UnreadableError(ValueError):
+class UnreadableDumpError(ValueError):
     """A file that is not what it should be; one sentence that names it."""
 
 
@@ -55,11 +55,11 @@ def read_dump(path: Path, one: RankEvidence) -> list[GroupOfRanks]:
         groups = _groups(found.get("pg_config") or {})
         progress = _progress(found.get("pg_status") or {}, groups)
         entries = sorted(found["entries"], key=lambda one: int(one["record_id"]))[-KEPT_CALLS:]
-        calls = tuple(_call(entry) for entry in _with_ends(entries))
+        calls = tuple(_call(entry) for entry in _apply_batch_ends(entries))
         taken = int(found.get("dumped_ns") or path.stat().st_mtime_ns)
     except Exception as error:  # A hostile pickle raises anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnreadableError(
+        raise UnreadableDumpError(
             f"{path} is no whole flight recorder dump ({reason}); it was left out."
         ) from error
     one.progress = progress
@@ -80,7 +80,7 @@ def _groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
     return found
 
 
-def _with_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _apply_batch_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of a batch of messages NCCL's recorder keeps each and then the end, which alone says how far they
     are. Those of a batch that was not ended were not sent."""
     found: list[dict[str, Any]] = []

@@ -177,7 +177,7 @@ _LABELS = {
 }
 
 
-class Stage(NamedTuple):
+class StepStage(NamedTuple):
     """What a rank of a pipeline computes."""
 
     layers: int
@@ -186,7 +186,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class HangEvidence:
     """All ranks' evidence, and what was refused."""
 
     ranks: Mapping[int, RankEvidence]
@@ -195,7 +195,7 @@ class Evidence:
     """A sentence for each file that could not be read."""
     timed_out: tuple[str, ...] = ()
     """Watchdogs' own words, one a rank."""
-    stage: Stage | None = None
+    stage: StepStage | None = None
     is_over: bool = False
     """Whether the job failed, and its ranks were ended wherever they were."""
 

@@ -15,8 +15,8 @@ import psutil
 
 from parakit.artifacts.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
 from parakit.config.run import RunSpec
-from parakit.hang.dumps import UnreadableError, read_dump
-from parakit.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall, Stage
+from parakit.hang.dumps import UnreadableDumpError, read_dump
+from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall, StepStage
 from parakit.hang.texts import (
     MONITORED_BARRIER,
     WORLD,
@@ -50,7 +50,7 @@ class _Found:
         return self.ranks.setdefault(rank, RankEvidence(rank))
 
 
-def gather_evidence(places: Sequence[Path]) -> Evidence:
+def gather_evidence(places: Sequence[Path]) -> HangEvidence:
     """All that lies there, of any kind.
 
     Args:
@@ -64,7 +64,7 @@ def gather_evidence(places: Sequence[Path]) -> Evidence:
         for path in _files(places):
             try:
                 _read(path, found)
-            except (UnreadableError, OSError) as error:
+            except (UnreadableDumpError, OSError) as error:
                 found.refused.append(str(error))
     watched = _read_logs(found)
     # What a refused file began says nothing.
@@ -73,7 +73,7 @@ def gather_evidence(places: Sequence[Path]) -> Evidence:
     if not ranks:
         where = " ".join(map(str, places))
         why = f" {found.refused[0]}" if found.refused else ""
-        raise UnreadableError(
+        raise UnreadableDumpError(
             f"DUMPS={where} has no flight recorder dump, no stack and no line of NCCL's watchdog that "
             f"says of which rank it is.{why}"
         )
@@ -86,7 +86,7 @@ def gather_evidence(places: Sequence[Path]) -> Evidence:
     words = tuple(said[0].words for said in watched.values())
     groups = _groups(found.groups, ranks)
     stage, is_over = _stage(places, found.logs), any(map(_has_failed, places))
-    return Evidence(ranks, groups, tuple(found.refused), words, stage, is_over)
+    return HangEvidence(ranks, groups, tuple(found.refused), words, stage, is_over)
 
 
 def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
@@ -130,7 +130,7 @@ def _add_barrier(gathered: _Found, absent: Sequence[int]) -> None:
 def _files(places: Sequence[Path]) -> Iterator[Path]:
     for place in places:
         if not place.exists():
-            raise UnreadableError(f"DUMPS={place} does not exist.")
+            raise UnreadableDumpError(f"DUMPS={place} does not exist.")
         inside = sorted(place.rglob("*")) if place.is_dir() else [place]
         yield from (path for path in inside if path.is_file() and path.suffix not in _SKIPPED)
 
@@ -144,7 +144,7 @@ def _read(path: Path, found: _Found) -> None:
             found.of(int(number)).is_stopped = True
     elif head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
         if path.stat().st_size > LARGEST_DUMP_BYTES:
-            raise UnreadableError(
+            raise UnreadableDumpError(
                 f"{path} is larger than any flight recorder dump; it was left out."
             )
         found.groups += read_dump(path, found.of(_rank_of(path)))
@@ -158,7 +158,7 @@ def _read(path: Path, found: _Found) -> None:
         try:
             found.of(rank).stack = read_stacks(path.read_text(errors="replace"))
         except (ValueError, KeyError, TypeError) as error:
-            raise UnreadableError(
+            raise UnreadableDumpError(
                 f"{path} is no whole stack ({error}); it was left out."
             ) from error
     elif b"Watchdog" in head or path.suffix in (".log", ".txt", ".out", ".err"):
@@ -168,7 +168,7 @@ def _read(path: Path, found: _Found) -> None:
 def _rank_of(path: Path) -> int:
     found = _RANK.search(path.name) or _LAST_NUMBER.search(path.name)
     if found is None:
-        raise UnreadableError(
+        raise UnreadableDumpError(
             f"{path} does not say of which rank it is; name it rank<N>, as in rank12.pkl."
         )
     return int(found[1])
@@ -196,7 +196,7 @@ def _groups(
     return listed
 
 
-def _stage(places: Sequence[Path], logs: Sequence[Path]) -> Stage | None:
+def _stage(places: Sequence[Path], logs: Sequence[Path]) -> StepStage | None:
     """Of a run folder's record, or of the arguments that a log prints; of virtual stages nothing."""
     spec: RunSpec | None = None
     for folder in (folder for place in places for folder in (place, place.parent)):
@@ -208,7 +208,7 @@ def _stage(places: Sequence[Path], logs: Sequence[Path]) -> Stage | None:
         spec = spec or printed_spec(scrape_log(log).arguments, None)
     if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
         return None
-    return Stage(spec.layers_a_stage, spec.microbatches)
+    return StepStage(spec.layers_a_stage, spec.microbatches)
 
 
 def _has_failed(place: Path) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from parakit.hang.evidence import Evidence, RecordedCall
+from parakit.hang.evidence import HangEvidence, RecordedCall
 from parakit.hang.order import Departure, usual_next
-from parakit.hang.place import Place, place_of, place_of_call
+from parakit.hang.place import StepPlace, place_of, place_of_call
 from parakit.hang.waits import Waits
 
 
-def place_of_a_call(evidence: Evidence, call: RecordedCall) -> Place:
+def place_of_a_call(evidence: HangEvidence, call: RecordedCall) -> StepPlace:
     """By the calls of the rank that made it."""
     for one in evidence.ranks.values():
         if at := [number for number, made in enumerate(one.calls) if made is call]:
@@ -19,7 +19,7 @@ def place_of_a_call(evidence: Evidence, call: RecordedCall) -> Place:
     return place_of(call.frames)
 
 
-def place_of_rank(waits: Waits, rank: int) -> Place:
+def place_of_rank(waits: Waits, rank: int) -> StepPlace:
     """By its stack; where that names no module, or none is here, by what usually follows its calls."""
     one = waits.evidence.of(rank)
     place = place_of(one.stack)
@@ -32,7 +32,7 @@ def place_of_rank(waits: Waits, rank: int) -> Place:
     return following if place.part in ("", following.part) else place
 
 
-def place_of_departure(evidence: Evidence, left: Departure) -> Place:
+def place_of_departure(evidence: HangEvidence, left: Departure) -> StepPlace:
     """Of the call that was made once more, or left out."""
     place = _place_after(evidence, left.before, left.meant)
     alike = takewhile(lambda call: call.signature == left.meant.signature, reversed(left.before))
@@ -43,6 +43,6 @@ def place_of_departure(evidence: Evidence, left: Departure) -> Place:
 
 
 def _place_after(
-    evidence: Evidence, calls: Sequence[RecordedCall], following: RecordedCall
-) -> Place:
+    evidence: HangEvidence, calls: Sequence[RecordedCall], following: RecordedCall
+) -> StepPlace:
     return place_of_call((*calls, following), len(calls), evidence.stage)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from parakit.hang.evidence import Evidence, GroupOfRanks, RecordedCall, Signature
+from parakit.hang.evidence import GroupOfRanks, HangEvidence, RecordedCall, Signature
 from parakit.hang.place import START_UP, place_of
 
 LONGEST_CONTEXT = 64
@@ -33,7 +33,7 @@ class Departure:
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class CallMismatch:
     """Two ranks' calls of one number in one group, which do not fit together."""
 
     group: GroupOfRanks
@@ -51,9 +51,9 @@ class Mismatch:
         return "size" if one.sizes != other.sizes else "place in the code"
 
 
-def find_mismatch(evidence: Evidence) -> Mismatch | None:
+def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
     """The first pair of calls, by time, that do not fit together in operation, size or dtype."""
-    found: list[Mismatch] = []
+    found: list[CallMismatch] = []
     for group in evidence.groups.values():
         by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
@@ -64,12 +64,12 @@ def find_mismatch(evidence: Evidence) -> Mismatch | None:
             first, *others = by_number[number]
             other = next((one for one in others if not _fit(first[1], one[1])), None)
             if other is not None:
-                found.append(Mismatch(group, first, other))
+                found.append(CallMismatch(group, first, other))
                 break
     return min(found, key=lambda one: one.first[1].created_ns, default=None)
 
 
-def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None:
+def find_departure(evidence: HangEvidence, ranks: Iterable[int]) -> Departure | None:
     """The only one of these ranks that made a call which no rank ever made after such calls."""
     ranks_with_calls = [rank for rank in evidence.ranks if evidence.of(rank).calls]
     ranks_counted = [rank for rank in evidence.ranks if evidence.of(rank).is_only_counted]
@@ -83,7 +83,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     found, met = [], _met(evidence, numbers)
     for rank in set(ranks):
         calls, own = evidence.of(rank).calls, numbers.get(rank, [])
-        for at, usual, length in _departures(own, _in_order_until(calls, met)):
+        for at, usual, length in _departures(own, _count_calls_before_meeting(calls, met)):
             made = others[tuple(own[at - SHORTEST_CONTEXT : at + 1])]
             if not any(
                 other != rank and _common(numbers[other], before, own, at) >= length
@@ -97,7 +97,7 @@ def find_departure(evidence: Evidence, ranks: Iterable[int]) -> Departure | None
     return found[0] if len(found) == 1 else None
 
 
-def are_usual(evidence: Evidence, ranks: Iterable[int]) -> bool:
+def are_usual(evidence: HangEvidence, ranks: Iterable[int]) -> bool:
     """Whether each of these ranks' last calls had followed what came before it, and nothing else had."""
     numbers = _numbered(evidence, ranks)
     met = _met(evidence, numbers)
@@ -107,7 +107,7 @@ def are_usual(evidence: Evidence, ranks: Iterable[int]) -> bool:
         last = (
             len(own) - LONGEST_CONTEXT
             if is_alone
-            else _in_order_until(evidence.of(rank).calls, met)
+            else _count_calls_before_meeting(evidence.of(rank).calls, met)
         )
         start = max(last, SHORTEST_CONTEXT)
         pieces = [
@@ -121,7 +121,7 @@ def are_usual(evidence: Evidence, ranks: Iterable[int]) -> bool:
     return True
 
 
-def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
+def usual_next(evidence: HangEvidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
     """What follows a rank's last calls by its own and others' past; None if nothing ever did."""
     numbers = _numbered(evidence, {rank, *others})
     own = numbers[rank]
@@ -138,7 +138,7 @@ def usual_next(evidence: Evidence, rank: int, others: Iterable[int]) -> Recorded
     return found
 
 
-def _met(evidence: Evidence, numbers: Mapping[int, Sequence[int]]) -> set[tuple[str, int]]:
+def _met(evidence: HangEvidence, numbers: Mapping[int, Sequence[int]]) -> set[tuple[str, int]]:
     """Collectives of all ranks, by group and number, that all of them made and completed in order.
 
     Of equal calls in a row only the first shows that: ranks may be one apart in the others. Where
@@ -180,7 +180,7 @@ def _met(evidence: Evidence, numbers: Mapping[int, Sequence[int]]) -> set[tuple[
     return found
 
 
-def _in_order_until(calls: Sequence[RecordedCall], met: Set[tuple[str, int]]) -> int:
+def _count_calls_before_meeting(calls: Sequence[RecordedCall], met: Set[tuple[str, int]]) -> int:
     """So many of a rank's calls were made before the last one in which all ranks met."""
     at = [
         index
@@ -190,7 +190,7 @@ def _in_order_until(calls: Sequence[RecordedCall], met: Set[tuple[str, int]]) ->
     return at[-1] + 1 if at else 0
 
 
-def _numbered(evidence: Evidence, ranks: Iterable[int]) -> dict[int, list[int]]:
+def _numbered(evidence: HangEvidence, ranks: Iterable[int]) -> dict[int, list[int]]:
     """A number for each call: the same for those of one signature."""
     names: dict[Signature, int] = {}
     return {

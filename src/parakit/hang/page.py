@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parakit.formatting.html import environment
-from parakit.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
-from parakit.hang.place import Place, place_of
-from parakit.hang.verdict import Verdict
+from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall
+from parakit.hang.place import StepPlace, place_of
+from parakit.hang.verdict import HangVerdict
 from parakit.hang.wording import described, ranks_of
 
 SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4
@@ -18,7 +18,7 @@ SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-class Cell(NamedTuple):
+class TimelineCell(NamedTuple):
     """What one rank did in a call of a group."""
 
     state: str
@@ -27,19 +27,19 @@ class Cell(NamedTuple):
     tip: str = ""
 
 
-class Table(NamedTuple):
+class TimelineTable(NamedTuple):
     """A group's last calls, of each the one that most of its ranks made."""
 
     title: str
-    columns: list[tuple[RecordedCall, Place]]
-    rows: list[tuple[int, list[Cell]]]
+    columns: list[tuple[RecordedCall, StepPlace]]
+    rows: list[tuple[int, list[TimelineCell]]]
     """By rank."""
     more: int
     """Ranks that have no row."""
     is_shown: bool
 
 
-def render_page(evidence: Evidence, verdict: Verdict) -> str:
+def render_page(evidence: HangEvidence, verdict: HangVerdict) -> str:
     """The whole page: groups in which somebody waits come first, of them those of who is named."""
     waited = {call.group for one in evidence.ranks.values() for call in one.pending}
     named = {*verdict.culprits, *verdict.suspects}
@@ -64,11 +64,13 @@ def render_page(evidence: Evidence, verdict: Verdict) -> str:
     return template.render(verdict=verdict, groups=tables, more=len(found) - len(tables))
 
 
-def _calls(evidence: Evidence, group: GroupOfRanks) -> dict[int, dict[int, RecordedCall]]:
+def _calls(evidence: HangEvidence, group: GroupOfRanks) -> dict[int, dict[int, RecordedCall]]:
     return {rank: evidence.of(rank).collectives(group.name) for rank in group.ranks}
 
 
-def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: bool) -> Table:
+def _table(
+    evidence: HangEvidence, verdict: HangVerdict, group: GroupOfRanks, is_shown: bool
+) -> TimelineTable:
     """Its last calls; those that are named are among the ranks that have a row."""
     made = _calls(evidence, group)
     usual: list[RecordedCall] = []
@@ -87,15 +89,17 @@ def _table(evidence: Evidence, verdict: Verdict, group: GroupOfRanks, is_shown: 
     ]
     columns = [(call, place_of(call.frames)) for call in usual]
     title = f"{group.label}: {ranks_of(group.ranks)}".capitalize()
-    return Table(title, columns, rows, len(group.ranks) - len(shown), is_shown)
+    return TimelineTable(title, columns, rows, len(group.ranks) - len(shown), is_shown)
 
 
-def _cell(one: RankEvidence, made: Mapping[int, RecordedCall], usual: RecordedCall) -> Cell:
+def _cell(one: RankEvidence, made: Mapping[int, RecordedCall], usual: RecordedCall) -> TimelineCell:
     call = made.get(usual.number)
     if call is None:
         is_absent = one.is_known and max(made, default=-1) < usual.number
-        return Cell("absent", "not entered") if is_absent else Cell("")
+        return TimelineCell("absent", "not entered") if is_absent else TimelineCell("")
     tip = f"{described(call)}, {place_of(call.frames)}"
     if call.signature[:-1] != usual.signature[:-1]:
-        return Cell("other", described(call), tip)
-    return Cell("done", "done", tip) if call.is_done else Cell("waits", "waits", tip)
+        return TimelineCell("other", described(call), tip)
+    return (
+        TimelineCell("done", "done", tip) if call.is_done else TimelineCell("waits", "waits", tip)
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parakit.config.groups import Group, group_name
-from parakit.hang.evidence import Frame, RecordedCall, Stage
+from parakit.hang.evidence import Frame, RecordedCall, StepStage
 
 EXCHANGE = "pipeline exchange"
 START_UP = "start-up"
@@ -64,7 +64,7 @@ _IN_LAYERS = ("mlp", "self_attention")
 
 
 @dataclass(frozen=True)
-class Place:
+class StepPlace:
     """A place in the training step; what is not known is empty."""
 
     part: str = ""
@@ -89,7 +89,7 @@ class Place:
         return f"{self.part}{layer}{named}{at}" if self.part else self.line
 
 
-def place_of(frames: Sequence[Frame]) -> Place:
+def place_of(frames: Sequence[Frame]) -> StepPlace:
     """By the frames alone, innermost first."""
     functions = {frame.function.rpartition(".")[2] for frame in frames}
     part = next((name for name, known in _PARTS if functions & set(known)), "")
@@ -98,10 +98,10 @@ def place_of(frames: Sequence[Frame]) -> Place:
     # Samples are read by code of the user's or of the kit's.
     inner = next(iter(users if part == _PARTS[0][0] else ours or users), None)
     line = f"{inner.file.rpartition('/')[2]}:{inner.line} in {inner.function}" if inner else ""
-    return Place(part, next(filter(None, map(_module, frames)), ""), line=line)
+    return StepPlace(part, next(filter(None, map(_module, frames)), ""), line=line)
 
 
-def place_of_call(calls: Sequence[RecordedCall], at: int, stage: Stage | None) -> Place:
+def place_of_call(calls: Sequence[RecordedCall], at: int, stage: StepStage | None) -> StepPlace:
     """As `place_of`, with layer and micro batch where it is known what a stage holds.
 
     Of the calls from one place in the code, each layer makes as many in each micro batch, as the

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 from parakit.formatting.units import plural
 from parakit.hang.behind import RankBehind, find_ranks_behind
-from parakit.hang.evidence import Evidence, GroupOfRanks, RankEvidence, RecordedCall
+from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall
 from parakit.hang.location import place_of_a_call, place_of_departure, place_of_rank
-from parakit.hang.order import Departure, Mismatch, are_usual, find_departure, find_mismatch
-from parakit.hang.place import EXCHANGE, Place, place_of, place_of_call
+from parakit.hang.order import CallMismatch, Departure, are_usual, find_departure, find_mismatch
+from parakit.hang.place import EXCHANGE, StepPlace, place_of, place_of_call
 from parakit.hang.waits import Wait, Waits, find_waits, is_in_collective
 from parakit.hang.wording import (
     describe_ranks,
@@ -35,7 +35,7 @@ _UNRECORDED |= {"new_group", "init_process_group"}
 """torch's and Megatron's functions whose calls a flight recorder may not have (gloo's has no send)."""
 
 
-class Outcome(StrEnum):
+class HangOutcome(StrEnum):
     """Whether it hangs."""
 
     HANG = "hang"
@@ -44,7 +44,7 @@ class Outcome(StrEnum):
     UNDECIDED = "undecided"
 
 
-class Kind(StrEnum):
+class HangKind(StrEnum):
     """How it hangs."""
 
     NEVER_ENTERED = "never entered"
@@ -55,29 +55,29 @@ class Kind(StrEnum):
 
 
 _NEXT_STEPS = {
-    Kind.NEVER_ENTERED: "Look at that rank's stack (py-spy dump) and its machine's kernel log: it "
+    HangKind.NEVER_ENTERED: "Look at that rank's stack (py-spy dump) and its machine's kernel log: it "
     "is dead, stopped, in host code or in a kernel.",
-    Kind.OTHER_COLLECTIVE: "Compare the two places in the code: a branch that depends on the rank or on "
+    HangKind.OTHER_COLLECTIVE: "Compare the two places in the code: a branch that depends on the rank or on "
     "data skips, adds or changes a call.",
-    Kind.NOT_COMPLETED: "Look at the network between these ranks: NCCL_DEBUG=INFO, links, interfaces, "
+    HangKind.NOT_COMPLETED: "Look at the network between these ranks: NCCL_DEBUG=INFO, links, interfaces, "
     "firewall; the code agrees.",
-    Kind.NOT_COMPLETED_HERE: "Look at that rank's device: its own log for a CUDA error, nvidia-smi, "
+    HangKind.NOT_COMPLETED_HERE: "Look at that rank's device: its own log for a CUDA error, nvidia-smi, "
     "and its machine's kernel log (Xid).",
-    Kind.TWO_ROOTS: "Look at each rank by itself: none waits for another.",
+    HangKind.TWO_ROOTS: "Look at each rank by itself: none waits for another.",
 }
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """What `JSON=1` prints, and the chain below it."""
 
-    verdict: Outcome
+    verdict: HangOutcome
     sentence: str
     culprits: tuple[int, ...] = ()
     suspects: tuple[int, ...] = ()
     """One of them stopped; the evidence does not say which."""
     waiting: tuple[int, ...] = ()
-    kind: Kind | None = None
+    kind: HangKind | None = None
     group: str | None = None
     call: str | None = None
     module: str | None = None
@@ -89,43 +89,43 @@ class Verdict:
         return _NEXT_STEPS[self.kind] if self.kind else ""
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: HangEvidence) -> HangVerdict:
     """Who stopped; of a job that is over, whose call ended it."""
     waits = find_waits(evidence)
     if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
         alone = [root[0] for root in waits.roots if len(root) == 1]
         apart = [rank for rank in alone if rank not in waits.in_calls]
-        return _of_roots(waits, [*stopped, *apart, *_stuck(waits)])
+        return _judge_roots(waits, [*stopped, *apart, *_stuck(waits)])
     mismatch = find_mismatch(evidence)
     if mismatch and (waits.in_calls or evidence.is_over):
-        return _of_mismatch(waits, mismatch)
+        return _judge_mismatch(waits, mismatch)
     if evidence.is_over:
-        return _of_misfit(waits)
-    return _at_work(waits) or _of_graph(waits)
+        return _judge_misfit(waits)
+    return _at_work(waits) or _judge_graph(waits)
 
 
-def _of_misfit(waits: Waits) -> Verdict:
+def _judge_misfit(waits: Waits) -> HangVerdict:
     """Of a call that did not fit: who left the usual order, or nothing where nobody else did."""
     evidence = waits.evidence
     if left := find_departure(evidence, evidence.ranks):
-        return _of_departure(waits, left, "")
+        return _judge_departure(waits, left, "")
     silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
     others = evidence.everybody - {*silent}
     if len(silent) != 1 or not are_usual(evidence, others):
         text = "Ranks were ended by a failure, and what is here does not say whose call it was."
-        return Verdict(Outcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
+        return HangVerdict(HangOutcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
     text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
     last = [evidence.of(rank).calls[-1] for rank in others]
     met = [call for call in last if silent[0] in evidence.groups[call.group].ranks]
     call = min(met, key=lambda call: call.created_ns, default=None)
-    return _verdict(waits, (), silent, Kind.OTHER_COLLECTIVE, text, call)
+    return _verdict(waits, (), silent, HangKind.OTHER_COLLECTIVE, text, call)
 
 
-def _of_graph(waits: Waits) -> Verdict:
+def _judge_graph(waits: Waits) -> HangVerdict:
     roots = waits.roots
     ranks_behind = find_ranks_behind(waits)
     if not ranks_behind and len(roots) == 1 and len(roots[0]) > 1:
-        return _of_circle(waits, roots[0])
+        return _judge_circle(waits, roots[0])
     # What all ranks of a group entered is completed without them: they wait for the network.
     held = _held(waits)
     ranks = [rank for root in roots for rank in root if rank not in held]
@@ -133,11 +133,11 @@ def _of_graph(waits: Waits) -> Verdict:
         ranks += _stuck(waits)
     if ranks_behind:
         return _judge_ranks_behind(waits, ranks_behind, ranks)
-    found = _of_roots(waits, ranks) if ranks else _without_roots(waits)
+    found = _judge_roots(waits, ranks) if ranks else _without_roots(waits)
     if found.culprits or not waits.in_calls:
         return found
     left = find_departure(waits.evidence, waits.evidence.ranks)
-    return _of_departure(waits, left, found.sentence) if left else found
+    return _judge_departure(waits, left, found.sentence) if left else found
 
 
 def _held(waits: Waits) -> set[int]:
@@ -156,7 +156,7 @@ def _held(waits: Waits) -> set[int]:
 
 def _judge_ranks_behind(
     waits: Waits, ranks_behind: Sequence[RankBehind], roots: Sequence[int]
-) -> Verdict:
+) -> HangVerdict:
     """Name the ranks whose device is behind their peers', and the roots that are not among them."""
     evidence = waits.evidence
     behind = [rank_behind.rank for rank_behind in ranks_behind]
@@ -172,7 +172,7 @@ def _judge_ranks_behind(
         waits,
         suspects=[rank for rank in other_roots if rank not in stopped],
         culprits=[*behind, *stopped],
-        kind=Kind.TWO_ROOTS if stopped else Kind.NOT_COMPLETED_HERE,
+        kind=HangKind.TWO_ROOTS if stopped else HangKind.NOT_COMPLETED_HERE,
         sentence=" ".join(sentences),
         call=ranks_behind[0].first_call,
     )
@@ -203,7 +203,7 @@ def _stuck(waits: Waits) -> list[int]:
     ]
 
 
-def _usual_pause(evidence: Evidence) -> float:
+def _usual_pause(evidence: HangEvidence) -> float:
     """Seconds, by pauses between a rank's calls that came twice at one place: start-up's come once."""
     longest = 0.0
     for one in evidence.ranks.values():
@@ -215,7 +215,7 @@ def _usual_pause(evidence: Evidence) -> float:
     return max(QUIET_SECONDS, USUAL_GAPS * longest)
 
 
-def _at_work(waits: Waits) -> Verdict | None:
+def _at_work(waits: Waits) -> HangVerdict | None:
     """No hang: nobody is in a call, or calls were made just before the dumps."""
     evidence, everybody = waits.evidence, waits.evidence.ranks.values()
     if evidence.timed_out:
@@ -225,18 +225,20 @@ def _at_work(waits: Waits) -> Verdict | None:
         allowed = _usual_pause(evidence)
         if quiet < allowed:
             text = f"No sign of a hang: the last call was entered {max(quiet, 0):.1f} s before the dumps"
-            return Verdict(Outcome.SLOW, f"{text}, and pauses of {allowed:.0f} s are usual here.")
+            return HangVerdict(
+                HangOutcome.SLOW, f"{text}, and pauses of {allowed:.0f} s are usual here."
+            )
     if waits.in_calls:
         return None
     if all(one.calls and not one.stack for one in everybody):
         numbers = len({tuple(sorted(one.last.items())) for one in everybody})
         if numbers <= len(evidence.groups):
-            return Verdict(Outcome.NONE, "Nobody hangs: every recorded call was completed.")
+            return HangVerdict(HangOutcome.NONE, "Nobody hangs: every recorded call was completed.")
     text = "No rank is in a call that is not done; what is here does not show a hang."
-    return Verdict(Outcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
+    return HangVerdict(HangOutcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
 
 
-def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
+def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
     ranks = sorted(set(roots))
     names = ranks_of(ranks).capitalize()
     known = [rank for rank in ranks if waits.evidence.of(rank).is_known]
@@ -246,11 +248,11 @@ def _of_roots(waits: Waits, roots: Sequence[int]) -> Verdict:
         return _verdict(waits, ranks, (), None, f"{text}; which of them stopped is not known.")
     if any(_may_just_wait(waits, rank) for rank in known):
         if {*ranks} <= {*waits.exchanges}:
-            return _of_exchange(waits)
+            return _judge_point_to_point(waits)
         text = f"{names}: others wait for it, and it waits in a call that was not recorded."
         return _verdict(waits, ranks, (), None, text)
     culprits = known or ranks
-    kind = Kind.TWO_ROOTS if len(culprits) > 1 else Kind.NEVER_ENTERED
+    kind = HangKind.TWO_ROOTS if len(culprits) > 1 else HangKind.NEVER_ENTERED
     text = " ".join(_root_sentence(waits, rank) for rank in culprits)
     return _verdict(waits, [r for r in ranks if r not in culprits], culprits, kind, text)
 
@@ -298,7 +300,7 @@ def _crowd(waits: Waits, root: int) -> str:
     return f"{plural(len(behind), 'rank')} wait{'s' * (len(behind) == 1)} for it{inside}."
 
 
-def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
+def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
     (rank, call), (other, another) = mismatch.first, mismatch.second
     left = find_departure(waits.evidence, mismatch.group.ranks)
     departed = left.rank if left else _minority(waits.evidence, mismatch)
@@ -308,16 +310,16 @@ def _of_mismatch(waits: Waits, mismatch: Mismatch) -> Verdict:
         f"{mismatch.differs}."
     )
     if departed is None:
-        return _verdict(waits, (rank, other), (), Kind.OTHER_COLLECTIVE, text, call)
+        return _verdict(waits, (rank, other), (), HangKind.OTHER_COLLECTIVE, text, call)
     text = f"{waits.evidence.name(departed)} left the order of calls. {text}"
     found, usual = (call, another) if departed == rank else (another, call)
     place = (
         place_of_departure(waits.evidence, left) if left else place_of_a_call(waits.evidence, usual)
     )
-    return _verdict(waits, (), (departed,), Kind.OTHER_COLLECTIVE, text, found, place)
+    return _verdict(waits, (), (departed,), HangKind.OTHER_COLLECTIVE, text, found, place)
 
 
-def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
+def _minority(evidence: HangEvidence, mismatch: CallMismatch) -> int | None:
     """The one rank of three or more whose call is not the others', if all of them are known."""
     if not mismatch.group.is_whole:
         return None
@@ -330,29 +332,29 @@ def _minority(evidence: Evidence, mismatch: Mismatch) -> int | None:
     return counts[0][0] if len(counts) == 2 and len(counts[0]) == 1 < len(counts[1]) else None
 
 
-def _of_circle(waits: Waits, circle: tuple[int, ...]) -> Verdict:
+def _judge_circle(waits: Waits, circle: tuple[int, ...]) -> HangVerdict:
     inside = [w for rank in circle for w in waits.edges[rank] if w.awaited in circle]
     text = "; ".join(
         f"rank {wait.rank} waits for rank {wait.awaited} in {where_of(waits.evidence, wait)}"
         for wait in inside[:4]
     )
     if left := find_departure(waits.evidence, circle):
-        return _of_departure(waits, left, f"{text}.")
+        return _judge_departure(waits, left, f"{text}.")
     sentence = f"Ranks {listed(circle)} wait for each other: {text}."
-    return _verdict(waits, circle, (), Kind.OTHER_COLLECTIVE, sentence)
+    return _verdict(waits, circle, (), HangKind.OTHER_COLLECTIVE, sentence)
 
 
-def _of_departure(waits: Waits, left: Departure, more: str) -> Verdict:
+def _judge_departure(waits: Waits, left: Departure, more: str) -> HangVerdict:
     usual = f"{left.usual.operation} of {left.usual.description or 'its group'}"
     sentence = (
         f"{waits.evidence.name(left.rank)} left the order of calls: it called "
         f"{described(left.call)} where {usual} usually follows. {more}"
     )
     place = place_of_departure(waits.evidence, left)
-    return _verdict(waits, (), (left.rank,), Kind.OTHER_COLLECTIVE, sentence, left.meant, place)
+    return _verdict(waits, (), (left.rank,), HangKind.OTHER_COLLECTIVE, sentence, left.meant, place)
 
 
-def _without_roots(waits: Waits) -> Verdict:
+def _without_roots(waits: Waits) -> HangVerdict:
     evidence = waits.evidence
     for group, call in waits.incomplete:
         # Another call under that number; one that fits is recorded where the whole order is.
@@ -362,7 +364,7 @@ def _without_roots(waits: Waits) -> Verdict:
             if call.number not in evidence.of(rank).collectives(group.name)
         ]
         if done:
-            return _of_unlike_ends(waits, group, call, done)
+            return _judge_different_ends(waits, group, call, done)
     if whole := [pair for pair in waits.incomplete if pair[0].is_whole]:
         group, call = min(whole, key=lambda pair: pair[1].created_ns)
         done = _completed_by(evidence, group, call)
@@ -370,22 +372,22 @@ def _without_roots(waits: Waits) -> Verdict:
             f"All ranks of the {group.label} ({listed(group.ranks)}) entered {call}, and "
             f"{f'only {ranks_of(done)}' if done else 'nobody'} completed it."
         )
-        return _verdict(waits, group.ranks, (), Kind.NOT_COMPLETED, text, call)
+        return _verdict(waits, group.ranks, (), HangKind.NOT_COMPLETED, text, call)
     apart = [r for r, one in evidence.ranks.items() if one.stack and r not in waits.in_calls]
     if waits.exchanges and not apart:
-        return _of_exchange(waits)
+        return _judge_point_to_point(waits)
     if len(apart) == 1 and len(waits.in_calls) > 0:
         place = place_of(evidence.of(apart[0]).stack)
         text = f"{evidence.name(apart[0])} is in {place}; all other ranks wait in a collective."
-        return _verdict(waits, (), apart, Kind.NEVER_ENTERED, text)
+        return _verdict(waits, (), apart, HangKind.NEVER_ENTERED, text)
     text = "Ranks wait in calls, and what is here does not say for whom."
     text = f"{text} {describe_ranks(evidence)}"
     return _verdict(waits, apart, (), None, text)
 
 
-def _of_unlike_ends(
+def _judge_different_ends(
     waits: Waits, group: GroupOfRanks, call: RecordedCall, done: Sequence[int]
-) -> Verdict:
+) -> HangVerdict:
     evidence = waits.evidence
     others = [rank for rank in group.ranks if rank not in done]
     counts = ", ".join(f"rank {r} {evidence.of(r).last.get(group.name, 0)}" for r in group.ranks)
@@ -397,26 +399,26 @@ def _of_unlike_ends(
     return _verdict(waits, group.ranks, (), None, text, call)
 
 
-def _completed_by(evidence: Evidence, group: GroupOfRanks, call: RecordedCall) -> list[int]:
+def _completed_by(evidence: HangEvidence, group: GroupOfRanks, call: RecordedCall) -> list[int]:
     ranks = group.ranks
     return [r for r in ranks if evidence.of(r).completed.get(group.name, -1) >= call.number]
 
 
-def _of_exchange(waits: Waits) -> Verdict:
+def _judge_point_to_point(waits: Waits) -> HangVerdict:
     ranks = listed(waits.exchanges)
     text = f"Ranks {ranks} are in an exchange between their stages, and nobody completed it."
-    return _verdict(waits, waits.exchanges, (), Kind.NOT_COMPLETED, text)
+    return _verdict(waits, waits.exchanges, (), HangKind.NOT_COMPLETED, text)
 
 
 def _verdict(
     waits: Waits,
     suspects: Sequence[int],
     culprits: Sequence[int],
-    kind: Kind | None,
+    kind: HangKind | None,
     sentence: str,
     call: RecordedCall | None = None,
-    place: Place | None = None,
-) -> Verdict:
+    place: StepPlace | None = None,
+) -> HangVerdict:
     evidence, roots = waits.evidence, [*culprits, *suspects]
     into = waits.calls_into(roots)
     call = call or (into[0].call if into else None)
@@ -428,9 +430,9 @@ def _verdict(
     if not call and exchanging and not any(one.is_known for one in places):
         module = EXCHANGE
     waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
-    decided = bool(culprits) or kind is Kind.NOT_COMPLETED
-    return Verdict(
-        Outcome.HANG if decided or waiting else Outcome.UNDECIDED,
+    decided = bool(culprits) or kind is HangKind.NOT_COMPLETED
+    return HangVerdict(
+        HangOutcome.HANG if decided or waiting else HangOutcome.UNDECIDED,
         sentence.strip(),
         tuple(culprits),
         tuple(suspects),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 
 from parakit.hang.evidence import (
-    Evidence,
     Frame,
     GroupOfRanks,
+    HangEvidence,
     RankEvidence,
     RecordedCall,
     counts_calls,
@@ -66,7 +66,7 @@ class Wait:
 class Waits:
     """The graph of waiting ranks of one job."""
 
-    evidence: Evidence
+    evidence: HangEvidence
     edges: Mapping[int, tuple[Wait, ...]]
     """Waits by the rank that waits. Ranks that a signal had stopped are missing."""
     in_calls: frozenset[int]
@@ -128,7 +128,7 @@ class Waits:
             path.append(next_rank)
 
 
-def find_waits(evidence: Evidence) -> Waits:
+def find_waits(evidence: HangEvidence) -> Waits:
     """Build the graph from the evidence of all ranks."""
     edges: dict[int, tuple[Wait, ...]] = {}
     in_calls: set[int] = set()
@@ -189,7 +189,7 @@ def is_in_collective(stack: Iterable[Frame]) -> bool:
     return bool(distributed_files) and TORCH_CHECKPOINT not in distributed_files[0]
 
 
-def _waits_of_failed_call(evidence: Evidence, rank_evidence: RankEvidence) -> dict[int, Wait]:
+def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -> dict[int, Wait]:
     """Return the waits for lost peers, by peer, if an exception is ending the rank; else nothing.
 
     The failed call is the rank's last one and counts as completed. The lost peers are the ranks of its
@@ -205,7 +205,7 @@ def _waits_of_failed_call(evidence: Evidence, rank_evidence: RankEvidence) -> di
 
 
 def _awaited_in_call(
-    evidence: Evidence, rank: int, call: RecordedCall, group: GroupOfRanks
+    evidence: HangEvidence, rank: int, call: RecordedCall, group: GroupOfRanks
 ) -> tuple[int, ...]:
     """Return the ranks that `rank` waits for in this unfinished call; empty if all have entered it."""
     if not call.is_point_to_point:
@@ -241,7 +241,7 @@ def _must_be_awaited(peer: RankEvidence, call: RecordedCall) -> bool:
     )
 
 
-def _pipeline_neighbours(evidence: Evidence, rank_evidence: RankEvidence) -> tuple[int, ...]:
+def _pipeline_neighbours(evidence: HangEvidence, rank_evidence: RankEvidence) -> tuple[int, ...]:
     """Return the ranks of the stages that the rank communicates with, by its stack; empty if none."""
     if rank_evidence.is_stopped or not is_in_collective(rank_evidence.stack):
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from parakit.formatting.units import joined
-from parakit.hang.evidence import Evidence, RankEvidence, RecordedCall
+from parakit.hang.evidence import HangEvidence, RankEvidence, RecordedCall
 from parakit.hang.place import place_of
 from parakit.hang.waits import TORCH_DISTRIBUTED, Wait, is_in_collective
 
@@ -25,14 +25,14 @@ def who_waits(waits: Sequence[Wait]) -> str:
     return f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
-def where_of(evidence: Evidence, wait: Wait) -> str:
+def where_of(evidence: HangEvidence, wait: Wait) -> str:
     """The call in which it waits, and its group."""
     if wait.call is None:
         return "an exchange between stages"
     return f"{wait.call} of the {evidence.groups[wait.call.group].label}"
 
 
-def describe_ranks(evidence: Evidence) -> str:
+def describe_ranks(evidence: HangEvidence) -> str:
     """Return a sentence that says where each rank is: in which call and group, or on which line.
 
     Ranks at the same place share a statement, at most MOST_STATES of them. Ranks that left nothing come
@@ -61,7 +61,7 @@ def _make_plural(state: str) -> str:
     return f"are {state.removeprefix('is ')}" if state.startswith("is ") else state
 
 
-def _describe_state(evidence: Evidence, rank_evidence: RankEvidence) -> str:
+def _describe_state(evidence: HangEvidence, rank_evidence: RankEvidence) -> str:
     """Return the unfinished call of a rank, else its place by its stack, as a predicate with `is`."""
     if rank_evidence.pending:
         call = rank_evidence.pending[0]

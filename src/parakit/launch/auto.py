@@ -58,7 +58,7 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
     flags = strategy_flags(chosen.spec.flagged_parallelism)
     job = replace(baseline, strategy=chosen.strategy, script_flags=flags)
-    return start(job.under(as_options(chosen, options)), console)
+    return start(job.under(options_for_candidate(chosen, options)), console)
 
 
 def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
@@ -122,7 +122,7 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"Constants: {source}.", highlight=False)
 
 
-def as_options(chosen: Candidate, options: Options) -> Options:
+def options_for_candidate(chosen: Candidate, options: Options) -> Options:
     """The options that make the launcher train exactly what was planned."""
     batch, spec = chosen.spec.batch, chosen.spec
     return replace(

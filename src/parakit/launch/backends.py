@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parakit.config import variables
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.flag_table import release
 from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
 from parakit.config.model import LOADING, imported_weights
@@ -75,7 +75,7 @@ def for_backend(launch: Launch) -> Launch:
         backend_flags(launch, options.backend),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
         ("--make-vocab-size-divisible-by", str(max(1, multiple))),
-        ("--start-weights", from_root(start)) if start else (),
+        ("--start-weights", relative_to_root(start)) if start else (),
         (MUON_RULE_FLAG, "megatron") if megatrons else (),
     )
     environment = {k: v for k, v in launch.environment.items() if k != variables.START_WEIGHTS}
@@ -97,7 +97,7 @@ def _transformers(launch: Launch) -> Launch:
     flags = merge_flags(
         drop_flags(launch.flags, (*_ONLY_MEGATRON, *FROM_CONFIG)),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
-        (IMPORTED, from_root(weights.parent)) if weights else (),
+        (IMPORTED, relative_to_root(weights.parent)) if weights else (),
     )
     return replace(
         launch,

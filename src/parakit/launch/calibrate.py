@@ -18,7 +18,7 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.hardware import Device, Link, device_by_key, find_device, link_by_key
 from parakit.config.model import ModelShape
 from parakit.config.run import DeviceKind, RunSpec
@@ -100,7 +100,7 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
     device = device_here(kind, ranks, "DEVICES=2cpu measures CPU ranks")
     measured = calibrate(runs, kind, ranks, device, console)
     console.print(rich_table(_compared(measured, device)))
-    kept, key = from_root(calibration_path(runs, device)), device.key
+    kept, key = relative_to_root(calibration_path(runs, device)), device.key
     said = f"Kept in {kept}: 'make plan GPU={key}', 'make report' and train-auto-… use them."
     say(console, said)
     return 0
@@ -159,14 +159,16 @@ def calibrate(
     except LaunchError as error:
         raise LaunchError(f"The calibration on {place} failed: {error}") from None
     assert figures is not None  # There is one node.
-    calibration = from_figures(figures, kind, device, link_by_key(device.link))
+    calibration = calibration_from_figures(figures, kind, device, link_by_key(device.link))
     calibration = replace(calibration, made_with=conditions(kind, ranks))
     runs.mkdir(parents=True, exist_ok=True)
     write_record(calibration_path(runs, device), calibration)
     return calibration
 
 
-def from_figures(figures: Figures, kind: DeviceKind, device: Device, link: Link) -> Calibration:
+def calibration_from_figures(
+    figures: Figures, kind: DeviceKind, device: Device, link: Link
+) -> Calibration:
     """What the formulas take, rates as shares of the datasheet's (for a CPU: nominal) ones; what was not
     measured keeps its default."""
     peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
 from parakit.cluster import IMAGE_PYTHON, LOOPBACK, Nodes, data_folders
-from parakit.config.files import ROOT, from_root
-from parakit.config.flag_table import of_role
+from parakit.config.files import ROOT, relative_to_root
+from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import (
     Flags,
     counted_vocabulary,
@@ -28,8 +28,8 @@ from parakit.config.model import (
     Model,
     changed_model,
     imported_weights,
+    replace_vocabulary,
     trained_flags,
-    with_vocabulary,
 )
 from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
 from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
@@ -81,7 +81,7 @@ class ResumePoint:
     @property
     def flags(self) -> tuple[str, ...]:
         """Megatron's; the iteration by number, because the tracker may name one that is damaged."""
-        return ("--load", from_root(self.folder), "--ckpt-step", str(self.iteration))
+        return ("--load", relative_to_root(self.folder), "--ckpt-step", str(self.iteration))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Launch:
         blend = [value for flag in _DATA_FLAGS for value in values.get(flag, ())]
         paths = [value for value in blend if not _WEIGHT.fullmatch(value)]
         folder = sample_index_folder(self.job.options.runs, paths)
-        return (DATA_CACHE, from_root(folder), *self.flags)
+        return (DATA_CACHE, relative_to_root(folder), *self.flags)
 
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Megatron's arguments for a run written to `run_folder`."""
@@ -180,7 +180,9 @@ class Launch:
 
     def resumed(self, point: ResumePoint) -> Launch:
         """The same from a saved checkpoint, and not from its start."""
-        return replace(self, flags=drop_flags(self.flags, of_role("start")), resume_point=point)
+        return replace(
+            self, flags=drop_flags(self.flags, flags_with_role("start")), resume_point=point
+        )
 
     def among(self, nodes: Nodes) -> Launch:
         """The same with gloo on the interface that joins the nodes, unless the caller has chosen one.
@@ -282,7 +284,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         start_checkpoint=start,
         flags=flags,
         environment=environment_for(device, parallelism, start, options),
-        runtime=with_mounts(runtime, data, options),
+        runtime=add_mounts(runtime, data, options),
         nodes=options.nodes,
     )
 
@@ -294,7 +296,7 @@ def model_for(model: Model, words: Sequence[str], data: str) -> Model:
     """
     model = changed_model(model, words)
     fixed = data not in GPT2_DATA or imported_weights(model) is not None
-    return model if fixed else with_vocabulary(model, GPT2_VOCABULARY)
+    return model if fixed else replace_vocabulary(model, GPT2_VOCABULARY)
 
 
 def start_checkpoint_path(
@@ -324,7 +326,7 @@ def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, 
     return (python, "-m", "torch.distributed.run", *place)
 
 
-def with_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
+def add_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """Mount what may lie outside the kit: folders of the data set, of runs, and of starting weights that
     runs share by a link."""
     if runtime.container is None:

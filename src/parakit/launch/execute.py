@@ -16,7 +16,7 @@ from parakit.artifacts import run as records
 from parakit.cluster import SINGLE_NODE, NodeGroup
 from parakit.config import variables
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.run import DeviceKind
 from parakit.launch.background import BackgroundThread
 from parakit.launch.checkpoints import Keeper
@@ -94,9 +94,9 @@ def run_ranks(
     folder = folder or log.parent
     log.touch()
     stacks = folder / records.STACKS_FOLDER
-    own = {**launch.environment, variables.STACKS: from_root(stacks)}
+    own = {**launch.environment, variables.STACKS: relative_to_root(stacks)}
     if launch.job.options.ledger:
-        own[variables.LEDGER] = from_root(folder / records.LEDGER_FOLDER)
+        own[variables.LEDGER] = relative_to_root(folder / records.LEDGER_FOLDER)
     start = launch.warm_command if launch.warm else launch.command
     in_container = launch.runtime.container is not None
     with deferred():
@@ -106,7 +106,7 @@ def run_ranks(
                 # Before there is anybody who might remove it.
                 closing(LogFollower(log, log.stat().st_size)) as follower,
                 RankProcesses(
-                    start(from_root(folder)), own, log, in_container, launch.warm
+                    start(relative_to_root(folder)), own, log, in_container, launch.warm
                 ) as ranks,
                 Sampler(_readings(launch, ranks), log.with_name(records.SAMPLES_FILE)),
             ):

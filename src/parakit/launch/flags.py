@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_patches.fusions import dropped_flags
 from parakit.artifacts.run import MegatronEntry
 from parakit.config import variables
-from parakit.config.files import from_root, read_args_file
+from parakit.config.files import read_args_file, relative_to_root
 from parakit.config.flag_table import release
 from parakit.config.flags import flag_words, flags_in
 from parakit.config.huggingface import EXACT_GELU, TANH_GELU
@@ -90,7 +90,13 @@ def start_flags(checkpoint: Path, parallelism: Parallelism, padded_to: int) -> t
     multiple = ("--make-vocab-size-divisible-by", str(max(1, padded_to // parallelism.tensor)))
     if parallelism.sharding.wraps_modules:
         return multiple  # megatron_patches/start_weights.py copies the weights in before wrapping.
-    load = ("--load", from_root(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng")
+    load = (
+        "--load",
+        relative_to_root(checkpoint),
+        "--finetune",
+        "--no-load-optim",
+        "--no-load-rng",
+    )
     return (*load, "--ckpt-format", "torch_dist", *multiple)
 
 
@@ -116,7 +122,7 @@ def environment_for(
         # TP and SP need it before Blackwell; both FSDPs refuse it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     elif start:
-        environment[variables.START_WEIGHTS] = from_root(start)
+        environment[variables.START_WEIGHTS] = relative_to_root(start)
     if device is DeviceKind.GPU:
         # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.config.model import HUB, imported_weights, load_model
 from parakit.launch.checkpoints import select_checkpoint
 from parakit.launch.run_folder import read_named_run
@@ -27,7 +27,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
     source = read_source(folder_of(hf))
     name = name or Path(hf).name.lower()
     summary = import_model(source, name, ConversionProgress(console), known_as=hf)
-    console.print(f"{summary} → {from_root(HUB / name)}", highlight=False)
+    console.print(f"{summary} → {relative_to_root(HUB / name)}", highlight=False)
     console.print(
         f"Train it with 'make train-tp2-{name}-2gpu DATA=…' (data: make prepare-ds INPUT=… NAME=… "
         f"TOKENIZER=hub/{name}).",

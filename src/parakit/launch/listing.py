@@ -15,7 +15,7 @@ from parakit.config.model import (
     Model,
     load_model,
     model_names,
-    with_vocabulary,
+    replace_vocabulary,
 )
 from parakit.config.run import on_cpu_ranks, spec_of_model
 from parakit.config.strategy import (
@@ -88,7 +88,7 @@ def show_list(console: Console) -> None:
 def _on_the_kits_data(models: Sequence[Model]) -> str:
     """What models with another vocabulary become over the tokens of the kit's data."""
     others = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
-    trained = (with_vocabulary(model, GPT2_VOCABULARY) for model in others)
+    trained = (replace_vocabulary(model, GPT2_VOCABULARY) for model in others)
     sizes = (f"{model.name} {count(parameters_total(model.shape))}" for model in trained)
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "

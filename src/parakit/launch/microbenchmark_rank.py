@@ -92,18 +92,18 @@ def local_figures(workload: Workload, device: str) -> Figures:
 
 def middle(rounds: list[FiguresByName]) -> FiguresByName:
     """Of each figure the median of the rounds."""
-    return {name: statistics.median(values) for name, values in _by_name(rounds)}
+    return {name: statistics.median(values) for name, values in _join_by_name(rounds)}
 
 
 def slowest(ranks: list[FiguresByName]) -> FiguresByName:
     """Of each figure the longest time or the least rate among the ranks."""
     return {
         name: (max if name.endswith("_seconds") else min)(values)
-        for name, values in _by_name(ranks)
+        for name, values in _join_by_name(ranks)
     }
 
 
-def _by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]]]:
+def _join_by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]]]:
     for name in (field.name for field in fields(Figures)):
         values = [value for part in parts if isinstance(value := part.get(name), float)]
         if values:

@@ -13,7 +13,7 @@ from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
 from parakit.cluster import Nodes, Slurm, nodes_of, slurm_of, wandb_login
 from parakit.config import settings
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
 from parakit.config.setting import SettingError, read, text_of, values
 from parakit.config.settings import Setting
@@ -212,7 +212,7 @@ def read_patch_file(text: str) -> PatchFile:
     codes = [
         _compiled(path, named) for path, named in zip(paths, text.split(SEPARATOR), strict=True)
     ]
-    return PatchFile(SEPARATOR.join(map(from_root, paths)), patch_file_sha256(codes))
+    return PatchFile(SEPARATOR.join(map(relative_to_root, paths)), patch_file_sha256(codes))
 
 
 def _compiled(path: Path, text: str) -> bytes:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_whole
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, args_text, from_root
+from parakit.config.files import ROOT, args_text, relative_to_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert import (
@@ -85,15 +85,15 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
             f"{GPUS_PER_MACHINE}; use TO=bridge with an executor of your own."
         )
     recipe = recipe_from_flags(source.words, source.spec)
-    text = render_recipe(recipe, source.spec, origin, from_root(folder / RECIPE_FILE))
+    text = render_recipe(recipe, source.spec, origin, relative_to_root(folder / RECIPE_FILE))
     files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
     if to == NEMO:
-        entry = _entry(source, origin, from_root(folder / ENTRY_FILE))
+        entry = _entry(source, origin, relative_to_root(folder / ENTRY_FILE))
         files[ENTRY_FILE] = (entry, _started(entry, text, source.spec))
     folder.mkdir(parents=True, exist_ok=True)
     for name, (content, said) in files.items():
         write_whole(folder / name, content)
-        say(console, f"{from_root(folder / name)}: {said}")
+        say(console, f"{relative_to_root(folder / name)}: {said}")
     for sentence in recipe.left_out:
         say(console, f"Without a counterpart: {sentence}", "yellow")
     return 0
@@ -132,10 +132,10 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
     text = args_text([title], read.model_flags)
     if written.exists() and written.read_text() != text:
         raise LaunchError(
-            f"There is a model {from_root(written)} already, another one; give NAME=another-name."
+            f"There is a model {relative_to_root(written)} already, another one; give NAME=another-name."
         )
     write_whole(written, text)
-    say(console, f"{from_root(written)}; train it with")
+    say(console, f"{relative_to_root(written)}; train it with")
     say(console, make_command(read.target, read.variables))
     for sentence in reading.left_out:
         say(console, f"In no flag: {sentence}", "yellow")

@@ -19,8 +19,8 @@ from rich.console import Console
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, RunRecord
 from parakit.checkpoint import read_contents
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
-from parakit.config.flag_table import of_role
+from parakit.config.files import ROOT, relative_to_root
+from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, counted_vocabulary, drop_flags, merge_flags
 from parakit.config.model import imported_weights, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
@@ -42,7 +42,7 @@ from parakit.launch.run_folder import only_attempt, read_named_run
 from parakit.launch.runtime import choose_runtime
 from parakit.launch.train import describe, dry_run, train_once
 
-PER_ATTEMPT_FLAGS = of_role("start", "attempt")
+PER_ATTEMPT_FLAGS = flags_with_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""
 
 
@@ -183,7 +183,7 @@ def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
     of_batch = {"--micro-batch-size", "--global-batch-size"}
     if parallelism == record.spec.parallelism:
         return drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch)
-    kept = drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch | of_role("parallelism"))
+    kept = drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch | flags_with_role("parallelism"))
     # Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well.
     multiple = "--make-vocab-size-divisible-by"
     rows = Flags(record.argv).integer(multiple) * record.spec.parallelism.tensor
@@ -199,7 +199,7 @@ def _parallelism_of(checkpoint: Path) -> Parallelism:
     spec = read_contents(checkpoint).spec
     if spec is None:
         raise LaunchError(
-            f"CKPT={from_root(checkpoint)} does not say which strategy saved it; name a folder that "
+            f"CKPT={relative_to_root(checkpoint)} does not say which strategy saved it; name a folder that "
             "'make reshard' wrote."
         )
     return spec.parallelism

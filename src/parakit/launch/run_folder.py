@@ -29,7 +29,7 @@ from parakit.artifacts.identity import (
 from parakit.artifacts.io import lock, write_record
 from parakit.cluster import Nodes, image_id, image_tag, installed_versions, versions_of
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind
 from parakit.data import open_dataset
 from parakit.formatting.units import bit_rate
@@ -127,7 +127,7 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
         return records.read_run(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise LaunchError(
-            f"RUN={from_root(folder)} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows "
+            f"RUN={relative_to_root(folder)} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows "
             f"them{otherwise}."
         ) from None
     except OSError as error:
@@ -143,7 +143,7 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
 
 def describe(launch: Launch, folder: Path) -> records.RunRecord:
     """Everything `run.json` holds, of machine and software as they are now."""
-    where, start, loaded = from_root(folder), launch.start_checkpoint, launch.resume_point
+    where, start, loaded = relative_to_root(folder), launch.start_checkpoint, launch.resume_point
     (software, image), code = _find_software(launch, folder.parent), launch.code
     # Of a run that resumes also what trained until then, if that was not the same.
     if loaded and (before := records.read_run(folder.parent / loaded.run).code):
@@ -292,7 +292,7 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
     return software, f"{container.image}@{digest}"
 
 
-def find_host(launch: Launch) -> records.Host:
+def find_host(launch: Launch) -> records.HostRecord:
     """The machines that a launch trains on, and their devices."""
     on_cpu = launch.spec.device is DeviceKind.CPU
     nodes, local = launch.nodes, launch.local_devices
@@ -306,7 +306,7 @@ def find_host(launch: Launch) -> records.Host:
     if nodes is not None:
         over = f"{nodes.count} nodes, which connect at {nodes.address}"
     loopback = f"gloo over {over}" if on_cpu and launch.devices > 1 else None
-    return records.Host(
+    return records.HostRecord(
         name=platform.node(),
         cpu=processor_name(),
         cores=psutil.cpu_count() or 1,

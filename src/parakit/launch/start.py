@@ -25,7 +25,7 @@ from parakit.artifacts.run import LOG_FILE
 from parakit.artifacts.torch_dist import TRACKER_FILE, finished_iteration
 from parakit.config import variables
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.flags import Flags, flag_words
 from parakit.config.model import imported_weights
 from parakit.config.run import Backend, OptimizerName
@@ -69,13 +69,13 @@ def ensure_start_checkpoint(
     if path == imported_weights(launch.model):
         why = f"have changed since they were imported ({flaw})" if is_there else "are not there"
         raise LaunchError(
-            f"The weights {from_root(path)} {why}; remove the model's folder and run 'make import-hf' "
+            f"The weights {relative_to_root(path)} {why}; remove the model's folder and run 'make import-hf' "
             "again."
         )
     if is_there:
         aside = rename_damaged(path)
         console.print(
-            f"The starting checkpoint {from_root(path)} has changed since it was written ({flaw}); it "
+            f"The starting checkpoint {relative_to_root(path)} has changed since it was written ({flaw}); it "
             f"is kept as {aside.name} and written anew.",
             style="yellow",
             highlight=False,
@@ -154,7 +154,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
             "--lr": 0,
             "--min-lr": 0,
             "--exit-interval": 1,
-            "--save": from_root(folder),
+            "--save": relative_to_root(folder),
             "--save-interval": 1,
             "--ckpt-format": "torch_dist",
             "--no-save-optim": True,

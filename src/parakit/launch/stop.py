@@ -14,7 +14,7 @@ from parakit.artifacts import run as records
 from parakit.artifacts.run import LauncherRecord
 from parakit.cluster import CONTAINER_FILE, cancel_job, container_of, job_states, remove_container
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.formatting.terminal import say
 from parakit.launch.status import follow, read_job, recorded_status
 from parakit.launch.supervise.exit_status import outcome
@@ -49,13 +49,15 @@ def stop(run: str | Path, console: Console) -> int:
     elif left := container_of(run / CONTAINER_FILE):
         if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
             raise LaunchError(
-                f"The container of {from_root(run)} may still run, and Docker's engine does not "
+                f"The container of {relative_to_root(run)} may still run, and Docker's engine does not "
                 f"answer; start it, then repeat this, or use 'docker rm --force {left[:12]}'."
             )
     else:
         status = recorded_status(run)
         ended = f" at {status.finished_utc}" if status.finished_utc else ""
-        raise LaunchError(f"{from_root(run)} is not running: it ended '{status.status}'{ended}.")
+        raise LaunchError(
+            f"{relative_to_root(run)} is not running: it ended '{status.status}'{ended}."
+        )
     say(console, outcome(run, records.read_status(run)))
     return 0
 
@@ -67,7 +69,7 @@ def refuse_running(runs: Path) -> None:
         LaunchError: At least one is; each is named.
     """
     active = [
-        from_root(runs / seen.run)
+        relative_to_root(runs / seen.run)
         for seen in follow(runs)
         if seen.state in ("queued", "running")
         or records.is_running(runs / seen.run / records.LOG_FILE)
@@ -82,7 +84,7 @@ def refuse_running(runs: Path) -> None:
     for log in runs.glob(f".start/*/{records.LOG_FILE}"):
         if records.is_running(log):
             raise LaunchError(
-                f"A run writes its starting weights to {from_root(log.parent)}; wait for it or end it "
+                f"A run writes its starting weights to {relative_to_root(log.parent)}; wait for it or end it "
                 "with Ctrl-C where it was started, then repeat this."
             )
 
@@ -90,7 +92,7 @@ def refuse_running(runs: Path) -> None:
 def _cancel(run: Path, job_id: str) -> None:
     if not cancel_job(job_id):
         raise LaunchError(
-            f"{from_root(run)} is Slurm's job {job_id}, and scancel fails here; end it with 'scancel "
+            f"{relative_to_root(run)} is Slurm's job {job_id}, and scancel fails here; end it with 'scancel "
             f"{job_id}' where Slurm's client is."
         )
     deadline = time.monotonic() + STOP_SECONDS
@@ -98,7 +100,7 @@ def _cancel(run: Path, job_id: str) -> None:
     while any(seen.run == run.name and seen.state in on for seen in follow(run.parent)):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"Slurm has not ended job {job_id} of {from_root(run)} within {STOP_SECONDS:.0f} s; "
+                f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {STOP_SECONDS:.0f} s; "
                 "'make status' follows it."
             )
         time.sleep(POLL_SECONDS)
@@ -115,12 +117,12 @@ def _launcher_here(run: Path) -> psutil.Process | None:
         record = msgspec.json.decode(path.read_bytes(), type=LauncherRecord)
     except (OSError, msgspec.DecodeError):
         raise LaunchError(
-            f"{from_root(run)} does not say which process trains it ({records.LAUNCHER_FILE}); end it "
+            f"{relative_to_root(run)} does not say which process trains it ({records.LAUNCHER_FILE}); end it "
             "with Ctrl-C where it was started."
         ) from None
     if record.host != platform.node():
         raise LaunchError(
-            f"{from_root(run)} is trained on {record.host}; run 'make stop' there, or 'ssh "
+            f"{relative_to_root(run)} is trained on {record.host}; run 'make stop' there, or 'ssh "
             f"{record.host} kill {record.process}'."
         )
     try:
@@ -137,7 +139,7 @@ def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
         if time.monotonic() > deadline:
             harder = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
             raise LaunchError(
-                f"{from_root(run)} has not ended within {STOP_SECONDS:.0f} s, 'make status' follows "
+                f"{relative_to_root(run)} has not ended within {STOP_SECONDS:.0f} s, 'make status' follows "
                 f"it{harder}."
             )
         time.sleep(POLL_SECONDS)

@@ -28,7 +28,7 @@ from parakit.cluster import (
     script,
 )
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind, RuntimeName
 from parakit.formatting.terminal import say
 from parakit.launch.compose import RUN_PLACEHOLDER, Launch
@@ -81,10 +81,12 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
             "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
         )
     folders = tuple(create_run_folder(one, options.runs) for one in each)
-    cells = tuple(_cell(from_root(folder), one) for folder, one in zip(folders, each, strict=True))
+    cells = tuple(
+        _cell(relative_to_root(folder), one) for folder, one in zip(folders, each, strict=True)
+    )
     job_id = _hand_over(replace(job, cells=cells), folders, image_asked(first))
     for folder in folders:
-        say(console, f"job {job_id}: {from_root(folder)}")
+        say(console, f"job {job_id}: {relative_to_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
 
 

@@ -19,8 +19,8 @@ from parakit.artifacts.run import LOG_FILE, Status, StatusRecord
 from parakit.cluster import Nodes, installed_versions, node_folder
 from parakit.config import settings, variables
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
-from parakit.config.flag_table import of_role
+from parakit.config.files import ROOT, relative_to_root
+from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, trained_flags
 from parakit.config.run import Backend, DeviceKind
@@ -222,7 +222,9 @@ def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> 
         launch = launch.among(nodes)
         with RunProgress(console, title, launch.iterations) as progress:
             code = run_ranks(launch, mine / LOG_FILE, progress, worker, folder)
-    console.print(f"node {nodes.rank} ended with {code} → {from_root(folder)}", highlight=False)
+    console.print(
+        f"node {nodes.rank} ended with {code} → {relative_to_root(folder)}", highlight=False
+    )
     return code == 0
 
 
@@ -335,7 +337,7 @@ def _unknown(launch: Launch) -> str:
 def _schedule_of_another_length(launch: Launch) -> str:
     """That the learning rate's schedule is over before the run ends; or, where it is the family's, made
     for long runs, that it is in its warm-up then."""
-    given = of_role("schedule")
+    given = flags_with_role("schedule")
     if given & values_by_flag(launch.job.options.extra).keys():
         return ""
     flags, iterations = Flags(launch.flags), launch.iterations

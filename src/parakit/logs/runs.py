@@ -231,7 +231,7 @@ def load_folder(folder: Path) -> Run:
         before=before,
         replaced=(*replaced, *log.replaced),
     )
-    return _with_record(run, record) if record else _with_printed(run)
+    return _add_record(run, record) if record else _add_printed(run)
 
 
 def load_log(path: Path) -> list[Run]:
@@ -241,11 +241,11 @@ def load_log(path: Path) -> list[Run]:
         part = f"#{log.part}" if log.parts > 1 else ""
         status, window = classify_log(log), select_window(log)
         run = Run(name + part, path, None, status, log, window, notes=log.notes)
-        runs.append(_with_printed(run))
+        runs.append(_add_printed(run))
     return runs
 
 
-def _with_record(run: Run, record: RunRecord) -> Run:
+def _add_record(run: Run, record: RunRecord) -> Run:
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
     reached = run.window.global_batch_size
@@ -285,7 +285,7 @@ def _before(
     return found[:place], found[place:]
 
 
-def _with_printed(run: Run) -> Run:
+def _add_printed(run: Run) -> Run:
     arguments, unread = readable(canonical(run.log.arguments))
     if not arguments:
         return run

@@ -14,7 +14,7 @@ from typing import Final
 
 from parakit.artifacts.identity import given_arguments
 from parakit.artifacts.run import RunRecord
-from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, of_role
+from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
 from parakit.config.model import GPT2_VOCABULARY, usual_ffn
 from parakit.config.run import flags_of_printed
@@ -40,7 +40,7 @@ _LAYOUT_OR_CODE: Final = frozenset(
     }
 )
 _COMPARED: Final = tuple(
-    FLAGS[name] for name in sorted(of_role("shape", "architecture") - _LAYOUT_OR_CODE)
+    FLAGS[name] for name in sorted(flags_with_role("shape", "architecture") - _LAYOUT_OR_CODE)
 )
 _ORDER: Final = {name: place for place, name in enumerate(FLAGS)}
 _PRINTED_NAMES: Final = {"--disable-bias-linear": "add_bias_linear"}

@@ -26,10 +26,10 @@ from parakit.artifacts.capture import (
     START_WEIGHT,
     UPDATE,
     CapturedRank,
+    CaptureStage,
     CaptureWriter,
     Placement,
     Site,
-    Stage,
 )
 from parakit.capturing import (
     Piece,
@@ -141,8 +141,8 @@ class CapturingEngine:
         parameters = self._counterpart.parameters
         for parameter, magnitudes in zip(parameters, self._update_magnitudes, strict=True):
             weight = parameter.piece(_get_data)
-            recording.write_piece(Stage.WEIGHTS, START_WEIGHT, weight)
-            recording.write_piece(Stage.WEIGHTS, REACH, replace(weight, values=magnitudes))
+            recording.write_piece(CaptureStage.WEIGHTS, START_WEIGHT, weight)
+            recording.write_piece(CaptureStage.WEIGHTS, REACH, replace(weight, values=magnitudes))
         return self._run_passes(recording)
 
     def update(self, learning_rate: float) -> Update:
@@ -204,7 +204,7 @@ class CapturingEngine:
         with self._counterpart.taps(sink, self._batches):
             losses = self._engine.forward_backward(self._batches)
         # On one rank the gradients before and after the reduction over ranks are equal.
-        for stage in (Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS):
+        for stage in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.REDUCED_GRADIENTS):
             for parameter in self._counterpart.parameters:
                 sink.write_piece(stage, "gradient", parameter.piece(_get_gradient))
         return losses
@@ -214,7 +214,7 @@ class CapturingEngine:
         weights_before = self._copy_weights()
         update = self._engine.update(learning_rate)
         norm = fp64_scalar(update.gradient_norm or 0.0)
-        sink.write(Site(Stage.NORM, "grad_norm", "returned"), norm)
+        sink.write(Site(CaptureStage.NORM, "grad_norm", "returned"), norm)
         for parameter in self._counterpart.parameters:
             self._write_optimizer_state(sink, parameter)
 
@@ -223,8 +223,8 @@ class CapturingEngine:
             return parameter.data - weights_before[parameter]
 
         for parameter in self._counterpart.parameters:
-            sink.write_piece(Stage.WEIGHTS, UPDATE, parameter.piece(get_change))
-            sink.write_piece(Stage.WEIGHTS, "weight", parameter.piece(_get_data))
+            sink.write_piece(CaptureStage.WEIGHTS, UPDATE, parameter.piece(get_change))
+            sink.write_piece(CaptureStage.WEIGHTS, "weight", parameter.piece(_get_data))
         return update
 
     def _write_optimizer_state(self, sink: Sink, parameter: MegatronParameter) -> None:
@@ -239,11 +239,11 @@ class CapturingEngine:
         for slot, values in states[parameter.parameters[0]].items():
             # A state with one element is the number of steps.
             if values.numel() == 1:
-                site = Site(Stage.OPTIMIZER_STATE, parameter.name, slot)
+                site = Site(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
                 sink.write(site, fp64_scalar(values))
             else:
                 piece = parameter.piece(partial(get_state, slot=slot))
-                sink.write_piece(Stage.OPTIMIZER_STATE, slot, piece)
+                sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
 
     def _add_update_magnitudes(self, weights_before: dict[nn.Parameter, Tensor]) -> None:
         """Add the magnitude of the last update; parameters without Adam's squared average are left out."""
@@ -268,7 +268,7 @@ class CapturingEngine:
     def _write_schedule(self, sink: Sink) -> None:
         """Give the schedule's samples, and each parameter's learning rate and weight decay, to the sink."""
         samples = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
-        sink.write(Site(Stage.OPTIMIZER_STATE, "schedule", "steps"), samples)
+        sink.write(Site(CaptureStage.OPTIMIZER_STATE, "schedule", "steps"), samples)
         group_by_id = {
             id(parameter): group
             for group in self._engine.optimizer.param_groups
@@ -280,7 +280,7 @@ class CapturingEngine:
                 ("learning rate", group["lr"]),
                 ("weight decay", group["weight_decay"]),
             ):
-                site = Site(Stage.OPTIMIZER_STATE, parameter.name, slot)
+                site = Site(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
                 sink.write(site, fp64_scalar(value))
 
     def _copy_weights(self) -> dict[nn.Parameter, Tensor]:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
-from parakit.config.flag_table import FLAGS, KnownFlag, of_native
+from parakit.config.flag_table import FLAGS, KnownFlag, flags_for_native
 from parakit.config.model import round_up, usual_ffn
 from parakit.config.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
 """Flags of the reference run by transformers: folder of the imported model, and padded vocabulary."""
 
-FROM_CONFIG = of_native("imported")
+FROM_CONFIG = flags_for_native("imported")
 """Flags of architectures that only transformers implements; it reads them from the model's config."""
 
 MUON_RULE_FLAG = "--muon-rule"

@@ -34,7 +34,7 @@ def splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor, pipeline, context)
-                yield from _with_experts(shape, plain.split_experts(expert_tensor))
+                yield from _split_experts(shape, plain.split_experts(expert_tensor))
 
 
 def micro_batches(
@@ -114,7 +114,7 @@ def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
     return known[1:] if template.shape.window else known
 
 
-def _with_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
+def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
     """With each EP, and with and without sequence parallelism, which experts under TP need."""
     part = shape.seq_length // plain.context
     choices = [False, True] if plain.tensor > 1 and part % plain.tensor == 0 else [False]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parakit.config import settings
-from parakit.config.flag_table import of_role
+from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags
 from parakit.config.hardware import device_by_key
 from parakit.config.setting import SettingError, read, refuse_renamed
@@ -112,7 +112,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
     if split.virtual_stages == 1:
         split = replace(split, virtual_stages=stages.virtual(split.pipeline))
-    said = any(map(flags.has, of_role("recompute")))
+    said = any(map(flags.has, flags_with_role("recompute")))
     spec = replace(
         template,
         parallelism=split,

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 
 from parakit.config.experts import expert_load_of, most_imbalance
-from parakit.config.flag_table import FLAGS, of_role, planned
+from parakit.config.flag_table import FLAGS, flags_with_role, planned
 from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import (
@@ -72,9 +72,11 @@ def request_from_options(options: PlanOptions) -> Request:
     words = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(words)
     expert_tensor = expert_tensor_of(flags, model)
-    alone = spec_of_flags(drop_flags(words, of_role("parallelism")), 1, DeviceKind.GPU, model.name)
+    alone = spec_of_flags(
+        drop_flags(words, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
+    )
     template = replace(
-        with_sequence(replace(alone, shape=model.shape), options.seq),
+        replace_sequence_length(replace(alone, shape=model.shape), options.seq),
         parallelism=Parallelism(expert_tensor=expert_tensor),
         batch=Batch(1, batch),
         dropout=flags.number("--hidden-dropout"),
@@ -190,7 +192,7 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
         )
 
 
-def with_sequence(spec: RunSpec, seq_length: int | None) -> RunSpec:
+def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
     """The run with another sequence length, and as many learned positions as it needs.
 
     Raises:

@@ -19,8 +19,8 @@ from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
     busiest_collectives,
-    by_group,
     host_bytes,
+    sum_bytes_by_group,
     total_wire_bytes,
     vocabulary_sentence,
 )
@@ -101,7 +101,9 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
 
 
 def _communication(spec: RunSpec) -> dict[str, int]:
-    return {str(group): sent for group, sent in by_group(busiest_collectives(spec)).items()}
+    return {
+        str(group): sent for group, sent in sum_bytes_by_group(busiest_collectives(spec)).items()
+    }
 
 
 def print_plan(

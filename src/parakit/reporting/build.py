@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.artifacts.run import utc_stamp
-from parakit.config.files import from_root, is_plain_name
+from parakit.config.files import is_plain_name, relative_to_root
 from parakit.config.hardware import Device
 from parakit.config.published import load_published
 from parakit.formatting.terminal import say
@@ -110,7 +110,7 @@ def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
         try:
             new = add_rows(path, measured.rows)
             yield (
-                f"{from_root(path)} has {rows}, {new} of them new: "
+                f"{relative_to_root(path)} has {rows}, {new} of them new: "
                 "'make plan' and the next report correct predictions for the same devices by them."
             )
         except ReadingsError as error:
@@ -119,7 +119,7 @@ def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
             yield f"{path} cannot be written: {error.strerror}."
     if measured.left_out:
         reasons = [f"{some_of(names)} ({reason})" for reason, names in measured.left_out.items()]
-        yield f"Left out of {from_root(path)}: {'; '.join(reasons)}."
+        yield f"Left out of {relative_to_root(path)}: {'; '.join(reasons)}."
 
 
 def _report(name: str, options: BuildOptions) -> Report:

@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import mkdtemp
 
-from parakit.cli import from_words
+from parakit.cli import run_command
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.site.drawing.figure import asked, figure
@@ -52,7 +52,7 @@ def plan(words: Sequence[str], config: str = "") -> str:
         path.parent.mkdir()
         path.write_text(config, encoding="utf-8")
         words = [*words, "--model", str(path)]
-    return _answer(lambda: from_words("plan", [*words, "--json"], "make plan"))
+    return _answer(lambda: run_command("plan", [*words, "--json"], "make plan"))
 
 
 def draw(model: str, strategy: str, device: str, *numbers: str) -> str:

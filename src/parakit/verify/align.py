@@ -22,8 +22,8 @@ from parakit.artifacts.capture import (
     LOSS,
     RECOMPUTED,
     CapturedRank,
+    CaptureStage,
     Site,
-    Stage,
     TensorRecord,
 )
 from parakit.verify.captured import Array, Capture, RankCapture
@@ -89,7 +89,7 @@ class ActivationAligner:
         ours = rank_capture.values(record)
         if self._has_same_layout:
             return self._align_with_same_rank(rank, record, ours)
-        if site.stage is Stage.LOSS and ours.ndim < 2:
+        if site.stage is CaptureStage.LOSS and ours.ndim < 2:
             ours = self._sum_over_context(rank, site, ours)
         is_scalar = ours.ndim < 2 and ours.size == 1
         if self._has_other_micro_batches and (is_in_expert(site.name) or is_scalar):
@@ -101,7 +101,7 @@ class ActivationAligner:
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(full.values.shape)}"
             return Alignment(None, None, f"its shape {shapes} follows no known split")
-        if site.stage is not Stage.ACTIVATION_GRADIENTS or is_recomputed(site):
+        if site.stage is not CaptureStage.ACTIVATION_GRADIENTS or is_recomputed(site):
             return Alignment(ours, part)
         scale = micro_batch_loss_scale(rank) / full.loss_scale
         return Alignment(ours, part * np.float32(scale), scale=scale)
@@ -221,7 +221,7 @@ class ActivationAligner:
         alone; any other tensor is not aligned.
         """
         site, rank = record.site, rank_capture.rank
-        if site.stage is not Stage.LOSS or is_recomputed(site):
+        if site.stage is not CaptureStage.LOSS or is_recomputed(site):
             obstacle = "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
             return Alignment(None, None, obstacle)
         stripped = _strip_micro_batch(site)
@@ -332,7 +332,7 @@ def _strip_micro_batch(site: Site) -> Site:
     """Return the site without its micro batch; for a recomputed tensor, that of the first forward pass."""
     stage = site.stage
     if is_recomputed(site):
-        stage = Stage.LOSS if site.name == LOSS else Stage.OUTPUTS
+        stage = CaptureStage.LOSS if site.name == LOSS else CaptureStage.OUTPUTS
     slot = site.slot.removeprefix(RECOMPUTED)
     return Site(stage, site.name, slot=slot, micro_batch=None, call=site.call)
 
@@ -374,7 +374,7 @@ def find_router(name: str) -> tuple[Site, int | None]:
     """
     layer, _, expert = name.partition(f"{EXPERTS}.local_experts.")
     number = int(expert.partition(".")[0]) if expert else None
-    return Site(Stage.OUTPUTS, f"{layer}.router", "output.1"), number
+    return Site(CaptureStage.OUTPUTS, f"{layer}.router", "output.1"), number
 
 
 def micro_batch_loss_scale(rank: CapturedRank) -> float:

@@ -23,9 +23,9 @@ from parakit.artifacts.capture import (
     TENSORS_FILE,
     CapturedModule,
     CapturedRank,
+    CaptureStage,
     Placement,
     Site,
-    Stage,
     TensorRecord,
     read_index,
     read_rank,
@@ -36,10 +36,10 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)")
 _SMALL_STEP = 1e-6
 """Distance between tensors that are inserted before a known tensor, whose positions are 1 apart."""
 PARAMETERS = (
-    Stage.LOCAL_GRADIENTS,
-    Stage.REDUCED_GRADIENTS,
-    Stage.OPTIMIZER_STATE,
-    Stage.WEIGHTS,
+    CaptureStage.LOCAL_GRADIENTS,
+    CaptureStage.REDUCED_GRADIENTS,
+    CaptureStage.OPTIMIZER_STATE,
+    CaptureStage.WEIGHTS,
 )
 """Stages whose tensors have a parameter's shape."""
 ParameterKey = tuple[Any, ...]
@@ -138,7 +138,7 @@ class Capture:
     def largest_gradient(self) -> float:
         """Largest absolute value of all reduced gradients; infinite if an element is not finite."""
         largest = 0.0
-        for parts in group_parameter_parts(self, Stage.REDUCED_GRADIENTS).values():
+        for parts in group_parameter_parts(self, CaptureStage.REDUCED_GRADIENTS).values():
             for part in parts:
                 values = part.values()
                 owned_values = values[part.owned_elements(values)]
@@ -208,7 +208,7 @@ class ParameterPart:
 
 
 def group_parameter_parts(
-    capture: Capture, stage: Stage, slot_prefix: str = ""
+    capture: Capture, stage: CaptureStage, slot_prefix: str = ""
 ) -> dict[ParameterKey, list[ParameterPart]]:
     """Return the parts of every full tensor of a stage, by the tensor's key, over all ranks.
 
@@ -232,7 +232,7 @@ def assemble_parameter(parts: list[ParameterPart], capture: Capture) -> Array:
     For local gradients, return what their reduction over the ranks should give.
     """
     first, shape = parts[0], parts[0].full_shape
-    is_local_gradient = first.record.site.stage is Stage.LOCAL_GRADIENTS
+    is_local_gradient = first.record.site.stage is CaptureStage.LOCAL_GRADIENTS
     if len(parts) == 1 and first.record.shape == shape and not is_local_gradient:
         return first.values()
     full = np.zeros(shape, np.float32)
@@ -328,9 +328,9 @@ def order_sites(capture: Capture) -> list[Site]:
         pipeline_rank = rank_capture.rank.pipeline[0]
         is_later_rank = pipeline_rank in pipeline_ranks_seen
         pipeline_ranks_seen.add(pipeline_rank)
-        for stage_index, stage in enumerate(Stage):
+        for stage_index, stage in enumerate(CaptureStage):
             sites_of_stage = [site for site in sites if site.stage is stage]
-            sign = -1 if stage is Stage.ACTIVATION_GRADIENTS else 1
+            sign = -1 if stage is CaptureStage.ACTIVATION_GRADIENTS else 1
             chunk_numbers = [first_layers.get(_layer_number(site.name)) for site in sites_of_stage]
             known_numbers = (number for number in chunk_numbers if number is not None)
             # Tensors before the first layer, such as the embedding's, come before that layer's chunk.

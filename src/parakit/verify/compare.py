@@ -31,8 +31,8 @@ from parakit.artifacts.capture import (
     UNOBSERVED_FILE,
     UPDATE,
     CapturedRank,
+    CaptureStage,
     Site,
-    Stage,
     TensorRecord,
 )
 from parakit.verify.align import (
@@ -76,7 +76,7 @@ from parakit.verify.tolerance import (
     update_error,
 )
 
-STAGES = tuple(Stage)
+STAGES = tuple(CaptureStage)
 """Stages in the order in which an iteration passes through them."""
 _SMALL_STEP = 1e-6
 """Distance in the order between a tensor and the tensor that the strategy alone computes after it."""
@@ -84,9 +84,9 @@ _GRADIENT = "gradient"
 _WEIGHT = "weight"
 _SECOND_MOMENT = "exp_avg_sq"
 _SCALED_STAGES = (
-    Stage.ACTIVATION_GRADIENTS,
-    Stage.LOCAL_GRADIENTS,
-    Stage.REDUCED_GRADIENTS,
+    CaptureStage.ACTIVATION_GRADIENTS,
+    CaptureStage.LOCAL_GRADIENTS,
+    CaptureStage.REDUCED_GRADIENTS,
 )
 """Stages whose tensors are multiplied by the loss scale in fp16."""
 _OVERFLOW = "it overflows at this loss scale and the step is skipped; set --initial-loss-scale"
@@ -95,7 +95,7 @@ _NO_SUCH_PARAMETER = "the reference has no such parameter"
 _NO_SUCH_TENSOR = "the reference has no such tensor"
 _NORM_UNUSED = "nothing is clipped, and not every optimizer computes a norm then"
 _NO_SECOND_MOMENT = "its optimizer keeps no square of the gradient"
-NORM = (Stage.NORM, "grad_norm", "returned")
+NORM = (CaptureStage.NORM, "grad_norm", "returned")
 """Key of the gradient norm's value."""
 _MODULES_WITH_REPLICATED_OUTPUT = frozenset(
     [
@@ -143,7 +143,10 @@ def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
         comparer = _Comparer(reference, run, {})
         comparer.compare_parameters()
         for comparison in comparer.result().comparisons:
-            is_carried_over = comparison.key[0] in (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+            is_carried_over = comparison.key[0] in (
+                CaptureStage.OPTIMIZER_STATE,
+                CaptureStage.WEIGHTS,
+            )
             if is_carried_over and np.isfinite(comparison.error):
                 known_error = largest_errors.get(comparison.key, 0.0)
                 largest_errors[comparison.key] = max(comparison.error, known_error)
@@ -198,7 +201,7 @@ class _FirstCopy:
 class _SimilarTensors:
     """Tensors of the reference that a wrong tensor may be mixed up with."""
 
-    stage: Stage
+    stage: CaptureStage
     slot: str
     is_same_parameter: bool
     """Whether they belong to the wrong tensor's own parameter, and not to all other parameters."""
@@ -252,7 +255,7 @@ class _Comparer:
 
         None means that the reference captured no tensors at the start of the iteration.
         """
-        parts_by_key = group_parameter_parts(self._reference, Stage.WEIGHTS)
+        parts_by_key = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
         starts = [parts for key, parts in parts_by_key.items() if key[2] in STARTS]
         num_constant = 0
         for parts in starts:
@@ -298,8 +301,10 @@ class _Comparer:
                 stage, START_WEIGHT, is_same_parameter=True, label="the iteration before"
             )
             candidates.insert(0, start)
-        if stage is Stage.OPTIMIZER_STATE:
-            gradient = _SimilarTensors(Stage.REDUCED_GRADIENTS, _GRADIENT, is_same_parameter=True)
+        if stage is CaptureStage.OPTIMIZER_STATE:
+            gradient = _SimilarTensors(
+                CaptureStage.REDUCED_GRADIENTS, _GRADIENT, is_same_parameter=True
+            )
             candidates.append(gradient)
         for candidate in candidates:
             parts_by_key = group_parameter_parts(self._reference, candidate.stage, candidate.slot)
@@ -373,7 +378,7 @@ class _Comparer:
             comparison = self._get_comparison(_make_key(record.site), record)
             _add_sum_or_copies(comparison, [tensor for _, tensor in group_tensors])
 
-    def _is_overflow(self, stage: Stage, *tensors: Array) -> bool:
+    def _is_overflow(self, stage: CaptureStage, *tensors: Array) -> bool:
         """Return True if a gradient overflows in a step that Megatron skips for the reference too."""
         if stage not in _SCALED_STAGES or not self._reference_overflows:
             return False
@@ -456,7 +461,7 @@ class _Comparer:
 
     def _compare_parameter(
         self,
-        stage: Stage,
+        stage: CaptureStage,
         key: ParameterKey,
         *,
         actual: Mapping[ParameterKey, list[ParameterPart]],
@@ -469,7 +474,7 @@ class _Comparer:
             self._skip(_OVERFLOW, name, num_tensors=len(parts))
             return
         comparison = self._get_comparison((stage, name, slot), expected[key][0].record)
-        if stage is Stage.LOCAL_GRADIENTS:
+        if stage is CaptureStage.LOCAL_GRADIENTS:
             self._compare_local_gradients(comparison, parts, full)
         elif slot.endswith(UPDATE):
             self._compare_update(comparison, key, parts=parts, expected=expected)
@@ -508,7 +513,9 @@ class _Comparer:
         A missing tensor is wrong if the strategy has its parameter, and has the same slot of other
         parameters. Any other missing tensor is listed as not compared.
         """
-        known_parameters = {key[:2] for key in group_parameter_parts(self._strategy, Stage.WEIGHTS)}
+        known_parameters = {
+            key[:2] for key in group_parameter_parts(self._strategy, CaptureStage.WEIGHTS)
+        }
         for stage in PARAMETERS:
             actual = group_parameter_parts(self._strategy, stage)
             known_slots = {key[2] for key in actual}
@@ -533,12 +540,12 @@ class _Comparer:
     @cached_property
     def _second_moments(self) -> dict[ParameterKey, list[ParameterPart]]:
         """Parts of the reference's second moments, by their keys."""
-        return group_parameter_parts(self._reference, Stage.OPTIMIZER_STATE, _SECOND_MOMENT)
+        return group_parameter_parts(self._reference, CaptureStage.OPTIMIZER_STATE, _SECOND_MOMENT)
 
     @cached_property
     def _update_reaches(self) -> dict[ParameterKey, list[ParameterPart]]:
         """Parts of the reference's `REACH` tensors: how far earlier updates could move each weight."""
-        return group_parameter_parts(self._reference, Stage.WEIGHTS, REACH)
+        return group_parameter_parts(self._reference, CaptureStage.WEIGHTS, REACH)
 
     @property
     def _num_earlier_updates(self) -> int:
@@ -656,14 +663,14 @@ class _Comparer:
             if record.site.slot == COUNTS:
                 continue
             self._num_seen += 1
-            site = Site(*NORM) if record.site.stage is Stage.NORM else record.site
+            site = Site(*NORM) if record.site.stage is CaptureStage.NORM else record.site
             site = msgspec.structs.replace(site, name=reference_names.get(site.name, site.name))
             if site not in expected:
                 self._skip(_NO_SUCH_PARAMETER, site.name)
                 continue
             holder, holder_record = expected[site]
             ours, reference = rank_capture.values(record), holder.values(holder_record)
-            is_norm, rank = site.stage is Stage.NORM, rank_capture.rank
+            is_norm, rank = site.stage is CaptureStage.NORM, rank_capture.rank
             is_norm_computed = rank.clip_gradient or (ours.any() and reference.any())
             if is_norm and not is_norm_computed:
                 self._skip(_NORM_UNUSED, site.name)
@@ -676,9 +683,9 @@ class _Comparer:
 
     def _reference_names(self) -> dict[str, str]:
         """Return the reference's name of each parameter of the strategy; tied copies have two names."""
-        expected = group_parameter_parts(self._reference, Stage.WEIGHTS)
+        expected = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
         names: dict[str, str] = {}
-        for key, parts in group_parameter_parts(self._strategy, Stage.WEIGHTS).items():
+        for key, parts in group_parameter_parts(self._strategy, CaptureStage.WEIGHTS).items():
             if key in expected:
                 for part in parts:
                     names[part.record.site.name] = expected[key][0].record.site.name
@@ -706,14 +713,18 @@ class _Comparer:
                 continue
             changes = rank_capture.read_changes(UNOBSERVED_FILE)
             for (stage, name, slot), error in changes.items():
-                site = Site(Stage.REDUCED_GRADIENTS, name, slot)
+                site = Site(CaptureStage.REDUCED_GRADIENTS, name, slot)
                 record = rank_capture.first_records.get(site)
-                if stage != Stage.REDUCED_GRADIENTS or record is None or not np.isfinite(error):
+                if (
+                    stage != CaptureStage.REDUCED_GRADIENTS
+                    or record is None
+                    or not np.isfinite(error)
+                ):
                     continue
                 full_name = full_parameter_name(name)
-                key = (Stage.REDUCED_GRADIENTS, full_name, slot)
+                key = (CaptureStage.REDUCED_GRADIENTS, full_name, slot)
                 comparison = self._get_comparison(
-                    (Stage.REDUCED_GRADIENTS, full_name, UNOBSERVED), record
+                    (CaptureStage.REDUCED_GRADIENTS, full_name, UNOBSERVED), record
                 )
                 comparison.tolerance = self._tolerances.tolerance_for(key, record)
                 comparison.error = max(comparison.error, error)
@@ -725,19 +736,19 @@ class _Comparer:
 
     def check_norm(self) -> None:
         """Check that the gradient norm counts every element of every parameter exactly once."""
-        expected = group_parameter_parts(self._reference, Stage.REDUCED_GRADIENTS)
+        expected = group_parameter_parts(self._reference, CaptureStage.REDUCED_GRADIENTS)
         for fault in check_norm_counts(self._strategy, expected):
             self._num_seen += 1
-            self._add_fault((Stage.NORM, fault.name, COUNTED_ONCE), fault)
+            self._add_fault((CaptureStage.NORM, fault.name, COUNTED_ONCE), fault)
 
     def check_initialization(self) -> None:
         """Check the strategy's own initialization, whose errors the loaded weights hide."""
         for fault in find_wrong_initializations(self._reference, self._strategy):
-            self._add_fault((Stage.WEIGHTS, fault.name, INITIAL), fault)
+            self._add_fault((CaptureStage.WEIGHTS, fault.name, INITIAL), fault)
 
     def _add_fault(self, key: ComparisonKey, fault: ParameterFault) -> None:
         """Add the result of a check of one parameter; the first description of a key is kept."""
-        weight_key = (Stage.WEIGHTS, fault.name, _WEIGHT)
+        weight_key = (CaptureStage.WEIGHTS, fault.name, _WEIGHT)
         order = self._order.get(weight_key, float(len(self._order)))
         comparison = self._comparisons.setdefault(
             key, TensorComparison(key, tolerance=0.0, order=order)
@@ -751,10 +762,10 @@ class _Comparer:
         """Return the comparison of a key; create it for tensors like `record` if there is none yet."""
         if key not in self._comparisons:
             order = self._order.get(key, len(self._order))
-            if key[0] in (Stage.LOCAL_GRADIENTS, Stage.NORM):
+            if key[0] in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.NORM):
                 # Buckets are reduced from the model's end, so the order of these tensors in the capture
                 # is not that of the forward pass.
-                order = self._order.get((Stage.WEIGHTS, key[1], _WEIGHT), order)
+                order = self._order.get((CaptureStage.WEIGHTS, key[1], _WEIGHT), order)
             tolerance = self._tolerances.tolerance_for(key, record)
             if tolerance > 0:
                 tolerance = max(tolerance, RESPONSES * self._drifted.get(key, 0.0))
@@ -882,7 +893,7 @@ def _may_be_partial_sum(rank: CapturedRank, site: Site) -> bool:
     """
     if is_in_expert(site.name):
         return rank.expert_tensor[1] > 1
-    if site.stage is not Stage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
+    if site.stage is not CaptureStage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
         return False
     is_key_or_value = site.name.endswith(_ATTENTION) and site.slot in _KEY_AND_VALUE
     return is_key_or_value or site.name.endswith(_KEY_NORM)
@@ -890,7 +901,7 @@ def _may_be_partial_sum(rank: CapturedRank, site: Site) -> bool:
 
 def _is_replicated_output(rank: CapturedRank, site: Site) -> bool:
     """Return True if every tensor-parallel rank holds this output of a module in full."""
-    if site.stage is not Stage.OUTPUTS or not site.slot.startswith("output"):
+    if site.stage is not CaptureStage.OUTPUTS or not site.slot.startswith("output"):
         return False
     module = rank.modules.get(site.name)
     if module is not None and module.kind in _MODULES_WITH_REPLICATED_OUTPUT:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parakit.artifacts.capture import STRETCH, Stage
+from parakit.artifacts.capture import STRETCH, CaptureStage
 from parakit.verify.captured import Array
 
-ComparisonKey = tuple[Stage, str, str]
+ComparisonKey = tuple[CaptureStage, str, str]
 """Stage, name and slot of a tensor, which all ranks and micro batches share."""
 
 
@@ -134,9 +134,9 @@ class CaptureComparison:
     similar_tensors: Callable[[TensorComparison], Iterable[tuple[str, Array]]] = lambda _: ()
     """Function from a comparison to named tensors of the reference that may be mixed up with it."""
 
-    def wrong(self, *stages: Stage) -> list[TensorComparison]:
+    def wrong(self, *stages: CaptureStage) -> list[TensorComparison]:
         """Return the comparisons that differ, earliest first; of all stages if none is named."""
-        wanted_stages = stages or tuple(Stage)
+        wanted_stages = stages or tuple(CaptureStage)
         return [
             comparison
             for comparison in self.comparisons

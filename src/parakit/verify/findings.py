@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from parakit.artifacts.capture import Stage
-from parakit.config.files import ROOT, from_root, read_yaml
+from parakit.artifacts.capture import CaptureStage
+from parakit.config.files import ROOT, read_yaml, relative_to_root
 
 FOLDER = ROOT / "docs/upstream"
 """Folder of `findings.yaml`, of patches and of reports to upstream."""
@@ -80,7 +80,7 @@ class Finding:
     """Megatron's flags of the strategy's run alone (`EXTRA_B=`)."""
     reference: str = ""
     """Strategy of the reference; empty for one rank."""
-    stage: Stage | None = None
+    stage: CaptureStage | None = None
     """Stage of the first wrong tensor."""
     module: str = ""
     """Module of the first wrong tensor."""
@@ -121,7 +121,7 @@ class Finding:
             "REFERENCE": self.reference,
             "EXTRA": shlex.join(self.flags),
             "EXTRA_B": shlex.join(self.own_flags),
-            "PATCH_FILE": from_root(patch) if patch else "",
+            "PATCH_FILE": relative_to_root(patch) if patch else "",
             "MEGATRON_LM": "<checkout>" if self.checkout else "",
         }
         arguments = [f"make verify-{self.strategies[0]}-{self.model}-{self.devices}cpu"]

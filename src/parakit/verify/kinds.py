@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parakit.artifacts.capture import UNOBSERVED, CapturedRank, Stage
+from parakit.artifacts.capture import UNOBSERVED, CapturedRank, CaptureStage
 from parakit.verify.captured import Array
 from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
 
@@ -88,14 +88,14 @@ def _list_kinds(
     if not np.isfinite(worst.ours).all():
         yield ErrorKind("not finite")
     limit = _residual_limit(comparison.error, comparison.tolerance)
-    if stage is Stage.NORM:
+    if stage is CaptureStage.NORM:
         yield from _find_wrong_norm(tensors, limit)
     yield from _find_factor(worst, limit, rank)
     yield from _find_bf16_rounding(worst)
     yield from _find_missing_sum(tensors, limit, rank)
     yield from _find_mixed_tensors(worst, comparison, similar_tensors)
     yield from _find_moved_rows(worst)
-    if stage in (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS) and rank.dropout:
+    if stage in (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS) and rank.dropout:
         yield from _find_other_dropout_mask(worst)
     yield from _find_wrong_rows(worst, comparison, rank)
     if comparison.replicas_differ:

@@ -27,14 +27,14 @@ from parakit.artifacts.capture import (
     STARTS,
     UNOBSERVED,
     CapturedRank,
-    Stage,
+    CaptureStage,
 )
-from parakit.artifacts.verdict import Verdict
+from parakit.artifacts.verdict import VerifyVerdict
 from parakit.verify.captured import Capture
 from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
 from parakit.verify.kinds import MORE_GRADIENT, ErrorKind, classify_error
 
-LOCAL = (Stage.OUTPUTS, Stage.LOSS, Stage.ACTIVATION_GRADIENTS)
+LOCAL = (CaptureStage.OUTPUTS, CaptureStage.LOSS, CaptureStage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""
 _OUTPUT_LAYER = "output_layer"
 """Name of the module whose output, the logits, is the input of the loss."""
@@ -45,8 +45,8 @@ _TIED_PREFIXES = ("embedding.", "output_layer.")
 
 
 def locate_error(
-    base: Verdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
-) -> Verdict:
+    base: VerifyVerdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
+) -> VerifyVerdict:
     """Return the verdict completed with stage, module, kind, ranks, element and source of the error.
 
     Args:
@@ -106,20 +106,20 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
     pipeline stage, or straight from the layer before. A wrong gradient of the logits is the loss' fault.
     """
     stage, name, slot = first.key
-    is_logit_gradient = stage is Stage.ACTIVATION_GRADIENTS and name == _OUTPUT_LAYER
+    is_logit_gradient = stage is CaptureStage.ACTIVATION_GRADIENTS and name == _OUTPUT_LAYER
     if is_logit_gradient and slot.startswith("output"):
         of_loss = [
             comparison for comparison in compared.comparisons if comparison.key[:2] == (stage, LOSS)
         ]
         is_loss_right = not any(comparison.differs for comparison in of_loss)
         return LOSS if of_loss and is_loss_right else name
-    received_prefix = "output" if stage is Stage.ACTIVATION_GRADIENTS else "input."
+    received_prefix = "output" if stage is CaptureStage.ACTIVATION_GRADIENTS else "input."
     if slot.startswith(RECOMPUTED):
         received_prefix = f"{RECOMPUTED}input."
     if stage not in LOCAL or not slot.startswith(received_prefix):
         return name
     for module, caller in _list_callers(name, slot):
-        stage_of_module = Stage.INPUTS if module == MODEL else stage
+        stage_of_module = CaptureStage.INPUTS if module == MODEL else stage
         received = [
             comparison
             for comparison in compared.comparisons
@@ -175,17 +175,21 @@ def _find_function(first: TensorComparison, name: str, kind: ErrorKind, rank: Ca
     """
     stage, wrong_name, slot = first.key
     if stage in LOCAL:
-        is_token_loss = stage is Stage.LOSS and slot == OF_EACH_TOKEN
+        is_token_loss = stage is CaptureStage.LOSS and slot == OF_EACH_TOKEN
         is_of_loss = name == LOSS and (wrong_name == _OUTPUT_LAYER or is_token_loss)
         return stage if is_of_loss else ""
-    if slot in (*STARTS, UNOBSERVED) or stage is Stage.LOCAL_GRADIENTS:
+    if slot in (*STARTS, UNOBSERVED) or stage is CaptureStage.LOCAL_GRADIENTS:
         return ""
     # The function that finalizes gradients also updates the experts' biases.
     if slot == BUFFER:
-        return Stage.REDUCED_GRADIENTS
+        return CaptureStage.REDUCED_GRADIENTS
     is_reduced_over_data = rank.data[1] * rank.context[1] > 1
     is_tensor_parallel_error = "TP" in kind.name
-    if stage is Stage.REDUCED_GRADIENTS and is_reduced_over_data and not is_tensor_parallel_error:
+    if (
+        stage is CaptureStage.REDUCED_GRADIENTS
+        and is_reduced_over_data
+        and not is_tensor_parallel_error
+    ):
         return BUCKETS
     if kind.name == MORE_GRADIENT:
         return CLIPPING
@@ -193,7 +197,7 @@ def _find_function(first: TensorComparison, name: str, kind: ErrorKind, rank: Ca
 
 
 def list_independent_errors(
-    verdict: Verdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
+    verdict: VerifyVerdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
 ) -> tuple[str, ...]:
     """Return a line per error that does not follow from the first one, with its source.
 
@@ -222,7 +226,7 @@ def _find_independent_errors(
     yield from _find_independent_modules(compared, first)
     wrong_modules = {comparison.key[1] for comparison in compared.wrong(*LOCAL)}
     wrong_local_gradients = {
-        comparison.key[1] for comparison in compared.wrong(Stage.LOCAL_GRADIENTS)
+        comparison.key[1] for comparison in compared.wrong(CaptureStage.LOCAL_GRADIENTS)
     }
     stages_done = {first.key[0]}
     for comparison in compared.wrong():
@@ -234,8 +238,8 @@ def _find_independent_errors(
             wrong_modules | wrong_local_gradients
         )
         is_right_before = (
-            stage is Stage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in wrong_modules
-        ) or (stage is Stage.REDUCED_GRADIENTS and name not in wrong_local_gradients)
+            stage is CaptureStage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in wrong_modules
+        ) or (stage is CaptureStage.REDUCED_GRADIENTS and name not in wrong_local_gradients)
         is_checked_exactly = slot in (COUNTED_ONCE, INITIAL, *RATE_SLOTS)
         if is_checked_exactly or (is_right_before and not may_be_tied):
             stages_done.add(stage)
@@ -250,7 +254,7 @@ def _find_independent_modules(
     modules_with_wrong_input: set[str] = set()
     for comparison in wrong:
         stage, name, slot = comparison.key
-        is_input = "input." in slot if stage is Stage.OUTPUTS else slot.startswith("output")
+        is_input = "input." in slot if stage is CaptureStage.OUTPUTS else slot.startswith("output")
         if is_input:
             modules_with_wrong_input.add(name)
     wrong_modules = {comparison.key[1] for comparison in wrong}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from parakit.artifacts.capture import RECOMPUTED, Stage
+from parakit.artifacts.capture import RECOMPUTED, CaptureStage
 from parakit.verify.captured import PARAMETERS
 from parakit.verify.compare import STAGES
 from parakit.verify.comparison import CaptureComparison, ComparisonKey, TensorComparison
@@ -30,25 +30,27 @@ MAX_VISIBLE_ROWS = 80
 class MapColumn:
     """A stage, or one side of it if its modules have inputs and outputs."""
 
-    stage: Stage
+    stage: CaptureStage
     side: str = ""
     """`in` for inputs of modules, `out` for outputs; empty if the stage has no sides."""
 
 
 COLUMNS = (
-    MapColumn(Stage.INPUTS),
-    MapColumn(Stage.OUTPUTS, "in"),
-    MapColumn(Stage.OUTPUTS, "out"),
-    MapColumn(Stage.LOSS),
-    MapColumn(Stage.ACTIVATION_GRADIENTS, "out"),
-    MapColumn(Stage.ACTIVATION_GRADIENTS, "in"),
+    MapColumn(CaptureStage.INPUTS),
+    MapColumn(CaptureStage.OUTPUTS, "in"),
+    MapColumn(CaptureStage.OUTPUTS, "out"),
+    MapColumn(CaptureStage.LOSS),
+    MapColumn(CaptureStage.ACTIVATION_GRADIENTS, "out"),
+    MapColumn(CaptureStage.ACTIVATION_GRADIENTS, "in"),
     # The log prints values of no module, so it has no column.
     *(
         MapColumn(stage)
-        for stage in STAGES[STAGES.index(Stage.LOCAL_GRADIENTS) : STAGES.index(Stage.LOG)]
+        for stage in STAGES[
+            STAGES.index(CaptureStage.LOCAL_GRADIENTS) : STAGES.index(CaptureStage.LOG)
+        ]
     ),
 )
-_STAGES_WITH_SIDES = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
+_STAGES_WITH_SIDES = (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS)
 _ACTIVATION_SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
 _PARAMETER_SUFFIXES = (".weight", ".bias")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from parakit.artifacts.capture import COUNTED, Stage
+from parakit.artifacts.capture import COUNTED, CaptureStage
 from parakit.verify.captured import (
     Array,
     Capture,
@@ -44,7 +44,7 @@ def check_norm_counts(
         the fraction of its elements that are wrong. The kind is empty if the parameter is counted once.
     """
     counted: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
-    for key, parts in group_parameter_parts(strategy, Stage.NORM, COUNTED).items():
+    for key, parts in group_parameter_parts(strategy, CaptureStage.NORM, COUNTED).items():
         counted[key[:2]] += parts
     ranks_by_groups: defaultdict[NormGroups, list[int]] = defaultdict(list)
     for rank_capture in strategy.ranks:
@@ -53,8 +53,8 @@ def check_norm_counts(
             ranks_by_groups[rank.norm_groups].append(rank.rank)
     if not ranks_by_groups:
         return
-    gradients = group_parameter_parts(strategy, Stage.REDUCED_GRADIENTS)
-    local_gradients = group_parameter_parts(strategy, Stage.LOCAL_GRADIENTS)
+    gradients = group_parameter_parts(strategy, CaptureStage.REDUCED_GRADIENTS)
+    local_gradients = group_parameter_parts(strategy, CaptureStage.LOCAL_GRADIENTS)
     for key in expected:
         if key in local_gradients and key not in gradients:
             gradients[key] = local_gradients[key]
@@ -138,7 +138,7 @@ def _find_holders(parts: Sequence[ParameterPart], is_wanted: Array) -> tuple[int
     ranks = set()
     for part in parts:
         values = part.values()
-        is_count = part.record.site.stage is Stage.NORM
+        is_count = part.record.site.stage is CaptureStage.NORM
         is_present = values > 0 if is_count else part.owned_elements(values)
         if (is_present & is_wanted[part.region()]).any():
             ranks.add(part.rank)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from parakit.artifacts.io import write_whole
-from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.formatting.html import environment
 from parakit.formatting.units import DASH, count
 from parakit.verify.comparison import CaptureComparison, TensorComparison
@@ -88,12 +88,12 @@ def render_page(judgement: Judgement) -> str:
     )
 
 
-def _summarize_verdict(verdict: Verdict) -> str:
+def _summarize_verdict(verdict: VerifyVerdict) -> str:
     """Return the verdict as one sentence, the heading of the page."""
     layout, reference = verdict.layout or "The strategy", verdict.reference or "the reference"
-    if verdict.verdict is Outcome.NOT_COMPARABLE:
+    if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
         return f"{layout} could not be compared with {reference}."
-    if verdict.verdict is Outcome.HELD:
+    if verdict.verdict is VerifyOutcome.HELD:
         worst_ratio = verdict.worst_ratio or 0.0
         return (
             f"{layout} computes what {reference} computes: no error is above "
@@ -102,7 +102,7 @@ def _summarize_verdict(verdict: Verdict) -> str:
     return f"{layout} differs from {reference} at {verdict.stage}, {verdict.module} ({verdict.tensor})."
 
 
-def _list_facts(verdict: Verdict, first: TensorComparison | None) -> Mapping[str, str]:
+def _list_facts(verdict: VerifyVerdict, first: TensorComparison | None) -> Mapping[str, str]:
     """Return the known facts of a verdict by name; facts without a text are left out."""
     facts: dict[str, str | None] = {"reason": verdict.reason}
     if first is not None and verdict.error is not None and verdict.tolerance is not None:

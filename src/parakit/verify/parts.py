@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.capture import PART, Stage
+from parakit.artifacts.capture import PART, CaptureStage
 from parakit.verify.align import ActivationAligner
 from parakit.verify.captured import Array, Capture, assemble_region, group_parameter_parts
 from parakit.verify.comparison import ComparedTensor, ComparisonKey
@@ -19,7 +19,11 @@ from parakit.verify.verdict import Judgement
 
 BEFORE = "the iteration before"
 """Name of the part that the iteration before has left in a gradient."""
-_GRADIENTS = (Stage.ACTIVATION_GRADIENTS, Stage.LOCAL_GRADIENTS, Stage.REDUCED_GRADIENTS)
+_GRADIENTS = (
+    CaptureStage.ACTIVATION_GRADIENTS,
+    CaptureStage.LOCAL_GRADIENTS,
+    CaptureStage.REDUCED_GRADIENTS,
+)
 _UNEXPLAINED_KINDS = ("other", "wrong on some ranks only", "copies differ between ranks")
 
 
@@ -84,9 +88,9 @@ def _list_sums(
     losses = _split_by_loss(key, tensor, strategy, without)
     if losses:
         yield _Sum(losses)
-    if stage is Stage.ACTIVATION_GRADIENTS:
+    if stage is CaptureStage.ACTIVATION_GRADIENTS:
         return
-    if stage is Stage.REDUCED_GRADIENTS:
+    if stage is CaptureStage.REDUCED_GRADIENTS:
         ranks = _split_by_rank(key, tensor, strategy)
         if len(ranks) > 1:
             yield _Sum(ranks)
@@ -121,7 +125,7 @@ def _split_by_rank(
     """Return the ranks' local gradients of the parameter, each divided by the data-parallel size."""
     _, name, slot = key
     ranks: dict[str, Array] = {}
-    for parts in group_parameter_parts(strategy, Stage.LOCAL_GRADIENTS, slot).values():
+    for parts in group_parameter_parts(strategy, CaptureStage.LOCAL_GRADIENTS, slot).values():
         for part in parts:
             if part.name == name and part.record.shape == tensor.ours.shape:
                 data_size = part.rank_capture.rank.data[1]
@@ -134,7 +138,7 @@ def _read_captured_parts(
 ) -> dict[str, Array]:
     """Return the captured parts of the parameter's gradient by name, for the tensor's region."""
     captured_parts: dict[str, Array] = {}
-    parts_by_key = group_parameter_parts(capture, Stage.LOCAL_GRADIENTS, PART)
+    parts_by_key = group_parameter_parts(capture, CaptureStage.LOCAL_GRADIENTS, PART)
     for parameter_key, parts in parts_by_key.items():
         if parts[0].name != key[1]:
             continue

@@ -22,10 +22,10 @@ from parakit.artifacts.capture import (
     COUNTS,
     RESPONSES_FILE,
     CapturedRank,
+    CaptureStage,
     CaptureWriter,
     Placement,
     Site,
-    Stage,
     TensorRecord,
 )
 from parakit.verify.align import (
@@ -281,7 +281,7 @@ class _Joiner:
             return parts[0]
         if sequence is not None:
             return self._join_sequence(parts, sequence)
-        if site.stage is Stage.LOSS and parts[0].ndim < 2:
+        if site.stage is CaptureStage.LOSS and parts[0].ndim < 2:
             return np.asarray(np.sum(parts, axis=0))
         return parts[0] if _are_equal(parts) else None
 
@@ -387,7 +387,7 @@ class _Joiner:
 
     def _write(self, site: Site, record: TensorRecord, values: Array) -> TensorRecord:
         """Write an activation with the dtype of `record`; gradients are scaled to those of one rank."""
-        if site.stage is Stage.ACTIVATION_GRADIENTS:
+        if site.stage is CaptureStage.ACTIVATION_GRADIENTS:
             values = values * self._gradient_scale
         return self._add(site, record.dtype, values)
 

@@ -16,7 +16,7 @@ from parakit.artifacts.capture import (
     START_BUFFER,
     START_WEIGHT,
     UPDATE,
-    Stage,
+    CaptureStage,
     TensorRecord,
 )
 from parakit.verify.captured import PARAMETERS, Array, Capture
@@ -48,7 +48,7 @@ class Tolerances:
         # all get the largest response of their slot.
         self._response_without_second_moment: dict[str, float] = {}
         for (stage, name, slot), response in self._responses.items():
-            if stage == Stage.WEIGHTS and name not in self._names_with_second_moment:
+            if stage == CaptureStage.WEIGHTS and name not in self._names_with_second_moment:
                 known_response = self._response_without_second_moment.get(slot, 0.0)
                 self._response_without_second_moment[slot] = max(known_response, response)
 
@@ -62,7 +62,7 @@ class Tolerances:
         stage, name, slot = key
         measured_slot = _SLOT_WITH_RESPONSE.get(slot, slot)
         response = self._responses.get((stage, name, measured_slot), 0.0)
-        if stage is Stage.WEIGHTS and name not in self._names_with_second_moment:
+        if stage is CaptureStage.WEIGHTS and name not in self._names_with_second_moment:
             response_of_slot = self._response_without_second_moment.get(measured_slot, 0.0)
             response = max(response, response_of_slot)
         tolerance = RESPONSES * max(response, self._sum_rounding(stage, record) / 4)
@@ -72,16 +72,16 @@ class Tolerances:
             return max(tolerance, 1 + RESPONSES)
         return tolerance
 
-    def _sum_rounding(self, stage: Stage, record: TensorRecord) -> float:
+    def _sum_rounding(self, stage: CaptureStage, record: TensorRecord) -> float:
         """Return the relative rounding error of a sum of as many terms as the tensor's elements have."""
         rank = self._reference.first
         if stage in PARAMETERS:
             num_terms = rank.sequence_length * rank.micro_batch_size * rank.micro_batches
         else:
-            num_terms = max((*record.shape, _NORM_TERMS if stage is Stage.NORM else 1))
+            num_terms = max((*record.shape, _NORM_TERMS if stage is CaptureStage.NORM else 1))
         epsilon = EPSILON.get(rank.dtype, EPSILON["float32"])
         rounding = epsilon * float(np.sqrt(num_terms))
-        if stage is Stage.LOSS:
+        if stage is CaptureStage.LOSS:
             # A loss is a sum over tokens in fp32. Its measured response can be next to nothing by chance.
             num_tokens = rank.sequence_length * rank.micro_batch_size
             rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(num_tokens)))

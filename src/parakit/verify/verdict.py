@@ -19,12 +19,12 @@ from parakit.artifacts.capture import (
     STARTS,
     UNOBSERVED,
     CapturedRank,
+    CaptureStage,
     CaptureWriter,
     Site,
-    Stage,
 )
 from parakit.artifacts.io import write_record, written_whole
-from parakit.artifacts.verdict import VERDICT_FILE, Outcome, Verdict
+from parakit.artifacts.verdict import VERDICT_FILE, VerifyOutcome, VerifyVerdict
 from parakit.verify.align import ActivationAligner
 from parakit.verify.captured import (
     Array,
@@ -53,7 +53,7 @@ _MAX_STORED_BYTES = 64 * 2**20
 class Judgement:
     """A verdict with the comparisons that it rests on."""
 
-    verdict: Verdict
+    verdict: VerifyVerdict
     compared: CaptureComparison | None = None
     """Comparisons of all tensors; None if nothing could be compared."""
     first: TensorComparison | None = None
@@ -65,7 +65,7 @@ class Judgement:
 
         A loss that is wrong although all outputs are right is wrong by itself.
         """
-        spreading_stages = (Stage.OUTPUTS, Stage.ACTIVATION_GRADIENTS)
+        spreading_stages = (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS)
         return self.first is not None and self.first.key[0] in spreading_stages
 
     @property
@@ -79,7 +79,7 @@ class Judgement:
 
         That is so for weights and optimizer states, unless the error is too large for rounding.
         """
-        carried_stages = (Stage.OPTIMIZER_STATE, Stage.WEIGHTS)
+        carried_stages = (CaptureStage.OPTIMIZER_STATE, CaptureStage.WEIGHTS)
         return (
             self.first is not None
             and self.first.key[0] in carried_stages
@@ -150,7 +150,7 @@ def _check_equal_token_counts(capture: Capture) -> None:
         float(rank_capture.values(record).sum())
         for rank_capture in capture.ranks
         for record in rank_capture.records
-        if (record.site.stage, record.site.slot) == (Stage.LOSS, "tokens")
+        if (record.site.stage, record.site.slot) == (CaptureStage.LOSS, "tokens")
     }
     if len(token_counts) > 1 and capture.first.context[1] == 1:
         raise VerifyError(
@@ -236,8 +236,8 @@ def judge(
 def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgement:
     """Return the verdict on compared captures, with the error located if there is one."""
     wrong = compared.wrong()
-    base = Verdict(
-        Outcome.DIFFERS if wrong else Outcome.HELD,
+    base = VerifyVerdict(
+        VerifyOutcome.DIFFERS if wrong else VerifyOutcome.HELD,
         worst_ratio=max((comparison.ratio for comparison in compared.comparisons), default=0.0),
         compared=compared.compared,
         seen=compared.seen,
@@ -254,7 +254,7 @@ def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgeme
     verdict = locate_error(base, first, compared, strategy)
     # An error in these stages spreads to nearly all others, so independent errors are listed only after
     # the strategy has run with the reference's inputs (`confirm`).
-    if stage not in (*LOCAL, Stage.INPUTS) and slot not in (*STARTS, UNOBSERVED):
+    if stage not in (*LOCAL, CaptureStage.INPUTS) and slot not in (*STARTS, UNOBSERVED):
         also = list_independent_errors(verdict, first, compared, strategy)
         verdict = replace(verdict, also=also)
     return Judgement(verdict, compared, first)
@@ -266,12 +266,12 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
     Otherwise a strategy would be called right although no module of it was checked.
     """
     has_outputs = any(
-        record.site.stage is Stage.OUTPUTS
+        record.site.stage is CaptureStage.OUTPUTS
         for rank_capture in strategy.ranks
         for record in rank_capture.records
     )
     is_output_compared = any(
-        comparison.key[0] is Stage.OUTPUTS for comparison in compared.comparisons
+        comparison.key[0] is CaptureStage.OUTPUTS for comparison in compared.comparisons
     )
     if has_outputs and not is_output_compared:
         names, _, reason = (compared.not_aligned or ("",))[-1].rpartition(": ")
@@ -295,7 +295,7 @@ def write_forced(
             False also writes the inputs of modules and the gradients of their outputs.
     """
     aligner = ActivationAligner(reference, strategy)
-    parts_by_key = group_parameter_parts(reference, Stage.WEIGHTS)
+    parts_by_key = group_parameter_parts(reference, CaptureStage.WEIGHTS)
     full_parameter = cache(lambda key: assemble_parameter(parts_by_key[key], reference))
     for rank_capture in strategy.ranks:
         with CaptureWriter(folder / rank_capture.folder.name) as writer:
@@ -316,9 +316,9 @@ def write_forced(
 
 def _is_module_input(site: Site) -> bool:
     """Return True for an input of a module in the forward pass, or in the backward pass."""
-    if site.stage is Stage.OUTPUTS:
+    if site.stage is CaptureStage.OUTPUTS:
         return site.slot.startswith("input.")
-    return site.stage is Stage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
+    return site.stage is CaptureStage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
@@ -366,12 +366,12 @@ def write_verdict(folder: Path, judgement: Judgement) -> None:
     write_record(folder / VERDICT_FILE, judgement.verdict)
 
 
-def _build_junit(verdict: Verdict, name: str) -> Element:
+def _build_junit(verdict: VerifyVerdict, name: str) -> Element:
     """Return a JUnit suite with one test, which fails if the strategy differs and else errs or passes."""
     suite = Element("testsuite", name="verify", tests="1")
     case = SubElement(suite, "testcase", classname="verify", name=name)
-    if verdict.verdict is not Outcome.HELD:
-        differs = verdict.verdict is Outcome.DIFFERS
+    if verdict.verdict is not VerifyOutcome.HELD:
+        differs = verdict.verdict is VerifyOutcome.DIFFERS
         kind = "failure" if differs else "error"
         suite.set(f"{kind}s", "1")
         message = verdict.line if differs else str(verdict.reason)
@@ -381,4 +381,4 @@ def _build_junit(verdict: Verdict, name: str) -> Element:
 
 def refuse_comparison(reason: str) -> Judgement:
     """Return the judgement that the captures are not comparable, for a reason."""
-    return Judgement(Verdict(Outcome.NOT_COMPARABLE, reason=reason))
+    return Judgement(VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason=reason))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from parakit.artifacts.capture import Site, Stage
+from parakit.artifacts.capture import CaptureStage, Site
 from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
 from parakit.config import variables
 from parakit.config.model import model_of
@@ -95,18 +95,18 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
     source = read_source(folder)
     for pair in source.pairs:
         for stage, slot in (
-            (Stage.LOCAL_GRADIENTS, "gradient"),
-            (Stage.REDUCED_GRADIENTS, "gradient"),
-            (Stage.OPTIMIZER_STATE, "exp_avg_sq"),
-            (Stage.WEIGHTS, "update"),
+            (CaptureStage.LOCAL_GRADIENTS, "gradient"),
+            (CaptureStage.REDUCED_GRADIENTS, "gradient"),
+            (CaptureStage.OPTIMIZER_STATE, "exp_avg_sq"),
+            (CaptureStage.WEIGHTS, "update"),
         ):
             record = one.by_site[Site(stage, pair.parameter, slot)]
             assert record.shape == pair.shape
             assert record.placement is not None
             assert record.placement.key == pair.key
-    logits = one.by_site[Site(Stage.OUTPUTS, "output_layer", "output.0", 0)]
+    logits = one.by_site[Site(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
     assert logits.shape == (8, 2, config["vocab_size"])
-    layer = one.by_site[Site(Stage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)]
+    layer = one.by_site[Site(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)]
     assert layer.shape == (8, 2, 8)
     assert {record.site.name for record in one.records} >= {
         *("decoder", "decoder.final_layernorm", "decoder.layers.0.pre_mlp_layernorm", "loss"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.cell import MatrixCell
 from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, Matrix
 from parakit.experiments.matrix.outcome import CellRecord, CellStatus
 
@@ -33,7 +33,7 @@ def matrix(one: Family, *apart: Apart) -> Matrix:
 
 
 def record(
-    cell: Cell, status: CellStatus = CellStatus.HELD, ratio: float = 0.25, **fields: object
+    cell: MatrixCell, status: CellStatus = CellStatus.HELD, ratio: float = 0.25, **fields: object
 ) -> CellRecord:
     """What became of a cell."""
     levels = tuple(level.path for level in cell.levels)
@@ -41,10 +41,10 @@ def record(
     return replace(made, worst_ratio=ratio, megatron="0.19.0", date="2026-11-22", **fields)  # type: ignore[arg-type]
 
 
-def guilty(*paths: str, layout: str = "tp2") -> Callable[[Cell], CellRecord]:
+def guilty(*paths: str, layout: str = "tp2") -> Callable[[MatrixCell], CellRecord]:
     """Verifies without Megatron: a cell differs that has all of these levels in the strategy."""
 
-    def verify(cell: Cell) -> CellRecord:
+    def verify(cell: MatrixCell) -> CellRecord:
         own = {level.path for level in cell.levels}
         wrong = cell.layout.name == layout and set(paths) <= own
         return record(cell, CellStatus.DIFFERS if wrong else CellStatus.HELD, stage="loss")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
-from parakit.experiments.matrix.cell import Cell, patched, uncured
+from parakit.config.files import relative_to_root
+from parakit.experiments.matrix.cell import MatrixCell, patched, uncured
 from parakit.experiments.matrix.cells import cells_of, draws, rows_of
 from parakit.experiments.matrix.commands import families_of
 from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, load_matrix
@@ -27,13 +27,13 @@ KNOWN = tuple(one for one in list_findings() if one.id == "sink-missing-in-norm"
 
 
 @cache
-def drawn() -> dict[str, tuple[Family, list[Cell]]]:
+def drawn() -> dict[str, tuple[Family, list[MatrixCell]]]:
     whole = load_matrix()
     families = families_of(whole, RELEASE)
     return {one.name: (one, cells_of(whole, one, KNOWN)) for one in families}
 
 
-def has(cell: Cell, level: Level, is_first: bool) -> bool:
+def has(cell: MatrixCell, level: Level, is_first: bool) -> bool:
     same = [one for one in cell.levels if one.factor == level.factor]
     return not same if is_first else same == [level]
 
@@ -126,7 +126,7 @@ def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() ->
 def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
     one = load_matrix().families[0]
     sink = one.level("attention/sink")
-    assert patched(Cell(one, DP, (sink,)), KNOWN).patch == ""
+    assert patched(MatrixCell(one, DP, (sink,)), KNOWN).patch == ""
 
 
 def finding(
@@ -147,7 +147,7 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     one = load_matrix().families[0]
     layout = next(layout for layout in one.layouts if layout.name == "tp2pp2")
     levels = one.with_needs([one.level("attention/sink"), one.level("rates/decoupled")])
-    cell = patched(Cell(one, layout, levels), (SINK, RATE, FREED))
+    cell = patched(MatrixCell(one, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
     patch_file = cell.pair().job.options.patch_file
@@ -162,7 +162,7 @@ def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
     one = load_matrix().families[0]
     after = replace(RATE, strategies=("tp2",), behind=SINK.id)
     levels = (one.level("attention/sink"), one.level("rates/decoupled"))
-    cell = patched(Cell(one, TP, levels), (SINK, after))
+    cell = patched(MatrixCell(one, TP, levels), (SINK, after))
     assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
     assert uncured(cell, (SINK, after)) == []
 
@@ -172,7 +172,7 @@ def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
     rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
     one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
     cells = cells_of(matrix(one), one, (RATE, FREED))
-    rate, freed = (from_root(finding.patch) for finding in (RATE, FREED))
+    rate, freed = (relative_to_root(finding.patch) for finding in (RATE, FREED))
     patches = {(len(cell.levels), cell.patch) for cell in cells}
     assert patches == {(1, freed), (0, ""), (1, f"{rate},{freed}"), (0, freed)}
 
@@ -181,7 +181,7 @@ def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends
     None
 ):
     one = load_matrix().families[0]
-    cell = Cell(one, TP, (one.level("rates/decoupled"),))
+    cell = MatrixCell(one, TP, (one.level("rates/decoupled"),))
     ends = replace(RATE, strategies=("tp2",), fails="no such method")
     assert patched(cell, [ends]).patch == ""
     assert (
@@ -201,7 +201,7 @@ def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() 
 def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
     one = load_matrix().families[0]
     ahead, rope = one.level("ahead/mtp"), one.level("position/rope")
-    cell = Cell(one, TP, one.with_needs([ahead]))
+    cell = MatrixCell(one, TP, one.with_needs([ahead]))
     assert cell.levels == (rope, ahead)
     assert cell.without(rope).levels == ()
     assert cell.without(ahead).levels == (rope,)
@@ -210,12 +210,12 @@ def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
 def test_an_id_changes_with_what_is_verified() -> None:
     one = family(factor("norm", "layer", "rms"))
     cells = [
-        Cell(one, TP),
-        Cell(one, DP),
-        Cell(one, TP, (one.level("norm/rms"),)),
-        Cell(one, TP, seed=7),
-        Cell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
-        Cell(one, Layout("tp2", "tp2", samples=16)),
+        MatrixCell(one, TP),
+        MatrixCell(one, DP),
+        MatrixCell(one, TP, (one.level("norm/rms"),)),
+        MatrixCell(one, TP, seed=7),
+        MatrixCell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
+        MatrixCell(one, Layout("tp2", "tp2", samples=16)),
     ]
     assert len({cell.id for cell in cells}) == len(cells)
 
@@ -253,7 +253,7 @@ def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
     whole = load_matrix()
     families = families_of(whole, RELEASE)
 
-    def first(seed: int) -> list[Cell]:
+    def first(seed: int) -> list[MatrixCell]:
         cells = draws(whole, families, KNOWN, seed)
         return [next(cells) for _ in range(40)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.cell import MatrixCell
 from parakit.experiments.matrix.curves import curve_of
 from parakit.experiments.matrix.outcome import CellStatus, Drawn, Error, keep, store
 from parakit.experiments.matrix.page import (
@@ -20,19 +20,19 @@ from tests.experiments.matrix.factory import DP, TP, factor, family, matrix, rec
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
 SINK, HALF = MODEL.level("attention/sink"), MODEL.level("dtype/bf16")
 RECORDS = [
-    record(Cell(MODEL, TP)),
-    record(Cell(MODEL, DP), ratio=0.5),
+    record(MatrixCell(MODEL, TP)),
+    record(MatrixCell(MODEL, DP), ratio=0.5),
     record(
-        Cell(MODEL, TP, (SINK,)),
+        MatrixCell(MODEL, TP, (SINK,)),
         CellStatus.DIFFERS,
         stage="norm",
         module="decoder.layers.0",
         kind="not counted",
         finding="sink-missing-in-norm",
     ),
-    record(Cell(MODEL, TP, (HALF,)), stages={"outputs": Error(2.0**-8, 0.5)}),
+    record(MatrixCell(MODEL, TP, (HALF,)), stages={"outputs": Error(2.0**-8, 0.5)}),
     record(
-        Cell(MODEL, DP, (HALF,)),
+        MatrixCell(MODEL, DP, (HALF,)),
         CellStatus.CRASHED,
         reason="RuntimeError: <no>",
         blamed=("dtype/bf16",),
@@ -65,7 +65,7 @@ def test_what_differs_is_named_with_its_finding_and_what_is_new_as_not_judged(
     tmp_path: Path,
 ) -> None:
     new = record(
-        Cell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", blamed=("attention/sink",)
+        MatrixCell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", blamed=("attention/sink",)
     )
     markdown, _ = pages(tmp_path, *RECORDS, new)
     assert "(sink-missing-in-norm). Seen in dense in tp2;" in markdown
@@ -97,7 +97,7 @@ def test_what_bf16_costs_is_the_largest_error_over_its_rounding() -> None:
 def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path: Path) -> None:
     held, failed = RECORDS[0], RECORDS[4]
     wrong = record(
-        Cell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", smallest="make verify-dp2"
+        MatrixCell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", smallest="make verify-dp2"
     )
     keep(tmp_path, "0.19.0.fuzz-7.json", Drawn(7, (held, failed, wrong), (wrong,)))
     markdown, _ = pages(tmp_path, *RECORDS)
@@ -109,7 +109,7 @@ def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path:
 
 def test_levels_that_a_version_does_not_know_are_in_no_row(tmp_path: Path) -> None:
     newer = family(factor("optimizer", "adamw", "muon", since=Version("0.20")))
-    store(tmp_path, "0.19.0", [record(Cell(newer, TP))])
+    store(tmp_path, "0.19.0", [record(MatrixCell(newer, TP))])
     write_pages(tmp_path, matrix(newer))
     markdown = (tmp_path / MARKDOWN).read_text()
     assert "| optimizer | adamw | ✓ 0.25 |" in markdown

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from parakit.experiments.matrix.cell import Cell
+from parakit.experiments.matrix.cell import MatrixCell
 from parakit.experiments.matrix.cells import cells_of
 from parakit.experiments.matrix.definition import load_matrix
 from parakit.experiments.matrix.outcome import (
@@ -59,7 +59,7 @@ def test_the_level_that_is_wrong_is_named_and_all_others_are_covered_again(tmp_p
 
 def test_two_levels_that_are_wrong_only_together_are_named_together(tmp_path: Path) -> None:
     run = run_of(tmp_path, guilty("heads/gqa", "norm/rms"))
-    cell = Cell(MODEL, TP, tuple(MODEL.level(path) for path in ("norm/rms", "heads/gqa")))
+    cell = MatrixCell(MODEL, TP, tuple(MODEL.level(path) for path in ("norm/rms", "heads/gqa")))
     assert run.run([*CELLS, cell])
     assert run.records[cell.id].blamed == ("norm/rms", "heads/gqa")
     assert signs(run, "tp2")["norm/rms"] == "✗ with gqa"
@@ -75,7 +75,7 @@ def test_a_layout_that_is_wrong_by_itself_is_wrong_with_every_level(tmp_path: Pa
 def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def verify(cell: Cell) -> CellRecord:
+    def verify(cell: MatrixCell) -> CellRecord:
         asked.append(cell.id)
         if len(asked) == 3:
             raise KeyboardInterrupt
@@ -99,11 +99,11 @@ def test_no_cell_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
 def test_a_known_finding_is_not_explained_again(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def verify(cell: Cell) -> CellRecord:
+    def verify(cell: MatrixCell) -> CellRecord:
         asked.append(cell.id)
         return record(cell, CellStatus.DIFFERS, finding="sink-missing-in-norm")
 
-    cell = Cell(MODEL, TP, (MODEL.level("heads/gqa"), MODEL.level("masks/eod")))
+    cell = MatrixCell(MODEL, TP, (MODEL.level("heads/gqa"), MODEL.level("masks/eod")))
     run_of(tmp_path, verify).run([cell])
     assert asked == [cell.id]
 
@@ -113,12 +113,12 @@ def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
     one = family(factor("norm", "layer", "rms"))
     one = msgspec.structs.replace(one, smaller=smaller)
 
-    def verify(cell: Cell) -> CellRecord:
+    def verify(cell: MatrixCell) -> CellRecord:
         wrong = "rms" in cell.flags and cell.more[-2:] != ("--num-layers", "1")
         return record(cell, CellStatus.DIFFERS if wrong else CellStatus.HELD)
 
     run = run_of(tmp_path, verify)
-    cell = Cell(one, TP, (one.level("norm/rms"),))
+    cell = MatrixCell(one, TP, (one.level("norm/rms"),))
     assert run.shrunk(cell).more == ("--num-layers", "2", "--hidden-size", "32")
     run.run([cell])
     assert "--num-layers 2 --hidden-size 32" in run.records[cell.id].smallest
@@ -149,8 +149,8 @@ def test_a_sentence_says_whether_megatron_refuses_or_crashes(
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    one = record(Cell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
-    run_of(tmp_path, lambda _: one).record(Cell(MODEL, DP))
+    one = record(MatrixCell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
+    run_of(tmp_path, lambda _: one).record(MatrixCell(MODEL, DP))
     assert run_of(tmp_path, guilty()).records == {one.id: one}
     assert msgspec.json.decode(msgspec.json.encode(one), type=CellRecord) == one
 
@@ -173,6 +173,6 @@ def test_a_record_is_of_the_known_finding_that_its_patches_do_not_cure(
     (sink,) = (one for one in list_findings() if one.id == "sink-missing-in-norm")
     ends = replace(sink, id="ends", fails="no get_loss_scale", stage=None)
     model = load_matrix().families[0]
-    cell = Cell(model, TP, (model.level("attention/sink"),), patch=patch)
+    cell = MatrixCell(model, TP, (model.level("attention/sink"),), patch=patch)
     verifier = CellVerifier(None, Options(), (ends, sink))  # type: ignore[arg-type]
     assert verifier._finding(cell, replace(record(cell), **fields)) == named  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ import pytest
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.experiments.matrix.cell import Cell
-from parakit.experiments.matrix.touched import RECORDER, changed_files, touched, with_one
+from parakit.experiments.matrix.cell import MatrixCell
+from parakit.experiments.matrix.touched import RECORDER, add_executed, changed_files, touched
 from tests.experiments.matrix.factory import DP, TP, factor, family
 
 MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
-PLAIN, EXPERTS = Cell(MODEL, TP), Cell(MODEL, TP, (MODEL.level("mlp/experts"),))
-NORM, UNKNOWN = Cell(MODEL, TP, (MODEL.level("norm/rms"),)), Cell(MODEL, DP)
+PLAIN, EXPERTS = MatrixCell(MODEL, TP), MatrixCell(MODEL, TP, (MODEL.level("mlp/experts"),))
+NORM, UNKNOWN = MatrixCell(MODEL, TP, (MODEL.level("norm/rms"),)), MatrixCell(MODEL, DP)
 CELLS = [UNKNOWN, NORM, PLAIN, EXPERTS]
 ROUTER = "megatron/core/transformer/moe/router.py"
 EXECUTED = {
@@ -40,15 +40,15 @@ EXECUTED = {
     ],
 )
 def test_cells_that_execute_most_changed_files_come_first_and_of_others_only_the_unknown(
-    changed: str, cells: list[Cell]
+    changed: str, cells: list[MatrixCell]
 ) -> None:
     assert touched(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]
 
 
 def test_what_all_of_a_family_execute_is_kept_once() -> None:
-    one = with_one({}, "dense/tp2", frozenset("ab"))
+    one = add_executed({}, "dense/tp2", frozenset("ab"))
     assert one == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
-    two = with_one(one, "dense/dp2", frozenset("ac"))
+    two = add_executed(one, "dense/dp2", frozenset("ac"))
     assert two == dict(zip(("dense", "dense/tp2", "dense/dp2"), map(frozenset, "abc"), strict=True))
 
 

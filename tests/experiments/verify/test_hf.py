@@ -13,7 +13,7 @@ from parakit.convert.hf.into_megatron import import_model, read_source
 from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
 from parakit.experiments.verify.command import SharedReferences
-from parakit.experiments.verify.pairs import Pair, Verification, compose_pair
+from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
@@ -29,7 +29,7 @@ def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> 
         )
     model = str(tmp_path / "mine" / "mine.args")
     options = Options(runs=tmp_path / "runs", extra=extra, model=model)
-    return compose_pair(Pair(parse_target(f"train-{strategy}", options), "hf"))
+    return compose_pair(LaunchPair(parse_target(f"train-{strategy}", options), "hf"))
 
 
 def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
 
     def compared(strategy: str, *extra: str) -> Path:
         options = Options(runs=tmp_path, extra=extra)
-        found = compose_pair(Pair(parse_target(f"train-{strategy}-gpt2-tiny-2cpu", options)))
+        found = compose_pair(LaunchPair(parse_target(f"train-{strategy}-gpt2-tiny-2cpu", options)))
         scratch = tmp_path / f"{strategy}{len(trained)}"
 
         def train(part: str, launch: Launch) -> str:
@@ -74,7 +74,7 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
 
 def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> None:
     options = Options(runs=tmp_path, dry_run=True)
-    composed = compose_pair(Pair(parse_target("train-tp2-gpt2-tiny-2cpu", options), "hf"))
+    composed = compose_pair(LaunchPair(parse_target("train-tp2-gpt2-tiny-2cpu", options), "hf"))
     with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
         check(composed.reference)
 

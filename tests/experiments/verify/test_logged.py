@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from parakit.artifacts.capture import Stage
-from parakit.artifacts.verdict import Outcome, Verdict
+from parakit.artifacts.capture import CaptureStage
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.experiments.verify.logged import (
     Rounding,
     compare_logs,
@@ -48,14 +48,14 @@ def log(tmp_path: Path) -> Log:
 
 
 def held(rounding: float = 1e-6) -> Judgement:
-    keys = ((Stage.LOSS, "loss", "sum"), (Stage.NORM, "grad_norm", "returned"))
+    keys = ((CaptureStage.LOSS, "loss", "sum"), (CaptureStage.NORM, "grad_norm", "returned"))
     compared = CaptureComparison(
         tuple(TensorComparison(key, rounding, 0.0) for key in keys), (), 2, 2
     )
-    return Judgement(Verdict(Outcome.HELD), compared)
+    return Judgement(VerifyVerdict(VerifyOutcome.HELD), compared)
 
 
-def judged(ours: Path, reference: Path, **degrees: Any) -> Verdict:
+def judged(ours: Path, reference: Path, **degrees: Any) -> VerifyVerdict:
     rank = captures.rank(world_size=2, **degrees)
     return compare_logs(held(), ours, reference, rank, same_backend=True).verdict
 
@@ -63,8 +63,12 @@ def judged(ours: Path, reference: Path, **degrees: Any) -> Verdict:
 def test_a_loss_that_is_printed_twice_as_large_differs_where_every_tensor_held(log: Log) -> None:
     doubled = log("ours", [2 * loss for loss in LOSSES])
     verdict = judged(doubled, log("reference"), data=(0, 2))
-    assert (verdict.verdict, verdict.exit_code) == (Outcome.DIFFERS, 1)
-    assert (verdict.stage, verdict.module, verdict.tensor) == (Stage.LOG, "lm loss", "iteration 1")
+    assert (verdict.verdict, verdict.exit_code) == (VerifyOutcome.DIFFERS, 1)
+    assert (verdict.stage, verdict.module, verdict.tensor) == (
+        CaptureStage.LOG,
+        "lm loss",
+        "iteration 1",
+    )
     assert (verdict.kind, verdict.iteration, verdict.ranks) == ("factor ×DP", 1, (1,))
     assert verdict.factor == pytest.approx(2)
     assert verdict.error == pytest.approx(1)
@@ -77,7 +81,7 @@ def test_a_loss_that_is_printed_twice_as_large_differs_where_every_tensor_held(l
 
 def test_a_held_verdict_says_what_was_compared(log: Log) -> None:
     verdict = judged(log("ours"), log("reference"))
-    assert verdict.verdict is Outcome.HELD
+    assert verdict.verdict is VerifyOutcome.HELD
     assert verdict.logged == "lm loss and grad norm of 3 iterations are printed the same"
     near = log("ours", (10.84543, *LOSSES[1:]))
     assert str(judged(near, log("reference")).logged).endswith(
@@ -107,7 +111,7 @@ def test_auxiliary_losses_are_compared(log: Log) -> None:
 
 
 def test_what_did_not_hold_is_left_as_it_is(tmp_path: Path) -> None:
-    nothing = Judgement(Verdict(Outcome.NOT_COMPARABLE))
+    nothing = Judgement(VerifyVerdict(VerifyOutcome.NOT_COMPARABLE))
     missing = tmp_path / "none"
     rank = captures.rank()
     assert compare_logs(nothing, missing, missing, rank, same_backend=True) is nothing
@@ -137,8 +141,10 @@ def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
 
 def test_rounding_is_that_of_the_tensors_and_at_least_that_of_the_parity() -> None:
     comparisons = (
-        TensorComparison((Stage.LOSS, "loss", "sum"), 2e-6, 0.0),
-        TensorComparison((Stage.OUTPUTS, "decoder.layers.0.mlp.router", "output.0"), 3e-3, 0.0),
+        TensorComparison((CaptureStage.LOSS, "loss", "sum"), 2e-6, 0.0),
+        TensorComparison(
+            (CaptureStage.OUTPUTS, "decoder.layers.0.mlp.router", "output.0"), 3e-3, 0.0
+        ),
     )
     compared = cast(CaptureComparison, SimpleNamespace(comparisons=comparisons))
     fp32 = measured_rounding(compared, "float32", same_backend=True)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parakit.artifacts.capture import START_WEIGHT, Site, Stage
-from parakit.artifacts.verdict import Outcome
+from parakit.artifacts.capture import START_WEIGHT, CaptureStage, Site
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -20,7 +20,7 @@ from parakit.config.flags import Flags
 from parakit.config.run import Backend
 from parakit.config.setting import SettingError
 from parakit.experiments.verify.command import carried_out, judged, keep_log
-from parakit.experiments.verify.pairs import Pair, Verification, compose_pair, pair_of
+from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair, pair_of
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
@@ -39,7 +39,7 @@ def composed(tmp_path: Path) -> Composer:
         options = Options(
             data="owt-ds/any", runs=tmp_path, iterations=iterations, extra=tuple(extra.split())
         )
-        return compose_pair(Pair(parse_target(f"train-{name}", options), **b))  # type: ignore[arg-type]
+        return compose_pair(LaunchPair(parse_target(f"train-{name}", options), **b))  # type: ignore[arg-type]
 
     return compose_named
 
@@ -77,7 +77,7 @@ def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     target = "verify-tp2-gpt2-tiny-2cpu"
     asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
     pair = pair_of(target, given(target, asked), Options())
-    assert pair == Pair(pair.job, "tp2", ("--micro-batch-size", "1"), None, "1")
+    assert pair == LaunchPair(pair.job, "tp2", ("--micro-batch-size", "1"), None, "1")
     assert pair.target == target
     with pytest.raises(SettingError, match="--megatron-lm-b: /nowhere is not a folder with"):
         given(target, {"ARGS": "--megatron-lm-b /nowhere"})
@@ -259,7 +259,7 @@ def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path)
         verdict = judged(pair, tmp_path, limited).verdict
     finally:
         limit.__exit__(None, None, None)
-    assert verdict.verdict is Outcome.NOT_COMPARABLE
+    assert verdict.verdict is VerifyOutcome.NOT_COMPARABLE
     assert verdict.reason is not None
     assert "could not be read or written (File too large)" in verdict.reason
 
@@ -276,7 +276,7 @@ def test_where_all_tensors_held_the_logs_decide(composed: Composer, tmp_path: Pa
         return failure
 
     verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
-    assert (verdict.verdict, verdict.stage) == (Outcome.DIFFERS, Stage.LOG)
+    assert (verdict.verdict, verdict.stage) == (VerifyOutcome.DIFFERS, CaptureStage.LOG)
     assert "prints lm loss 2.169000E+01 at iteration 1" in verdict.line
 
 
@@ -319,7 +319,7 @@ def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_train
     tiny = ROOT / "examples" / "gpt3" / "models" / "gpt2-tiny.args"
     file.write_text(f"{tiny.read_text()}--vocab-size 4096\n")
     options = Options(model=str(file), runs=tmp_path)
-    pair = compose_pair(Pair(parse_target("train-tp2-mine-2cpu", options)))
+    pair = compose_pair(LaunchPair(parse_target("train-tp2-mine-2cpu", options)))
     with pytest.raises(LaunchError, match="far enough"):
         carried_out(pair, Console(file=text), tmp_path / "v")
     first = text.getvalue().splitlines()[0]
@@ -339,8 +339,8 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
         asked.append(part)
         injected = part.startswith("strategy")
         sites = {
-            Site(Stage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
-            Site(Stage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
+            Site(CaptureStage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
+            Site(CaptureStage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
         }
         tensors: captures.Tensors = [
             (site, ones * (1 + (injected and wrong)), at) for site, wrong in sites.items()
@@ -350,7 +350,7 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
 
     pair = composed("tp2-gpt2-tiny-2cpu", iterations=8)
     verdict = judged(pair, tmp_path, train).verdict
-    assert (verdict.iteration, verdict.stage) == (began, Stage.LOCAL_GRADIENTS)
+    assert (verdict.iteration, verdict.stage) == (began, CaptureStage.LOCAL_GRADIENTS)
     # A search by halves: a reference and a strategy each.
     assert asked[-2:] == ["reference-3", "strategy-3"]
     assert len(asked) == 8

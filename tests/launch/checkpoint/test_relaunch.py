@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.run import DatasetIdentity, Host, MegatronEntry, RunRecord
+from parakit.artifacts.run import DatasetIdentity, HostRecord, MegatronEntry, RunRecord
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
 from parakit.config.run import Backend, DeviceKind, spec_of_model
@@ -45,7 +45,7 @@ def record_of(launch: Launch) -> RunRecord:
         command=(),
         environment=launch.environment,
         entry=launch.entry,
-        host=Host("here", "cpu", 2, 1),
+        host=HostRecord("here", "cpu", 2, 1),
         software={},
         dataset=DatasetIdentity(launch.data),
         start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,

@@ -2,7 +2,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, describe_module, global_names
-from parakit.artifacts.capture import CaptureWriter, Site, Stage
+from parakit.artifacts.capture import CaptureStage, CaptureWriter, Site
 from parakit.capturing.sinks import KnownTensors, Recording, RoundingProbe, StoredTensors
 from tests.verify.captures import rank
 
@@ -44,7 +44,7 @@ def captured(tmp_path, model, x=2.0, forced=None):
     return StoredTensors(tmp_path, writer.records)
 
 
-def value(stored, name, slot, stage=Stage.OUTPUTS):
+def value(stored, name, slot, stage=CaptureStage.OUTPUTS):
     result = stored.get(Site(stage, name, slot, 0))
     return None if result is None else result.item()
 
@@ -53,12 +53,12 @@ def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
     stored = captured(tmp_path / "c", Model())
     assert [value(stored, "first", slot) for slot in ("input.x", "output")] == [2, 6]
     assert [value(stored, "second", slot) for slot in ("input.x", "output")] == [6, 18]
-    assert value(stored, "model", "input.x", Stage.INPUTS) == 2
+    assert value(stored, "model", "input.x", CaptureStage.INPUTS) == 2
 
 
 def test_gradient_of_a_modules_input_excludes_other_users_of_that_input(tmp_path):
     stored = captured(tmp_path / "c", Model())
-    gradients = Stage.ACTIVATION_GRADIENTS
+    gradients = CaptureStage.ACTIVATION_GRADIENTS
     assert value(stored, "second", "input.x", gradients) == 3
     assert value(stored, "first", "output", gradients) == 4
     assert value(stored, "first", "input.x", gradients) == 12
@@ -74,7 +74,7 @@ def test_probes_change_no_gradient_and_leave_nothing_behind(tmp_path):
 
 def test_a_recomputed_pass_is_written_beside_the_first(tmp_path):
     stored = captured(tmp_path / "c", Model(recompute=True))
-    backward = Stage.ACTIVATION_GRADIENTS
+    backward = CaptureStage.ACTIVATION_GRADIENTS
     assert value(stored, "second", "output") == 18
     assert value(stored, "second", "recomputed.output", backward) == 18
     assert value(stored, "second", "input.x", backward) == 3
@@ -95,14 +95,14 @@ def test_forced_gradient_hides_faults_after_it(tmp_path):
     wrong = Model()
     wrong.second.weight.data.fill_(7)
     stored = captured(tmp_path / "forced", wrong, forced=right)
-    assert value(stored, "first", "output", Stage.ACTIVATION_GRADIENTS) == 8
-    assert value(stored, "first", "input.x", Stage.ACTIVATION_GRADIENTS) == 12
+    assert value(stored, "first", "output", CaptureStage.ACTIVATION_GRADIENTS) == 8
+    assert value(stored, "first", "input.x", CaptureStage.ACTIVATION_GRADIENTS) == 12
 
 
 def test_a_tensor_that_was_written_can_still_be_freed(tmp_path):
     tensor = torch.ones(2)
     with CaptureWriter(tmp_path / "c") as writer:
-        Recording(writer).forward(Site(Stage.OUTPUTS, "first", "output", 0), tensor)
+        Recording(writer).forward(Site(CaptureStage.OUTPUTS, "first", "output", 0), tensor)
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().nbytes() == 0
 
@@ -120,7 +120,7 @@ def test_a_response_is_the_relative_change(tmp_path):
     writer_folder = tmp_path / "c"
     stored = captured(writer_folder, Model())
     responding = RoundingProbe(stored)
-    responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([6.03]))
+    responding.write(Site(CaptureStage.OUTPUTS, "first", "output", 0), torch.tensor([6.03]))
     (response,) = responding.responses.values()
     assert abs(response - 0.005) < 1e-6
 
@@ -161,7 +161,7 @@ def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_
 def test_integers_are_not_off_by_rounding(tmp_path):
     responding = RoundingProbe(captured(tmp_path / "c", Model()))
     responding.round_otherwise(0)
-    site = Site(Stage.OUTPUTS, "first", "input.ids", 0)
+    site = Site(CaptureStage.OUTPUTS, "first", "input.ids", 0)
     assert responding.forward(site, torch.tensor([3])) is None
     off = responding.forward(site, torch.tensor([6.0] * 64))
     assert off is not None
@@ -172,15 +172,15 @@ def test_integers_are_not_off_by_rounding(tmp_path):
 def test_overflow_with_perturbed_weights_is_no_response(tmp_path):
     responding = RoundingProbe(captured(tmp_path / "c", Model()))
     for value in (float("inf"), 6.03):
-        responding.write(Site(Stage.OUTPUTS, "first", "output", 0), torch.tensor([value]))
+        responding.write(Site(CaptureStage.OUTPUTS, "first", "output", 0), torch.tensor([value]))
     (response,) = responding.responses.values()
     assert abs(response - 0.005) < 1e-6
 
 
 def test_response_of_a_state_includes_its_initial_values(tmp_path):
-    gradient = Site(Stage.REDUCED_GRADIENTS, "w", "gradient")
+    gradient = Site(CaptureStage.REDUCED_GRADIENTS, "w", "gradient")
     average, squares = (
-        Site(Stage.OPTIMIZER_STATE, "w", name) for name in ("exp_avg", "exp_avg_sq")
+        Site(CaptureStage.OPTIMIZER_STATE, "w", name) for name in ("exp_avg", "exp_avg_sq")
     )
     with CaptureWriter(tmp_path / "c") as writer:
         for site in (gradient, average, squares):
@@ -190,7 +190,7 @@ def test_response_of_a_state_includes_its_initial_values(tmp_path):
     responding.write(gradient, torch.tensor([3.0, 4.05]))  # 0.01 of it.
     responding.write(average, torch.tensor([3.0, 4.05]))
     responding.carry(
-        [(average, 50.0), (squares, 5.0), (Site(Stage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0)]
+        [(average, 50.0), (squares, 5.0), (Site(CaptureStage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0)]
     )
     result = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
     assert result == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}

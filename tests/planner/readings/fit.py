@@ -25,7 +25,7 @@ from parakit.costs.tensors import UnevenSplitError
 from parakit.planner.readings.facts import origin
 from parakit.planner.readings.published import KIT, kit_runs
 from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.residual import residual, with_constants
+from parakit.planner.readings.residual import replace_constants, residual
 from parakit.planner.readings.table import Reading, read_readings
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
@@ -133,7 +133,7 @@ def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.f
     found = []
     for item in readings:
         if id(item.cluster) not in made:
-            made[id(item.cluster)] = with_constants(item.cluster, constants)
+            made[id(item.cluster)] = replace_constants(item.cluster, constants)
         try:
             found.append(log(1 + residual(replace(item, cluster=made[id(item.cluster)])).error))
         except (UnevenSplitError, NoPeakError):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from parakit.planner.readings.page import write_page
 from parakit.planner.readings.residual import residuals
-from parakit.planner.readings.summary import by_kind, choices, errors_of
+from parakit.planner.readings.summary import choices, errors_of, group_by_kind
 from parakit.planner.readings.table import read_readings
 
 
@@ -40,5 +40,5 @@ def test_a_choice_is_judged_by_what_its_layout_took() -> None:
 def test_no_published_measurement_is_of_two_kinds_of_run() -> None:
     readings, unreadable = read_readings()
     found = residuals(readings[::20], unreadable)
-    kinds = by_kind(found)
+    kinds = group_by_kind(found)
     assert 0 < sum(len(kind.errors) for kind in kinds) <= len(found.predicted)

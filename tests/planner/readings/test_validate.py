@@ -14,7 +14,7 @@ from parakit.planner.readings import command
 from parakit.planner.readings.facts import origin
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, residual, residuals
-from parakit.planner.readings.summary import as_data, choices, errors_of
+from parakit.planner.readings.summary import choices, encode_summary, errors_of
 from parakit.planner.readings.table import (
     COLUMNS,
     MAY_LACK,
@@ -194,7 +194,7 @@ def test_a_run_that_cannot_have_been_is_refused_with_the_reason(
 def test_a_trainer_that_keeps_what_no_formula_counts_gets_no_verdict() -> None:
     chosen = [row for row in read_readings()[0] if row.line in (425, 570)]
     found = residuals(chosen)
-    by_recipe, maxtext = as_data(found, errors_of(found))["rows"]
+    by_recipe, maxtext = encode_summary(found, errors_of(found))["rows"]
     assert by_recipe["fits"] in set(Fit)
     assert maxtext["fits"] is None
     assert maxtext["memory_bytes"]
@@ -485,7 +485,7 @@ def test_what_is_not_stated_is_counted_apart_and_its_interval_holds_the_range(
 ) -> None:
     path = file_of(tmp_path, {}, {"mbs": ""})
     found = residuals(*read_readings(path))
-    data = as_data(found, errors_of(found))
+    data = encode_summary(found, errors_of(found))
     assert sorted(data["sources"]) == ["mine", "mine, micro batch not stated"]
     stated, unstated = data["rows"]
     assert (stated["unstated"], stated["range"]) == ([], None)

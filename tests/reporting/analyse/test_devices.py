@@ -2,7 +2,7 @@
 
 import pytest
 
-from parakit.artifacts.run import Host
+from parakit.artifacts.run import HostRecord
 from parakit.config.hardware import device_by_key
 from parakit.config.run import DeviceKind
 from parakit.logs.runs import load_runs
@@ -109,7 +109,7 @@ def of_kit(tmp_path, device, host):
 
 
 def test_runs_of_the_kit_on_gpus_are_judged_per_device(tmp_path):
-    host = Host("here", "a processor", 2, 2**34, ("NVIDIA H200",) * 2)
+    host = HostRecord("here", "a processor", 2, 2**34, ("NVIDIA H200",) * 2)
     speed = of_kit(tmp_path, DeviceKind.GPU, host)
     assert speed.judged is speed.per_device_token
     assert speed.judged is not None

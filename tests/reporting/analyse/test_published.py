@@ -1,6 +1,6 @@
 import pytest
 
-from parakit.artifacts.run import Host, MegatronEntry
+from parakit.artifacts.run import HostRecord, MegatronEntry
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import NAMED, Batch, Parallelism
@@ -21,7 +21,7 @@ def h200_tp2(**changes):
         batch=Batch(64, 64),
         seq_length=1024,
         dtype="fp16",
-        host=Host("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="580.82.07"),
+        host=HostRecord("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="580.82.07"),
         entry=MegatronEntry("pretrain_gpt.py", "0.15.0rc2", "f4fa7d6b1234"),
     )
     return changed(record, **changes)
@@ -67,14 +67,14 @@ def test_same_setup_outside_the_range_is_not_reproduced(tmp_path, ms):
 
 
 def test_other_driver_is_named_but_no_obstacle(tmp_path):
-    host = Host("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="999")
+    host = HostRecord("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="999")
     time, _ = matches(tmp_path, h200_tp2(host=host), 543.0, None)
     assert time.verdict == "reproduced"
     assert time.differs == ("driver 999 instead of 580.82.07",)
 
 
 def test_other_device_cannot_reproduce(tmp_path):
-    host = Host("h", "c", 2, 1, ("NVIDIA H100 80GB HBM3",) * 2, driver="580.82.07")
+    host = HostRecord("h", "c", 2, 1, ("NVIDIA H100 80GB HBM3",) * 2, driver="580.82.07")
     time, _ = matches(tmp_path, h200_tp2(host=host), 543.0, None)
     assert time.verdict == "not comparable"
     assert "device NVIDIA H100 80GB HBM3 instead of NVIDIA H200" in time.differs

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.artifacts.run import Host
+from parakit.artifacts.run import HostRecord
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import Batch
@@ -13,7 +13,7 @@ from parakit.reporting.analyse.results import RESULTS
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
 LARGE = load_model("gpt2-large")
-H200 = Host("h", "cpu", 2, 1, ("NVIDIA H200",) * 2)
+H200 = HostRecord("h", "cpu", 2, 1, ("NVIDIA H200",) * 2)
 
 
 def published_dp2(**changes):

@@ -5,7 +5,7 @@ import pytest
 from parakit.artifacts.measurements import CommunicationRecord, RankCommunication, TimeRecord
 from parakit.costs.operations import Phase
 from parakit.logs.sources import read_time_ledger
-from parakit.reporting.analyse.time_shares import time_shares, with_pipeline_waits
+from parakit.reporting.analyse.time_shares import add_pipeline_waits, time_shares
 from tests.reporting.ledger_factory import call, seconds
 
 PHASES = {
@@ -43,7 +43,7 @@ def sent(wait: float, group: str = "pp") -> CommunicationRecord:
 
 def test_messages_waited_for_outside_their_timers_are_pipeline_waits() -> None:
     times = TimeRecord((seconds(0, PHASES, CALLS),))
-    (rank,) = with_pipeline_waits(times, sent(0.15)).ranks
+    (rank,) = add_pipeline_waits(times, sent(0.15)).ranks
     assert rank.phase_seconds[Phase.PIPELINE] == pytest.approx(0.15)
     assert rank.phase_seconds[Phase.OTHER] == pytest.approx(0.05)
     assert rank.communication_seconds[Phase.OTHER] == pytest.approx(0.03)
@@ -51,7 +51,7 @@ def test_messages_waited_for_outside_their_timers_are_pipeline_waits() -> None:
 
 
 def test_never_more_is_moved_than_was_waited_there() -> None:
-    (rank,) = with_pipeline_waits(TimeRecord((seconds(0, PHASES, CALLS),)), sent(9.0)).ranks
+    (rank,) = add_pipeline_waits(TimeRecord((seconds(0, PHASES, CALLS),)), sent(9.0)).ranks
     assert rank.phase_seconds[Phase.PIPELINE] == pytest.approx(0.18)
 
 
@@ -60,7 +60,7 @@ def test_waits_inside_the_timers_and_those_of_a_ring_stay(
     record: CommunicationRecord | None,
 ) -> None:
     times = TimeRecord((seconds(0, PHASES, CALLS),))
-    assert with_pipeline_waits(times, record) == times
+    assert add_pipeline_waits(times, record) == times
 
 
 def test_missing_and_damaged_ledgers_are_a_reason(tmp_path) -> None:  # type: ignore[no-untyped-def]

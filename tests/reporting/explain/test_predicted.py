@@ -21,7 +21,7 @@ from parakit.reporting.explain.closed_form import (
     fullest_candidate,
 )
 from parakit.reporting.explain.predicted import (
-    Evidence,
+    PredictionEvidence,
     StageTimes,
     Unattributed,
     compare_calls,
@@ -46,7 +46,7 @@ WORD = 50304 * 64
 """Elements of gpt2-tiny's word embedding."""
 
 
-def found(folder: Path) -> Evidence:
+def found(folder: Path) -> PredictionEvidence:
     return evidence_of(load(folder)[0])
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from parakit.logs.dialects import dialects, find_iterations, line_formats
+from parakit.logs import dialects
+from parakit.logs.dialects import find_iterations, line_formats
 from parakit.logs.layouts import LayoutReader
 from parakit.logs.runs import load_log
 from parakit.logs.scrape import other_news, scrape_log

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from parakit.artifacts.io import write_record
-from parakit.artifacts.run import Code, Host, Status, StatusRecord
+from parakit.artifacts.run import Code, HostRecord, Status, StatusRecord
 from parakit.config.files import ROOT
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
@@ -338,7 +338,7 @@ def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
         seq_length=1024,
         dtype="fp16",
         dropout=0.1,
-        host=Host("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="580.82.07"),
+        host=HostRecord("h", "c", 2, 1, ("NVIDIA H200",) * 2, driver="580.82.07"),
     )
     folder = write_run(tmp_path / "runs", record, log_text([543.0 + k % 2 for k in range(30)]))
     (folder / "samples.csv").write_text(

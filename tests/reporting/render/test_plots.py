@@ -9,7 +9,7 @@ from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.canvas import evenly, extremes
 from parakit.reporting.render.headline import answer
-from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, as_script, plots_of
+from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, encode_plots, plots_of
 from parakit.reporting.render.sentences import sentences
 from parakit.reporting.render.tables import arguments
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
@@ -106,6 +106,6 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
 def test_text_of_a_log_cannot_end_the_script(tmp_path):
     write_run(tmp_path, run_record("$x_<b>$"), log_text([9.0, 8.0, 7.0]))
     report = report_of(tmp_path)
-    text = as_script(plots_of(report))
+    text = encode_plots(plots_of(report))
     assert "<" not in text
     assert json.loads(text)["times"]["unit"] == "ms"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parakit.artifacts.io import made_whole, write_record
 from parakit.artifacts.torch_dist import EMBEDDING, VOCABULARY
-from parakit.config.files import args_text, from_root, is_plain_name, read_regular_file
+from parakit.config.files import args_text, is_plain_name, read_regular_file, relative_to_root
 from parakit.config.flags import merge_flags
 from parakit.config.huggingface import exact_flags, read_config
 from parakit.config.model import (
@@ -212,7 +212,7 @@ def _check_name(name: str, target: Path, hub: Path) -> None:
         raise ConversionError(f"NAME={name} is no model's name; use letters, digits, '.' and '-'.")
     if target.exists():
         raise ConversionError(
-            f"{from_root(target)} exists already; remove it, or choose another NAME=."
+            f"{relative_to_root(target)} exists already; remove it, or choose another NAME=."
         )
     if hub == HUB and name in model_names():
         raise ConversionError(f"NAME={name} is a model of 'make list'; choose another.")
@@ -314,7 +314,7 @@ def _find_largest_id(path: Path) -> int:
 def _compose_args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
     """Return the text of `NAME.args`: Megatron's flags for the model, and those that load its weights."""
     divisor = math.gcd(source.shape.vocabulary, _PADDING_MULTIPLE)
-    weights = from_root(target / IMPORTED_WEIGHTS)
+    weights = relative_to_root(target / IMPORTED_WEIGHTS)
     flags = merge_flags(
         source.flags,
         ("--make-vocab-size-divisible-by", str(divisor)),

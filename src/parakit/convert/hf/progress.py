@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.formatting.terminal import say
 from parakit.formatting.units import amount, duration
 
@@ -78,6 +78,6 @@ def check_disk_space(target: Path, tensor_bytes: int) -> None:
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < needed_bytes:
         raise ConversionError(
-            f"{from_root(target)} needs {amount(needed_bytes)}, and {parent} has {amount(free_bytes)} "
+            f"{relative_to_root(target)} needs {amount(needed_bytes)}, and {parent} has {amount(free_bytes)} "
             "free; make room there, or name another folder."
         )

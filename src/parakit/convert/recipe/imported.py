@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parakit.config.flag_table import FLAGS, of_role
+from parakit.config.flag_table import FLAGS, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
 from parakit.config.model import training_flags
 from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
@@ -23,7 +23,7 @@ _VARIABLES = {
     "--data-path": "DATA",
 }
 """The make variable of each flag that has one."""
-_RUN_FLAGS = of_role("start", "parallelism", "stages", "overlap") | {
+_RUN_FLAGS = flags_with_role("start", "parallelism", "stages", "overlap") | {
     "--async-save",
     "--ckpt-format",
     "--num-workers",

@@ -92,7 +92,7 @@ def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
     return (layers + again) * spec.microbatches, layers * spec.microbatches
 
 
-def by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:
+def sum_bytes_by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:
     """Wire bytes by group."""
     totals: dict[Group, int] = {}
     for call in calls:

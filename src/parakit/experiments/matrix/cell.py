@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_patches.patch_file import SEPARATOR
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.flags import drop_flags, values_by_flag
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind, OptimizerName
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.matrix.definition import Family, Layout, Level
-from parakit.experiments.verify.pairs import MICRO_BATCH, PREFIX, Pair
+from parakit.experiments.verify.pairs import MICRO_BATCH, PREFIX, LaunchPair
 from parakit.launch import NO_OPTIONS, SMALL_SAMPLE, Job, Options, make_command, read_patch_file
 from parakit.verify import Finding
 
@@ -27,7 +27,7 @@ _VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """One thing to verify."""
 
     family: Family
@@ -90,7 +90,7 @@ class Cell:
         chosen = [level.optimizer for level in self.levels if level.optimizer]
         return chosen[-1] if chosen else OptimizerName.ADAMW
 
-    def pair(self, options: Options = NO_OPTIONS) -> Pair:
+    def pair(self, options: Options = NO_OPTIONS) -> LaunchPair:
         """What is verified, under the options of a matrix."""
         own = replace(
             options,
@@ -104,7 +104,7 @@ class Cell:
         )
         model, layout = load_model(self.family.model), self.layout
         job = Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own)
-        return Pair(job, flags=self.own)
+        return LaunchPair(job, flags=self.own)
 
     def command(self, megatron_lm: str = "") -> str:
         """What repeats it alone."""
@@ -112,17 +112,17 @@ class Cell:
         given = {**pair.variables, "MEGATRON_LM": megatron_lm}
         return make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
 
-    def only(self, levels: Iterable[Level]) -> Cell:
+    def only(self, levels: Iterable[Level]) -> MatrixCell:
         """The same strategy with some levels, and what these need."""
         return replace(self, levels=self.family.with_needs(levels))
 
-    def without(self, level: Level) -> Cell:
+    def without(self, level: Level) -> MatrixCell:
         """The same without a level and those that need it."""
         kept = [one for one in self.levels if one != level and level.name not in one.needs]
         return self.only(kept)
 
 
-def patched(cell: Cell, known: Iterable[Finding]) -> Cell:
+def patched(cell: MatrixCell, known: Iterable[Finding]) -> MatrixCell:
     """The cell with the patches of the known findings that would be seen in it.
 
     What ends a run hides nothing in other cells, unless it ends every run of a strategy.
@@ -131,20 +131,20 @@ def patched(cell: Cell, known: Iterable[Finding]) -> Cell:
         one for one in uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
     ]
     before = {one.behind for one in found}  # A patch cures what comes before its own finding too.
-    patches = [from_root(one.patch) for one in found if one.id not in before]
+    patches = [relative_to_root(one.patch) for one in found if one.id not in before]
     return replace(cell, patch=SEPARATOR.join(patches)) if patches else cell
 
 
-def uncured(cell: Cell, known: Iterable[Finding]) -> list[Finding]:
+def uncured(cell: MatrixCell, known: Iterable[Finding]) -> list[Finding]:
     """The known findings that are seen in a cell and that its patches do not cure."""
     found = [one for one in known if applies(one, cell)]
     patches = cell.patch.split(SEPARATOR)
-    cured = [one for one in found if from_root(one.patch) in patches]
+    cured = [one for one in found if relative_to_root(one.patch) in patches]
     names = {name for one in cured for name in (one.id, one.behind)}
     return [one for one in found if one.id not in names]
 
 
-def applies(finding: Finding, cell: Cell) -> bool:
+def applies(finding: Finding, cell: MatrixCell) -> bool:
     """Whether a finding is seen in a cell: its flags, and all that its strategy splits."""
     if not finding.patch.is_file() or not is_within(finding.own_flags, cell.own):
         return False
@@ -179,5 +179,5 @@ def levels_of(finding: Finding, family: Family) -> tuple[Level, ...] | None:
     rest = drop_flags(finding.flags, [word for word in family.base if word.startswith("--")])
     levels = [one for one in family.levels if one.flags and is_within(one.flags, rest)]
     chosen = family.with_needs(levels)
-    whole = Cell(family, family.layouts[0], chosen).flags
+    whole = MatrixCell(family, family.layouts[0], chosen).flags
     return chosen if is_within(finding.flags, whole) else None

@@ -14,7 +14,7 @@ from itertools import combinations
 
 from allpairspy import AllPairs
 
-from parakit.experiments.matrix.cell import Cell, applies, levels_of, patched
+from parakit.experiments.matrix.cell import MatrixCell, applies, levels_of, patched
 from parakit.experiments.matrix.definition import Family, Layout, Level, Matrix
 from parakit.verify import Finding
 
@@ -25,7 +25,9 @@ Row = tuple[Level, ...]
 """A level of each feature, first ones included."""
 
 
-def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1) -> list[Cell]:
+def cells_of(
+    matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1
+) -> list[MatrixCell]:
     """Cells that cover a family, those with one reference after each other.
 
     Those that cover a pair of a strategy and a level come first, those that pair two levels last: where
@@ -36,13 +38,13 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
     rows = rows_of(matrix, family, seed)
     drawn = [cell for layout in family.layouts for cell in _cover(matrix, family, layout, rows)]
     used = {cell.levels for cell in drawn}
-    rest, order = list[Cell](), family.layouts
+    rest, order = list[MatrixCell](), family.layouts
     for row in rows:
         if (levels := _not_first(family, row)) in used:
             continue
         # A row that no strategy needed has pairs of levels that no other row has.
         suited = [one for one in order if matrix.legal(family, row, one.name)]
-        rest += [Cell(family, layout, levels) for layout in suited[:1]]
+        rest += [MatrixCell(family, layout, levels) for layout in suited[:1]]
         order = (*order[1:], order[0])
     shown = ((finding, levels_of(finding, family)) for finding in known)
     alone = [
@@ -50,17 +52,17 @@ def cells_of(matrix: Matrix, family: Family, known: Sequence[Finding], seed: int
         for finding, levels in shown
         if levels is not None
         for layout in family.layouts
-        if applies(finding, cell := Cell(family, layout, levels))
+        if applies(finding, cell := MatrixCell(family, layout, levels))
     ]
-    covering = in_order((*alone, *(patched(cell, known) for cell in drawn)))
-    further = in_order(patched(cell, known) for cell in rest)
+    covering = order_by_reference((*alone, *(patched(cell, known) for cell in drawn)))
+    further = order_by_reference(patched(cell, known) for cell in rest)
     seeded = (replace(cell, seed=seed) for cell in (*covering, *further))
     return list({cell.id: cell for cell in seeded}.values())
 
 
 def draws(
     matrix: Matrix, families: Sequence[Family], known: Sequence[Finding], seed: int
-) -> Iterator[Cell]:
+) -> Iterator[MatrixCell]:
     """Legal cells without end, each once; the same for the same seed, and for the first n of any number.
 
     The seed is the draw's alone: weights and samples are the same for all.
@@ -74,15 +76,15 @@ def draws(
             for given in family.features.values()
             if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
         ]
-        cell = patched(Cell(family, layout, matrix.fitting(family, layout, levels)), known)
+        cell = patched(MatrixCell(family, layout, matrix.fitting(family, layout, levels)), known)
         if cell.id not in seen:
             seen.add(cell.id)
             yield cell
 
 
-def in_order(cells: Iterable[Cell]) -> list[Cell]:
+def order_by_reference(cells: Iterable[MatrixCell]) -> list[MatrixCell]:
     """Cells of one reference after each other: a reference is trained once, and few are kept."""
-    groups: dict[tuple[object, ...], list[Cell]] = {}
+    groups: dict[tuple[object, ...], list[MatrixCell]] = {}
     for cell in cells:
         groups.setdefault(cell.reference, []).append(cell)
     return [cell for group in groups.values() for cell in group]
@@ -145,10 +147,10 @@ def _not_first(family: Family, row: Row) -> tuple[Level, ...]:
     return tuple(level for level in row if not family.is_first(level))
 
 
-def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) -> list[Cell]:
+def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) -> list[MatrixCell]:
     """Cells of one strategy with every level: rows, rows without what does not fit, levels alone."""
     left = {level for levels in family.factors.values() for level in levels}
-    cells: list[Cell] = []
+    cells: list[MatrixCell] = []
     # Of what does not fit, the first levels take the place.
     adapted = [family.row(matrix.fitting(family, layout, _not_first(family, row))) for row in rows]
     for some in (rows, adapted):
@@ -158,8 +160,8 @@ def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) 
             if not left & set(best):
                 break
             left -= set(best)
-            cells.append(Cell(family, layout, _not_first(family, best)))
+            cells.append(MatrixCell(family, layout, _not_first(family, best)))
     for level in sorted(left, key=lambda one: one.path):
         if not family.is_first(level):
-            cells.append(Cell(family, layout, family.with_needs([level])))
+            cells.append(MatrixCell(family, layout, family.with_needs([level])))
     return cells

@@ -20,15 +20,21 @@ from rich.console import Console
 
 from parakit.artifacts.run import MegatronEntry
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
-from parakit.experiments.matrix.cell import Cell
+from parakit.config.files import ROOT, relative_to_root
+from parakit.experiments.matrix.cell import MatrixCell
 from parakit.experiments.matrix.cells import cells_of, draws
 from parakit.experiments.matrix.curves import curves
 from parakit.experiments.matrix.definition import Family, Level, Matrix, load_matrix
 from parakit.experiments.matrix.outcome import STORED, CellRecord, Drawn, keep, read_kept, store
 from parakit.experiments.matrix.page import counts_of, write_pages
 from parakit.experiments.matrix.running import CellVerifier, MatrixRun
-from parakit.experiments.matrix.touched import Executed, changed_files, recorded, touched, with_one
+from parakit.experiments.matrix.touched import (
+    Executed,
+    add_executed,
+    changed_files,
+    recorded,
+    touched,
+)
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 from parakit.formatting.terminal import say
 from parakit.launch import SMALL_SAMPLE, Options, find_entry, make_sample
@@ -139,7 +145,7 @@ class _Command:
         version = Version(self.entry.megatron_version)
         return families_of(self.matrix, version, asked, self.given.strategies)
 
-    def show(self, cells: Iterable[Cell]) -> None:
+    def show(self, cells: Iterable[MatrixCell]) -> None:
         """Print their commands."""
         for cell in cells:
             say(self.console, cell.command())
@@ -169,7 +175,7 @@ class _Command:
     def publish(self) -> None:
         """Write the pages of all that is kept beside them."""
         for path in write_pages(self.pages, self.matrix):
-            self.console.print(f"→ {from_root(path)}", highlight=False)
+            self.console.print(f"→ {relative_to_root(path)}", highlight=False)
 
 
 def matrix(given: Namespace, options: Options, console: Console) -> int:
@@ -213,7 +219,7 @@ def _record(command: _Command) -> int:
             command.matrix, families, command.options, ranks, verifier.folder
         ):
             command.console.print(f"{name}: {len(files)} files", highlight=False)
-            found = with_one(found, name, files)
+            found = add_executed(found, name, files)
             in_order = {name: sorted(found[name]) for name in sorted(found)}
             keep(command.pages, f"{command.name}.executed.json", in_order)
     return 0

@@ -13,7 +13,7 @@ import msgspec
 from packaging.version import Version
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root, read_yaml
+from parakit.config.files import ROOT, read_yaml, relative_to_root
 from parakit.config.run import OptimizerName
 
 FILE = ROOT / "examples" / "matrix.yaml"
@@ -193,7 +193,7 @@ def load_matrix() -> Matrix:
             _named(read_yaml(FILE)), _File, dec_hook=lambda kind, text: kind(text)
         )
     except msgspec.ValidationError as error:
-        raise LaunchError(f"{from_root(FILE)}: {error}; correct it.") from None
+        raise LaunchError(f"{relative_to_root(FILE)}: {error}; correct it.") from None
     families = []
     for family in file.families.values():
         suited = (
@@ -232,6 +232,6 @@ def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:
     matched = any(fnmatchcase(name, pattern) for pattern in of_layout for name in layouts)
     if len(of_layout) > 1 or (of_layout and not matched):
         raise LaunchError(
-            f"{from_root(FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
+            f"{relative_to_root(FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
         )
     return Apart(levels, "".join(of_layout), "".join(releases[:1]))

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from parakit.artifacts.io import write_record, write_whole
-from parakit.artifacts.verdict import Outcome
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.verify import Judgement
 
 
@@ -132,7 +132,7 @@ def status_of_reason(reason: str) -> CellStatus:
     return CellStatus.REFUSED if named[1] in _REFUSING else CellStatus.CRASHED
 
 
-def of_judgement(judgement: Judgement) -> dict[str, Any]:
+def summarise_judgement(judgement: Judgement) -> dict[str, Any]:
     """Fields of a record without a second try: the verdict's, infinite ones empty, and of each stage
     the largest error that is finite."""
     verdict = judgement.verdict
@@ -142,7 +142,7 @@ def of_judgement(judgement: Judgement) -> dict[str, Any]:
         found[name] = value if value is not None and value < float("inf") else None
     found["status"] = (
         status_of_reason(verdict.reason or "")
-        if verdict.verdict is Outcome.NOT_COMPARABLE
+        if verdict.verdict is VerifyOutcome.NOT_COMPARABLE
         else CellStatus(verdict.verdict)
     )
     stages: dict[str, Error] = {}
@@ -201,7 +201,7 @@ def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
     path = _stored(folder, f"{name}.jsonl")
     whole = (one for one in records if not one.more)
     kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
-    lines = (msgspec.json.encode(_as_stored(kept[key])) + b"\n" for key in sorted(kept))
+    lines = (msgspec.json.encode(_encode_record(kept[key])) + b"\n" for key in sorted(kept))
     write_whole(path, b"".join(lines))
 
 
@@ -216,7 +216,7 @@ def _stored(folder: Path, name: str) -> Path:
     return folder / STORED / name
 
 
-def _as_stored(record: CellRecord) -> dict[str, object]:
+def _encode_record(record: CellRecord) -> dict[str, object]:
     """What is not as it is by default; numbers with as many digits as are read."""
     blank = {one.name: one.default for one in fields(CellRecord)} | {"stages": {}}
     values = {name: getattr(record, name) for name in blank}

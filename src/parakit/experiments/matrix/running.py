@@ -19,15 +19,20 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
-from parakit.experiments.matrix.cell import Cell, uncured
+from parakit.experiments.matrix.cell import MatrixCell, uncured
 from parakit.experiments.matrix.definition import Level
-from parakit.experiments.matrix.outcome import CellRecord, CellStatus, of_judgement, read_kept
+from parakit.experiments.matrix.outcome import (
+    CellRecord,
+    CellStatus,
+    read_kept,
+    summarise_judgement,
+)
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
 from parakit.launch import Options, find_entry, kit_commit
 from parakit.verify import Finding, refuse_comparison
 
-Verify = Callable[[Cell], CellRecord]
+Verify = Callable[[MatrixCell], CellRecord]
 """Verifies a cell once."""
 _REASON_LENGTH = 600
 _LOG = re.compile(r" The log is \S+$")
@@ -44,7 +49,7 @@ class CellVerifier:
     """Bugs of this Megatron."""
     _reference: tuple[object, ...] = field(default=(), init=False)
 
-    def __call__(self, cell: Cell) -> CellRecord:
+    def __call__(self, cell: MatrixCell) -> CellRecord:
         """Verify a cell; one that differs twice, unless that is a known finding."""
         began = time.monotonic()
         record = self._once(cell)
@@ -60,7 +65,7 @@ class CellVerifier:
                 record = replace(record, status=CellStatus.FLAKY, reason=said)
         return replace(record, seconds=round(time.monotonic() - began, 1), finding=finding)
 
-    def _finding(self, cell: Cell, record: CellRecord) -> str:
+    def _finding(self, cell: MatrixCell, record: CellRecord) -> str:
         """The known one that a cell without its patch shows; empty if there is none."""
         if record.status in (CellStatus.CRASHED, CellStatus.REFUSED):
             ends = (one.id for one in self.known if one.fails and one.fails in str(record.reason))
@@ -70,14 +75,14 @@ class CellVerifier:
         shown = (one for one in uncured(cell, self.known) if not one.fails)
         return next((one.id for one in shown if one.stage in (None, record.stage)), "")
 
-    def _once(self, cell: Cell) -> CellRecord:
+    def _once(self, cell: MatrixCell) -> CellRecord:
         if cell.reference != self._reference:
             self.verifier.forget()
             self._reference = cell.reference
         try:
-            found = of_judgement(self.verifier.verify(cell.pair(self.options), both=True))
+            found = summarise_judgement(self.verifier.verify(cell.pair(self.options), both=True))
         except LaunchError as error:
-            found = of_judgement(refuse_comparison(str(error)))
+            found = summarise_judgement(refuse_comparison(str(error)))
         except Exception as error:  # One cell that cannot be judged does not stop the rest.
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
@@ -120,12 +125,12 @@ class MatrixRun:
         """Whether there is no time left."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def run(self, cells: Iterable[Cell]) -> bool:
+    def run(self, cells: Iterable[MatrixCell]) -> bool:
         """Verify cells and what follows from them; False where the time was over before the end.
 
         Those that need no explanation come first: every pair once, then the reasons.
         """
-        wrong: list[Cell] = []
+        wrong: list[MatrixCell] = []
         left = iter(cells)
         while not self.is_over:
             cell = next(left, None)
@@ -139,7 +144,7 @@ class MatrixRun:
                 return True
         return False
 
-    def record(self, cell: Cell) -> CellRecord:
+    def record(self, cell: MatrixCell) -> CellRecord:
         """A cell's record: as it is kept, or verified now."""
         if cell.id in self.records:
             return self.records[cell.id]
@@ -150,7 +155,7 @@ class MatrixRun:
         say(self.console, f"{line} ({record.seconds:.0f} s)", style)
         return record
 
-    def draw(self, cells: Iterator[Cell]) -> Iterator[CellRecord]:
+    def draw(self, cells: Iterator[MatrixCell]) -> Iterator[CellRecord]:
         """Verify draws until the time is over; gives the least of each that differs."""
         while not self.is_over:
             cell = next(cells)
@@ -164,7 +169,7 @@ class MatrixRun:
         self.records[record.id] = record
         return record
 
-    def _explained(self, cell: Cell) -> Iterator[Cell]:
+    def _explained(self, cell: MatrixCell) -> Iterator[MatrixCell]:
         """Look for the levels that make a cell wrong; gives the cells that cover the others again."""
         record = self.record(cell)
         if record.blamed is None:
@@ -181,11 +186,11 @@ class MatrixRun:
         for path in record.blamed or ():
             yield cell.without(cell.family.level(path))
 
-    def blamed(self, cell: Cell, record: CellRecord) -> tuple[Level, ...]:
+    def blamed(self, cell: MatrixCell, record: CellRecord) -> tuple[Level, ...]:
         """The fewest levels of a cell that come to the same."""
         return fewest(cell.levels, lambda levels: self._is_as(cell.only(levels), record))
 
-    def shrunk(self, cell: Cell) -> Cell:
+    def shrunk(self, cell: MatrixCell) -> MatrixCell:
         """The smallest model and the fewest flags that differ as a cell does."""
         record, least = self.record(cell), cell
         for flags in cell.family.smaller:
@@ -193,7 +198,7 @@ class MatrixRun:
             least = smaller if self._is_as(smaller, record) else least
         return least
 
-    def _is_as(self, cell: Cell, record: CellRecord) -> bool:
+    def _is_as(self, cell: MatrixCell, record: CellRecord) -> bool:
         """Whether a cell comes to what a record says; not where there is no time to find out."""
         return not self.is_over and self.record(cell).status is record.status
 

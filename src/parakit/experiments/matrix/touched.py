@@ -15,8 +15,8 @@ from pathlib import Path
 
 from parakit.config import variables
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
-from parakit.experiments.matrix.cell import Cell
+from parakit.config.files import relative_to_root
+from parakit.experiments.matrix.cell import MatrixCell
 from parakit.experiments.matrix.definition import Family, Matrix
 from parakit.experiments.verify.pairs import compose_pair
 from parakit.experiments.verify.verifier import ForkedRanks
@@ -28,13 +28,13 @@ of a family execute, by `family`."""
 RECORDER = Path(__file__).with_name("executed.py")
 
 
-def names_of(cell: Cell) -> list[str]:
+def names_of(cell: MatrixCell) -> list[str]:
     """By which it is known what a cell executes."""
     parts = (cell.layout.name, *(level.path for level in cell.levels))
     return [cell.family.name, *(f"{cell.family.name}/{part}" for part in parts)]
 
 
-def with_one(executed: Executed, name: str, files: frozenset[str]) -> dict[str, frozenset[str]]:
+def add_executed(executed: Executed, name: str, files: frozenset[str]) -> dict[str, frozenset[str]]:
     """The same with one name more, and what all of its family execute once."""
     family = name.partition("/")[0]
     own = [one for one in executed if one.startswith(f"{family}/")]
@@ -43,7 +43,9 @@ def with_one(executed: Executed, name: str, files: frozenset[str]) -> dict[str, 
     return {**executed, family: common, **{one: each - common for one, each in whole.items()}}
 
 
-def touched(cells: Sequence[Cell], changed: Sequence[str], executed: Executed) -> list[Cell]:
+def touched(
+    cells: Sequence[MatrixCell], changed: Sequence[str], executed: Executed
+) -> list[MatrixCell]:
     """Cells that execute one of the files: those that execute most of them first, the unknown last.
 
     Args:
@@ -60,7 +62,7 @@ def touched(cells: Sequence[Cell], changed: Sequence[str], executed: Executed) -
     known = [cell for cell in cells if executed.keys() >= {*names_of(cell)}]
     hit = frozenset(filter(is_changed, frozenset().union(*executed.values())))
 
-    def count(cell: Cell) -> int:
+    def count(cell: MatrixCell) -> int:
         return len(hit.intersection(itertools.chain(*(executed[name] for name in names_of(cell)))))
 
     sure = sorted(filter(count, known), key=count, reverse=True)
@@ -96,13 +98,13 @@ def recorded(
 
     What does not train here is left out: its cells are then taken for touched.
     """
-    recorder = read_patch_file(from_root(RECORDER))
+    recorder = read_patch_file(relative_to_root(RECORDER))
     for family in families:
-        wanted = [(layout.name, Cell(family, layout)) for layout in family.layouts]
+        wanted = [(layout.name, MatrixCell(family, layout)) for layout in family.layouts]
         for level in family.levels:
             fitting = ((one, matrix.fitting(family, one, [level])) for one in family.layouts)
             if found := next((each for each in fitting if level in each[1]), None):
-                wanted.append((level.path, Cell(family, *found)))
+                wanted.append((level.path, MatrixCell(family, *found)))
         for name, cell in wanted:
             scratch = folder / f"{cell.id}-executed"
             scratch.mkdir()

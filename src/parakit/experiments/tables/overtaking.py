@@ -178,7 +178,7 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
     crossings = []
     for small, big in pairwise(clear):
         if small.found.verdict is not big.found.verdict:
-            winner, loser = _in_order(big, one, two)
+            winner, loser = _put_faster_first(big, one, two)
             known = [p for p in points if p.found.verdict is not TimeVerdict.UNKNOWN]
             between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
             at, low, high = (parameters(round(value)) for value in crossover(between))
@@ -188,7 +188,7 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
             )
     if crossings:
         return f"{where} {' and '.join(crossings)}{tail}."
-    winner, loser = _in_order(clear[0], one, two)
+    winner, loser = _put_faster_first(clear[0], one, two)
     sizes = joined([point.text for point in clear])
     return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no crossover in the range."
 
@@ -203,6 +203,6 @@ def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
     ]
 
 
-def _in_order(point: SizePoint, one: str, two: str) -> tuple[str, str]:
+def _put_faster_first(point: SizePoint, one: str, two: str) -> tuple[str, str]:
     """The faster and the slower."""
     return (two, one) if point.found.verdict is TimeVerdict.FASTER else (one, two)

@@ -40,10 +40,10 @@ def begin(study: Study) -> None:
     if not study.planned.launches:
         raise LaunchError("No cell of this sweep can run here; the rules are above.")
     study.folder.mkdir(parents=True, exist_ok=True)
-    (study.folder / CELLS_FILE).write_text(as_data(study.planned) + "\n")
+    (study.folder / CELLS_FILE).write_text(encode_sweep_cells(study.planned) + "\n")
 
 
-def as_data(planned: Planned) -> str:
+def encode_sweep_cells(planned: Planned) -> str:
     """`cells.json`: target and variables of each cell; the skipped ones with their rule.
 
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
@@ -75,13 +75,13 @@ def finish(study: Study) -> int:
         (folder / PICTURE_FILE).write_text(chart.svg)
     text = render(folder.name, results, study.planned.skipped, bool(chart))
     (folder / TEXT_FILE).write_text(text + "\n")
-    write_record(folder / DATA_FILE, list(map(_as_data, results)))
+    write_record(folder / DATA_FILE, list(map(_encode_result, results)))
     say_markdown(study.console, text)
     say(study.console, f"Sweep: {folder / TEXT_FILE}")
     return int(not study.all_well)
 
 
-OUTPUT = Output(finish, begin=begin, shown=as_data, also_interrupted=True)
+OUTPUT = Output(finish, begin=begin, shown=encode_sweep_cells, also_interrupted=True)
 
 
 def render(
@@ -100,7 +100,7 @@ def render(
 def _sentences(results: Sequence[Swept]) -> list[str]:
     """Verdicts, and what they rest on."""
     said = verdicts(results)
-    processor = [_by_processor(result) for result in results]
+    processor = [_use_processor_time(result) for result in results]
     if any(result.estimate for result in processor):
         said += [f"By processor time: {text}" for text in verdicts(processor)]
     if any(result.job.device is DeviceKind.CPU for result in results):
@@ -113,7 +113,7 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
     return [*said, *conditions(run for row in rows for run in row.configuration.runs)]
 
 
-def _by_processor(result: Swept) -> Swept:
+def _use_processor_time(result: Swept) -> Swept:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
     known = result.row if result.job.device is DeviceKind.CPU else None
     return replace(result, estimate=known.processor if known else None)
@@ -148,7 +148,9 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
         Column("Batch (micro/global)", lambda one: str(one.result.launch.spec.batch)),
         Column("Backend", lambda one: one.backend),
         Column("ms/iteration [95%]", lambda one: one.estimate, _time),
-        Column("Processor ms, all ranks [95%]", lambda one: _by_processor(one).estimate, _time),
+        Column(
+            "Processor ms, all ranks [95%]", lambda one: _use_processor_time(one).estimate, _time
+        ),
         Column("Tokens/s", lambda one: one.tokens_per_second, number),
         Column("Against the first backend", against),
         Column("Loss", lambda one: one.row and one.row.final_loss, loss),
@@ -157,9 +159,9 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     )
 
 
-def _as_data(one: Swept) -> dict[str, object]:
+def _encode_result(one: Swept) -> dict[str, object]:
     job, found, result = one.job, one.estimate, one.result
-    batch, processor = result.launch.spec.batch, _by_processor(one).estimate
+    batch, processor = result.launch.spec.batch, _use_processor_time(one).estimate
     return {
         "model": job.model.name,
         "parameters": one.parameters,

@@ -22,10 +22,10 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.artifacts.run import Status, utc_stamp
-from parakit.artifacts.verdict import VERIFY_FOLDER, Outcome
+from parakit.artifacts.verdict import VERIFY_FOLDER, VerifyOutcome
 from parakit.config import variables
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.flags import Flags, merge_flags
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
 from parakit.experiments.verify.pairs import Verification, compose_pair, pair_of
@@ -199,7 +199,7 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
     while judgement.begins_before and verification.saving is None and wrong - right > 1:
         tried = (right + wrong) // 2
         earlier = _At(tried, verification, scratch, train).judged()
-        if earlier.first is None and earlier.verdict.verdict is not Outcome.HELD:
+        if earlier.first is None and earlier.verdict.verdict is not VerifyOutcome.HELD:
             break  # It could not be compared.
         if earlier.first is None:
             right = tried
@@ -230,7 +230,7 @@ class _At:
             return refuse_comparison(str(error))
         except OSError as error:
             return refuse_comparison(
-                f"The tensors in {from_root(self.scratch)} could not be read or written "
+                f"The tensors in {relative_to_root(self.scratch)} could not be read or written "
                 f"({error.strerror}); see to it that there is room, or name another folder with RUNS=."
             )
 
@@ -239,7 +239,7 @@ class _At:
 
         They are compared once, of the iteration that is asked for and all before it.
         """
-        if judgement.verdict.verdict is not Outcome.HELD or self.suffix:
+        if judgement.verdict.verdict is not VerifyOutcome.HELD or self.suffix:
             return judgement
         # A run from the reference's routing and weights prints what they give.
         part = "begun" if self._tensors("begun").is_dir() else "strategy"
@@ -320,10 +320,10 @@ class _At:
         parts: str = "",
     ) -> Capture:
         environment = {
-            variables.CAPTURE: from_root(self._tensors(part)),
+            variables.CAPTURE: relative_to_root(self._tensors(part)),
             variables.CAPTURE_ITERATION: str(self.iteration),
             variables.CAPTURE_SEEDS: str(seeds),
-            variables.CAPTURE_FORCED: from_root(forced) if forced else "",
+            variables.CAPTURE_FORCED: relative_to_root(forced) if forced else "",
             variables.CAPTURE_DRIFT: drift,
             variables.CAPTURE_PARTS: parts,
         }
@@ -342,7 +342,7 @@ def _write(results: Path, judgement: Judgement) -> None:
         write_page(results, judgement)
     except OSError as error:
         raise LaunchError(
-            f"{judgement.verdict.sentence}; it could not be written to {from_root(results)} "
+            f"{judgement.verdict.sentence}; it could not be written to {relative_to_root(results)} "
             f"({error.strerror}): see to it that there is room, or name another folder with RUNS=."
         ) from None
 
@@ -355,7 +355,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
         scratch.mkdir(parents=True)
     except OSError as error:
         raise LaunchError(
-            f"{from_root(scratch)} cannot be made ({error.strerror}); name another folder with RUNS=."
+            f"{relative_to_root(scratch)} cannot be made ({error.strerror}); name another folder with RUNS=."
         ) from None
     try:
         yield scratch
@@ -366,11 +366,11 @@ def _scratch(folder: Path) -> Iterator[Path]:
 def _print(judgement: Judgement, results: Path, console: Console) -> None:
     verdict = judgement.verdict
     verdict.show_outcome(console)
-    if verdict.verdict is Outcome.HELD and verdict.routing_flips:
+    if verdict.verdict is VerifyOutcome.HELD and verdict.routing_flips:
         say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
-    if verdict.verdict is Outcome.HELD and verdict.logged:
+    if verdict.verdict is VerifyOutcome.HELD and verdict.logged:
         say(console, f"the logs: {verdict.logged}")
-    if verdict.verdict is Outcome.DIFFERS:
+    if verdict.verdict is VerifyOutcome.DIFFERS:
         path, _, line = (verdict.source or "").rpartition(":")
         if path and os.environ.get("GITHUB_ACTIONS"):  # On the pull request's line.
             say(console, f"::error file={path},line={line}::{verdict.line}")
@@ -392,4 +392,4 @@ def _print(judgement: Judgement, results: Path, console: Console) -> None:
         names, _, why = line.rpartition(": ")
         shown = dict.fromkeys(re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names).split(" "))
         say(console, f"not compared: {' '.join(shown)}: {why}")
-    say(console, f"→ {from_root(results)}/verify.html")
+    say(console, f"→ {relative_to_root(results)}/verify.html")

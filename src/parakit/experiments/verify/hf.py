@@ -17,15 +17,15 @@ import numpy as np
 from rich.console import Console
 
 from parakit.artifacts.run import LOG_FILE, Status, utc_stamp
-from parakit.artifacts.verdict import EXIT_CODES, Outcome
+from parakit.artifacts.verdict import EXIT_CODES, VerifyOutcome
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.config.model import model_of
 from parakit.config.run import Backend
 from parakit.config.strategy import StrategyError, devices_of, parse_strategy
 from parakit.data import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from parakit.experiments.verify.command import SharedReferences, carried_out
-from parakit.experiments.verify.pairs import HF, Pair, compose_pair
+from parakit.experiments.verify.pairs import HF, LaunchPair, compose_pair
 from parakit.experiments.verify.verifier import losses_in
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.launch import (
@@ -49,7 +49,7 @@ LEARNING = (
 _SEQUENCE = 64
 """Tokens of a sample, where the model has more positions and EXTRA= does not say."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
-_OUTCOMES = {True: Outcome.HELD, False: Outcome.DIFFERS}
+_OUTCOMES = {True: VerifyOutcome.HELD, False: VerifyOutcome.DIFFERS}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Proof:
 
     model: str
     what: str
-    outcome: Outcome
+    outcome: VerifyOutcome
     seen: str
     """What was compared and how close it was, or what is wrong."""
 
@@ -96,7 +96,7 @@ def verify_hf(
         shared.forget()
         shutil.rmtree(folder / "models", ignore_errors=True)
     console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
-    console.print(f"→ {from_root(folder)}", highlight=False)
+    console.print(f"→ {relative_to_root(folder)}", highlight=False)
     return max(EXIT_CODES[proof.outcome] for proof in proofs)
 
 
@@ -142,7 +142,7 @@ class _Prover:
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
         for strategy in self.strategies:
-            pair = Pair(job.laid(*strategy), HF, self.extra_b)
+            pair = LaunchPair(job.laid(*strategy), HF, self.extra_b)
             verification, own = compose_pair(pair), self.folder / pair.job.name
             self.console.print(f"{pair.job.name}: {verification.mode}", highlight=False)
             verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
@@ -171,7 +171,7 @@ class _Prover:
             run, status = execute_launch(launch, self.folder, self.console, f"{steps}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
-                return Proof(name, steps, Outcome.NOT_COMPARABLE, reason)
+                return Proof(name, steps, VerifyOutcome.NOT_COMPARABLE, reason)
             losses.append(losses_in(run / LOG_FILE))
         apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
         first, last = losses[0][0], losses[0][-1]
@@ -216,7 +216,7 @@ _COLUMNS = (
         "verdict",
         lambda proof: proof.outcome.value,
         right=False,
-        style=lambda proof: "green" if proof.outcome is Outcome.HELD else "red",
+        style=lambda proof: "green" if proof.outcome is VerifyOutcome.HELD else "red",
     ),
     Column[Proof]("", lambda proof: proof.seen, right=False, wraps=True),
 )

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parakit.artifacts.capture import SCORES, CapturedRank, Stage
-from parakit.artifacts.verdict import Outcome
+from parakit.artifacts.capture import SCORES, CapturedRank, CaptureStage
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.formatting.units import plural
 from parakit.logs import Iteration, scrape_log
 from parakit.reporting import (
@@ -111,7 +111,7 @@ def compare_logs(
     Raises:
         OSError: A log cannot be read.
     """
-    if judgement.verdict.verdict is not Outcome.HELD or judgement.compared is None:
+    if judgement.verdict.verdict is not VerifyOutcome.HELD or judgement.compared is None:
         return judgement
     rounding = measured_rounding(judgement.compared, rank.dtype, same_backend=same_backend)
     lines, other_lines = scrape_log(ours).iterations, scrape_log(reference).iterations
@@ -123,11 +123,11 @@ def compare_logs(
     first = wrong[0]
     of_first = [value for value in values if value.name == first.name]
     kind, factor = _find_kind(of_first, rank)
-    also = dict.fromkeys(f"{Stage.LOG}, {value.name}" for value in wrong)
+    also = dict.fromkeys(f"{CaptureStage.LOG}, {value.name}" for value in wrong)
     verdict = replace(
         judgement.verdict,
-        verdict=Outcome.DIFFERS,
-        stage=Stage.LOG,
+        verdict=VerifyOutcome.DIFFERS,
+        stage=CaptureStage.LOG,
         module=first.name,
         tensor=f"iteration {first.iteration}",
         ranks=(rank.world_size - 1,),  # The last rank prints.
@@ -137,7 +137,7 @@ def compare_logs(
         tolerance=first.allowed / abs(first.reference) if first.reference else 0.0,
         iteration=first.iteration,
         logged=first.sentence,
-        also=tuple(name for name in also if name != f"{Stage.LOG}, {first.name}"),
+        also=tuple(name for name in also if name != f"{CaptureStage.LOG}, {first.name}"),
     )
     return replace(judgement, verdict=verdict)
 
@@ -149,9 +149,9 @@ def measured_rounding(compared: CaptureComparison, dtype: str, *, same_backend: 
     losses, scores, norms = [rate], [0.0], []
     for comparison in compared.comparisons:
         stage, name, slot = comparison.key
-        if stage is Stage.LOSS:
+        if stage is CaptureStage.LOSS:
             losses.append(comparison.tolerance)
-        elif stage is Stage.OUTPUTS and (name.endswith(".router") or slot == SCORES):
+        elif stage is CaptureStage.OUTPUTS and (name.endswith(".router") or slot == SCORES):
             scores.append(comparison.tolerance)
         elif comparison.key == NORM:
             norms.append(comparison.tolerance)

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
-from parakit.config.flag_table import of_role
+from parakit.config.files import relative_to_root
+from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import UNTIED, devices_of, parse_strategy
@@ -49,7 +49,7 @@ _BALANCING, _CAPACITY = "--moe-router-load-balancing-type", "--moe-expert-capaci
 
 
 @dataclass(frozen=True)
-class Pair:
+class LaunchPair:
     """What is asked for: a job, and in what its reference differs beside the strategy."""
 
     job: Job
@@ -93,14 +93,14 @@ class Pair:
         return self.reference or (self.job.strategy if self.resumed else "baseline")
 
 
-def pair_of(target: str, given: Namespace, options: Options) -> Pair:
+def pair_of(target: str, given: Namespace, options: Options) -> LaunchPair:
     """The target, REFERENCE=, EXTRA_B=, --megatron-lm-b, RESUMED= and DTYPE=, where a command has them.
 
     Raises:
         LaunchError: The target is not in the grammar.
     """
     value = vars(given).get
-    return Pair(
+    return LaunchPair(
         parse_target("train-" + target.removeprefix(PREFIX), options),
         value("reference") or "",
         value("extra_b") or (),
@@ -114,7 +114,7 @@ def pair_of(target: str, given: Namespace, options: Options) -> Pair:
 class Verification:
     """A pair, composed: what is trained."""
 
-    pair: Pair
+    pair: LaunchPair
     strategy: Launch
     reference: Launch
     saving: Launch | None = None
@@ -172,7 +172,7 @@ class Verification:
         flags = merge_flags(
             launch.flags,
             saving_flags(Saving(before), launch.spec.parallelism, launch.entry),
-            ("--exit-interval", str(before), "--save", from_root(folder)),
+            ("--exit-interval", str(before), "--save", relative_to_root(folder)),
         )
         return replace(launch, flags=flags, iterations=before)
 
@@ -180,13 +180,13 @@ class Verification:
         """The launch that begins with that checkpoint."""
         saving = saving_flags(Saving(self.iteration), launch.spec.parallelism, launch.entry)
         flags = merge_flags(
-            drop_flags(launch.flags, of_role("start")),
-            (*saving, "--load", from_root(folder), "--ckpt-step", str(self.iteration - 1)),
+            drop_flags(launch.flags, flags_with_role("start")),
+            (*saving, "--load", relative_to_root(folder), "--ckpt-step", str(self.iteration - 1)),
         )
         return replace(launch, flags=flags)
 
 
-def compose_pair(pair: Pair) -> Verification:
+def compose_pair(pair: LaunchPair) -> Verification:
     """Compose what is trained: same weights, same batches, and unless asked otherwise micro batches.
 
     Raises:
@@ -231,11 +231,11 @@ def compose_pair(pair: Pair) -> Verification:
         )
     )
     reference = _reference(pair.other, alike)
-    strategy = _from_start_of(reference, compose_job(own))
+    strategy = _share_initial_weights(reference, compose_job(own))
     saving = None
     if pair.saving:
         there = own.laid(pair.saving, _devices(pair.saving, job))
-        saving = _from_start_of(reference, compose_job(there))
+        saving = _share_initial_weights(reference, compose_job(there))
     verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
     for launch in verification.launches:
         degrees = launch.spec.parallelism
@@ -249,7 +249,7 @@ def compose_pair(pair: Pair) -> Verification:
     return verification
 
 
-def _micro_batches(pair: Pair) -> int:
+def _micro_batches(pair: LaunchPair) -> int:
     """How many micro batches suit the strategy and its reference: the least of all ranks together."""
     both = [parse_strategy(pair.job.strategy, pair.job.devices)]
     if pair.other not in WRITTEN_AGAIN:
@@ -295,12 +295,12 @@ def _devices(strategy: str, job: Job) -> int:
     return 1 if strategy == "baseline" else devices_of(strategy, job.devices)
 
 
-def _from_start_of(reference: Launch, launch: Launch) -> Launch:
+def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
     """The launch, from the reference's starting weights where its Megatron would make others."""
     ours, theirs = launch.start_checkpoint, reference.start_checkpoint
     if ours is None or theirs is None or launch.model.flags != reference.model.flags:
         return launch
-    old, new = from_root(ours), from_root(theirs)
+    old, new = relative_to_root(ours), relative_to_root(theirs)
     return replace(
         launch,
         start_checkpoint=theirs,
@@ -386,7 +386,7 @@ def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
     shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
     yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
     given = [Flags(launch.flags) for launch in (ours, theirs)]
-    alike = of_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
+    alike = flags_with_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
     for name in sorted(alike):
         mine, other = (" ".join(flags.texts(name)) or flags.has(name) for flags in given)
         yield name, mine, other

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from parakit.config import variables
 from parakit.experiments.verify.command import SharedReferences, judged, keep_log
-from parakit.experiments.verify.pairs import Pair, compose_pair
+from parakit.experiments.verify.pairs import LaunchPair, compose_pair
 from parakit.launch import (
     CPU_RANK,
     Launch,
@@ -89,7 +89,7 @@ class Verifier:
         self.ranks = ranks
         self._references = SharedReferences(folder / "references")
 
-    def verify(self, pair: Pair, both: bool = False) -> Judgement:
+    def verify(self, pair: LaunchPair, both: bool = False) -> Judgement:
         """Verify a pair; a patch file is in the strategy alone, or with `both` in the reference as well.
 
         Raises:

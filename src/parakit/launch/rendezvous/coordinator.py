@@ -12,7 +12,7 @@ from typing import NoReturn
 from parakit.artifacts.run import RUN_FILE, Status, StatusRecord
 from parakit.cluster import NodeFiles, NodeGroup, Nodes
 from parakit.config.errors import LaunchError
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
@@ -117,7 +117,7 @@ class Coordinator(BackgroundThread, NodeGroup):
             LaunchError: One does not see it.
         """
         digest = messages.digest_of(folder / RUN_FILE)
-        self._state = replace(self._state, folder=from_root(folder), sha256=digest)
+        self._state = replace(self._state, folder=relative_to_root(folder), sha256=digest)
         self._wait_for_all(
             lambda one: one.sees_folder or bool(one.problem), 2 * messages.ANSWER_SECONDS
         )

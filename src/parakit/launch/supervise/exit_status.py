@@ -14,7 +14,7 @@ from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.cluster import free_files
-from parakit.config.files import from_root
+from parakit.config.files import relative_to_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfit_call
 from parakit.launch.supervise.ranks import RankProcesses
@@ -195,14 +195,14 @@ def outcome(folder: Path, status: StatusRecord) -> str:
     on."""
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
     reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
-    line = f"{status.status} after {seconds}{reason} → {from_root(folder)}"
+    line = f"{status.status} after {seconds}{reason} → {relative_to_root(folder)}"
     if status.status is Status.OK:
         return line
     stored = find_checkpoints(folder / records.CHECKPOINTS_FOLDER)  # Newest first.
     saved = next((one.iteration for one in stored if one.is_finished), None)
     if saved is None:
         return line
-    return f"{line}\n'make resume RUN={from_root(folder)}' goes on from what was saved at {saved}."
+    return f"{line}\n'make resume RUN={relative_to_root(folder)}' goes on from what was saved at {saved}."
 
 
 def _after(folder: Path) -> str:

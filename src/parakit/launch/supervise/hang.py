@@ -26,10 +26,10 @@ from parakit.artifacts.run import (
 )
 from parakit.config.errors import LaunchError
 from parakit.hang import (
-    Kind,
-    Outcome,
-    UnreadableError,
-    Verdict,
+    HangKind,
+    HangOutcome,
+    HangVerdict,
+    UnreadableDumpError,
     find_mismatch,
     gather_evidence,
     judge,
@@ -75,7 +75,7 @@ class HangWatch:
         if stopped:
             (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
         rank = stopped[0] if stopped else None
-        with suppress(UnreadableError, FileNotFoundError):
+        with suppress(UnreadableDumpError, FileNotFoundError):
             found = judge(gather_evidence([stacks]))
             rank = found.culprits[0] if found.culprits else rank
             why = f" {found.sentence}"
@@ -85,26 +85,26 @@ class HangWatch:
         return EndedRunError(reason, Status.CRASHED, rank)
 
 
-def unfit_call(stacks: Path, named: int | None) -> Verdict | None:
+def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """Of a run that failed: whose call did not fit the others', if what the ranks left shows one.
 
     What shows none is removed: a rank that failed by itself is named by the log. Against that rank
     counts only a call that differs from another's of its number: what came of it may fail anywhere.
     """
-    with suppress(UnreadableError):
+    with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
         found = judge(evidence)
-        if found.kind is Kind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
+        if found.kind is HangKind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
             return found
     shutil.rmtree(stacks, ignore_errors=True)
     return None
 
 
-def awaited(folder: Path) -> Verdict | None:
+def awaited(folder: Path) -> HangVerdict | None:
     """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
-    with suppress(UnreadableError, FileNotFoundError):
+    with suppress(UnreadableDumpError, FileNotFoundError):
         found = judge(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
-        if found.verdict is Outcome.HANG:
+        if found.verdict is HangOutcome.HANG:
             return found
     return None
 

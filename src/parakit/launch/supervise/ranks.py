@@ -25,7 +25,7 @@ from parakit.cluster import (
 )
 from parakit.config import variables
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.launch.supervise.interruption import end
 from parakit.launch.supervise.warm import WarmMegatron
 
@@ -55,7 +55,7 @@ class RankProcesses:
             left = container_of(self._container)
             if left is not None and not remove_container(self._container):
                 raise LaunchError(
-                    f"{from_root(log.parent)} has a container of before, which may train, and Docker "
+                    f"{relative_to_root(log.parent)} has a container of before, which may train, and Docker "
                     "does not remove it; start the engine, or end it with 'docker rm --force "
                     f"{left[:12]}'."
                 )

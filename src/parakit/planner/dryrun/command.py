@@ -32,7 +32,7 @@ from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import count, gb, gib
 from parakit.planner.dryrun.comparison import CheckedRank, Verified, dry_run
 from parakit.planner.dryrun.job import DryRunError, DryRunner, check, ranks_named
-from parakit.planner.request import with_sequence
+from parakit.planner.request import replace_sequence_length
 from parakit.planner.show import trained_vocabulary_sentence
 
 _gb, _gib = partial(gb, decimals=3), partial(gib, decimals=2)
@@ -59,7 +59,7 @@ def dryrun(given: Namespace) -> int:
     with DryRunner(verbose=given.verbose) as runner:
         comparisons = dry_run(runner, model, spec, ranks)
     if given.json:
-        print(json.dumps(as_data(model, spec, comparisons), indent=2))
+        print(json.dumps(encode_dry_run(model, spec, comparisons), indent=2))
     else:
         print_comparisons(model, spec, comparisons)
     return 0 if all(comparison.agrees for comparison in comparisons) else 1
@@ -110,11 +110,13 @@ def _spec(given: Namespace, model: Model) -> RunSpec:
     whole = given.global_batch or micro * parallelism.data * 2 * parallelism.pipeline
     plain = spec_of_model(model, parallelism, Batch(micro, whole))
     return replace(
-        with_sequence(plain, given.seq), dtype=dtype, recompute=given.recompute or Recompute.NONE
+        replace_sequence_length(plain, given.seq),
+        dtype=dtype,
+        recompute=given.recompute or Recompute.NONE,
     )
 
 
-def as_data(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> dict[str, Any]:
+def encode_dry_run(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> dict[str, Any]:
     """Everything, for `--json`; bytes and seconds."""
     return {
         "model": model.name,

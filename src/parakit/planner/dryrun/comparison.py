@@ -20,8 +20,8 @@ from parakit.costs import (
 from parakit.planner.dryrun.job import (
     DryRunError,
     DryRunner,
-    as_dry_run,
     check,
+    drop_transformer_engine,
     flags_of,
     ranks_named,
 )
@@ -81,7 +81,7 @@ def dry_run(
 def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
     """Put the closed forms beside a rank's dry run."""
     stage = spec.parallelism.pipeline_rank(report.rank)
-    as_run = as_dry_run(spec)
+    as_run = drop_transformer_engine(spec)
     calls = communication_of_rank(as_run, stage)
     expected, found = Counter[_Key](), Counter[_Key]()
     for call in calls:

@@ -38,7 +38,7 @@ class DryRunError(ValueError):
     """A dry run that cannot be, or that Megatron refused; the message says which and why."""
 
 
-def as_dry_run(spec: RunSpec) -> RunSpec:
+def drop_transformer_engine(spec: RunSpec) -> RunSpec:
     """The run as it is without Transformer Engine.
 
     Megatron's own attention keeps its scores. Under context parallelism the kit's gathers K and V,
@@ -55,7 +55,7 @@ def check(spec: RunSpec) -> None:
         DryRunError: One sentence for each reason.
     """
     parallelism = spec.parallelism
-    problems = list(violations(as_dry_run(spec)))
+    problems = list(violations(drop_transformer_engine(spec)))
     if parallelism.sharding.wraps_modules:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "

@@ -12,7 +12,7 @@ from statistics import mean, median
 from rich.console import Console
 
 from parakit.artifacts.io import write_whole
-from parakit.config.files import ROOT, from_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.formatting.table import Column, Table, TextTable, readable_table, rich_table
 from parakit.formatting.terminal import say, wide_console
 from parakit.formatting.units import percent
@@ -23,17 +23,17 @@ from parakit.planner.readings.residual import Residual, Residuals, residuals
 from parakit.planner.readings.summary import (
     ERRORS,
     Choice,
-    Coverage,
     ErrorGroup,
-    as_data,
-    by_coverage,
-    by_gpu,
-    by_kind,
-    by_source,
-    by_split,
+    IntervalCoverage,
     cause,
     choices,
+    encode_summary,
     errors_of,
+    group_by_coverage,
+    group_by_gpu,
+    group_by_kind,
+    group_by_source,
+    group_by_split,
     reasons,
     signed,
     worst,
@@ -67,14 +67,16 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     if path != READINGS:
         errors = errors.beside(public_errors())
     if json:
-        print(dumps(as_data(predicted, errors), indent=1))
+        print(dumps(encode_summary(predicted, errors), indent=1))
         return
     console = wide_console()
     _print(predicted, errors, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
         write_whole(ERRORS_FILE, errors.table())
         page, picture = write_page(predicted, errors)
-        console.print(f"{from_root(page)} and {from_root(picture)} show every reading.")
+        console.print(
+            f"{relative_to_root(page)} and {relative_to_root(picture)} show every reading."
+        )
 
 
 def validate_arguments(parser: ArgumentParser) -> None:
@@ -94,22 +96,30 @@ def _source(name: str, known: set[str]) -> str:
 def _print(found: Residuals, errors: Errors, console: Console) -> None:
     if found.predicted:
         console.print(_MEANING, highlight=False)
-    kinds = [*by_kind(found), *by_split(found)]
-    tables = (("By source", by_source(found)), ("By GPU", by_gpu(found)), ("By kind of run", kinds))
+    kinds = [*group_by_kind(found), *group_by_split(found)]
+    tables = (
+        ("By source", group_by_source(found)),
+        ("By GPU", group_by_gpu(found)),
+        ("By kind of run", kinds),
+    )
     for title, groups in tables:
         if groups:
             console.print(rich_table(_table(title, groups), console.width))
     if found.predicted:
         console.print(readable_table(_worst_table(worst(found, _WORST)), console.width))
         columns = (
-            Column[Coverage]("Inside their intervals", lambda c: c.name, right=False, wraps=True),
-            Column[Coverage]("n", lambda kind: kind.readings),
-            Column[Coverage]("of 80%", lambda kind: kind.shares[0.80], percent),
-            Column[Coverage]("of 95%", lambda kind: kind.shares[0.95], percent),
-            Column[Coverage]("by others 80%", lambda kind: kind.elsewhere[0.80], percent),
-            Column[Coverage]("by others 95%", lambda kind: kind.elsewhere[0.95], percent),
+            Column[IntervalCoverage](
+                "Inside their intervals", lambda c: c.name, right=False, wraps=True
+            ),
+            Column[IntervalCoverage]("n", lambda kind: kind.readings),
+            Column[IntervalCoverage]("of 80%", lambda kind: kind.shares[0.80], percent),
+            Column[IntervalCoverage]("of 95%", lambda kind: kind.shares[0.95], percent),
+            Column[IntervalCoverage]("by others 80%", lambda kind: kind.elsewhere[0.80], percent),
+            Column[IntervalCoverage]("by others 95%", lambda kind: kind.elsewhere[0.95], percent),
         )
-        console.print(rich_table(Table(columns, tuple(by_coverage(found, errors))), console.width))
+        console.print(
+            rich_table(Table(columns, tuple(group_by_coverage(found, errors))), console.width)
+        )
     _print_regrets(choices(found), choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""

@@ -35,7 +35,7 @@ def source_facts(reading: Reading) -> dict[str, Any]:
     return facts
 
 
-def of_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
+def facts_for_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that set a field of a data class, by its name; of two the later."""
     names = {field.name for field in fields(kind)}
     return {name: value for each in facts for name, value in each.items() if name in names}

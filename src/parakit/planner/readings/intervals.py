@@ -51,7 +51,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Place:
+class IntervalPlace:
     """What an error depends on."""
 
     kind: tuple[str, ...]
@@ -73,15 +73,15 @@ class _Error:
 class Errors:
     """Errors by their places, and intervals that follow from the nearest."""
 
-    def __init__(self, at: Mapping[Place, list[_Error]]) -> None:
+    def __init__(self, at: Mapping[IntervalPlace, list[_Error]]) -> None:
         self._at = at
-        self._by_distance: dict[Place, list[tuple[float, Place]]] = {}
-        self._found: dict[tuple[Place, int, str], dict[float, Interval]] = {}
+        self._by_distance: dict[IntervalPlace, list[tuple[float, IntervalPlace]]] = {}
+        self._found: dict[tuple[IntervalPlace, int, str], dict[float, Interval]] = {}
 
     @staticmethod
     def of(predicted: Iterable[Residual]) -> Errors:
         """Of any residuals."""
-        at: dict[Place, list[_Error]] = defaultdict(list)
+        at: dict[IntervalPlace, list[_Error]] = defaultdict(list)
         for item in predicted:
             error = _Error(log(1 + item.error), item.reading.source, hash(item.expressed.spec))
             at[_place_of(item)].append(error)
@@ -133,7 +133,7 @@ class Errors:
             self._found[key] = _quantiles(near) if near else unknown
         return self._found[key]
 
-    def _near(self, place: Place, keep: Callable[[_Error], bool]) -> list[_Error]:
+    def _near(self, place: IntervalPlace, keep: Callable[[_Error], bool]) -> list[_Error]:
         """The nearest, and all that are as near as the last of them; none where they are too few."""
         if place not in self._by_distance:
             away = ((_distance(place, other), other) for other in self._at)
@@ -165,11 +165,11 @@ class Expected:
 @cache
 def public_errors() -> Errors:
     """Those of `errors.csv`."""
-    at: dict[Place, list[_Error]] = defaultdict(list)
+    at: dict[IntervalPlace, list[_Error]] = defaultdict(list)
     with ERRORS_FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             kind, device, parameters, devices, source, values = (row[name] for name in _COLUMNS)
-            place = Place(tuple(kind.split("|")), device, float(parameters), float(devices))
+            place = IntervalPlace(tuple(kind.split("|")), device, float(parameters), float(devices))
             at[place] += [_Error(float(value), source) for value in values.split()]
     return Errors(at)
 
@@ -201,12 +201,12 @@ def _quantile(weighed: list[tuple[float, float]], rest: float) -> float:
     return weighed[-1][0]
 
 
-def _place_of(item: Residual) -> Place:
+def _place_of(item: Residual) -> IntervalPlace:
     return _place(item.expressed.spec, item.expressed.cluster, item.seconds)
 
 
 @lru_cache(4096)
-def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> Place:
+def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> IntervalPlace:
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
     # Devices are busy that are said to do more than wait for their host and for one another.
@@ -214,7 +214,7 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> Place:
     flops = model_flops(shape, spec.batch.global_batch_size)
     is_busy = peak and seconds is not None and mfu(flops, seconds, cluster.devices, peak) >= _BUSY
     is_brief = seconds is not None and seconds < _BRIEF_SECONDS
-    return Place(
+    return IntervalPlace(
         (
             "time" if seconds else "memory",
             "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
@@ -234,7 +234,7 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> Place:
     )
 
 
-def _distance(one: Place, other: Place) -> float:
+def _distance(one: IntervalPlace, other: IntervalPlace) -> float:
     apart = _apart(one.kind, other.kind) + (_OTHER_DEVICE if one.device != other.device else 0.0)
     doubled = abs(one.parameters - other.parameters) + abs(one.devices - other.devices)
     return apart + _DOUBLED * doubled

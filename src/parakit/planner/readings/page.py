@@ -22,10 +22,10 @@ from parakit.planner.readings.summary import (
     ERRORS,
     MEMORY,
     TIME,
-    Coverage,
     ErrorGroup,
-    by_coverage,
-    by_source,
+    IntervalCoverage,
+    group_by_coverage,
+    group_by_source,
     kind_of,
     runs_of,
 )
@@ -41,7 +41,7 @@ def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> t
     """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"
-    _draw(runs_of(residuals), by_coverage(residuals, stated), picture)
+    _draw(runs_of(residuals), group_by_coverage(residuals, stated), picture)
     return page, picture
 
 
@@ -61,7 +61,7 @@ def _write_html(residuals: Residuals, folder: Path) -> Path:
         "filters": ("kind", "source", "GPU", "TP", "PP", "dtype"),
         "rows": [[column.value(item) for column in _COLUMNS] for item in plotted],
     }
-    errors = Table((*_GROUP, *ERRORS), tuple(by_source(residuals)))
+    errors = Table((*_GROUP, *ERRORS), tuple(group_by_source(residuals)))
     # "<" never stands in a script element's text but as the start of a tag.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = environment(Path(__file__).parent).get_template("residuals.html.j2")
@@ -83,7 +83,7 @@ _GROUP = (
 )
 
 
-def _of_split(name: str, degree: str) -> Column[Residual]:
+def _degree_column(name: str, degree: str) -> Column[Residual]:
     return Column(name, lambda item: getattr(item.expressed.spec.parallelism, degree))
 
 
@@ -95,11 +95,11 @@ _COLUMNS = (
     Column[Residual]("GPU", lambda item: item.expressed.cluster.device.name),
     Column[Residual]("generation", lambda item: item.expressed.cluster.device.generation),
     Column[Residual]("GPUs", lambda item: item.expressed.cluster.devices),
-    _of_split("TP", "tensor"),
-    _of_split("PP", "pipeline"),
-    _of_split("CP", "context"),
-    _of_split("EP", "expert"),
-    _of_split("DP", "data"),
+    _degree_column("TP", "tensor"),
+    _degree_column("PP", "pipeline"),
+    _degree_column("CP", "context"),
+    _degree_column("EP", "expert"),
+    _degree_column("DP", "data"),
     Column[Residual]("dtype", lambda i: str(i.expressed.spec.fp8_recipe or i.expressed.spec.dtype)),
     Column[Residual]("kind", lambda item: kind_of(item.reading.metric)),
     Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
@@ -117,7 +117,7 @@ def _values(item: Residual) -> tuple[float, float]:
     return item.reading.value * unit, item.predicted * unit
 
 
-def _draw(items: list[Residual], kinds: list[Coverage], path: Path) -> None:
+def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> None:
     generations = sorted({item.expressed.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
         *panels, reliability = figure.subplots(1, 3)
@@ -140,7 +140,7 @@ def _draw(items: list[Residual], kinds: list[Coverage], path: Path) -> None:
         _draw_reliability(reliability, kinds)
 
 
-def _draw_reliability(axes: Axes, kinds: list[Coverage]) -> None:
+def _draw_reliability(axes: Axes, kinds: list[IntervalCoverage]) -> None:
     """What intervals cover against what they state: a grey line a kind, coloured ones for all."""
     colours = iter(COLOURS)
     for kind in kinds:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from parakit.config.experts import ExpertLoad
-from parakit.config.flag_table import of_group
+from parakit.config.flag_table import flags_in_group
 from parakit.config.flags import Flags
 from parakit.config.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from parakit.config.model import GPT2_VOCABULARY, ModelShape
@@ -34,7 +34,7 @@ from parakit.config.run import (
 from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import NEWEST, PEERS, divisors, violations
-from parakit.planner.readings.facts import model_facts, of_fields, release_of, source_facts
+from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
 from parakit.planner.readings.table import Reading
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
@@ -111,7 +111,7 @@ def express(reading: Reading) -> Expressed:
         raise RefusedError(f"its flags cannot be read: {error}") from None
     golden = _CASE.search(reading.where)
     case = _cases().get(golden[1], "").split() if golden and not own else []
-    ran = _as_run(reading, source)
+    ran = _complete_measurement(reading, source)
     if own or case:
         execution = execution_of_flags(Flags(own or case))
         spec = _golden_spec(reading, case) if case else _spec_of_flags(reading, own)
@@ -138,9 +138,9 @@ def _cases() -> dict[str, str]:
     return dict(json.loads(gzip.decompress(packed)))
 
 
-def _as_run(reading: Reading, source: dict[str, Any]) -> Reading:
+def _complete_measurement(reading: Reading, source: dict[str, Any]) -> Reading:
     """With its model's sizes where it states none, and the degrees that its source says it had."""
-    sizes = of_fields(Reading, model_facts(reading.model))
+    sizes = facts_for_fields(Reading, model_facts(reading.model))
     lacking = {name: size for name, size in sizes.items() if getattr(reading, name) is None}
     degrees = ("tp", "pp", "vpp", "ep", "mbs")
     return replace(reading, **lacking, **{name: source[name] for name in degrees if name in source})
@@ -173,7 +173,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     dtype = reading.dtype.lower()
     if dtype and not any(known in dtype for known in _DTYPES):
         raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
-    said, fp8_recipe = of_fields(RunSpec, source), _fp8_recipe(reading.dtype, source)
+    said, fp8_recipe = facts_for_fields(RunSpec, source), _fp8_recipe(reading.dtype, source)
     said["recompute"] = _recompute(reading.recompute or said["recompute"], said["fused_attention"])
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
         raise RefusedError(_UNLAID.format(reading.model))
@@ -243,7 +243,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
         "vocabulary": reading.vocab or source.get("vocab") or GPT2_VOCABULARY,
         "expert_ffn_hidden": reading.expert_ffn or 0,
     }
-    return msgspec.convert(usual | of_fields(ModelShape, facts, source) | sizes, ModelShape)
+    return msgspec.convert(usual | facts_for_fields(ModelShape, facts, source) | sizes, ModelShape)
 
 
 def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
@@ -342,7 +342,11 @@ def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
 
 
 def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
-    stated, eager, notes = of_fields(Execution, source), source["eager"], reading.notes.lower()
+    stated, eager, notes = (
+        facts_for_fields(Execution, source),
+        source["eager"],
+        reading.notes.lower(),
+    )
     return Execution(
         **stated
         | {
@@ -404,8 +408,8 @@ def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
 
 def execution_of_flags(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
-    switched = dict.fromkeys((each.field for each in of_group("execution")), False)
-    for each in of_group("execution"):
+    switched = dict.fromkeys((each.field for each in flags_in_group("execution")), False)
+    for each in flags_in_group("execution"):
         switched[each.field] |= flags.has(each.name) and flags.text(each.name) != "none"
     # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
     bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")

@@ -111,10 +111,10 @@ def left_out(expressed: Expressed, source: str) -> Expressed:
 def _without(cluster: Cluster, source: str) -> Cluster:
     generation = cluster.device.generation
     constants, own = constants_of(generation, source), constants_of(generation)
-    return cluster if constants == own else with_constants(cluster, constants)
+    return cluster if constants == own else replace_constants(cluster, constants)
 
 
-def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
+def replace_constants(cluster: Cluster, constants: Constants) -> Cluster:
     """The cluster with these constants in place of its generation's."""
     return replace(cluster, calibration=Calibration(**asdict(constants)))
 

@@ -55,7 +55,7 @@ def kind_of(metric: str) -> str:
     return MEMORY if "memory" in metric else TIME
 
 
-def by_source(residuals: Residuals) -> list[ErrorGroup]:
+def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each source; memory is a group of its own where the source also has times, and so is
     what is predicted without a fact that the source does not state."""
     kinds: dict[str, set[str]] = defaultdict(set)
@@ -71,7 +71,7 @@ def by_source(residuals: Residuals) -> list[ErrorGroup]:
     return _groups(residuals.predicted, name, residuals.refused)
 
 
-def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
+def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each device, times and memory apart."""
     return _groups(
         residuals.predicted,
@@ -79,7 +79,7 @@ def by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     )
 
 
-def by_kind(residuals: Residuals) -> list[ErrorGroup]:
+def group_by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
     found = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
     groups = {group.name: group for group in found}
@@ -137,7 +137,7 @@ def _kind_of_run(item: Residual) -> str:
     return "B300, GB300 dense" if "B300" in device.name else "B200, GB200 dense"
 
 
-def by_split(residuals: Residuals) -> list[ErrorGroup]:
+def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
     """Of the kinds that constants are fitted to: the third that fits do not use, and the others."""
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
@@ -265,7 +265,7 @@ def runs_of(residuals: Residuals) -> list[Residual]:
     return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
 
 
-def by_coverage(residuals: Residuals, errors: Errors) -> list[Coverage]:
+def group_by_coverage(residuals: Residuals, errors: Errors) -> list[IntervalCoverage]:
     """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
     found = []
     members: dict[str, list[Residual]] = defaultdict(list)
@@ -280,12 +280,12 @@ def by_coverage(residuals: Residuals, errors: Errors) -> list[Coverage]:
             }
             for elsewhere in (False, True)
         )
-        found.append(Coverage(name, len(members[name]), own, others))
+        found.append(IntervalCoverage(name, len(members[name]), own, others))
     return found
 
 
 @dataclass(frozen=True)
-class Coverage:
+class IntervalCoverage:
     """Of a kind's published figures, the share inside their intervals."""
 
     name: str
@@ -318,7 +318,7 @@ def _row(item: Residual, errors: Errors) -> dict[str, Any]:
 _SAID = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
-def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
+def encode_summary(residuals: Residuals, errors: Errors) -> dict[str, Any]:
     """The contract of `validate --json`."""
     return {
         "sources": {
@@ -328,7 +328,7 @@ def as_data(residuals: Residuals, errors: Errors) -> dict[str, Any]:
                 "predicted": len(group.errors),
                 **{name: group.figures.get(name) for name in _SAID},
             }
-            for group in by_source(residuals)
+            for group in group_by_source(residuals)
         },
         "rows": [_row(item, errors) for item in residuals.predicted],
         "refused": [{"line": item.line, "reason": item.reason} for item in residuals.refused],

@@ -58,7 +58,7 @@ def schedules(given: Namespace) -> int:
         if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
     ]
     if given.json:
-        print(json.dumps([_as_data(timeline) for timeline in timelines], indent=2))
+        print(json.dumps([_encode_timeline(timeline) for timeline in timelines], indent=2))
     else:
         _print(timelines)
     if given.svg:
@@ -74,7 +74,7 @@ def schedules_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--transfer", type=float, default=0.0, help="time of a message")
 
 
-def _as_data(timeline: SimulatedSchedule) -> dict[str, Any]:
+def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
     """Figures, measured and in closed form."""
     measured = figures(timeline)
     return {

@@ -164,7 +164,9 @@ def straggling(cluster: Cluster) -> float:
 
 def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
     """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
-    messages = _seconds(spec, cluster, _of_group(pipeline_collectives(spec, 0), Group.PIPELINE))
+    messages = _seconds(
+        spec, cluster, _calls_in_group(pipeline_collectives(spec, 0), Group.PIPELINE)
+    )
     if cluster.execution.scatter_gather:
         messages /= spec.parallelism.tensor // spec.sequence_shards
     return messages * (cluster.constants.contention if spec.parallelism.virtual_stages > 1 else 1)
@@ -377,11 +379,11 @@ def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> fl
     return after_hiding(seconds, beside, cluster.constants.contention)
 
 
-def _of_group(calls: Iterable[CollectiveCall], group: Group) -> list[CollectiveCall]:
+def _calls_in_group(calls: Iterable[CollectiveCall], group: Group) -> list[CollectiveCall]:
     return [call for call in calls if call.group is group]
 
 
-def _of_phase(calls: Iterable[CollectiveCall], phase: Phase) -> list[CollectiveCall]:
+def _calls_in_phase(calls: Iterable[CollectiveCall], phase: Phase) -> list[CollectiveCall]:
     return [call for call in calls if call.phase is phase]
 
 
@@ -435,11 +437,13 @@ def _after_backward(
 ) -> tuple[float, float, float, float]:
     """Gradients over the data-parallel ranks, updated weights over them, what else is reduced after
     backward, and the optimizer with its reductions."""
-    sync = _of_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
+    sync = _calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
     sync += partial_gradients(spec, rank)
     moved = [] if spec.parallelism.sharding.overlaps else list(gradient_collectives(spec, rank))
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
-    gathered = _weights_moved(spec) * _seconds(spec, cluster, _of_phase(moved, Phase.OPTIMIZER))
+    gathered = _weights_moved(spec) * _seconds(
+        spec, cluster, _calls_in_phase(moved, Phase.OPTIMIZER)
+    )
     if cluster.execution.broadcast_parameters:
         # A rank's tensors over the data-parallel ranks, one after another.
         calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
@@ -464,8 +468,11 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     if not spec.parallelism.sharding.overlaps:
         return 0.0
     calls, of_weights = list(gradient_collectives(spec, 0)), _weights_moved(spec)
-    reduced, gathered = _of_phase(calls, Phase.BACKWARD), _of_phase(calls, Phase.FORWARD)
-    waited = _of_phase(calls, Phase.OPTIMIZER)
+    reduced, gathered = (
+        _calls_in_phase(calls, Phase.BACKWARD),
+        _calls_in_phase(calls, Phase.FORWARD),
+    )
+    waited = _calls_in_phase(calls, Phase.OPTIMIZER)
     gradients = sum(call.total_payload_bytes for call in reduced)
     weights = of_weights * sum(call.total_payload_bytes for call in gathered)
     copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights

@@ -7,13 +7,13 @@ lower bounds.
 
 from __future__ import annotations
 
-from parakit.config.hardware import Host
+from parakit.config.hardware import HostRates
 from parakit.config.run import RunSpec
 from parakit.costs import offloaded_bytes
 
 
 def copies_waited_for(
-    spec: RunSpec, pipeline_rank: int, passes: tuple[float, float], host: Host
+    spec: RunSpec, pipeline_rank: int, passes: tuple[float, float], host: HostRates
 ) -> float:
     """Of one micro batch on one rank, whose layers take `passes` seconds forward and backward."""
     chunks = spec.chunk_layers(pipeline_rank)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from parakit.config.hardware import Device, Host
+from parakit.config.hardware import Device, HostRates
 from parakit.config.run import Fp8Recipe
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.execution import Execution
@@ -53,7 +53,7 @@ class DeviceRates:
     transposes: bool
     """Whether a product in fewer bits takes its operands in one layout only, so that each is written
     transposed as well."""
-    host: Host | None
+    host: HostRates | None
     execution: Execution
     measured: Calibration
     """What was measured in place of counting bytes."""
@@ -61,7 +61,7 @@ class DeviceRates:
     """Of the device, on which the measured times are longer by that much."""
 
     @property
-    def known_host(self) -> Host:
+    def known_host(self) -> HostRates:
         """The host that something is offloaded to.
 
         Raises:

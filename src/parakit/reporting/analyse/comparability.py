@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from parakit.artifacts.identity import essential
-from parakit.config.flag_table import argument_names, of_role
+from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.offload import offload_flags
 from parakit.logs import ModelDifference, Run
 from parakit.reporting.analyse.configurations import (
@@ -21,7 +21,7 @@ from parakit.reporting.analyse.statistics import TimeComparison, compare
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class WorkMismatch:
     """One thing that is not the same on both sides."""
 
     what: str
@@ -46,7 +46,7 @@ class SpeedComparison:
     """Device time a token, where the numbers of devices differ: the verdict is on it. Else None."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""
-    differences: tuple[Mismatch, ...]
+    differences: tuple[WorkMismatch, ...]
     caution: str = ""
     """What the comparison takes for granted, or why there is none."""
     model_doubt: str = ""
@@ -200,20 +200,20 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     return (ours, theirs), caution
 
 
-def differences(reference: Run, other: Run) -> list[Mismatch]:
+def differences(reference: Run, other: Run) -> list[WorkMismatch]:
     """Everything the runs should share for their times to be comparable, and do not.
 
     The flags of their models come first. Of two runs of which one is a foreign log the list has all
     printed arguments that differ.
     """
     of_model = [
-        Mismatch(difference.flag, difference.reference, difference.other)
+        WorkMismatch(difference.flag, difference.reference, difference.other)
         for difference in reference.stated_model.differences(other.stated_model)
         if difference.is_known and difference.flag != "--hidden-dropout"
     ]
     theirs = _conditions(other)
     found = of_model + [
-        Mismatch(what, value, theirs[what], what in _OF_STRATEGY)
+        WorkMismatch(what, value, theirs[what], what in _OF_STRATEGY)
         for what, value in _conditions(reference).items()
         if value != theirs[what]
     ]
@@ -224,7 +224,7 @@ def differences(reference: Run, other: Run) -> list[Mismatch]:
             mine, its = one.get(name, "not given"), two.get(name, "not given")
             if mine != its:
                 flag = f"--{name.replace('_', '-')}"
-                found.append(Mismatch(flag, mine, its, name in _OF_LAYOUT))
+                found.append(WorkMismatch(flag, mine, its, name in _OF_LAYOUT))
     return found
 
 
@@ -235,7 +235,7 @@ _SAID = frozenset(
     }
 )
 """Arguments that a condition of its own, or a flag of the model, stands for."""
-_OF_LAYOUT = argument_names(of_role("parallelism")) | {
+_OF_LAYOUT = argument_names(flags_with_role("parallelism")) | {
     *("world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size"),
     "virtual_pipeline_model_parallel_size",
     *("padded_vocab_size", "make_vocab_size_divisible_by"),

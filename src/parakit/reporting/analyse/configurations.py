@@ -108,7 +108,7 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     return sorted(rows, key=_order)
 
 
-def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
+def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
     """Logs of one file name get as much of their folders as tells them apart, else a number."""
     names: dict[str, list[Run]] = defaultdict(list)
     result = []
@@ -225,20 +225,20 @@ def _suffixes(runs: Sequence[Run]) -> list[str]:
     return joined if distinct else [run.name for run in runs]
 
 
-def _of_spec(say: Callable[[RunSpec], str]) -> Callable[[Run], str]:
+def _describe_spec(say: Callable[[RunSpec], str]) -> Callable[[Run], str]:
     return lambda run: say(run.spec) if run.spec else ""
 
 
 _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
-    _of_spec(lambda spec: f"batch {spec.batch}"),
-    _of_spec(lambda spec: f"seq {spec.shape.seq_length}"),
+    _describe_spec(lambda spec: f"batch {spec.batch}"),
+    _describe_spec(lambda spec: f"seq {spec.shape.seq_length}"),
     lambda run: run.megatron.split(" ")[0],
-    _of_spec(lambda spec: spec.backend),
+    _describe_spec(lambda spec: spec.backend),
     lambda run: link_rate(run.record.spec) if run.record else "",
     lambda run: f"patches {fused_patches(run.spec)}",
     lambda run: f"patch file {patch_file_name(run.spec)}",
-    _of_spec(lambda spec: f"recompute {spec.recompute}"),
-    _of_spec(lambda spec: " ".join(offload_flags(spec.offload))),
+    _describe_spec(lambda spec: f"recompute {spec.recompute}"),
+    _describe_spec(lambda spec: " ".join(offload_flags(spec.offload))),
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",
 )

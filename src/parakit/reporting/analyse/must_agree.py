@@ -86,7 +86,7 @@ def obstacle(reference: Run, other: Run) -> str:
     same_seed = (one and one.seed) == (two and two.seed)
     if same_seed and not _share_start(reference, other, of_one_layout):
         return NO_START
-    ours, theirs = _of_losses(reference), _of_losses(other)
+    ours, theirs = _list_loss_settings(reference), _list_loss_settings(other)
     differing = [name for name in ours if ours[name] != theirs[name]]
     if (reference.record is None) == (other.record is None):
         # Only where both tell their schedules in the same way.
@@ -111,7 +111,7 @@ def _share_start(reference: Run, other: Run, of_one_layout: bool) -> bool:
     return of_one_layout if one is None and two is None else one == two
 
 
-def _of_losses(run: Run) -> dict[str, object]:
+def _list_loss_settings(run: Run) -> dict[str, object]:
     """What losses depend on."""
     spec = run.spec
     schedule = spec and spec.parallelism.schedule

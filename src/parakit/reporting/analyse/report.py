@@ -10,7 +10,7 @@ from parakit.artifacts.identity import essential
 from parakit.config.published import Correction, Published
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import SLOWED_REFERENCE, compare_speed, why_impossible
-from parakit.reporting.analyse.configurations import configurations, labels, with_distinct_names
+from parakit.reporting.analyse.configurations import configurations, labels, make_names_distinct
 from parakit.reporting.analyse.earlier import Change
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import parity_of
@@ -52,9 +52,9 @@ def build_report(
     all_conditions: bool = False,
 ) -> Report:
     """Turn runs into a report."""
-    rows = configurations(with_distinct_names(runs), all_conditions)
+    rows = configurations(make_names_distinct(runs), all_conditions)
     made = zip(labels(rows), rows, parity_of(rows), strict=True)
-    entries = _with_speeds([Entry(*each, published) for each in made])
+    entries = _add_speeds([Entry(*each, published) for each in made])
     used = {entry.figure.source.key for entry in entries if entry.figure}
     sets = [essential(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in sets if arguments]
@@ -73,7 +73,7 @@ def build_report(
     )
 
 
-def _with_speeds(entries: list[Entry]) -> list[Entry]:
+def _add_speeds(entries: list[Entry]) -> list[Entry]:
     """With comparisons, and verdicts adjusted for their number among those of one reference."""
     result, candidates = list(entries), entries
     groups: dict[str, dict[int, TimeComparison]] = {}

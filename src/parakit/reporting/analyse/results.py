@@ -104,15 +104,15 @@ def other_attempts(configuration: Configuration) -> list[str]:
     return [f"{count} {what}" for what, count in counts.items() if count]
 
 
-def _of_spec(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
+def _spec_column(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
     return lambda entry: value(entry.run.spec) if entry.run.spec else None
 
 
-def _of_split(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
-    return _of_spec(lambda spec: value(spec.parallelism))
+def _degree_column(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
+    return _spec_column(lambda spec: value(spec.parallelism))
 
 
-def _of_estimate(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
+def _estimate_column(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
     return lambda entry: value(entry.estimate) if entry.estimate else None
 
 
@@ -123,24 +123,24 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("strategy", lambda e: e.strategy or None),
     Column("model", lambda e: e.run.model or None),
     Column("device", lambda e: e.run.device or None),
-    Column("world_size", _of_split(lambda split: split.world_size)),
-    Column("dp", _of_split(lambda split: split.data)),
-    Column("tp", _of_split(lambda split: split.tensor)),
-    Column("sp", _of_split(lambda split: int(split.sequence_parallel))),
-    Column("pp", _of_split(lambda split: split.pipeline)),
-    Column("vpp", _of_split(lambda split: split.virtual_stages)),
-    Column("cp", _of_split(lambda split: split.context)),
-    Column("ep", _of_split(lambda split: split.expert)),
-    Column("zero_stage", _of_split(lambda split: split.sharding.stage)),
-    Column("micro_batch_size", _of_spec(lambda spec: spec.batch.micro_batch_size or None)),
+    Column("world_size", _degree_column(lambda split: split.world_size)),
+    Column("dp", _degree_column(lambda split: split.data)),
+    Column("tp", _degree_column(lambda split: split.tensor)),
+    Column("sp", _degree_column(lambda split: int(split.sequence_parallel))),
+    Column("pp", _degree_column(lambda split: split.pipeline)),
+    Column("vpp", _degree_column(lambda split: split.virtual_stages)),
+    Column("cp", _degree_column(lambda split: split.context)),
+    Column("ep", _degree_column(lambda split: split.expert)),
+    Column("zero_stage", _degree_column(lambda split: split.sharding.stage)),
+    Column("micro_batch_size", _spec_column(lambda spec: spec.batch.micro_batch_size or None)),
     Column("global_batch_size", lambda e: e.run.global_batch_size),
-    Column("seq_length", _of_spec(lambda spec: spec.shape.seq_length)),
-    Column("dtype", _of_spec(lambda spec: spec.dtype)),
+    Column("seq_length", _spec_column(lambda spec: spec.shape.seq_length)),
+    Column("dtype", _spec_column(lambda spec: spec.dtype)),
     # Of the newest run.
     Column("iterations", lambda e: len(e.run.log.iterations)),
-    Column("iteration_ms_median", _of_estimate(lambda found: found.median)),
-    Column("iteration_ms_ci_low", _of_estimate(lambda found: found.low)),
-    Column("iteration_ms_ci_high", _of_estimate(lambda found: found.high)),
+    Column("iteration_ms_median", _estimate_column(lambda found: found.median)),
+    Column("iteration_ms_ci_low", _estimate_column(lambda found: found.low)),
+    Column("iteration_ms_ci_high", _estimate_column(lambda found: found.high)),
     Column("tokens_per_second", lambda e: e.rates.tokens_per_second),
     Column("tokens_per_second_per_device", lambda e: e.rates.tokens_per_second_per_device),
     Column("model_tflops_per_device", lambda e: e.rates.model_tflops_per_device),

@@ -47,7 +47,7 @@ def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
     return tuple(found)
 
 
-def with_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | None) -> TimeRecord:
+def add_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | None) -> TimeRecord:
     """Count waiting for neighbouring stages as such where no timer of Megatron's is around it.
 
     The interleaved schedule waits for its messages between its timers; the communication ledger has

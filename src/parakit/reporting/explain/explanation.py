@@ -29,7 +29,7 @@ from parakit.reporting.explain.memory import (
 )
 from parakit.reporting.explain.predicted import (
     CallRow,
-    Evidence,
+    PredictionEvidence,
     Subject,
     Unattributed,
     subjects_of,
@@ -63,7 +63,7 @@ class Explanation:
 
     topics: tuple[Topic, ...] = ()
     tables: tuple[TextTable, ...] = ()
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    evidence: Mapping[str, PredictionEvidence] = field(default_factory=dict)
     """The same as numbers, by run."""
     paid: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """How much each run pays beyond baseline's share, and for what most."""
@@ -201,7 +201,7 @@ _BUBBLE: Cells[ComponentResidual] = (
 
 
 _MISSING: Cells[str] = (("Missing", str),)
-_TABLES: tuple[tuple[str, str, Cells[Any], Callable[[Evidence], Iterable[Item]]], ...] = (
+_TABLES: tuple[tuple[str, str, Cells[Any], Callable[[PredictionEvidence], Iterable[Item]]], ...] = (
     (
         *("time-shares", "Where each rank's iteration goes", _TIME),
         lambda each: ((shares.rank, shares) for shares in each.shares),

@@ -59,7 +59,7 @@ def _stages(subject: Subject) -> Iterator[str]:
         f"the {amount(difference)} between them are {joined(parts) or 'spread over all categories'}."
     )
     yield _tied(spec, stage)
-    held = "; ".join(_in_flight(spec, rank) for rank in (first, last))
+    held = "; ".join(_describe_in_flight(spec, rank) for rank in (first, last))
     yield (
         f"at the end of its forwards a stage holds in flight: {held}. "
         "On the last stage the logits are among what was measured."
@@ -81,7 +81,7 @@ def _tied(spec: RunSpec, stage: int) -> str:
     )
 
 
-def _in_flight(spec: RunSpec, rank: RankMemory) -> str:
+def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
     stage = spec.parallelism.pipeline_rank(rank.rank)
     flights = layers_in_flight(spec, stage) / spec.stage_layers(stage)
     forward = rank.phase_peak_bytes.get(Phase.FORWARD)

@@ -28,12 +28,12 @@ from parakit.reporting.analyse.entry import Entry, names_of
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (
     TimeShares,
+    add_pipeline_waits,
     busy_seconds,
     idle_over_work,
     mean,
     scaled,
     time_shares,
-    with_pipeline_waits,
 )
 from parakit.reporting.explain.closed_form import (
     ComponentResidual,
@@ -132,7 +132,7 @@ def compare_calls(
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PredictionEvidence:
     """What the ledgers of one run measured, and what the closed forms predict."""
 
     times: TimeRecord | None = None
@@ -149,7 +149,7 @@ class Evidence:
     notes: tuple[str, ...] = ()
 
 
-def evidence_of(run: Run, iteration_ms: float | None = None) -> Evidence:
+def evidence_of(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
     """Compare one run with its closed forms; whatever is missing becomes a note.
 
     How long an iteration takes is said once, by the report's row: the median of its window
@@ -163,19 +163,19 @@ def evidence_of(run: Run, iteration_ms: float | None = None) -> Evidence:
         times, problem = None, _LAUNCHED
     scale = 1.0
     if times:
-        times = with_pipeline_waits(times, run.ledgers.communication)
+        times = add_pipeline_waits(times, run.ledgers.communication)
         whole = mean(rank.iteration_seconds for rank in times.ranks)
         scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
         times = scaled(times, scale)
     notes += filter(None, [problem])
-    found = Evidence(times, scale, time_shares(times) if times else ())
+    found = PredictionEvidence(times, scale, time_shares(times) if times else ())
     try:
         return _predicted(run, configuration_of_run(run), replace(found, notes=tuple(notes)))
     except (NoClosedFormError, UnevenSplitError) as error:
         return replace(found, notes=(*notes, f"nothing predicted: {error}"))
 
 
-def _predicted(run: Run, spec: RunSpec, found: Evidence) -> Evidence:
+def _predicted(run: Run, spec: RunSpec, found: PredictionEvidence) -> PredictionEvidence:
     """With what the closed forms say; a ledger of another run's ranks must not break the report."""
     split, parameters = spec.parallelism, []
     for count in run.log.parameters:
@@ -270,7 +270,7 @@ class Subject:
     """One configuration of a report, its newest run explained."""
 
     entry: Entry
-    evidence: Evidence
+    evidence: PredictionEvidence
     label: str
     """How tables and sentences call it; with its model where a report has several."""
 

@@ -135,7 +135,7 @@ MAX_GROUPS = 6
 
 
 @dataclass(frozen=True)
-class Bar:
+class HeadlineBar:
     """One row, in milliseconds for as many tokens as the reference's."""
 
     label: str
@@ -151,7 +151,7 @@ class BarGroup:
     """Rows that are compared with one another, on one axis."""
 
     title: str
-    bars: tuple[Bar, ...]
+    bars: tuple[HeadlineBar, ...]
     left_out: int
     axis: float
     """Its length in milliseconds."""
@@ -176,7 +176,7 @@ def _group(members: Sequence[Entry]) -> BarGroup:
         text += f" [{interval(*span)}]" if span else ""
         text += f", {speed_text(entry)}" if pair else ""
         verdict = pair.verdict.value if pair else "reference"
-        bars.append(Bar(entry.label, verdict, weight * own, span, text))
+        bars.append(HeadlineBar(entry.label, verdict, weight * own, span, text))
     many = f"for as many tokens as an iteration of {reference.label}"
     where = " · ".join(filter(None, (reference.run.size, reference.run.device)))
     title = f"Time {'of an iteration' if equal else many}{f', {where}' if where else ''}"

@@ -20,7 +20,7 @@ from parakit.reporting.canvas import Chart
 from parakit.reporting.explain.explanation import Explanation
 from parakit.reporting.render import beside, tables
 from parakit.reporting.render.headline import bars_of
-from parakit.reporting.render.plots import Plot, as_script, plots_of
+from parakit.reporting.render.plots import Plot, encode_plots, plots_of
 from parakit.reporting.render.sentences import sentences
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -61,7 +61,7 @@ def render_page(
             answer=headline,
             bars=bars_of(report),
             plots=plots,
-            plot_data=as_script(plots),
+            plot_data=encode_plots(plots),
             memory=memory,
             charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
             opened=_OPENED,

@@ -100,7 +100,7 @@ def plots_of(report: Report) -> list[Plot]:
     return [plot for plot in found if plot is not None]
 
 
-def as_script(plots: Sequence[Plot]) -> str:
+def encode_plots(plots: Sequence[Plot]) -> str:
     """The plots' data for a script element: nothing in it can end the element."""
     text = msgspec.json.encode({plot.name: plot for plot in plots}).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

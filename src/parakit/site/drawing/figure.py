@@ -29,7 +29,7 @@ from parakit.formatting.units import joined
 from parakit.planner import PlanOptions, time_strategy
 from parakit.site.drawing.held import held
 from parakit.site.drawing.sent import sent, traffic
-from parakit.site.drawing.sheet import Rank, shown_ranks
+from parakit.site.drawing.sheet import DrawnRank, shown_ranks
 from parakit.site.drawing.when import when
 
 
@@ -95,7 +95,7 @@ _SHARDINGS = {
 }
 
 
-def _sentences(spec: RunSpec, ranks: list[Rank]) -> Iterator[str]:
+def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
     split = spec.parallelism
     for holds, sentence in _DIMENSIONS:
         if holds(split):
@@ -108,14 +108,14 @@ def _sentences(spec: RunSpec, ranks: list[Rank]) -> Iterator[str]:
     yield (
         f"{spec.model} as {spec.name} on {split.world_size:,} {kind}, {spec.dtype}, micro batch "
         f"{spec.batch.micro_batch_size:,}, global batch {spec.batch.global_batch_size:,}. In an "
-        f"iteration a rank sends {_by_stage(sent)}."
+        f"iteration a rank sends {_list_by_stage(sent)}."
         + ("" if len(ranks) == split.world_size else f" {len(ranks)} of its ranks are drawn.")
     )
     if spec.shape.experts and group_ranks(split, Group.TENSOR_EXPERT) > 1:
         yield "A router decides how many tokens go where: of these bytes the sum over ranks is exact."
 
 
-def _by_stage(values: dict[int, int]) -> str:
+def _list_by_stage(values: dict[int, int]) -> str:
     if len(set(values.values())) == 1:
         return traffic(next(iter(values.values())))
     return joined([f"{traffic(value)} on stage {stage}" for stage, value in values.items()])

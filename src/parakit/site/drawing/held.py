@@ -10,7 +10,7 @@ from itertools import batched
 from parakit.config.run import RunSpec
 from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
 from parakit.formatting.units import amount, count
-from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads
+from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads
 
 _LABEL = 108
 """Width of what stands before the ranks' columns."""
@@ -33,11 +33,11 @@ class _Cell:
 @dataclass(frozen=True)
 class _Row:
     name: str
-    cell: Callable[[Rank], _Cell | None]
+    cell: Callable[[DrawnRank], _Cell | None]
     """None where a rank has nothing of it."""
 
 
-def held(spec: RunSpec, ranks: list[Rank], name: str) -> str:
+def held(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The sheet: a column for each rank, a row for each tensor, of which the rank's part is filled."""
     sheet = Sheet(f"{name}-held", f"What each rank holds: {spec.model} as {spec.name}")
     for band in batched(ranks, 4):
@@ -56,7 +56,7 @@ def held(spec: RunSpec, ranks: list[Rank], name: str) -> str:
     return sheet.svg()
 
 
-def _draw_row(sheet: Sheet, row: _Row, ranks: Iterable[Rank], wide: float) -> None:
+def _draw_row(sheet: Sheet, row: _Row, ranks: Iterable[DrawnRank], wide: float) -> None:
     top, tall = sheet.y, 14
     sheet.y -= 1
     lines = sheet.lines(0, _LABEL - 8, row.name)
@@ -138,7 +138,7 @@ def _weight_rows(spec: RunSpec) -> Iterator[_Row]:
             yield _Row(name, partial(_weights, spec, sizes, cut))
 
 
-def _weights(spec: RunSpec, sizes: list[int], cut: str, rank: Rank) -> _Cell | None:
+def _weights(spec: RunSpec, sizes: list[int], cut: str, rank: DrawnRank) -> _Cell | None:
     size, split = sizes[rank.stage], spec.parallelism
     if not size:
         return None
@@ -178,7 +178,7 @@ def _state_rows(spec: RunSpec) -> Iterator[_Row]:
         size(of) * (ranks if is_sharded else 1) for of in memory for _, size, is_sharded in rows
     )
 
-    def cell(size: Callable[[PredictedMemory], int], shards: int, rank: Rank) -> _Cell:
+    def cell(size: Callable[[PredictedMemory], int], shards: int, rank: DrawnRank) -> _Cell:
         own, place = size(memory[rank.stage]), rank.data * split.context + rank.context
         length = own * shards / longest
         return _Cell(_memory(own), shards, (place % shards,), length=length)

@@ -10,7 +10,7 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.costs import CollectiveCall, Operation, Phase, communication_of_rank, total_wire_bytes
 from parakit.formatting.units import count, gb, joined, megabytes
-from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, Rank, Sheet, draw_heads, together
+from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads, together
 
 COLOURS = {
     Group.TENSOR: "tp",
@@ -71,7 +71,7 @@ def _lines(spec: RunSpec, stages: Iterable[int]) -> list[_Sent]:
     return sorted(found.values(), key=lambda line: order.index(line.phase))
 
 
-def sent(spec: RunSpec, ranks: list[Rank], name: str) -> str:
+def sent(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The sheet: a line for each kind of call, a thread for each rank, joined where they communicate."""
     sheet = Sheet(f"{name}-sent", f"What is sent, between whom: {spec.model} as {spec.name}")
     wide = (WIDTH - _TEXT) / len(ranks)
@@ -116,7 +116,7 @@ def _amounts(line: _Sent) -> str:
 def _link(
     sheet: Sheet,
     line: _Sent,
-    ranks: list[Rank],
+    ranks: list[DrawnRank],
     middles: dict[int, float],
     wide: float,
     y: float,
@@ -147,7 +147,7 @@ def _link(
                 _content(sheet, xs[place], y + 9, wide, after, kind)
 
 
-def _lanes(groups: list[list[Rank]]) -> list[int]:
+def _lanes(groups: list[list[DrawnRank]]) -> list[int]:
     """Of each group the first lane in which it meets none before it."""
     found: list[int] = []
     ends: list[int] = []
@@ -168,7 +168,7 @@ def _content(
         sheet.box(middle - wide / 2 + wide * part / parts, y, wide / parts, 8, f"{state} {kind}")
 
 
-def _ways(line: _Sent, members: list[Rank]) -> list[tuple[int, int, str]]:
+def _ways(line: _Sent, members: list[DrawnRank]) -> list[tuple[int, int, str]]:
     """Lines from a member's place to another's, and their arrows."""
     last = len(members) - 1
     if line.operation is not Operation.SEND:

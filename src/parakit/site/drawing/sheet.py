@@ -85,7 +85,7 @@ def _kind(kind: str) -> str:
 MOST_SHOWN = 8
 
 
-class Rank(NamedTuple):
+class DrawnRank(NamedTuple):
     """A rank in Megatron's order, tp-cp-ep-dp-pp, TP innermost (`parallel_state.RankGenerator`)."""
 
     number: int
@@ -98,7 +98,7 @@ class Rank(NamedTuple):
     expert_data: int
 
 
-def shown_ranks(split: Parallelism) -> list[Rank]:
+def shown_ranks(split: Parallelism) -> list[DrawnRank]:
     """All ranks, if a drawing has room for them; else the first and the last along a dimension."""
     if split.world_size <= MOST_SHOWN:
         return [rank_at(split, number) for number in range(split.world_size)]
@@ -114,7 +114,7 @@ def shown_ranks(split: Parallelism) -> list[Rank]:
     return [rank_at(split, number) for number in sorted(numbers)]
 
 
-def rank_at(split: Parallelism, number: int) -> Rank:
+def rank_at(split: Parallelism, number: int) -> DrawnRank:
     """The places of a global rank; experts have dimensions of their own inside a stage."""
     rest, tensor = divmod(number, split.tensor)
     rest, context = divmod(rest, split.context)
@@ -122,7 +122,7 @@ def rank_at(split: Parallelism, number: int) -> Rank:
     inside = number % (split.world_size // split.pipeline)
     inside, expert_tensor = divmod(inside, split.tensor_of_experts)
     expert_data, expert = divmod(inside, split.expert)
-    return Rank(number, tensor, context, data, stage, expert_tensor, expert, expert_data)
+    return DrawnRank(number, tensor, context, data, stage, expert_tensor, expert, expert_data)
 
 
 _STAYS = {
@@ -144,17 +144,17 @@ _STAYS = {
 """The places that all ranks of one group share."""
 
 
-def together(group: Group, ranks: list[Rank]) -> list[list[Rank]]:
+def together(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
     """The ranks by the group of this kind that they are in."""
 
-    def key(rank: Rank) -> tuple[int, ...]:
+    def key(rank: DrawnRank) -> tuple[int, ...]:
         return tuple(getattr(rank, place) for place in _STAYS[group])
 
     return sorted(list(members) for _, members in groupby(sorted(ranks, key=key), key))
 
 
 def draw_heads(
-    sheet: Sheet, split: Parallelism, ranks: Iterable[Rank], start: float, wide: float
+    sheet: Sheet, split: Parallelism, ranks: Iterable[DrawnRank], start: float, wide: float
 ) -> None:
     """The ranks, and where they stand in each dimension that has more than one place."""
     degrees = {"tp": split.tensor, "cp": split.context, "dp": split.data, "pp": split.pipeline}
