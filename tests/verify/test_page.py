@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.capture import CapturedModule, CaptureStage, Placement, Site
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
 from parakit.verify.map import COLUMNS, build_map_rows
 from parakit.verify.page import render_page, write_page
 from parakit.verify.picture import Picture
-from parakit.verify.verdict import Judgement, Outcome, Verdict, judge, refuse_comparison
+from parakit.verify.verdict import Judgement, judge, refuse_comparison
 from tests.chromium import chromium, needs_chromium
 from tests.verify.captures import rank, write
 
@@ -162,7 +163,7 @@ def test_names_with_markup_are_escaped_in_the_pages_data():
     compared = CaptureComparison(
         (TensorComparison(key, 1e-6, 0, error=1e-7, compared=1),), (), 1, 1
     )
-    page = render_page(Judgement(Verdict(Outcome.HELD, worst_ratio=0.1), compared))
+    page = render_page(Judgement(VerifyVerdict(VerifyOutcome.HELD, worst_ratio=0.1), compared))
     assert "</script><b>" not in page
 
 
