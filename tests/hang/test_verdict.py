@@ -355,7 +355,7 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableDumpError, match=r"PAGE=.* is in no folder that exists"):
+    with pytest.raises(UnreadableDumpError, match=r"--page .* is in no folder that exists"):
         why_hang([str(tmp_path)], page=str(tmp_path / "none/page.html"))
 
 
