@@ -168,7 +168,8 @@ def _layers() -> dict[str, int]:
 
 
 def test_every_package_has_its_layer() -> None:
-    assert sorted(_layers()) == list(PACKAGES)
+    layers = {name for name in _layers() if (SOURCE / "parakit" / name).is_dir()}
+    assert sorted(layers) == list(PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -343,7 +343,7 @@ def name_arguments(text: str) -> str:
     `GPUS=8` becomes `gpus=8` and `STRATEGY=tp2` becomes `strategy="tp2"`. Commands in single quotes, such as
     'make report', stay.
     """
-    from parakit.config.settings import SETTINGS
+    from parakit.config.settings import OPTIONS, SETTINGS
 
     known = {setting.name for setting in SETTINGS}
 
@@ -359,6 +359,9 @@ def name_arguments(text: str) -> str:
         is_plain = not value or value.startswith('"') or _NUMBER.fullmatch(value)
         return f"{lower}={value}{end}" if is_plain else f'{lower}="{value}"{end}'
 
+    for setting in OPTIONS:
+        option = "--" + setting.name.lower().replace("_", "-")
+        text = text.replace(f"{option} ", f"{setting.name.lower()}= ")
     return _VARIABLE.sub(argument, text)
 
 

@@ -253,8 +253,9 @@ class TestBuild:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
         with pytest.raises(LaunchError, match="Docker is not installed"):  # As the build would.
-            build(None, dry_run=True, megatron_url="https://mirror.example/mlm.git")
+            build(None, dry_run=True)
         shown = capsys.readouterr().out
         assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
         assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown
@@ -275,6 +276,7 @@ class TestBuild:
 
     def test_without_docker_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
         with pytest.raises(LaunchError, match="Docker is not installed"):
             build(None)
 

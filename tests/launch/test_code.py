@@ -56,19 +56,19 @@ def test_every_edit_of_the_kit_is_another_code_and_undoing_it_is_the_first_again
         (kit / name).write_text("edited")
         assert launch.code.kit != before
         (kit / name).write_text(name)
-    (kit / "tools" / "new.py").touch()
+    (kit / "src" / "new.py").touch()
     assert launch.code.kit != before
-    (kit / "tools" / "new.py").unlink()
+    (kit / "src" / "new.py").unlink()
     assert launch.code.kit == before
 
 
 def test_caches_text_and_an_editors_own_files_are_no_code(kit: Path) -> None:
-    before = tree_hash(kit, ["tools"])
+    before = tree_hash(kit, ["src"])
     for name in ("__pycache__/run.cpython-312.pyc", "spec/README.md", ".idea/x.py"):
-        (kit / "tools" / name).parent.mkdir(parents=True, exist_ok=True)
-        (kit / "tools" / name).touch()
-    (kit / "tools" / ".#run.py").symlink_to("nobody@nowhere")
-    assert tree_hash(kit, ["tools"]) == before
+        (kit / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (kit / "src" / name).touch()
+    (kit / "src" / ".#run.py").symlink_to("nobody@nowhere")
+    assert tree_hash(kit, ["src"]) == before
 
 
 def test_an_edit_of_the_checkout_in_use_is_another_megatron_and_its_first_build_is_not(

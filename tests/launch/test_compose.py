@@ -33,7 +33,7 @@ def composed(name: str, **options: object) -> Launch:
 @pytest.mark.parametrize("strategy", NAMED)
 def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
     text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
-    command = text.split("parakit.cli run ", 1)[1].replace("\\\n", " ")
+    command = text.split("parakit run ", 1)[1].replace("\\\n", " ")
     devices = 1 if strategy == "baseline" else 2
     words = command.split()
     assert words[0] == strategy

@@ -55,6 +55,9 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
             bench = next((word for word in words if target == "bench" and "NAME=" in word), "")
             command = command_named(f"{target} {bench}") if bench else find_command(target)
             assert command is not None or target in ("help", "help-all"), target
+            names = [
+                name for name in names if (target, name) != ("test", "TIER")
+            ]  # The Makefile's own.
             if command:
                 check_given(names, target, command)
 
@@ -120,7 +123,7 @@ def _can_be_run(module: str) -> bool:
 def test_import_paths_that_the_pages_set_name_src() -> None:
     paths = [path for page in PAGES for path in _IMPORT_PATH.findall((ROOT / page).read_text())]
     assert paths
-    assert set(paths) == {"src:."}
+    assert set(paths) <= {"src:.", "…/src:…"}
 
 
 def test_no_page_writes_a_command_behind_one_that_does_not_take_it() -> None:

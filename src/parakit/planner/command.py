@@ -58,8 +58,9 @@ def _plan(options: PlanOptions) -> int:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         console = wide_console()
+        result.show_costs(console)
         print_answers(result.plan, console)
-        result.show(console)
+        result.show_command(console)
     if options.svg:
         draw_plan(result.plan, options.svg)
     return 0

@@ -71,13 +71,21 @@ class PlanResult(PresentedTable):
         return uncertainty(self.winner.spec, request.cluster, request.own)
 
     def show(self, console: Console) -> None:
-        """Print sentences, the rankings and the winner's components, as `parakit plan` does."""
+        """Print sentences, the rankings, the winner's components and the command that trains the winner."""
+        self.show_costs(console)
+        self.show_command(console)
+
+    def show_costs(self, console: Console) -> None:
+        """Print sentences, the rankings and the winner's components."""
         if self.uncertainty.warning:
             console.print(self.uncertainty.warning, style="bold yellow", highlight=False)
         if self.recipe:
             console.print(recipe_sentence(self.recipe, self.switches), highlight=False)
         error = str(self.uncertainty)
         print_plan(self.plan, console, self.training_days, self.scaling, error)
+
+    def show_command(self, console: Console) -> None:
+        """Print the command that trains the winner, then what else was asked for: Alpa's answer, dry runs."""
         print_command(self.plan, console)
         if self.alpa:
             console.print(self.alpa, highlight=False)

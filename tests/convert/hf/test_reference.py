@@ -100,13 +100,15 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
             (CaptureStage.OPTIMIZER_STATE, "exp_avg_sq"),
             (CaptureStage.WEIGHTS, "update"),
         ):
-            record = one.by_site[Site(stage, pair.parameter, slot)]
+            record = one.first_records[Site(stage, pair.parameter, slot)]
             assert record.shape == pair.shape
             assert record.placement is not None
             assert record.placement.key == pair.key
-    logits = one.by_site[Site(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
+    logits = one.first_records[Site(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
     assert logits.shape == (8, 2, config["vocab_size"])
-    layer = one.by_site[Site(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)]
+    layer = one.first_records[
+        Site(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)
+    ]
     assert layer.shape == (8, 2, 8)
     assert {record.site.name for record in one.records} >= {
         *("decoder", "decoder.final_layernorm", "decoder.layers.0.pre_mlp_layernorm", "loss"),

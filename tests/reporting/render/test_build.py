@@ -388,7 +388,7 @@ def test_scrape_prints_the_contracts_json(tmp_path):
     log = tmp_path / "a.log"
     log.write_text(iteration_line(3, 12.5, 9.5) + "\n")
     done = subprocess.run(
-        [sys.executable, "-m", "parakit", "scrape", log, tmp_path / "no.log", "--json"],
+        [sys.executable, "-m", "parakit", "report", "scrape", log, tmp_path / "no.log", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
