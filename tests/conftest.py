@@ -14,6 +14,10 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.examples.runs import SharedRuns
 
+for _name in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS"):
+    # Tests start make and parakit as a user does, although `make test` has started pytest.
+    os.environ.pop(_name, None)
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported: threads that wait for each other take most of the time of tiny tensors."""
 
