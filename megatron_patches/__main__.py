@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
     try:
         context = find_context(entry, os.environ.get(variables.DEVICE, "gpu"))
         with freeze_imports():
-            # The kit's modules are imported before the checkout is on the path, because a checkout has a
-            # package called `tools` as well.
+            # The kit's modules are imported before the checkout is on the path, so that no file of
+            # the checkout can take the place of a module of the kit.
             from megatron_patches.catalogue import PATCHES
 
             # Python does the same when it starts a file: the file's folder comes first on the path, and

@@ -61,7 +61,7 @@ _WATCHDOG_PHRASES = (
 
 
 def is_stacks(text: str) -> bool:
-    """Whether a text is a stack: faulthandler's or py-spy's."""
+    """Return True if a text is a stack as faulthandler or py-spy writes it."""
     return "most recent call first" in text or bool(
         re.search(r"^Thread \S+ \((?:active|idle)", text, re.MULTILINE)
     )
@@ -93,7 +93,7 @@ def read_stacks(text: str) -> tuple[Frame, ...]:
 
 
 class TimedOut(NamedTuple):
-    """What NCCL's watchdog says of a rank."""
+    """A timeout that NCCL's watchdog reports of a rank."""
 
     rank: int
     call: RecordedCall

@@ -14,7 +14,7 @@ MOST_STATES = 12
 
 
 def described(call: RecordedCall) -> str:
-    """What ranks must agree on: `all_reduce of [4] Float`."""
+    """Return the part of a call that ranks must agree on: `all_reduce of [4] Float`."""
     sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
     return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
 

@@ -81,7 +81,7 @@ class Job:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What `python -m parakit` is called with for it, as by a launch script."""
+        """Arguments of `python -m parakit` that start the job, as a launch script passes them."""
         return ("run", self.strategy, self.model.name, self.place, "--", *self.flags)
 
     @property

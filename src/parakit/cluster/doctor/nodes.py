@@ -95,7 +95,7 @@ def ask_nodes(srun: Sequence[str]) -> Answers:
 
 
 def exchange(srun: Sequence[str]) -> Mapping[str, Any]:
-    """What `parakit.launch.exchange` measures between the nodes.
+    """Return what `parakit.launch.exchange` measures between the nodes.
 
     Raises:
         LaunchError: It failed on one of them.
