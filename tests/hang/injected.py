@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from parakit.artifacts.run import HUNG
+from parakit.artifacts.run import HANG_REASON_PREFIX
 from parakit.config.files import ROOT
 from parakit.hang.diagnosis import HangDiagnosis
 from parakit.hang.dumps import UnreadableDumpError
@@ -294,7 +294,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
-    is_hang = status["reason"].startswith(HUNG)
+    is_hang = status["reason"].startswith(HANG_REASON_PREFIX)
     if not is_hang and status["status"] == "crashed":
         ended = diagnose(run / "log.txt", 1, False)
         status |= {"reason": ended.reason, "rank": ended.rank}

@@ -13,7 +13,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from parakit.artifacts.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
+from parakit.artifacts.run import (
+    HANG_REASON_PREFIX,
+    RUN_FILE,
+    STOPPED_FILE,
+    Status,
+    read_run,
+    read_status,
+)
 from parakit.config.run import RunSpec
 from parakit.hang.dumps import UnreadableDumpError, read_dump
 from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall, StepStage
@@ -216,7 +223,9 @@ def _has_failed(place: Path) -> bool:
     for folder in (place, place.parent):
         with suppress(msgspec.DecodeError, OSError):
             status = read_status(folder)
-            return status.status is Status.CRASHED and not status.reason.startswith(HUNG)
+            return status.status is Status.CRASHED and not status.reason.startswith(
+                HANG_REASON_PREFIX
+            )
     return False
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from parakit.artifacts import run as records
-from parakit.artifacts.identity import given_arguments
+from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
@@ -262,7 +262,7 @@ def _add_record(run: Run, record: RunRecord) -> Run:
         dataset=record.dataset,
         start_checkpoint=record.start_checkpoint,
         # Printed arguments are as Megatron resolved them.
-        arguments=run.log.arguments or given_arguments(record.argv),
+        arguments=run.log.arguments or parse_flag_values(record.argv),
     )
 
 

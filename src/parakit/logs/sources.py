@@ -19,7 +19,7 @@ from parakit.artifacts.measurements import (
     MemoryRecord,
     RoutingRecord,
     TimeRecord,
-    read_ledger,
+    read_measurements,
 )
 from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE, TIME_FILE
 from parakit.logs.iterations import Iteration, IterationTable
@@ -154,7 +154,7 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
 def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
     """A ledger, or what is wrong with it; empty where there is none."""
     try:
-        return read_ledger(folder, kind), ""
+        return read_measurements(folder, kind), ""
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from parakit.artifacts.identity import given_arguments
+from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
@@ -114,7 +114,7 @@ def model_of_record(record: RunRecord) -> StatedModel:
     words = drop_flags(record.argv, of_strategy)
     sizes = record.spec.shape.vocabulary
     vocabulary = range(sizes, sizes + 1) if sizes else None
-    given = given_arguments(words)
+    given = parse_flag_values(words)
     printed = {name.lstrip("-").replace("-", "_"): text for name, text in given.items()}
     if "--disable-bias-linear" in given:
         printed["add_bias_linear"] = "False"

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from parakit.artifacts.io import lock
+from parakit.artifacts.io import lock_file
 from parakit.artifacts.run import Status
 from parakit.logs import runs as runs_module
 from parakit.logs.runs import find_run_folders, load_folder, load_log, load_runs
@@ -187,7 +187,7 @@ def test_a_run_that_is_still_on_neither_splits_its_row_nor_is_in_its_figures(tmp
 def test_a_run_is_on_while_a_process_holds_its_log(tmp_path):
     folder = write_run(tmp_path, run_record("a"), iteration_line(7), Status.INCOMPLETE)
     with (folder / "log.txt").open("ab") as log:
-        lock(log)
+        lock_file(log)
         status = load_folder(folder).status
     assert (status.status, status.reason) == (Status.RUNNING, "iteration 7 of 25")
     assert load_folder(folder).status.status is Status.INCOMPLETE

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import (
-    Calls,
+    CallSummary,
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
@@ -23,7 +23,7 @@ from tests.reporting.render.test_build import made, read_csv
 
 def calls(wire_bytes):
     operation = Operation.ALL_REDUCE
-    return Calls(
+    return CallSummary(
         "tp", 2, operation, Phase.FORWARD, "float32", 4, wire_bytes // 4, wire_bytes,
         algorithm(operation), 0.01, 0.02,
     )  # fmt: skip

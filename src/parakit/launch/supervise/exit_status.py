@@ -99,7 +99,7 @@ def classify_exit(
         return status
     found, kind, lacks = None, "", find_lack(folder)
     if NCCL_TIMEOUT in status.reason:
-        found, kind = awaited(folder), records.HUNG
+        found, kind = awaited(folder), records.HANG_REASON_PREFIX
     elif exit_code:
         found = unfit_call(folder / records.STACKS_FOLDER, status.rank)
         found = None if lacks else found  # On a full disk ranks leave no calls, or not all of them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.identity import essential
+from parakit.artifacts.identity import essential_arguments
 from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.offload import offload_flags
 from parakit.logs import ModelDifference, Run
@@ -217,7 +217,7 @@ def differences(reference: Run, other: Run) -> list[WorkMismatch]:
         for what, value in _conditions(reference).items()
         if value != theirs[what]
     ]
-    one, two = essential(reference.arguments), essential(other.arguments)
+    one, two = essential_arguments(reference.arguments), essential_arguments(other.arguments)
     if one and two and (reference.is_foreign or other.is_foreign):
         named = argument_names(mismatch.what for mismatch in of_model)
         for name in sorted({*one, *two} - _SAID - named):

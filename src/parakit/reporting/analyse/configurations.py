@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.identity import Computed, computed, identity_of
+from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_training
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
@@ -39,7 +39,7 @@ class Configuration:
         return self.runs[-1]
 
 
-RowIdentity = tuple[Computed, str]
+RowIdentity = tuple[TrainingIdentity, str]
 """What was trained, and on which device. Runs with equal ones are repeats, whatever they are called."""
 
 
@@ -60,8 +60,8 @@ def row_identity(
         printed: Arguments that a foreign log prints.
     """
     if spec is None:
-        return Computed(None, otherwise=run), device
-    found = identity_of(record).computed if record else computed(spec, printed)
+        return TrainingIdentity(None, otherwise=run), device
+    found = identify_run(record).training if record else identify_training(spec, printed)
     return replace(found, spec=spec).repeated(), device
 
 
@@ -160,7 +160,7 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
 def _conditions(run: Run) -> tuple[object, ...]:
     if run.record is None:
         return ()
-    code, host = identity_of(run.record).code, run.record.host
+    code, host = identify_run(run.record).code, run.record.host
     # Commits stand for the code in records of before its hash was kept.
     commits = (run.record.kit_commit, code.entry.megatron_commit) if code.code is None else None
     code = replace(code, entry=replace(code.entry, path="", megatron_commit=None))

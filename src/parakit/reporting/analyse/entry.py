@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from parakit.artifacts.measurements import Counts, MemoryCategory, TimeRecord, choices
+from parakit.artifacts.measurements import (
+    MemoryCategory,
+    TimeRecord,
+    TokenCounts,
+    count_tokens_per_expert,
+)
 from parakit.config.flags import Flags
 from parakit.config.published import Figure, Published
 from parakit.config.run import Backend, RunSpec, Transport
@@ -219,9 +224,9 @@ class Entry:
         return found[-1].losses.get(name) if found else None
 
     @cached_property
-    def routing(self) -> Mapping[int, Counts]:
+    def routing(self) -> Mapping[int, TokenCounts]:
         """What the routers chose in each iteration, over all ranks; empty without a ledger."""
-        return choices(self.run.ledgers.routing) if self.run.ledgers.routing else {}
+        return count_tokens_per_expert(self.run.ledgers.routing) if self.run.ledgers.routing else {}
 
     @cached_property
     def memory_by_rank(self) -> Mapping[int, int]:

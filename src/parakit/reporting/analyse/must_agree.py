@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from parakit.artifacts.identity import given_arguments
+from parakit.artifacts.identity import parse_flag_values
 from parakit.logs import NEEDED, ModelDifference, Run
 
 _SCHEDULE = (
@@ -136,7 +136,7 @@ def _schedule(run: Run) -> dict[str, float | str | None]:
 @lru_cache(maxsize=1024)
 def _schedule_of(argv: tuple[str, ...]) -> dict[str, float | str | None]:
     """Of a command line; each run is compared with many."""
-    return _numbers_of(given_arguments(argv))
+    return _numbers_of(parse_flag_values(argv))
 
 
 def _numbers_of(given: Mapping[str, str]) -> dict[str, float | str | None]:

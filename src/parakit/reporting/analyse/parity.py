@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.artifacts.measurements import choices, first_other_choice
+from parakit.artifacts.measurements import count_tokens_per_expert, find_routing_divergence
 from parakit.formatting.units import plural
 from parakit.logs import IterationTable, Run
 from parakit.reporting.analyse.configurations import Configuration
@@ -260,7 +260,11 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     dtype = other.spec.dtype if other.spec else ""
     one, two = reference.ledgers.routing, other.ledgers.routing
-    diverged = first_other_choice(choices(one), choices(two), dtype) if one and two else None
+    diverged = (
+        find_routing_divergence(count_tokens_per_expert(one), count_tokens_per_expert(two), dtype)
+        if one and two
+        else None
+    )
     until = HALF_ITERATIONS if dtype in ("bf16", "fp16") else None
     common = _apart(loss_curve(reference), loss_curve(other))
     common = [each for each in common if each[0] < (diverged or math.inf)]

@@ -16,7 +16,7 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     LayerRouting,
     RoutingRecord,
-    choices,
+    count_tokens_per_expert,
 )
 from parakit.config.strategy import Parallelism
 from parakit.costs import Phase
@@ -69,7 +69,7 @@ def iterations_of(record: RoutingRecord) -> tuple[IterationRouting, ...]:
     for row in (row for rank in record.ranks for row in rank.layers):
         rows[row.iteration].append(row)
     found = []
-    for number, counts in choices(record).items():
+    for number, counts in count_tokens_per_expert(record).items():
         of_it = rows[number]
         tokens = dict(zip(sorted({row.layer for row in of_it}), counts, strict=True))
         columns = ([getattr(row, name) for row in of_it] for name in _MEANS)
