@@ -38,7 +38,7 @@ from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import HangWatch, collect_stacks
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.logs.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose_log
 from tests.small import SMALL, folded
 
 LAYOUTS = (
@@ -296,7 +296,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     status = json.loads((run / "status.json").read_text())
     is_hang = status["reason"].startswith(HANG_REASON_PREFIX)
     if not is_hang and status["status"] == "crashed":
-        ended = diagnose(run / "log.txt", 1, False)
+        ended = diagnose_log(run / "log.txt", 1, False)
         status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     is_seen = False

@@ -32,7 +32,7 @@ from parakit.hang.texts import (
     read_stacks,
     read_watchdog,
 )
-from parakit.logs import printed_spec, scrape_log
+from parakit.logs import parse_printed_spec, scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
@@ -212,7 +212,7 @@ def _stage(places: Sequence[Path], logs: Sequence[Path]) -> StepStage | None:
             with suppress(msgspec.DecodeError, OSError):
                 spec = read_run(folder).spec
     for log in logs:
-        spec = spec or printed_spec(scrape_log(log).arguments, None)
+        spec = spec or parse_printed_spec(scrape_log(log).arguments, None)
     if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
         return None
     return StepStage(spec.layers_a_stage, spec.microbatches)

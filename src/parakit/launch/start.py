@@ -35,7 +35,7 @@ from parakit.launch.compose import Launch, compose
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
-from parakit.logs import diagnose
+from parakit.logs import diagnose_log
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
@@ -95,7 +95,7 @@ def _write(path: Path, launch: Launch, run: Run) -> None:
             log = partial / LOG_FILE
             exit_code = run(_writing_launch(launch, partial), log)
             if exit_code != 0:
-                reason = diagnose(log, exit_code, interrupted=False).reason
+                reason = diagnose_log(log, exit_code, interrupted=False).reason
                 kept = path.with_name(f"{path.name}.log")
                 with suppress(FileNotFoundError):
                     log.rename(kept)

@@ -106,7 +106,7 @@ def _column(rows: Sequence[Mapping[str, str]], name: str) -> tuple[float | None,
 
 
 @dataclass(frozen=True)
-class Ledgers:
+class RankMeasurements:
     """What the ledgers measured; None where there is none, or it counted no rank's iteration."""
 
     memory: MemoryRecord | None = None
@@ -134,7 +134,7 @@ class Ledgers:
         return {rank.rank: rank.wire_bytes for rank in record.ranks} if record else {}
 
 
-def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
+def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
     """Read the ledgers of a run folder, and say what is wrong with them."""
     memory, why_no_memory = _read(folder, MemoryRecord, MEMORY_FILE)
     communication, why_no_calls = _read(folder, CommunicationRecord, COMMUNICATION_FILE)
@@ -143,7 +143,7 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
         # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
         counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
         communication = replace(communication, ranks=counted)
-    kept = Ledgers(
+    kept = RankMeasurements(
         memory if memory and memory.ranks else None,
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,

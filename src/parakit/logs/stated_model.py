@@ -24,7 +24,12 @@ from parakit.logs.printed import FEWEST_OF_ALL
 type Value = bool | float | str | None
 """A number, a text, whether a switch is given, or None for nothing."""
 
-NEEDED: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+REQUIRED_MODEL_FLAGS: Final = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+)
 """Flags without which no model is defined."""
 _SWITCHED_OFF: Final = ("", "None", "False")
 _LAYOUT_OR_CODE: Final = frozenset(
@@ -151,7 +156,9 @@ def _model(
         if text is not None or is_complete:
             stated.add(flag.name)
     _derive(values)
-    lacking = tuple(name for name in NEEDED if not argument_names([name]) & arguments.keys())
+    lacking = tuple(
+        name for name in REQUIRED_MODEL_FLAGS if not argument_names([name]) & arguments.keys()
+    )
     return StatedModel(values, frozenset(stated), lacking, vocabulary)
 
 

@@ -175,7 +175,7 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
         return (one.tokens_per_iteration, two.tokens_per_iteration), ""
     lacking: dict[tuple[str, ...], list[str]] = {}
     asked: dict[str, list[object]] = {
-        "model": [run.size for run in runs],
+        "model": [run.model_or_size for run in runs],
         "sequence length": [run.seq_length for run in runs],
     }
     ours, theirs = (run.global_batch_size for run in runs)
@@ -251,7 +251,7 @@ def _conditions(run: Run) -> dict[str, str]:
         "tokens per iteration": spec and spec.tokens_per_iteration,
         "sequence length": spec and spec.shape.seq_length,
         "padded vocabulary": (spec and spec.padded_vocabulary) or None,
-        "data": run.data,
+        "data": run.dataset_name,
         "dropout": spec and spec.dropout,
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,

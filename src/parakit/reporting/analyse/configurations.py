@@ -86,7 +86,7 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        groups[(run.repeats,) if run.repeats else (identity_of_run(run), own)].append(run)
+        groups[(run.repeats_name,) if run.repeats_name else (identity_of_run(run), own)].append(run)
     rows: list[Configuration] = []
     for members in groups.values():
         # Runs that have ended; where none has, the newest that is on is the row's.
@@ -131,7 +131,7 @@ def pooled(runs: Sequence[Run]) -> Estimate | None:
 
     Runs that other programs slowed down are left out, unless all were.
     """
-    counting = [run for run in runs if run.counts]
+    counting = [run for run in runs if run.has_measurements]
     undisturbed = [run for run in counting if not why_disturbed(run)]
     samples = [run.window.samples_ms for run in undisturbed or counting]
     return estimate(samples, scatter=scatter_of(runs[-1].device)) if samples else None
@@ -146,11 +146,11 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
     code = group[-1].record and group[-1].record.code
     codes = [run.record and run.record.code for run in older]
     superseded = (len(older), sum(bool(code and each and each != code) for each in codes))
-    end = 1 + max((place for place, run in enumerate(group) if run.counts), default=-1)
-    counting = tuple(run for run in group[:end] if run.counts)
+    end = 1 + max((place for place, run in enumerate(group) if run.has_measurements), default=-1)
+    counting = tuple(run for run in group[:end] if run.has_measurements)
     rows = []
     if counting:
-        failed = tuple(run for run in group[:end] if not run.counts)
+        failed = tuple(run for run in group[:end] if not run.has_measurements)
         rows.append(Configuration(counting, pooled(counting), failed, (), *superseded))
     if since := tuple(group[end:]):
         rows.append(Configuration(since[-1:], None, since[:-1], (), *superseded))
@@ -179,8 +179,8 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
     result = []
     groups: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
     for place, run in enumerate(row.newest for row in rows):
-        spec, label = run.spec, run.repeats or run.name
-        if spec and not run.repeats:
+        spec, label = run.spec, run.repeats_name or run.name
+        if spec and not run.repeats_name:
             label = f"{run.strategy} ×{spec.parallelism.world_size}"
             label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
         result.append(label)

@@ -165,7 +165,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "published_time_a_sample_over_baseline": entry.published_ratio,
         "published": published,
         "memory": run.log.memory,
-        "ledgers": run.ledgers,
+        "ledgers": run.measurements,
         "device_samples": run.samples.series,
         "timers": run.log.timers,
         "validation": run.log.validation,
