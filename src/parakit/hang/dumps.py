@@ -134,7 +134,7 @@ def _call(entry: Mapping[str, Any]) -> RecordedCall:
     return RecordedCall(
         _same(str(name)),
         _same(str(description)),
-        _same(operation_of(operation.partition(" ")[0])),
+        _same(normalise_operation(operation.partition(" ")[0])),
         int(number),
         _same(tuple(tuple(int(n) for n in size) for size in entry.get("input_sizes") or ())),
         _same(tuple(str(each) for each in entry.get("input_dtypes") or ())),
@@ -147,7 +147,7 @@ def _call(entry: Mapping[str, Any]) -> RecordedCall:
     )
 
 
-def operation_of(text: str) -> str:
+def normalise_operation(text: str) -> str:
     """torch's word of an operation (`ALLREDUCE`, `_all_gather_base`) as `torch.distributed` calls it."""
     plain = text.strip("_").lower()
     return _OPERATIONS.get(_KIND_OF_TENSOR.sub("", plain).replace("_", ""), plain)

@@ -53,7 +53,7 @@ class _Found:
     logs: list[Path] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def of(self, rank: int) -> RankEvidence:
+    def get_rank(self, rank: int) -> RankEvidence:
         return self.ranks.setdefault(rank, RankEvidence(rank))
 
 
@@ -106,11 +106,11 @@ def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
         for timed_out in log.timeouts:
             watched.setdefault(timed_out.rank, []).append(timed_out)
         for rank, progress in log.progress.items():
-            evidence = gathered.of(rank)
+            evidence = gathered.get_rank(rank)
             if not evidence.calls:
                 evidence.progress = {**progress, **evidence.progress}
         for rank, call in log.compared.items():
-            evidence = gathered.of(rank)
+            evidence = gathered.get_rank(rank)
             evidence.calls = evidence.calls or (call,)
         if log.absent:
             _add_barrier(gathered, log.absent)
@@ -120,7 +120,7 @@ def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
                 "its rank N is rank N of the job only if that group is the one of all ranks."
             )
     for rank, timeouts in watched.items():
-        evidence = gathered.of(rank)
+        evidence = gathered.get_rank(rank)
         if not evidence.calls:
             evidence.calls = tuple(timed_out.call for timed_out in timeouts)
     return watched
@@ -131,7 +131,7 @@ def _add_barrier(gathered: _Found, absent: Sequence[int]) -> None:
     group = GroupOfRanks(MONITORED_BARRIER, WORLD, (0, *absent))
     gathered.groups.append(group)
     barrier = RecordedCall(group.name, group.description, MONITORED_BARRIER, number=0, sizes=())
-    gathered.of(0).calls = gathered.of(0).calls or (barrier,)
+    gathered.get_rank(0).calls = gathered.get_rank(0).calls or (barrier,)
 
 
 def _files(places: Sequence[Path]) -> Iterator[Path]:
@@ -148,13 +148,13 @@ def _read(path: Path, found: _Found) -> None:
     if path.name == STOPPED_FILE:
         # The launcher saw these stopped, and continued them for their dumps.
         for number in head.split():
-            found.of(int(number)).is_stopped = True
+            found.get_rank(int(number)).is_stopped = True
     elif head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
         if path.stat().st_size > LARGEST_DUMP_BYTES:
             raise UnreadableDumpError(
                 f"{path} is larger than any flight recorder dump; it was left out."
             )
-        found.groups += read_dump(path, found.of(_rank_of(path)))
+        found.groups += read_dump(path, found.get_rank(_rank_of(path)))
     elif (
         b'"thread_name"' in head
         if head[:1] == b"["
@@ -163,7 +163,7 @@ def _read(path: Path, found: _Found) -> None:
     ):
         rank = _rank_of(path)
         try:
-            found.of(rank).stack = read_stacks(path.read_text(errors="replace"))
+            found.get_rank(rank).stack = read_stacks(path.read_text(errors="replace"))
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableDumpError(
                 f"{path} is no whole stack ({error}); it was left out."

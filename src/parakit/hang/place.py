@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from parakit.config.groups import Group, group_name
 from parakit.hang.evidence import Frame, RecordedCall, StepStage
 
-EXCHANGE = "pipeline exchange"
+PIPELINE_EXCHANGE = "pipeline exchange"
 START_UP = "start-up"
 _OUTPUT = "output_layer"
 _PARTS = (
@@ -48,7 +48,7 @@ _MODULES = (
     ("/optimizer/", "optimizer"),
     ("param_and_grad_buffer", "gradient buffer"),
     ("finalize_model_grads", "gradient buffer"),
-    ("p2p_communication", EXCHANGE),
+    ("p2p_communication", PIPELINE_EXCHANGE),
     ("gpt_model.py", _OUTPUT),
 )
 _METHODS = {
@@ -89,7 +89,7 @@ class StepPlace:
         return f"{self.part}{layer}{named}{at}" if self.part else self.line
 
 
-def place_of(frames: Sequence[Frame]) -> StepPlace:
+def locate_frames(frames: Sequence[Frame]) -> StepPlace:
     """By the frames alone, innermost first."""
     functions = {frame.function.rpartition(".")[2] for frame in frames}
     part = next((name for name, known in _PARTS if functions & set(known)), "")
@@ -101,21 +101,23 @@ def place_of(frames: Sequence[Frame]) -> StepPlace:
     return StepPlace(part, next(filter(None, map(_module, frames)), ""), line=line)
 
 
-def place_of_call(calls: Sequence[RecordedCall], at: int, stage: StepStage | None) -> StepPlace:
+def locate_call_in_step(
+    calls: Sequence[RecordedCall], at: int, stage: StepStage | None
+) -> StepPlace:
     """As `place_of`, with layer and micro batch where it is known what a stage holds.
 
     Of the calls from one place in the code, each layer makes as many in each micro batch, as the
     iteration before shows; backward begins with the last layer.
     """
     call = calls[at]
-    found = place_of(call.frames)
+    found = locate_frames(call.frames)
     if stage is None or found.part not in (_FORWARD, _BACKWARD):
         return found
     counts, site = [0], _site(call)
     for earlier in reversed(calls[: at + 1]):
         if _site(earlier) == site:
             counts[-1] += 1
-        elif counts[-1] and place_of(earlier.frames).part == _LAST_PART:
+        elif counts[-1] and locate_frames(earlier.frames).part == _LAST_PART:
             counts.append(0)
     before = max(counts[1:], default=0) // stage.micro_batches
     order = []

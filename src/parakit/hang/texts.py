@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parakit.hang.dumps import operation_of
+from parakit.hang.dumps import normalise_operation
 from parakit.hang.evidence import Frame, Progress, RecordedCall
 
 WORLD = "default_pg"
@@ -170,7 +170,7 @@ def _compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:
     call = RecordedCall(
         group=COMPARED_GROUP if has_one_number else f"{COMPARED_GROUP}, as rank {rank} counts",
         description="",
-        operation=operation_of(match[f"operation{side}"]),
+        operation=normalise_operation(match[f"operation{side}"]),
         number=int(match[f"number{side}"] or 0),
         sizes=(_read_shape(shape),) if shape else (),
         dtypes=(dtype,) if dtype else (),
@@ -242,7 +242,7 @@ def _timed_out(rank: int, match: re.Match[str], count: re.Match[str] | None) -> 
     call = RecordedCall(
         group=named["group"] or _unknown_group(rank),
         description=_describe_group(named),
-        operation=operation_of(operation) if operation else UNKNOWN_OPERATION,
+        operation=normalise_operation(operation) if operation else UNKNOWN_OPERATION,
         number=int(match["number"] or 0),
         sizes=sizes,
     )
