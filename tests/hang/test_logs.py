@@ -8,7 +8,7 @@ import pytest
 from parakit.hang.command import why_hang
 from parakit.hang.evidence import Progress
 from parakit.hang.gather import gather_evidence
-from parakit.hang.texts import TimedOut, read_watchdog
+from parakit.hang.texts import ReportedTimeout, read_watchdog
 from parakit.hang.verdict import HangVerdict, judge_hang
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
@@ -20,7 +20,7 @@ DUMP_SIGNAL = (
 )
 
 
-def one_timeout(*lines: str) -> TimedOut:
+def one_timeout(*lines: str) -> ReportedTimeout:
     (timed_out,) = read_watchdog(lines).timeouts
     return timed_out
 

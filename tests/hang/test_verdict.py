@@ -350,12 +350,12 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
     said = capsys.readouterr()
     assert json.loads(said.out)["culprits"] == [1]
     assert said.err.count("\n") == 1
-    assert "rank3.pkl is no whole flight recorder dump" in said.err
+    assert "rank3.pkl is no complete flight recorder dump" in said.err
     assert "it ran" not in said.out
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableDumpError, match=r"--page .* is in no folder that exists"):
+    with pytest.raises(UnreadableDumpError, match=r"--page .* is in a folder that does not exist"):
         why_hang([str(tmp_path)], page=str(tmp_path / "none/page.html"))
 
 
