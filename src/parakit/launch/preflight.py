@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from megatron_patches.context import unknown_version_problems
-from parakit.checkpoint import other_model_problem
+from parakit.checkpoint import describe_model_mismatch
 from parakit.cluster import RUN_FILES, check_loopback, check_room, refusals, unresolvable
 from parakit.config import variables
 from parakit.config.errors import LaunchError
@@ -252,7 +252,7 @@ def _checkpoint_problems(launch: Launch) -> Iterator[str]:
     named = Flags(launch.flags).text("--load")
     folders = {launch.start_checkpoint, ROOT / named if named else None}
     for folder in sorted(folder for folder in folders if folder is not None):
-        problem = other_model_problem(folder, launch.model.shape, launch.model.name)
+        problem = describe_model_mismatch(folder, launch.model.shape, launch.model.name)
         if problem:
             yield problem
 
