@@ -38,7 +38,7 @@ class CheckpointInspection(PresentedTable):
     coverage: CheckCoverage
     strategy: str | None = None
     """The strategy of which `loading` says whether it loads the checkpoint."""
-    judge_loading: LoadVerdict | None = None
+    loading: LoadVerdict | None = None
     relations: tuple[TensorRelation, ...] | None = None
     """How each tensor differs from that of the other checkpoint; None if nothing was compared."""
     other_problems: tuple[str, ...] = ()
