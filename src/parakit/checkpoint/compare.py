@@ -146,7 +146,7 @@ def _order(own: list[bytes], others: list[bytes]) -> list[int]:
     places = defaultdict[bytes, list[int]](list)
     for at in reversed(range(len(own))):
         places[own[at]].append(at)
-    return [places[hash_values].pop() for hash_values in others]
+    return [places[value].pop() for value in others]
 
 
 def hash_values(values: Tensor) -> bytes:
