@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from parakit.formatting.table import markdown_table
-from parakit.planner.readings.residual import Residual, residuals
-from parakit.planner.readings.summary import MEMORY, kind_of
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.residual import Residual, compute_residuals
+from parakit.planner.readings.summary import MEMORY, metric_kind
+from parakit.planner.readings.table import read_measurements
 from tests.bench.planners import (
     CALCULON,
     SIMUMAX,
@@ -26,7 +26,7 @@ PLANNED_MEMORY = {"dense": 0.02, "mixtures": 0.05}
 
 @pytest.fixture(scope="module")
 def rows() -> tuple[Residual, ...]:
-    return residuals(read_readings(SIMUMAX_ROWS)[0]).predicted
+    return compute_residuals(read_measurements(SIMUMAX_ROWS)[0]).predicted
 
 
 @pytest.mark.parametrize(("what", "wanted"), PLANNED_MEMORY.items())
@@ -36,7 +36,7 @@ def test_memory_that_simumax_measured_is_predicted(
     errors = [
         abs(row.error)
         for row in rows
-        if kind_of(row.reading.metric) == MEMORY
+        if metric_kind(row.reading.metric) == MEMORY
         and bool(row.expressed.spec.shape.experts) is (what == "mixtures")
     ]
     assert len(errors) == {"dense": 15, "mixtures": 4}[what]

@@ -17,7 +17,7 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import devices_of, parse_strategy
 from parakit.costs.tensors import parameters_total
 from parakit.formatting.table import markdown_rows
-from parakit.planner.candidates import base
+from parakit.planner.candidates import build_unsharded_spec
 from parakit.planner.search import Candidate, evaluate
 from tests.docs.predictions import request_of
 
@@ -218,4 +218,4 @@ def _planned(claim: Claim, recompute: Recompute) -> Candidate:
     split = parse_strategy(layout, gpus)
     samples = 2 * gpus if SAMPLES % split.data else SAMPLES
     request = request_of(claim.model or MODEL, gpus, GPU, samples)
-    return evaluate(request, base(request.template, split, 1, recompute))
+    return evaluate(request, build_unsharded_spec(request.template, split, 1, recompute))

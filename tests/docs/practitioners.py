@@ -11,9 +11,9 @@ from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration
 from parakit.planner.advice import saved
 from parakit.planner.readings.published import kit_runs
-from parakit.planner.readings.reading_to_spec import RefusedError, express
-from parakit.planner.readings.residual import Residual, left_out, residual
-from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
+from parakit.planner.readings.residual import Residual, use_constants_without_source, compute_residual
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.search import Candidate, Request, evaluate, search_configurations
 
 Question = tuple[str, int, str, str, int]
@@ -107,18 +107,18 @@ def answer(question: Question) -> Answer:
 def _predicted(question: Question) -> list[Residual]:
     found, own = [], [(run.reading, run) for run in kit_runs()]
     *asked, length = question
-    for reading, known in (*((reading, None) for reading in read_readings()[0]), *own):
+    for reading, known in (*((reading, None) for reading in read_measurements()[0]), *own):
         stated = [reading.model, reading.gpus, reading.gpu, reading.dtype.upper()]
         if stated != asked or (length and reading.seq != length) or not _is_timed(reading):
             continue
         try:
-            found.append(residual(left_out(known or express(reading), reading.source)))
+            found.append(compute_residual(use_constants_without_source(known or convert_measurement(reading), reading.source)))
         except RefusedError:
             continue
     return found
 
 
-def _is_timed(reading: Reading) -> bool:
+def _is_timed(reading: PublishedMeasurement) -> bool:
     return reading.metric in ("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu")
 
 

@@ -16,7 +16,7 @@ from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, joined
 from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
 from parakit.planner.options import PlanOptions
-from parakit.planner.readings.neighbours import uncertainty
+from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.readings.published import h200_spec
 from parakit.planner.search import Candidate, Request, search_configurations
 from parakit.planner.ties import TIED
@@ -197,6 +197,6 @@ def _time(request: Request, candidate: Candidate) -> str:
     """With the interval that the errors of measurements like it leave, if there are enough."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
-    ends = uncertainty(candidate.spec, request.cluster, request.own).interval() or (None, None)
+    ends = estimate_uncertainty(candidate.spec, request.cluster, request.own).interval() or (None, None)
     low, high = (end and factor * end for end in ends)
     return f"{bracketed(factor * seconds, low, high, shape)} {unit}"

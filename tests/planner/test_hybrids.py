@@ -22,8 +22,8 @@ from parakit.costs.tensors import (
     rank_parameters,
     rank_tensors,
 )
-from parakit.planner.readings.reading_to_spec import express
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.reading_to_spec import convert_measurement
+from parakit.planner.readings.table import read_measurements
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
@@ -117,8 +117,8 @@ def test_a_mixer_is_split_by_heads_and_its_block_calls_tp_once_each_way() -> Non
     ],
 )
 def test_published_hybrids_have_their_parameters(model: str, total: int, active: int) -> None:
-    reading = next(r for r in read_readings()[0] if r.model == model)
-    shape = express(reading).spec.shape
+    reading = next(r for r in read_measurements()[0] if r.model == model)
+    shape = convert_measurement(reading).spec.shape
     main = replace(shape, blocks=shape.blocks.partition("/")[0])
     assert (parameters_total(main), active_parameters(main)) == (total, active)
 

@@ -19,9 +19,9 @@ from parakit.costs.memory import fullest_rank
 from parakit.costs.tensors import parameters_total, rank_parameters
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import RequestError
-from parakit.planner.readings.local_readings import add_rows, row_of
-from parakit.planner.readings.reading_to_spec import express
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.local_readings import add_rows, build_measurement_row
+from parakit.planner.readings.reading_to_spec import convert_measurement
+from parakit.planner.readings.table import read_measurements
 from parakit.planner.request import ignored_flags
 from parakit.planner.search import Request, evaluate, search_configurations
 from parakit.planner.time.iteration import iteration_seconds
@@ -414,12 +414,12 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     model, split = load_model("mixtral-8x7b"), parse_strategy(strategy, 8)
     planned = replace(spec_of_model(model, split, Batch(1, 16)), dropout=0.0)
     argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_of_spec(planned))
-    row = row_of(
+    row = build_measurement_row(
         spec_of_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
     )
     add_rows(tmp_path / "mine.csv", [row])
-    (reading,) = read_readings(tmp_path / "mine.csv")[0]
-    validated = express(reading)
+    (reading,) = read_measurements(tmp_path / "mine.csv")[0]
+    validated = convert_measurement(reading)
     flag = f"--expert-tensor-parallel-size {split.tensor_of_experts}"
     plain = strategy.replace("-etp1", "").replace("-etp2", "")
     for timed in (mixtral(strategy), mixtral(plain, flag)):

@@ -9,15 +9,15 @@ from parakit.config.files import ROOT
 from parakit.costs.memory import fullest_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
-from parakit.planner.readings.residual import Residuals, residuals
+from parakit.planner.readings.residual import Residuals, compute_residuals
 from parakit.planner.readings.summary import (
-    choices,
-    errors_of,
+    evaluate_choices,
+    collect_errors,
     group_by_coverage,
     group_by_kind,
     group_by_split,
 )
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.table import read_measurements
 from parakit.planner.time.constants import NAMES, constants_of
 from parakit.planner.verdict import Fit, fit_of
 from tests.planner.readings.fit import BOUNDS
@@ -43,8 +43,8 @@ def number(cell: str) -> float:
 
 @pytest.fixture(scope="module")
 def predicted() -> Residuals:
-    readings, unreadable = read_readings()
-    return residuals(readings, unreadable)
+    readings, unreadable = read_measurements()
+    return compute_residuals(readings, unreadable)
 
 
 def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
@@ -68,7 +68,7 @@ def test_the_number_of_predicted_measurements_is_that_of_today(predicted: Residu
 
 
 def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
-    regrets = [choice.regret for choice in choices(predicted)]
+    regrets = [choice.regret for choice in evaluate_choices(predicted)]
     text = " ".join(README.split())
     assert (
         f"in {len(regrets)} groups of published measurements that differ in strategy alone" in text
@@ -119,11 +119,11 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
 
 
 def test_the_errors_of_plans_are_those_of_today(predicted: Residuals) -> None:
-    assert errors_of(predicted).table() == ERRORS_FILE.read_text()
+    assert collect_errors(predicted).table() == ERRORS_FILE.read_text()
 
 
 def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
-    for kind in group_by_coverage(predicted, errors_of(predicted)):
+    for kind in group_by_coverage(predicted, collect_errors(predicted)):
         (line,) = (
             line for line in README.splitlines() if line.startswith(f"| {kind.name}, inside |")
         )

@@ -13,12 +13,12 @@ from parakit.costs.constraints import divisors, violations
 from parakit.costs.memory import fullest_rank
 from parakit.planner.advice import runner_up_sentence
 from parakit.planner.candidates import (
-    base,
-    comm_types,
-    micro_batches,
-    splits,
-    variants,
-    virtual_stages,
+    build_unsharded_spec,
+    list_cp_comm_types,
+    list_micro_batch_sizes,
+    enumerate_splits,
+    enumerate_variants,
+    list_virtual_stages,
 )
 from parakit.planner.search import (
     WHOLE_TILES,
@@ -109,9 +109,9 @@ def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once
 ) -> None:
     request = make_request(model, devices, gpu, batch)
     template = request.template
-    for split in list(splits(template.shape, devices))[::7]:
-        sizes = micro_batches(split, batch)
-        specs = (base(template, split, size, Recompute.NONE) for size in sizes)
+    for split in list(enumerate_splits(template.shape, devices))[::7]:
+        sizes = list_micro_batch_sizes(split, batch)
+        specs = (build_unsharded_spec(template, split, size, Recompute.NONE) for size in sizes)
         each = [pipeline_seconds(spec, request.cluster)[0].total for spec in specs]
         for (small, less), (large, more) in combinations(zip(sizes, each, strict=True), 2):
             share = 1 - 1e-9 if large % small == 0 else WHOLE_TILES
@@ -293,10 +293,10 @@ def test_the_command_names_the_parameters_that_it_does_not_train(make_request: M
 def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 4)
     split = Parallelism(context=2)
-    assert comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
+    assert list_cp_comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
     shape = replace(request.template.shape, window=128, windowed=0.5)
     windowed = replace(request, template=replace(request.template, shape=shape))
-    assert comm_types(windowed.template, split) == ("all_gather", "a2a")
+    assert list_cp_comm_types(windowed.template, split) == ("all_gather", "a2a")
     found = [
         one.spec
         for one in search_configurations(windowed).ranked
@@ -310,9 +310,9 @@ def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
     shape = small_shape()
     odd = RunSpec(shape, Parallelism(pipeline=2), Batch(1, 3))
     even = replace(odd, batch=Batch(1, 4))
-    assert virtual_stages(odd.shape, odd.parallelism, odd.microbatches) == (1,)
-    assert virtual_stages(even.shape, even.parallelism, even.microbatches) == (1, 2, 3, 6)
-    assert len(list(variants(even))) == 4
+    assert list_virtual_stages(odd.shape, odd.parallelism, odd.microbatches) == (1,)
+    assert list_virtual_stages(even.shape, even.parallelism, even.microbatches) == (1, 2, 3, 6)
+    assert len(list(enumerate_variants(even))) == 4
 
 
 def small_shape() -> ModelShape:

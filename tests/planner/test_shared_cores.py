@@ -155,10 +155,10 @@ def test_gathered_weights_move_at_the_rate_of_a_gather() -> None:
 
 
 def test_cpu_ranks_and_megatrons_own_layers_gather_keys_and_values_alone() -> None:
-    from parakit.planner.candidates import comm_types
+    from parakit.planner.candidates import list_cp_comm_types
 
     split = Parallelism(context=2)
     spec = RunSpec(SHAPE, split, Batch(1, 4))
     for gathers in (replace(spec, device=DeviceKind.CPU), replace(spec, fused_norms=False)):
-        assert comm_types(gathers, split) == ("all_gather",)
-    assert "p2p" in comm_types(spec, split)
+        assert list_cp_comm_types(gathers, split) == ("all_gather",)
+    assert "p2p" in list_cp_comm_types(spec, split)

@@ -10,7 +10,7 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.compute import head_seconds, layer_seconds, optimizer_seconds
 from parakit.planner.time.execution import Execution
@@ -34,7 +34,7 @@ def run(*fused: str, dtype: str = "fp16") -> RunSpec:
 def cluster(words: tuple[str, ...] | list[str] = HOST, key: str = "h200") -> Cluster:
     device = device_by_key(key)
     link = link_by_key(device.link)
-    return Cluster(device, 1, 1, link, link, execution=execution_of_flags(Flags(words)))
+    return Cluster(device, 1, 1, link, link, execution=parse_execution(Flags(words)))
 
 
 def rate(words: tuple[str, ...] | list[str] = HOST) -> DeviceRates:
@@ -48,13 +48,13 @@ def added(*fused: str) -> tuple[int, int]:
 
 
 def test_the_flags_of_a_host_without_it_say_so_and_apexs_norms_are_another_matter() -> None:
-    assert execution_of_flags(Flags(HOST)) == Execution(
+    assert parse_execution(Flags(HOST)) == Execution(
         grouped_experts=False, torch_kernels=True, unfused_gradients=True, unfused_rotary=True
     )
-    assert not execution_of_flags(Flags(["--transformer-impl", "local"])).torch_kernels
-    assert not execution_of_flags(Flags(["--no-persist-layer-norm"])).torch_kernels
+    assert not parse_execution(Flags(["--transformer-impl", "local"])).torch_kernels
+    assert not parse_execution(Flags(["--no-persist-layer-norm"])).torch_kernels
     sharded = ["--no-gradient-accumulation-fusion", "--use-megatron-fsdp"]
-    assert not execution_of_flags(Flags(sharded)).unfused_gradients
+    assert not parse_execution(Flags(sharded)).unfused_gradients
 
 
 def test_a_layer_moves_more_for_norms_bias_and_gradients_of_queries_keys_and_values() -> None:

@@ -10,14 +10,14 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.planner.advice import advice_sentences
-    from parakit.planner.calibration import calibration_of, calibration_path
+    from parakit.planner.calibration import load_device_calibration, calibration_path
     from parakit.planner.one_strategy import TimedStrategy, time_strategy
     from parakit.planner.options import PlanOptions, RequestError, plan_options
-    from parakit.planner.readings.local_readings import Row, add_rows, own_runs, row_of
-    from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+    from parakit.planner.readings.local_readings import MeasurementRow, add_rows, load_own_runs, build_measurement_row
+    from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
     from parakit.planner.readings.page import write_residuals_page
-    from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
-    from parakit.planner.readings.table import ReadingsError
+    from parakit.planner.readings.reading_to_spec import RefusedError, parse_execution
+    from parakit.planner.readings.table import MeasurementsError
     from parakit.planner.recorded import RecordedRun, predict_recorded_run
     from parakit.planner.request import expert_tensor_of
     from parakit.planner.result import PlanResult, plan_strategies
@@ -43,34 +43,34 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "PlanResult",
-    "ReadingsError",
+    "MeasurementsError",
     "RecordedRun",
     "RefusedError",
     "Request",
     "RequestError",
-    "Row",
+    "MeasurementRow",
     "TimedStrategy",
     "Uncertainty",
     "add_rows",
     "advice_sentences",
     "are_tied",
-    "calibration_of",
+    "load_device_calibration",
     "calibration_path",
     "close_reason",
     "constants_of",
-    "execution_of_flags",
+    "parse_execution",
     "expert_tensor_of",
     "fit_within",
     "layer_seconds",
-    "own_runs",
+    "load_own_runs",
     "plan_options",
     "plan_strategies",
     "predict_recorded_run",
     "product_seconds",
     "rates",
-    "row_of",
+    "build_measurement_row",
     "search_configurations",
     "time_strategy",
-    "uncertainty",
+    "estimate_uncertainty",
     "write_residuals_page",
 ]

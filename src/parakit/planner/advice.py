@@ -11,7 +11,7 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
 from parakit.costs import PRECISIONS, fullest_rank, parameters_total
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
-from parakit.planner.candidates import base, micro_batches, recomputes, splits, variants
+from parakit.planner.candidates import build_unsharded_spec, list_micro_batch_sizes, list_recomputes, enumerate_splits, enumerate_variants
 from parakit.planner.search import Candidate, Plan, Request, evaluate
 from parakit.planner.ties import TIED
 from parakit.planner.time.cluster import Cluster, route
@@ -205,13 +205,13 @@ def binding_sentence(plan: Plan) -> str:
 def _pure_candidates(request: Request) -> Iterator[Candidate]:
     """Every configuration with one dimension of parallelism alone."""
     template, devices = request.template, request.cluster.devices
-    for split in splits(template.shape, devices, template.parallelism.expert_tensor):
+    for split in enumerate_splits(template.shape, devices, template.parallelism.expert_tensor):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
         if sum(degree > 1 for degree in degrees) > 1 or split.expert > 1:
             continue
-        for size in micro_batches(split, request.global_batch):
-            for recompute in recomputes(template):
-                for spec in variants(base(template, split, size, recompute)):
+        for size in list_micro_batch_sizes(split, request.global_batch):
+            for recompute in list_recomputes(template):
+                for spec in enumerate_variants(build_unsharded_spec(template, split, size, recompute)):
                     yield evaluate(request, spec, fullest_rank(spec))
 
 

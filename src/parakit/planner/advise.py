@@ -21,7 +21,7 @@ from parakit.planner.advice import (
     family_of,
     runner_up_sentence,
 )
-from parakit.planner.readings.neighbours import uncertainty
+from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.search import Candidate, Plan, Request, resized, search_configurations
 from parakit.planner.show import plan_command
 from parakit.planner.verdict import MOST_RECOMMENDED
@@ -78,7 +78,7 @@ def answers(plan: Plan) -> dict[str, str]:
         "Micro batches": _micro_batches(winner),
         "What would change it": _changes(plan, winner),
         "For inference": _inference(request),
-        "How sure": str(uncertainty(winner.spec, request.cluster, request.own)),
+        "How sure": str(estimate_uncertainty(winner.spec, request.cluster, request.own)),
     }
 
 

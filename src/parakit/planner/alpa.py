@@ -17,7 +17,7 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
 from parakit.costs import divisors, memory_of_rank, violations
 from parakit.formatting.units import ms
-from parakit.planner.candidates import base, shardings, splits
+from parakit.planner.candidates import build_unsharded_spec, list_shardings, enumerate_splits
 from parakit.planner.search import Candidate, Plan, Request, evaluate
 from parakit.planner.time.iteration import stage_seconds
 
@@ -226,12 +226,12 @@ def _specs(
     """Ways to split a stage over a submesh that divide what they split."""
     shape = replace(request.template.shape, layers=layers)
     template = replace(request.template, shape=shape)
-    for split in splits(shape, mesh):
+    for split in enumerate_splits(shape, mesh):
         if split.pipeline > 1 or samples % split.data:
             continue
         whole = replace(split, pipeline=stages)
-        plain = base(template, whole, samples // split.data, template.recompute)
-        for sharding in shardings(replace(whole, pipeline=2)):
+        plain = build_unsharded_spec(template, whole, samples // split.data, template.recompute)
+        for sharding in list_shardings(replace(whole, pipeline=2)):
             spec = replace(plain, parallelism=replace(whole, sharding=sharding))
             if not violations(spec):
                 yield spec
@@ -257,5 +257,5 @@ def _as_candidate(
     if len({stage.cost.split for stage in stages}) > 1 or len(lengths) > 1:
         return None
     split = replace(stages[0].cost.split, pipeline=len(stages))
-    plain = base(request.template, split, samples // split.data, request.template.recompute)
+    plain = build_unsharded_spec(request.template, split, samples // split.data, request.template.recompute)
     return None if violations(plain) else evaluate(request, plain)

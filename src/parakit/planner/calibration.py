@@ -53,7 +53,7 @@ def calibration_path(runs: Path, device: Device) -> Path:
     return runs / calibration_file(device.key)
 
 
-def calibration_of(runs: Path, device: Device) -> Calibration:
+def load_device_calibration(runs: Path, device: Device) -> Calibration:
     """What was measured of a device on this machine; without that, what is shipped.
 
     Raises:
@@ -66,7 +66,7 @@ def calibration_of(runs: Path, device: Device) -> Calibration:
     return Calibration(source=nominal) if device.key == "cpu" else Calibration()
 
 
-def stated_calibration(text: str, cluster: Cluster, dtype: str) -> Calibration:
+def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> Calibration:
     """The cluster's constants with those that stated products imply (`CALIBRATE=`).
 
     The text is one product, or several with commas between: `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,

@@ -23,9 +23,9 @@ from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import duration, gib, ms, percent
-from parakit.planner.candidates import comm_types
+from parakit.planner.candidates import list_cp_comm_types
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
 from parakit.planner.request import (
     EXPERT_TENSOR,
     ignored_flags,
@@ -68,7 +68,7 @@ class TimedStrategy(Presented):
     @property
     def uncertainty(self) -> Uncertainty:
         """The error to expect of its time."""
-        return uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
+        return estimate_uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
 
     def show(self, console: Console) -> None:
         """Print sentences, the breakdown of the time and the command that trains the strategy."""
@@ -119,7 +119,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
         batch=Batch(micro, request.global_batch),
         recompute=template.recompute if said else options.recompute or template.recompute,
         stages=stages,
-        cp_comm_type=flags.text("--cp-comm-type", comm_types(template, split)[0]),
+        cp_comm_type=flags.text("--cp-comm-type", list_cp_comm_types(template, split)[0]),
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))

@@ -22,10 +22,10 @@ from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from parakit.config.strategy import Batch, Parallelism, batch_for
 from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
-from parakit.planner.calibration import load_calibration, stated_calibration
+from parakit.planner.calibration import load_calibration, calibrate_from_stated_products
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.local_readings import own_runs
-from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.readings.local_readings import load_own_runs
+from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.search import Request
 from parakit.planner.time.cluster import Cluster
 
@@ -93,19 +93,19 @@ def request_from_options(options: PlanOptions) -> Request:
         inter=link_by_key(options.inter or device.network),
         calibration=load_calibration(options.calibration),
         # The kit's own flags group experts where they can be (launch/flags.py).
-        execution=replace(execution_of_flags(flags), grouped_experts=True),
+        execution=replace(parse_execution(flags), grouped_experts=True),
         nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,
     )
     if options.calibrate:
-        stated = stated_calibration(options.calibrate, cluster, dtype)
+        stated = calibrate_from_stated_products(options.calibrate, cluster, dtype)
         cluster = replace(cluster, calibration=stated)
     if options.readings and not options.readings.is_file():
         raise RequestError(
             f"There are no measurements in {options.readings}; 'make report' writes readings/mine.csv, "
             "which plans use by themselves."
         )
-    own = own_runs(options.readings, cluster)
+    own = load_own_runs(options.readings, cluster)
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
 
 

@@ -15,7 +15,7 @@ from parakit.planner.alpa import compare_with_alpa
 from parakit.planner.dryrun.command import print_verified, verified_as_data
 from parakit.planner.dryrun.comparison import Verified, verify
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
 from parakit.planner.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
 from parakit.planner.request import request_from_options
 from parakit.planner.search import Candidate, Plan, Scaling, devices_needed, scaling, training_days
@@ -68,7 +68,7 @@ class PlanResult(PresentedTable):
     def uncertainty(self) -> Uncertainty:
         """The error to expect of the winner's time."""
         request = self.plan.request
-        return uncertainty(self.winner.spec, request.cluster, request.own)
+        return estimate_uncertainty(self.winner.spec, request.cluster, request.own)
 
     def show(self, console: Console) -> None:
         """Print sentences, the rankings, the winner's components and the command that trains the winner."""

@@ -32,15 +32,15 @@ from parakit.costs import (
     violations,
 )
 from parakit.planner.candidates import (
-    base,
-    comm_types,
-    micro_batches,
+    build_unsharded_spec,
+    list_cp_comm_types,
+    list_micro_batch_sizes,
     min_memory_variant,
-    recomputes,
-    shardings,
-    splits,
-    variants,
-    virtual_stages,
+    list_recomputes,
+    list_shardings,
+    enumerate_splits,
+    enumerate_variants,
+    list_virtual_stages,
 )
 from parakit.planner.readings.local_readings import OwnRuns
 from parakit.planner.ties import TIED, are_tied, preferred
@@ -165,7 +165,7 @@ def search_configurations(request: Request, kept: int = KEPT, slack: float = 1.0
             for narrower in _narrowed(request, bound):
                 heapq.heappush(queue, narrower)
             continue
-        for spec in variants(bound.plain):
+        for spec in enumerate_variants(bound.plain):
             if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
             if not (fullest := fullest_within(spec, capacity)):
@@ -271,19 +271,19 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
     queue: list[_Bound] = []
     least, lightest = inf, None
     expert_tensor = template.parallelism.expert_tensor
-    for split in splits(template.shape, request.cluster.devices, expert_tensor):
-        sizes = micro_batches(split, request.global_batch)
+    for split in enumerate_splits(template.shape, request.cluster.devices, expert_tensor):
+        sizes = list_micro_batch_sizes(split, request.global_batch)
         if not sizes:
             continue
         legal += _count(template, split, sizes)
-        smallest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
+        smallest = min_memory_variant(build_unsharded_spec(template, split, sizes[0], Recompute.FULL))
         if not (fullest := fullest_within(smallest, max(request.capacity, least))):
             continue
         held = fullest[1].total
         if held < least:
             least, lightest = held, smallest
         if held <= request.capacity:
-            plain = base(template, split, sizes[0], Recompute.NONE)
+            plain = build_unsharded_spec(template, split, sizes[0], Recompute.NONE)
             unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
             queue.append(_bound(request, unchosen, tuple(sizes), _ALL, 0.0))
     heapq.heapify(queue)
@@ -301,7 +301,7 @@ def _bound(
     if len(sizes) > 1:
         virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
     else:
-        virtual = virtual_stages(plain.shape, split, plain.microbatches)
+        virtual = list_virtual_stages(plain.shape, split, plain.microbatches)
     share = WHOLE_TILES if any(sizes[-1] % size for size in sizes) else 1.0
     late = 1 + straggling(cluster)
     fixed = late * (share * plain.microbatches * slowest + after)
@@ -312,7 +312,7 @@ def _bound(
 
 def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
     """Bounds of what is in this one, by what can be chosen next."""
-    plain, sizes, ways = bound.plain, bound.sizes, recomputes(request.template)
+    plain, sizes, ways = bound.plain, bound.sizes, list_recomputes(request.template)
     middle = len(sizes) // 2
     if bound.left == _ALL:
         smallest = replace(plain, batch=Batch(sizes[0], request.global_batch))
@@ -331,7 +331,7 @@ def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
             chosen = replace(plain, recompute=recompute)
             yield _bound(request, chosen, sizes, left, bound.after)
     else:
-        for comm_type in comm_types(request.template, plain.parallelism):
+        for comm_type in list_cp_comm_types(request.template, plain.parallelism):
             yield _bound(request, replace(plain, cp_comm_type=comm_type), sizes, 0, bound.after)
 
 
@@ -339,7 +339,7 @@ def _after(cluster: Cluster, plain: RunSpec) -> float:
     """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
     be, in the quickest sharding and schedule."""
     split = plain.parallelism
-    sharded = (replace_shared(split, sharding=sharding) for sharding in shardings(split))
+    sharded = (replace_shared(split, sharding=sharding) for sharding in list_shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
@@ -362,9 +362,9 @@ def _fitting(request: Request, plain: RunSpec, ways: Sequence[Recompute]) -> Run
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
-    kinds = len(recomputes(template)) * len(comm_types(template, split)) * len(shardings(split))
+    kinds = len(list_recomputes(template)) * len(list_cp_comm_types(template, split)) * len(list_shardings(split))
     samples = template.batch.global_batch_size // split.data
-    each = (virtual_stages(template.shape, split, samples // size) for size in sizes)
+    each = (list_virtual_stages(template.shape, split, samples // size) for size in sizes)
     return kinds * sum(map(len, each))
 
 

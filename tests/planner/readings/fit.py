@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from parakit.artifacts.io import write_whole
 from parakit.config.files import read_yaml
 from parakit.costs.tensors import UnevenSplitError
-from parakit.planner.readings.facts import origin
+from parakit.planner.readings.facts import origin_of_source
 from parakit.planner.readings.published import KIT, kit_runs
-from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.residual import replace_constants, residual
-from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
+from parakit.planner.readings.residual import replace_constants, compute_residual
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
 from parakit.planner.time.rates import NoPeakError
@@ -60,13 +60,13 @@ class Fit:
     """Readings of each source that made it."""
 
 
-def all_fitted() -> list[Expressed]:
+def all_fitted() -> list[MeasuredRun]:
     """The named part of the readings, and the published runs that the kit reproduces."""
-    readings, _ = read_readings()
+    readings, _ = read_measurements()
     return [*fitted_readings(readings), *kit_runs(), *paper_runs()]
 
 
-def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
+def fitted_readings(readings: Iterable[PublishedMeasurement]) -> list[MeasuredRun]:
     """The named part of the readings that constants are fitted to.
 
     Times of training, in bits that the formulas know, on devices of a fitted generation; the third that
@@ -78,7 +78,7 @@ def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
         if reading.kept_back or not named:
             continue
         try:
-            expressed = express(reading)
+            expressed = convert_measurement(reading)
         except RefusedError:
             continue
         if expressed.cluster.device.generation in FITTED and not expressed.cluster.execution.frozen:
@@ -88,7 +88,7 @@ def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
 
 
 def fit(
-    readings: Sequence[Expressed],
+    readings: Sequence[MeasuredRun],
     generation: str,
     without: str | None = None,
     first: Constants | None = None,
@@ -104,11 +104,11 @@ def fit(
     own = [
         item
         for item in readings
-        if item.cluster.device.generation == generation and origin(item.reading.source) != without
+        if item.cluster.device.generation == generation and origin_of_source(item.reading.source) != without
     ]
     if not own:
         return None
-    names = [origin(item.reading.source) for item in own]
+    names = [origin_of_source(item.reading.source) for item in own]
     sources = Counter(names)
     weights = np.array([_weight(name, sources) for name in names])
     start = start_of(generation)
@@ -127,7 +127,7 @@ def _weight(source: str, sources: Mapping[str, int]) -> float:
     return (_OWN_WEIGHT if source == KIT else 1) * float(sources[source] ** -0.5)
 
 
-def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.float64]:
+def _errors(readings: Sequence[MeasuredRun], constants: Constants) -> NDArray[np.float64]:
     """Logarithms of predicted over published times; 0 for what cannot be predicted."""
     made: dict[int, Cluster] = {}
     found = []
@@ -135,7 +135,7 @@ def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.f
         if id(item.cluster) not in made:
             made[id(item.cluster)] = replace_constants(item.cluster, constants)
         try:
-            found.append(log(1 + residual(replace(item, cluster=made[id(item.cluster)])).error))
+            found.append(log(1 + compute_residual(replace(item, cluster=made[id(item.cluster)])).error))
         except (UnevenSplitError, NoPeakError):
             found.append(0.0)
     return np.array(found)
@@ -150,7 +150,7 @@ def _minimised(
 ) -> Constants:
     """Damped Gauss-Newton on logarithms of the constants, clipped to their bounds."""
     low, high = (np.log([max(BOUNDS[name][end], 1e-9) for name in free]) for end in (0, 1))
-    origin = np.clip(np.log([getattr(start, name) for name in free]), low, high)
+    origin_of_source = np.clip(np.log([getattr(start, name) for name in free]), low, high)
 
     def constants(logs: NDArray[np.float64]) -> Constants:
         changed = dict(zip(free, np.exp(logs).tolist(), strict=True))
@@ -159,9 +159,9 @@ def _minimised(
     def loss(found: NDArray[np.float64], logs: NDArray[np.float64]) -> float:
         size = np.abs(found)
         huber = np.where(size < _HUBER, found**2 / 2, _HUBER * (size - _HUBER / 2))
-        return float(weights @ huber + _PRIOR**2 * np.sum((logs - origin) ** 2) / 2)
+        return float(weights @ huber + _PRIOR**2 * np.sum((logs - origin_of_source) ** 2) / 2)
 
-    logs, damping = origin, 1e-3
+    logs, damping = origin_of_source, 1e-3
     if first is not None:
         logs = np.clip(np.log([getattr(first, name) for name in free]), low, high)
     found = errors(constants(logs))
@@ -174,7 +174,7 @@ def _minimised(
         )
         robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(found), 1e-9))
         square = slopes.T @ (robust[:, None] * slopes) + _PRIOR**2 * np.eye(len(free))
-        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - origin)
+        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - origin_of_source)
         before = best
         for _ in range(5):
             move = np.linalg.solve(square + damping * np.diag(np.diag(square)), -down)

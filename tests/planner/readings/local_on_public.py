@@ -11,8 +11,8 @@ from collections import defaultdict
 from math import exp, log
 
 from parakit.planner.readings.local_readings import OwnRuns
-from parakit.planner.readings.residual import Residual, residuals
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.residual import Residual, compute_residuals
+from parakit.planner.readings.table import read_measurements
 
 TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 LEAST, TRIED = 12, 100
@@ -27,9 +27,9 @@ def corrected_error(item: Residual, others: list[Residual], count: int) -> float
 
 def main(count: int = 10) -> None:
     """Print a line for each source and device."""
-    readings, unreadable = read_readings()
+    readings, unreadable = read_measurements()
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
-    for item in residuals(readings, unreadable).predicted:
+    for item in compute_residuals(readings, unreadable).predicted:
         if item.reading.metric in TIMED:
             device = item.expressed.cluster.device.name
             groups[item.reading.source, device].append(item)

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from parakit.config.files import read_yaml
-from parakit.planner.readings.table import Reading
+from parakit.planner.readings.table import PublishedMeasurement
 
 _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 
 
-def source_facts(reading: Reading) -> dict[str, Any]:
+def source_facts(reading: PublishedMeasurement) -> dict[str, Any]:
     """How a reading's run was trained where its table does not say, from `sources.yaml`: of its source,
     and of the last of the source's cases that fits it."""
     facts = _usual_facts(reading.source)
-    release = release_of(reading, facts)
+    release = container_release(reading, facts)
     for case in facts.get("cases", ()):
         # Of `gpt2.md@9e64ede:390` the line of its page; some cases are of those between two.
         line, (first, last) = reading.where.rpartition(":")[2], case.get("lines", (0, 0))
@@ -41,12 +41,12 @@ def facts_for_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for each in facts for name, value in each.items() if name in names}
 
 
-def origin(source: str) -> str:
+def origin_of_source(source: str) -> str:
     """What a fit leaves out with a source: the other name under which its figures are published."""
     return str(_usual_facts(source).get("origin", source))
 
 
-def release_of(reading: Reading, facts: Mapping[str, Any]) -> float:
+def container_release(reading: PublishedMeasurement, facts: Mapping[str, Any]) -> float:
     """Of NVIDIA's container, as its notes say (26.06) or its path implies; 0 where neither does."""
     found = re.search(r"release (\d+\.\d+)", reading.notes)
     if found:

@@ -25,26 +25,26 @@ from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
 from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
 from parakit.costs import UnevenSplitError, parameters_total
-from parakit.planner.readings.reading_to_spec import RefusedError, express
-from parakit.planner.readings.residual import Residual, residual
+from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
+from parakit.planner.readings.residual import Residual, compute_residual
 from parakit.planner.readings.table import (
     COLUMNS,
-    OF_ONES_OWN,
-    ReadingsError,
-    read_readings,
+    OWN_COLUMNS,
+    MeasurementsError,
+    read_measurements,
     read_rows,
 )
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.rates import NoPeakError
 
 SOURCE = "mine"
-_COLUMNS = (*COLUMNS, *OF_ONES_OWN)
+_COLUMNS = (*COLUMNS, *OWN_COLUMNS)
 
 _LOCK_SECONDS = 10.0
-Row = dict[str, str]
+MeasurementRow = dict[str, str]
 
 
-def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float) -> Row:
+def build_measurement_row(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float) -> MeasurementRow:
     """A measured run as a row of the file.
 
     Args:
@@ -95,7 +95,7 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
     return {name: str(known[name]) for name in _COLUMNS}
 
 
-def add_rows(path: Path, rows: Iterable[Row]) -> int:
+def add_rows(path: Path, rows: Iterable[MeasurementRow]) -> int:
     """Add rows to a file, each in place of the one that it measures again; others stay as they are.
 
     Returns:
@@ -170,7 +170,7 @@ _REACH = 4.0
 """Doublings over which likeness falls to a third."""
 
 
-def own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
+def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
     """The rows of a file on the cluster's kind of device, predicted with its constants and cores.
 
     CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
@@ -181,19 +181,19 @@ def own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
     if path is None or not path.is_file():
         return OwnRuns()
     found = []
-    for reading in read_readings(path)[0]:
+    for reading in read_measurements(path)[0]:
         timed = reading.metric in ("step_time_s", "tokens_per_s_per_gpu")
         here = reading.where.startswith(f"{platform.node()}:")
         if not timed or (cluster.device.key == "cpu" and not here):
             continue
         try:
-            expressed = express(reading)
+            expressed = convert_measurement(reading)
             if expressed.cluster.device.key != cluster.device.key:
                 continue
             measured_here = replace(
                 expressed.cluster, calibration=cluster.calibration, cores=cluster.cores
             )
-            found.append(residual(replace(expressed, cluster=measured_here)))
+            found.append(compute_residual(replace(expressed, cluster=measured_here)))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
     return OwnRuns(tuple(found))
@@ -222,23 +222,23 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
     return (parameters_total(shape), split.world_size, *degrees, *sizes), choices
 
 
-def _configuration(row: Row) -> tuple[str, ...]:
+def _configuration(row: MeasurementRow) -> tuple[str, ...]:
     """What makes a row another one: all but what it measured, and in which run."""
     said = (row.get(name) or "" for name in _COLUMNS if name not in ("url_or_path", "value"))
     return (row.get("url_or_path", "").partition(":")[0], *said)
 
 
-def _table(path: Path) -> tuple[list[str], list[Row]]:
+def _table(path: Path) -> tuple[list[str], list[MeasurementRow]]:
     """Columns and rows of a file; those of an empty one where it is not there."""
     if not path.is_file():
         return list(_COLUMNS), []
     try:
         columns, rows = read_rows(path)
-    except ReadingsError as error:
-        raise ReadingsError(
+    except MeasurementsError as error:
+        raise MeasurementsError(
             f"{path} is no table of measurements; name another file with READINGS= ({error})"
         ) from None
-    more = [name for name in OF_ONES_OWN if name not in columns]
+    more = [name for name in OWN_COLUMNS if name not in columns]
     return [*columns, *more], [row for _, row in rows]
 
 

@@ -16,12 +16,12 @@ from parakit.config.run import RunSpec
 from parakit.costs import UnevenSplitError, parameters_total
 from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
-from parakit.planner.readings.intervals import Expected, public_errors
+from parakit.planner.readings.intervals import TimeInterval, load_public_errors
 from parakit.planner.readings.local_readings import OwnRuns
 from parakit.planner.readings.published import kit_runs
-from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.residual import Residual, left_out, residual
-from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
+from parakit.planner.readings.residual import Residual, use_constants_without_source, compute_residual
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError
@@ -50,7 +50,7 @@ class Uncertainty:
     own_runs: int = 0
     public: tuple[tuple[float, Residual], ...] = ()
     """The nearest published measurements with their distance, nearest first."""
-    expected: Expected | None = None
+    expected: TimeInterval | None = None
     """How far public times of its kind were missed."""
 
     def interval(self, level: float = 0.80) -> tuple[float, float] | None:
@@ -126,15 +126,15 @@ class Uncertainty:
         }
 
 
-def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
+def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
     """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
     seconds = iteration_seconds(spec, cluster).total / exp(bias := own.bias(spec))
-    known = (own.remaining(), len(own.residuals), tuple(near_residuals(spec, cluster)))
-    kind = public_errors().expected(spec, cluster, seconds)
+    known = (own.remaining(), len(own.residuals), tuple(find_near_residuals(spec, cluster)))
+    kind = load_public_errors().expected(spec, cluster, seconds)
     return Uncertainty(cluster.device.name, seconds, bias, *known, kind)
 
 
-def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
+def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
     gpu, parameters = cluster.device.key.split("-")[0], parameters_total(spec.shape)
     placed = [
@@ -158,7 +158,7 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
         if layout in layouts or "trainer" in facts or facts["blocking"]:
             continue
         try:
-            near = residual(left_out(known or express(reading), reading.source))
+            near = compute_residual(use_constants_without_source(known or convert_measurement(reading), reading.source))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
         found.append((distance, near))
@@ -167,13 +167,13 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
 
 
 @cache
-def _readings() -> tuple[tuple[Reading, Expressed | None], ...]:
+def _readings() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
     """Timed readings of the file and the published runs of the kit, which are expressed already."""
-    timed = [(reading, None) for reading in read_readings()[0] if reading.metric in _TIMED]
+    timed = [(reading, None) for reading in read_measurements()[0] if reading.metric in _TIMED]
     return (*timed, *((run.reading, run) for run in kit_runs()))
 
 
-def _distance(reading: Reading, spec: RunSpec, cluster: Cluster, parameters: int) -> float | None:
+def _distance(reading: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int) -> float | None:
     split, shape = spec.parallelism, spec.shape
     if reading.params_b is None or reading.gpus is None:
         return None

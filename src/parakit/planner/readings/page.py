@@ -15,21 +15,21 @@ from parakit.formatting.html import environment
 from parakit.formatting.svg import COLOURS, svg_figure
 from parakit.formatting.table import Column, Table
 from parakit.formatting.units import GIB
-from parakit.planner.readings.intervals import LEVELS, Errors
+from parakit.planner.readings.intervals import LEVELS, PredictionErrors
 from parakit.planner.readings.residual import Residual, Residuals
-from parakit.planner.readings.residual import residuals as predict_residuals
+from parakit.planner.readings.residual import compute_residuals as predict_residuals
 from parakit.planner.readings.summary import (
-    ERRORS,
+    ERROR_COLUMNS,
     MEMORY,
     TIME,
     ErrorGroup,
     IntervalCoverage,
     group_by_coverage,
     group_by_source,
-    kind_of,
-    runs_of,
+    metric_kind,
+    drop_matrix_products,
 )
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.table import read_measurements
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs"
 
 
-def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> tuple[Path, Path]:
+def write_page(residuals: Residuals, stated: PredictionErrors, folder: Path = FOLDER) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"
-    _draw(runs_of(residuals), group_by_coverage(residuals, stated), picture)
+    _draw(drop_matrix_products(residuals), group_by_coverage(residuals, stated), picture)
     return page, picture
 
 
 def write_residuals_page(folder: Path) -> Path:
     """Predict every published measurement and write `residuals.html` into a folder; return its path."""
-    return _write_html(predict_residuals(*read_readings()), folder)
+    return _write_html(predict_residuals(*read_measurements()), folder)
 
 
 def _write_html(residuals: Residuals, folder: Path) -> Path:
@@ -55,13 +55,13 @@ def _write_html(residuals: Residuals, folder: Path) -> Path:
     from markupsafe import Markup
 
     page = folder / "residuals.html"
-    plotted = runs_of(residuals)
+    plotted = drop_matrix_products(residuals)
     data = {
         "columns": [column.name for column in _COLUMNS],
         "filters": ("kind", "source", "GPU", "TP", "PP", "dtype"),
         "rows": [[column.value(item) for column in _COLUMNS] for item in plotted],
     }
-    errors = Table((*_GROUP, *ERRORS), tuple(group_by_source(residuals)))
+    errors = Table((*_GROUP, *ERROR_COLUMNS), tuple(group_by_source(residuals)))
     # "<" never stands in a script element's text but as the start of a tag.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = environment(Path(__file__).parent).get_template("residuals.html.j2")
@@ -101,7 +101,7 @@ _COLUMNS = (
     _degree_column("EP", "expert"),
     _degree_column("DP", "data"),
     Column[Residual]("dtype", lambda i: str(i.expressed.spec.fp8_recipe or i.expressed.spec.dtype)),
-    Column[Residual]("kind", lambda item: kind_of(item.reading.metric)),
+    Column[Residual]("kind", lambda item: metric_kind(item.reading.metric)),
     Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
     Column[Residual]("predicted", lambda item: float(f"{_values(item)[1]:.5g}")),
     Column[Residual]("error", lambda item: round(item.error, 4)),
@@ -126,7 +126,7 @@ def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> N
                 points = [
                     _values(item)
                     for item in items
-                    if kind_of(item.reading.metric) == kind
+                    if metric_kind(item.reading.metric) == kind
                     and item.expressed.cluster.device.generation == generation
                 ]
                 if points:

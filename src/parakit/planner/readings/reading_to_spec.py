@@ -34,8 +34,8 @@ from parakit.config.run import (
 from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import NEWEST, PEERS, divisors, violations
-from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
-from parakit.planner.readings.table import Reading
+from parakit.planner.readings.facts import facts_for_fields, model_facts, container_release, source_facts
+from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
 
@@ -58,16 +58,16 @@ class RefusedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Expressed:
+class MeasuredRun:
     """A reading in the planner's terms."""
 
-    reading: Reading
+    reading: PublishedMeasurement
     spec: RunSpec
     cluster: Cluster
     unstated: tuple[str, ...] = ()
     """What a time depends on and the source leaves out: `MICRO`, `VIRTUAL`; in `spec` it is 1."""
 
-    def alternatives(self) -> Iterator[Expressed]:
+    def alternatives(self) -> Iterator[MeasuredRun]:
         """The runs that it may have been, each as if all of it were stated."""
         spec, split, whole = self.spec, self.spec.parallelism, self.reading.gbs
         sizes, layers = [spec.batch.micro_batch_size], spec.shape.layers
@@ -87,7 +87,7 @@ class Expressed:
                 yield replace(self, spec=laid, unstated=())
 
 
-def express(reading: Reading) -> Expressed:
+def convert_measurement(reading: PublishedMeasurement) -> MeasuredRun:
     """The run that a reading measured.
 
     Raises:
@@ -96,7 +96,7 @@ def express(reading: Reading) -> Expressed:
     if reading.metric == "matmul_tflops":
         shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
         spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
-        return Expressed(reading, spec, _cluster(reading.gpu, 1))
+        return MeasuredRun(reading, spec, _cluster(reading.gpu, 1))
     source = source_facts(reading)
     if refused := source.get("refused"):
         raise RefusedError(f"{reading.model}: {refused}")
@@ -113,7 +113,7 @@ def express(reading: Reading) -> Expressed:
     case = _cases().get(golden[1], "").split() if golden and not own else []
     ran = _complete_measurement(reading, source)
     if own or case:
-        execution = execution_of_flags(Flags(own or case))
+        execution = parse_execution(Flags(own or case))
         spec = _golden_spec(reading, case) if case else _spec_of_flags(reading, own)
     else:
         spec, execution = _stated_spec(ran, source), _stated_execution(ran, source)
@@ -128,7 +128,7 @@ def express(reading: Reading) -> Expressed:
     interleaves = spec.parallelism.pipeline > 1 and not (ran.vpp or source["says_virtual"])
     blanks = ((MICRO, not ran.mbs), (VIRTUAL, interleaves))
     unstated = () if own or case else tuple(name for name, is_blank in blanks if is_blank)
-    return Expressed(reading, spec, cluster, unstated)
+    return MeasuredRun(reading, spec, cluster, unstated)
 
 
 @cache
@@ -138,9 +138,9 @@ def _cases() -> dict[str, str]:
     return dict(json.loads(gzip.decompress(packed)))
 
 
-def _complete_measurement(reading: Reading, source: dict[str, Any]) -> Reading:
+def _complete_measurement(reading: PublishedMeasurement, source: dict[str, Any]) -> PublishedMeasurement:
     """With its model's sizes where it states none, and the degrees that its source says it had."""
-    sizes = facts_for_fields(Reading, model_facts(reading.model))
+    sizes = facts_for_fields(PublishedMeasurement, model_facts(reading.model))
     lacking = {name: size for name, size in sizes.items() if getattr(reading, name) is None}
     degrees = ("tp", "pp", "vpp", "ep", "mbs")
     return replace(reading, **lacking, **{name: source[name] for name in degrees if name in source})
@@ -165,7 +165,7 @@ def _cluster(
     return Cluster(device, gpus, per_node, intra, inter, execution=execution)
 
 
-def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
+def _stated_spec(reading: PublishedMeasurement, source: dict[str, Any]) -> RunSpec:
     shape, facts = _shape(reading, source), model_facts(reading.model)
     parallelism, batch = _layout(reading, source)
     groups, taken = source.get("groups") or facts.get("groups", (1, 1))
@@ -196,7 +196,7 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
     )
 
 
-def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
+def _dispatcher(reading: PublishedMeasurement, source: dict[str, Any]) -> TokenDispatcher:
     """Of those that send a token once to a rank, HybridEP where a row says so or NVLink joins more than
     DeepEP knows, else DeepEP."""
     if not source["deduplicated"] or reading.notes.startswith("A2A"):
@@ -221,7 +221,7 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     return spread(shape.layers, stages) if shape.layers % stages else EVEN
 
 
-def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
+def _shape(reading: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
     facts = model_facts(reading.model)
     if refused := facts.get("refused"):
         raise RefusedError(f"{reading.model} {refused}")
@@ -246,7 +246,7 @@ def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
     return msgspec.convert(usual | facts_for_fields(ModelShape, facts, source) | sizes, ModelShape)
 
 
-def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
+def _layout(reading: PublishedMeasurement, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
     gpus = reading.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
@@ -341,7 +341,7 @@ def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
     return Fp8Recipe.TENSORWISE if tensorwise else Fp8Recipe(source["fp8"])
 
 
-def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
+def _stated_execution(reading: PublishedMeasurement, source: dict[str, Any]) -> Execution:
     stated, eager, notes = (
         facts_for_fields(Execution, source),
         source["eager"],
@@ -353,7 +353,7 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
             "overlap_gradients": source["overlap"],
             "overlap_parameters": source["overlap"],
             "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
-            "graphs": release_of(reading, source) >= source["graphs_since"]
+            "graphs": container_release(reading, source) >= source["graphs_since"]
             and model_facts(reading.model).get("whole_graph", True),
             "frozen": "lora" in notes or re.search(r"[/ ]peft", reading.where) is not None,
             "portable_attention": eager,
@@ -363,7 +363,7 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
     )
 
 
-def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
+def _spec_of_flags(reading: PublishedMeasurement, words: list[str]) -> RunSpec:
     """The run that flags train, and nothing else says.
 
     Raises:
@@ -379,7 +379,7 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
     return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))
 
 
-def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
+def _golden_spec(reading: PublishedMeasurement, case: list[str]) -> RunSpec:
     flags = Flags(case)
     pattern = flags.text("--hybrid-layer-pattern")
     for flag, what in (
@@ -406,7 +406,7 @@ def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
     return replace(spec, fused_attention=not unfused)
 
 
-def execution_of_flags(flags: Flags) -> Execution:
+def parse_execution(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
     switched = dict.fromkeys((each.field for each in flags_in_group("execution")), False)
     for each in flags_in_group("execution"):

@@ -21,9 +21,9 @@ from parakit.costs import (
     workspace_bytes,
 )
 from parakit.formatting.units import GIB
-from parakit.planner.readings.facts import origin, source_facts
-from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.table import Reading, Refusal
+from parakit.planner.readings.facts import origin_of_source, source_facts
+from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
+from parakit.planner.readings.table import PublishedMeasurement, Refusal
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.constants import Constants, constants_of
 from parakit.planner.time.iteration import iteration_seconds
@@ -38,7 +38,7 @@ _LEAST_USE = 1e-8
 class Residual:
     """A reading beside its prediction, both in the reading's unit."""
 
-    expressed: Expressed
+    expressed: MeasuredRun
     predicted: float
     error: float
     """A ratio less 1. Of time, also where the figure is a rate: positive is predicted too slow. Of
@@ -51,7 +51,7 @@ class Residual:
     """Then least and most of those predicted that fit, in the reading's unit."""
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> PublishedMeasurement:
         """What was published."""
         return self.expressed.reading
 
@@ -71,8 +71,8 @@ class Residuals:
     refused: tuple[Refusal, ...]
 
 
-def residuals(
-    readings: Iterable[Reading],
+def compute_residuals(
+    readings: Iterable[PublishedMeasurement],
     unreadable: Iterable[Refusal] = (),
     without: str | None = None,
     measured: Callable[[Device], Calibration] = lambda device: Calibration(),
@@ -92,19 +92,19 @@ def residuals(
     refused = list(unreadable)
     for reading in readings:
         try:
-            expressed = left_out(express(reading), reading.source if without is None else without)
+            expressed = use_constants_without_source(convert_measurement(reading), reading.source if without is None else without)
             if (found_here := measured(expressed.cluster.device)) != Calibration():
                 cluster = replace(expressed.cluster, calibration=found_here)
                 expressed = replace(expressed, cluster=cluster)
-            found.append(residual(expressed, flops.get(_run(reading))))
+            found.append(compute_residual(expressed, flops.get(_run(reading))))
         except (RefusedError, UnevenSplitError, NoPeakError) as error:
             refused.append(Refusal(reading.line, reading.source, str(error)))
     return Residuals(tuple(found), tuple(sorted(refused, key=lambda item: item.line)))
 
 
-def left_out(expressed: Expressed, source: str) -> Expressed:
+def use_constants_without_source(expressed: MeasuredRun, source: str) -> MeasuredRun:
     """The same on a cluster whose constants were fitted without a source."""
-    return replace(expressed, cluster=_without(expressed.cluster, origin(source)))
+    return replace(expressed, cluster=_without(expressed.cluster, origin_of_source(source)))
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +119,7 @@ def replace_constants(cluster: Cluster, constants: Constants) -> Cluster:
     return replace(cluster, calibration=Calibration(**asdict(constants)))
 
 
-def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
+def compute_residual(expressed: MeasuredRun, flops_a_token: float | None = None) -> Residual:
     """One reading beside its prediction, with its source's FLOPs a token where it also prints the run's
     tokens, else those of the closed form.
 
@@ -130,7 +130,7 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
     """
     if expressed.unstated:
         # What is published is tuned: of the rows that state both, the fastest that fits is the one.
-        every = [(residual(one, flops_a_token), one) for one in expressed.alternatives()]
+        every = [(compute_residual(one, flops_a_token), one) for one in expressed.alternatives()]
         fitting = [found for found, one in every if _fits(one)] or [found for found, _ in every]
         chosen = min(fitting, key=lambda found: _seconds(found.expressed.spec, expressed.cluster))
         ends = sorted(found.predicted for found in fitting)
@@ -155,12 +155,12 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
     return Residual(expressed, predicted, seconds / measured - 1, seconds)
 
 
-def _fits(expressed: Expressed) -> bool:
+def _fits(expressed: MeasuredRun) -> bool:
     memory = fullest_rank(expressed.spec)[1]
     return leaves_reserve(expressed.spec, memory, expressed.cluster)
 
 
-def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> float:
+def _rate(expressed: MeasuredRun, seconds: float, flops_a_token: float | None) -> float:
     """Tokens, FLOP or the share of peak, a second and device."""
     reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
@@ -211,7 +211,7 @@ def _seconds(spec: RunSpec, cluster: Cluster) -> float:
     return iteration_seconds(spec, cluster).total
 
 
-def _stated_flops(readings: Iterable[Reading]) -> dict[tuple[object, ...], float]:
+def _stated_flops(readings: Iterable[PublishedMeasurement]) -> dict[tuple[object, ...], float]:
     """FLOPs a token of runs whose rate is printed both in FLOPs and in tokens or steps."""
     tokens: dict[tuple[object, ...], float] = {}
     flops: dict[tuple[object, ...], float] = {}
@@ -225,7 +225,7 @@ def _stated_flops(readings: Iterable[Reading]) -> dict[tuple[object, ...], float
     return {run: flops[run] / tokens[run] for run in flops.keys() & tokens.keys()}
 
 
-def _run(reading: Reading) -> tuple[object, ...]:
+def _run(reading: PublishedMeasurement) -> tuple[object, ...]:
     """What two figures of one run have in common."""
     layout = (reading.tp, reading.pp, reading.vpp, reading.cp, reading.dp, reading.ep)
     batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype)

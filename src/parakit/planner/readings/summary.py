@@ -12,8 +12,8 @@ from parakit.config.run import RunSpec
 from parakit.costs import COMPONENTS, fullest_rank
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
-from parakit.planner.readings.facts import release_of, source_facts
-from parakit.planner.readings.intervals import LEVELS, Errors
+from parakit.planner.readings.facts import container_release, source_facts
+from parakit.planner.readings.intervals import LEVELS, PredictionErrors
 from parakit.planner.readings.residual import Residual, Residuals, predicted_memory
 from parakit.planner.readings.table import Refusal
 from parakit.planner.ties import preferred
@@ -50,7 +50,7 @@ class ErrorGroup:
         }
 
 
-def kind_of(metric: str) -> str:
+def metric_kind(metric: str) -> str:
     """Time or memory."""
     return MEMORY if "memory" in metric else TIME
 
@@ -60,10 +60,10 @@ def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
     what is predicted without a fact that the source does not state."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
-        kinds[item.reading.source].add(kind_of(item.reading.metric))
+        kinds[item.reading.source].add(metric_kind(item.reading.metric))
 
     def name(residual: Residual) -> str:
-        source, kind = residual.reading.source, kind_of(residual.reading.metric)
+        source, kind = residual.reading.source, metric_kind(residual.reading.metric)
         if residual.unstated:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
@@ -75,7 +75,7 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each device, times and memory apart."""
     return _groups(
         residuals.predicted,
-        lambda item: f"{item.expressed.cluster.device.name}, {kind_of(item.reading.metric)}",
+        lambda item: f"{item.expressed.cluster.device.name}, {metric_kind(item.reading.metric)}",
     )
 
 
@@ -145,18 +145,18 @@ def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
     return _groups(fitted, lambda item: names[item.reading.kept_back])
 
 
-def worst(residuals: Residuals, count: int) -> list[Residual]:
+def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
     """Those that are missed most."""
     return sorted(residuals.predicted, key=lambda item: -abs(item.error))[:count]
 
 
-def cause(residual: Residual) -> str:
+def describe_largest_parts(residual: Residual) -> str:
     """The largest parts of a predicted time, or of a predicted memory."""
     reading = residual.reading
     if reading.metric == "matmul_tflops":
         return ""
     spec, cluster = residual.expressed.spec, residual.expressed.cluster
-    if kind_of(reading.metric) == MEMORY:
+    if metric_kind(reading.metric) == MEMORY:
         held = predicted_memory(spec, reading.metric)
         live = (name for name in COMPONENTS if name != "allocator")
         parts = {name: getattr(held, name) / held.live for name in live}
@@ -168,7 +168,7 @@ def cause(residual: Residual) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """Readings that differ in strategy alone, and the one that the planner would take."""
 
     readings: int
@@ -186,7 +186,7 @@ class Choice:
         return not 0 < self.regret <= max(self.apart, default=0.0)
 
 
-def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]:
+def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> list[StrategyChoice]:
     """Every group of two or more strategies of one model, batch, device and source, and, unless it may
     lie `across_releases`, of one release of a container; what was measured more than once counts with
     its median."""
@@ -201,7 +201,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         software = [variant, facts.get("trainer", "")]
         software += [part for part in others if "not Megatron" in part]
         if not across_releases:
-            software.append(str(release_of(reading, facts)))
+            software.append(str(container_release(reading, facts)))
         batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.fp8_recipe)
         what = (reading.source, reading.model, reading.gpu, reading.gpus, " ".join(software))
         groups[*what, *batch, spec.recompute].append(item)
@@ -218,11 +218,11 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
-        found.append(Choice(len(items), chosen, regret, tuple(apart)))
+        found.append(StrategyChoice(len(items), chosen, regret, tuple(apart)))
     return found
 
 
-def signed(share: float | None) -> str:
+def format_signed_percent(share: float | None) -> str:
     """A share of 1 with its sign."""
     return DASH if share is None else f"{share:+.1%}"
 
@@ -235,10 +235,10 @@ def _errors(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorG
     return Column(name, lambda group: group.figures.get(figure), text)
 
 
-ERRORS = (
+ERROR_COLUMNS = (
     _errors("median |error|", "median_abs_error", percent),
     _errors("mean |error|", "mean_abs_error", percent),
-    _errors("median error", "median_error", signed),
+    _errors("median error", "median_error", format_signed_percent),
     _errors("p90 |error|", "p90_abs_error", percent),
     _errors("within 10%", "within_10%", _whole),
     _errors("within 15%", "within_15%", _whole),
@@ -246,7 +246,7 @@ ERRORS = (
 """How far a group is predicted off."""
 
 
-def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
+def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     """Source, reason and lines of what is not predicted, most lines first."""
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for item in refused:
@@ -255,22 +255,22 @@ def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     return [(source, reason, found) for (source, reason), found in ordered]
 
 
-def errors_of(residuals: Residuals) -> Errors:
+def collect_errors(residuals: Residuals) -> PredictionErrors:
     """Of all times and all memory."""
-    return Errors.of(runs_of(residuals))
+    return PredictionErrors.of(drop_matrix_products(residuals))
 
 
-def runs_of(residuals: Residuals) -> list[Residual]:
+def drop_matrix_products(residuals: Residuals) -> list[Residual]:
     """All but single matrix products."""
     return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
 
 
-def group_by_coverage(residuals: Residuals, errors: Errors) -> list[IntervalCoverage]:
+def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[IntervalCoverage]:
     """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
     found = []
     members: dict[str, list[Residual]] = defaultdict(list)
-    for item in runs_of(residuals):
-        for name in filter(None, (_kind_of_run(item), f"all {kind_of(item.reading.metric)}")):
+    for item in drop_matrix_products(residuals):
+        for name in filter(None, (_kind_of_run(item), f"all {metric_kind(item.reading.metric)}")):
             members[name].append(item)
     for name in filter(members.__contains__, (*_KINDS, f"all {TIME}", f"all {MEMORY}")):
         own, others = (
@@ -296,7 +296,7 @@ class IntervalCoverage:
     """Of intervals that other sources alone make."""
 
 
-def _row(item: Residual, errors: Errors) -> dict[str, Any]:
+def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
     spec, cluster = item.expressed.spec, item.expressed.cluster
     is_run = item.reading.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.reading)["unjudged"]
@@ -318,7 +318,7 @@ def _row(item: Residual, errors: Errors) -> dict[str, Any]:
 _SAID = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
-def encode_summary(residuals: Residuals, errors: Errors) -> dict[str, Any]:
+def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, Any]:
     """The contract of `validate --json`."""
     return {
         "sources": {
