@@ -28,7 +28,12 @@ from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import GIB, percent
 from parakit.planner.calibration import calibrate_from_stated_products
 from parakit.planner.readings.reading_to_spec import MeasuredRun
-from parakit.planner.readings.residual import Residual, use_constants_without_source, compute_residual, compute_residuals
+from parakit.planner.readings.residual import (
+    Residual,
+    compute_residual,
+    compute_residuals,
+    use_constants_without_source,
+)
 from parakit.planner.readings.summary import MEMORY, metric_kind
 from parakit.planner.readings.table import MEASUREMENTS_FILE, read_measurements
 from tests.planner.papers import paper_runs
@@ -302,7 +307,9 @@ def published() -> list[Residual]:
     """Times and peaks of published runs, SimuMax' own and those of arXiv:2205.05198 among them, as ours
     predicts them without their sources. Megatron's functional tests are left out: the host sets their
     steps."""
-    rows = chain.from_iterable(read_measurements(path)[0] for path in (MEASUREMENTS_FILE, SIMUMAX_ROWS))
+    rows = chain.from_iterable(
+        read_measurements(path)[0] for path in (MEASUREMENTS_FILE, SIMUMAX_ROWS)
+    )
     wanted = [
         row
         for row in rows
@@ -310,7 +317,10 @@ def published() -> list[Residual]:
         and (row.metric in _DIRECT or metric_kind(row.metric) == MEMORY)
         and row.metric != "memory_allocated_bytes"
     ]
-    papers = [compute_residual(use_constants_without_source(run, run.reading.source)) for run in paper_runs()]
+    papers = [
+        compute_residual(use_constants_without_source(run, run.reading.source))
+        for run in paper_runs()
+    ]
     return [*compute_residuals(wanted).predicted, *papers]
 
 

@@ -9,12 +9,16 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import Batch, Parallelism
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration
-from parakit.planner.advice import saved
+from parakit.planner.advice import describe_saving
 from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
-from parakit.planner.readings.residual import Residual, use_constants_without_source, compute_residual
+from parakit.planner.readings.residual import (
+    Residual,
+    compute_residual,
+    use_constants_without_source,
+)
 from parakit.planner.readings.table import PublishedMeasurement, read_measurements
-from parakit.planner.search import Candidate, Request, evaluate, search_configurations
+from parakit.planner.search import Candidate, Request, evaluate_configuration, search_configurations
 
 Question = tuple[str, int, str, str, int]
 QUESTIONS: tuple[Question, ...] = (
@@ -62,7 +66,7 @@ class Answer:
             return "tied"
         if self.ratio > 1:
             return "theirs is outside of what is searched"
-        return f"ours {saved(self.ours, self.theirs)}"
+        return f"ours {describe_saving(self.ours, self.theirs)}"
 
 
 def practitioners_table() -> str:
@@ -101,7 +105,7 @@ def answer(question: Question) -> Answer:
     request = Request(model, cluster, spec.batch.global_batch_size, plain)
     ours = search_configurations(request).winner
     assert ours is not None
-    return Answer(published, evaluate(request, spec), ours)
+    return Answer(published, evaluate_configuration(request, spec), ours)
 
 
 def _predicted(question: Question) -> list[Residual]:
@@ -112,7 +116,13 @@ def _predicted(question: Question) -> list[Residual]:
         if stated != asked or (length and reading.seq != length) or not _is_timed(reading):
             continue
         try:
-            found.append(compute_residual(use_constants_without_source(known or convert_measurement(reading), reading.source)))
+            found.append(
+                compute_residual(
+                    use_constants_without_source(
+                        known or convert_measurement(reading), reading.source
+                    )
+                )
+            )
         except RefusedError:
             continue
     return found

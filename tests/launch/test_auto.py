@@ -32,7 +32,7 @@ from parakit.planner.readings.table import MeasurementsError
 from parakit.planner.search import search_configurations
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
@@ -100,7 +100,7 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
     )
     assert calibration.layer_launch_seconds == GPU_LAYER * 1e-3
     assert calibration.memory == pytest.approx(2.9 / 3.35)
-    rate = rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
+    rate = compute_device_rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
     size = work.matmul_size
     product = product_seconds(size, size, size, 2, rate)
     assert 2 * size**3 / product == pytest.approx(700e12)

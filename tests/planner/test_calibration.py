@@ -7,7 +7,7 @@ from parakit.planner.calibration import calibrate_from_stated_products
 from parakit.planner.options import RequestError
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.compute import product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 H100 = usual_cluster("h100", 8)
 
@@ -15,7 +15,7 @@ H100 = usual_cluster("h100", 8)
 def reached(text: str, size: int, recipe: Fp8Recipe = Fp8Recipe.NONE) -> float:
     """FLOP/s of a square product on a machine that is said to reach this."""
     cluster = replace(H100, calibration=calibrate_from_stated_products(text, H100, "bf16"))
-    rate = rates(cluster, "bf16", recipe)
+    rate = compute_device_rates(cluster, "bf16", recipe)
     return 2 * size**3 / product_seconds(size, size, size, 2, rate, 1, bool(recipe))
 
 

@@ -24,7 +24,7 @@ from parakit.costs.tensors import (
 )
 from parakit.planner.readings.reading_to_spec import convert_measurement
 from parakit.planner.readings.table import read_measurements
-from parakit.planner.request import request_from_options
+from parakit.planner.request import build_request
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
@@ -157,7 +157,7 @@ HYBRID_ARGS = f"""--num-layers 5
 def planned(file: Path, *words: str) -> Request:
     file.write_text(HYBRID_ARGS)
     given = ["--model", str(file), "--gpus", "4", "--gpu", "h100", *words]
-    return request_from_options(asked_of_plan(given))
+    return build_request(asked_of_plan(given))
 
 
 def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_path: Path) -> None:

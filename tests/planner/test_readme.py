@@ -11,15 +11,15 @@ from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
 from parakit.planner.readings.residual import Residuals, compute_residuals
 from parakit.planner.readings.summary import (
-    evaluate_choices,
     collect_errors,
+    evaluate_choices,
     group_by_coverage,
     group_by_kind,
     group_by_split,
 )
 from parakit.planner.readings.table import read_measurements
-from parakit.planner.time.constants import NAMES, constants_of
-from parakit.planner.verdict import Fit, fit_of
+from parakit.planner.time.constants import CONSTANT_NAMES, load_constants
+from parakit.planner.verdict import Fit, judge_fit_on_cluster
 from tests.planner.readings.fit import BOUNDS
 
 README = (ROOT / "src" / "parakit" / "planner" / "README.md").read_text()
@@ -77,11 +77,11 @@ def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
 
 
 def test_the_constants_are_those_of_the_file() -> None:
-    for name in NAMES:
+    for name in CONSTANT_NAMES:
         (line,) = (line for line in MEASUREMENTS.splitlines() if f"(`{name}`) |" in line)
         _, *fitted, bounds = cells(line)
         for cell, generation in zip(fitted, ("ampere", "hopper", "blackwell"), strict=True):
-            value = getattr(constants_of(generation), name)
+            value = getattr(load_constants(generation), name)
             assert number(cell) == pytest.approx(value, rel=0.02, abs=1e-9)
         assert [number(part) for part in bounds.split(" to ")] == pytest.approx(BOUNDS[name])
 
@@ -99,7 +99,7 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
         seen.add(run)
         sharded = spec.parallelism.sharding.shards_weights
         kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
-        verdicts[kind].append(fit_of(spec, fullest_rank(spec)[1], cluster))
+        verdicts[kind].append(judge_fit_on_cluster(spec, fullest_rank(spec)[1], cluster))
     for kind, least, most in (
         ("dense", 500, 0.02),
         ("mixtures", 150, 0.05),

@@ -12,7 +12,7 @@ from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import product_seconds
 from parakit.planner.time.iteration import iteration_seconds, pipeline_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 SHAPE = ModelShape(4, 64, 4, 4, 16, 256, 64, 64)
 MEASURED = Calibration(
@@ -109,7 +109,7 @@ def test_experts_that_run_one_after_another_are_each_launched() -> None:
 
 
 def test_a_core_multiplies_few_rows_at_its_usual_rate() -> None:
-    rate = rates(on(1, 2), "fp32")
+    rate = compute_device_rates(on(1, 2), "fp32")
     one, eight = (product_seconds(rows, 512, 512, 0, rate) for rows in (16, 128))
     assert eight == pytest.approx(8 * one)
 

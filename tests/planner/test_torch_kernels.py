@@ -16,7 +16,7 @@ from parakit.planner.time.compute import head_seconds, layer_seconds, optimizer_
 from parakit.planner.time.execution import Execution
 from parakit.planner.time.host import iteration_host_seconds
 from parakit.planner.time.iteration import iteration_seconds
-from parakit.planner.time.rates import DeviceRates, rates
+from parakit.planner.time.rates import DeviceRates, compute_device_rates
 from parakit.planner.time.traffic import layer_bytes
 
 HOST = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "host.args")
@@ -38,7 +38,7 @@ def cluster(words: tuple[str, ...] | list[str] = HOST, key: str = "h200") -> Clu
 
 
 def rate(words: tuple[str, ...] | list[str] = HOST) -> DeviceRates:
-    return rates(cluster(words), "fp16")
+    return compute_device_rates(cluster(words), "fp16")
 
 
 def added(*fused: str) -> tuple[int, int]:
@@ -85,8 +85,8 @@ def test_an_update_in_passes_moves_80_bytes_a_parameter_for_28() -> None:
 
 @pytest.mark.parametrize(("dtype", "moved"), [("fp16", 6), ("bf16", 10)])
 def test_a_gradient_that_no_product_adds_is_read_and_added(dtype: str, moved: int) -> None:
-    alone, fused = ["--no-gradient-accumulation-fusion"], rates(cluster([]), dtype)
-    bare = rates(cluster(alone), dtype)
+    alone, fused = ["--no-gradient-accumulation-fusion"], compute_device_rates(cluster([]), dtype)
+    bare = compute_device_rates(cluster(alone), dtype)
     spec = run(dtype=dtype)
     weights = 12 * 1280**2
     more = layer_seconds(spec, bare).backward_memory - layer_seconds(spec, fused).backward_memory
@@ -105,7 +105,7 @@ def test_norms_of_gradients_one_by_one_take_the_host_longer() -> None:
 
 
 def test_a_core_has_the_kernels_that_it_is_measured_with() -> None:
-    found = rates(cluster(key="cpu"), "fp32")
+    found = compute_device_rates(cluster(key="cpu"), "fp32")
     host = found.execution
     assert [host.torch_kernels, host.unfused_gradients, host.unfused_rotary] == 3 * [False]
 

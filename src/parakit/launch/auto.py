@@ -35,12 +35,12 @@ from parakit.planner import (
     Execution,
     Plan,
     Request,
-    load_device_calibration,
-    parse_execution,
-    expert_tensor_of,
-    load_own_runs,
-    search_configurations,
     estimate_uncertainty,
+    load_device_calibration,
+    load_own_runs,
+    parse_execution,
+    parse_expert_tensor,
+    search_configurations,
 )
 
 
@@ -86,7 +86,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     on_cpu = job.device is DeviceKind.CPU
     usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
-    expert_tensor = expert_tensor_of(Flags((*model.flags, *options.extra)), model)
+    expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
     template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)

@@ -14,7 +14,7 @@ from parakit.config.run import Fp8Recipe
 from parakit.planner.options import RequestError
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 _STATED = re.compile(
     r"\s*(?P<rate>\d+\.?\d*)\s*(?P<unit>[TP])FLOPS?(?:/s)?\s+on\s+"
@@ -113,7 +113,7 @@ def _share_of_peak(name: str, cluster: Cluster, dtype: str, stated: re.Match[str
     for _ in range(40):
         known: dict[str, Any] = {name: (low + high) / 2}
         tried = replace(cluster, calibration=replace(cluster.calibration, **known))
-        reached = rates(tried, dtype, recipe)
+        reached = compute_device_rates(tried, dtype, recipe)
         seconds = product_seconds(rows, inner, columns, 2, reached, 1, bool(recipe))
         quick = seconds < 2 * rows * columns * inner / rate
         low, high = (low, known[name]) if quick else (known[name], high)

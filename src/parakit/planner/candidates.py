@@ -16,7 +16,9 @@ from parakit.costs import CP_COMM_TYPES, divisors
 LARGEST_MICRO_BATCH = 64
 
 
-def enumerate_splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[Parallelism]:
+def enumerate_splits(
+    shape: ModelShape, devices: int, expert_tensor: int = 0
+) -> Iterator[Parallelism]:
     """Yield degrees that multiply to `devices` and divide what they split; no schedule, no sharding yet.
 
     Experts are split over `expert_tensor` ranks of TP; 0 takes the TP of all other layers.
@@ -46,7 +48,9 @@ def list_micro_batch_sizes(
     return [size for size in divisors(global_batch // split.data) if size <= largest]
 
 
-def build_unsharded_spec(template: RunSpec, split: Parallelism, size: int, recompute: Recompute) -> RunSpec:
+def build_unsharded_spec(
+    template: RunSpec, split: Parallelism, size: int, recompute: Recompute
+) -> RunSpec:
     """One combination without sharding and with the plain schedule."""
     return replace(
         template,
@@ -75,7 +79,9 @@ def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
             yield replace(plain, parallelism=parallelism)
 
 
-def list_virtual_stages(shape: ModelShape, split: Parallelism, microbatches: int) -> tuple[int, ...]:
+def list_virtual_stages(
+    shape: ModelShape, split: Parallelism, microbatches: int
+) -> tuple[int, ...]:
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)

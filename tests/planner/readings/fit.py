@@ -25,14 +25,14 @@ from parakit.costs.tensors import UnevenSplitError
 from parakit.planner.readings.facts import origin_of_source
 from parakit.planner.readings.published import KIT, kit_runs
 from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
-from parakit.planner.readings.residual import replace_constants, compute_residual
+from parakit.planner.readings.residual import compute_residual, replace_constants
 from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
+from parakit.planner.time.constants import CONSTANT_NAMES, CONSTANTS_FILE, Constants
 from parakit.planner.time.rates import NoPeakError
 from tests.planner.papers import paper_runs
 
-BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS)["bounds"]
+BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS_FILE)["bounds"]
 """What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest
 measured in public."""
 
@@ -104,7 +104,8 @@ def fit(
     own = [
         item
         for item in readings
-        if item.cluster.device.generation == generation and origin_of_source(item.reading.source) != without
+        if item.cluster.device.generation == generation
+        and origin_of_source(item.reading.source) != without
     ]
     if not own:
         return None
@@ -112,14 +113,16 @@ def fit(
     sources = Counter(names)
     weights = np.array([_weight(name, sources) for name in names])
     start = start_of(generation)
-    free = tuple(name for name in NAMES if getattr(start, name) > 0)
+    free = tuple(name for name in CONSTANT_NAMES if getattr(start, name) > 0)
     values = _minimised(lambda c: _errors(own, c), weights, start, free, first)
     return Fit(generation, values, dict(sources))
 
 
 def start_of(generation: str) -> Constants:
     """What is published of a generation's kernels and links: where a fit starts."""
-    return Constants(**{n: float(x) for n, x in read_yaml(CONSTANTS)["start"][generation].items()})
+    return Constants(
+        **{n: float(x) for n, x in read_yaml(CONSTANTS_FILE)["start"][generation].items()}
+    )
 
 
 def _weight(source: str, sources: Mapping[str, int]) -> float:
@@ -135,7 +138,9 @@ def _errors(readings: Sequence[MeasuredRun], constants: Constants) -> NDArray[np
         if id(item.cluster) not in made:
             made[id(item.cluster)] = replace_constants(item.cluster, constants)
         try:
-            found.append(log(1 + compute_residual(replace(item, cluster=made[id(item.cluster)])).error))
+            found.append(
+                log(1 + compute_residual(replace(item, cluster=made[id(item.cluster)])).error)
+            )
         except (UnevenSplitError, NoPeakError):
             found.append(0.0)
     return np.array(found)
@@ -150,7 +155,7 @@ def _minimised(
 ) -> Constants:
     """Damped Gauss-Newton on logarithms of the constants, clipped to their bounds."""
     low, high = (np.log([max(BOUNDS[name][end], 1e-9) for name in free]) for end in (0, 1))
-    origin_of_source = np.clip(np.log([getattr(start, name) for name in free]), low, high)
+    start_logs = np.clip(np.log([getattr(start, name) for name in free]), low, high)
 
     def constants(logs: NDArray[np.float64]) -> Constants:
         changed = dict(zip(free, np.exp(logs).tolist(), strict=True))
@@ -159,9 +164,9 @@ def _minimised(
     def loss(found: NDArray[np.float64], logs: NDArray[np.float64]) -> float:
         size = np.abs(found)
         huber = np.where(size < _HUBER, found**2 / 2, _HUBER * (size - _HUBER / 2))
-        return float(weights @ huber + _PRIOR**2 * np.sum((logs - origin_of_source) ** 2) / 2)
+        return float(weights @ huber + _PRIOR**2 * np.sum((logs - start_logs) ** 2) / 2)
 
-    logs, damping = origin_of_source, 1e-3
+    logs, damping = start_logs, 1e-3
     if first is not None:
         logs = np.clip(np.log([getattr(first, name) for name in free]), low, high)
     found = errors(constants(logs))
@@ -174,7 +179,7 @@ def _minimised(
         )
         robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(found), 1e-9))
         square = slopes.T @ (robust[:, None] * slopes) + _PRIOR**2 * np.eye(len(free))
-        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - origin_of_source)
+        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - start_logs)
         before = best
         for _ in range(5):
             move = np.linalg.solve(square + damping * np.diag(np.diag(square)), -down)
@@ -190,7 +195,7 @@ def _minimised(
     return constants(logs)
 
 
-def refit(path: Path = CONSTANTS) -> None:
+def refit(path: Path = CONSTANTS_FILE) -> None:
     """Fit every generation, with all sources and with each left out, and write `constants.yaml`."""
     readings = all_fitted()
     data = dict(read_yaml(path))

@@ -30,7 +30,9 @@ _TENSOR = (1, 2, 4, 8)
 
 
 def main() -> None:
-    readings = [item for item in read_measurements()[0] if item.source.endswith("vTrain single-node")]
+    readings = [
+        item for item in read_measurements()[0] if item.source.endswith("vTrain single-node")
+    ]
     items = compute_residuals(readings).predicted
     layers = layer_seconds(readings)
     _print("the 32 themselves", items, layers, layers)

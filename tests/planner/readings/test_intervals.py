@@ -33,7 +33,9 @@ def test_where_no_other_source_has_measured_the_error_may_be_twofold(alike: list
 
 
 def test_a_layout_s_own_error_is_not_in_its_interval(alike: list[Residual]) -> None:
-    others = PredictionErrors.of([each for each in alike if each.expressed.spec != alike[0].expressed.spec])
+    others = PredictionErrors.of(
+        [each for each in alike if each.expressed.spec != alike[0].expressed.spec]
+    )
     assert PredictionErrors.of(alike).interval(alike[0], 0.95) == others.interval(alike[0], 0.95)
 
 

@@ -12,11 +12,17 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
 from parakit.config.strategy import Batch, parse_strategy
-from parakit.planner.readings.local_readings import OwnRuns, MeasurementRow, add_rows, load_own_runs, build_measurement_row
+from parakit.planner.readings.local_readings import (
+    MeasurementRow,
+    OwnRuns,
+    add_rows,
+    build_measurement_row,
+    load_own_runs,
+)
 from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.table import MeasurementsError, read_measurements
-from parakit.planner.search import Request, evaluate, search_configurations
+from parakit.planner.search import Request, evaluate_configuration, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from tests.patience import PATIENCE
@@ -51,7 +57,9 @@ def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -
     add_rows(path, [measured(name, 1.0, 4) for name in wanted])
     readings, unreadable = read_measurements(path)
     assert not unreadable
-    assert [convert_measurement(reading).spec for reading in readings] == [spec(name, 4) for name in wanted]
+    assert [convert_measurement(reading).spec for reading in readings] == [
+        spec(name, 4) for name in wanted
+    ]
     assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
 
 
@@ -60,7 +68,10 @@ def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> 
     patched = replace(plain, fused=("adamw", "norm"))
     argv = (*MODEL.flags, *flags_of_spec(plain))
     add_rows(path, [build_measurement_row(one, argv, H200, "r", 1.0) for one in (plain, patched)])
-    assert [convert_measurement(reading).spec for reading in read_measurements(path)[0]] == [plain, patched]
+    assert [convert_measurement(reading).spec for reading in read_measurements(path)[0]] == [
+        plain,
+        patched,
+    ]
 
 
 def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
@@ -138,8 +149,8 @@ def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path)
     after = search_configurations(replace(request, own=own))
     assert after.winner is not None
     assert "dp2" not in after.winner.strategy
-    assert evaluate(after.request, after.winner.spec) == after.winner
-    plain = evaluate(request, after.winner.spec)
+    assert evaluate_configuration(after.request, after.winner.spec) == after.winner
+    plain = evaluate_configuration(request, after.winner.spec)
     ratio = after.winner.seconds.total / plain.seconds.total
     assert after.winner.tokens_per_second == pytest.approx(plain.tokens_per_second / ratio)
 

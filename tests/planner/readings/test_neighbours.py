@@ -52,6 +52,8 @@ def test_runs_that_wait_for_every_kernel_say_nothing_of_a_plan() -> None:
     """Lucie-7B on 8 to 256 A100 is nearest by all that is counted."""
     split = Parallelism(data=32, tensor=2)
     spec = spec_of_model(load_model("llama3-8b"), split, Batch(2, 256))
-    found = [item.reading.source for _, item in find_near_residuals(spec, usual_cluster("a100", 64))]
+    found = [
+        item.reading.source for _, item in find_near_residuals(spec, usual_cluster("a100", 64))
+    ]
     assert found
     assert not any("Lucie" in source for source in found)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from parakit.planner.readings.page import write_page
 from parakit.planner.readings.residual import compute_residuals
-from parakit.planner.readings.summary import evaluate_choices, collect_errors, group_by_kind
+from parakit.planner.readings.summary import collect_errors, evaluate_choices, group_by_kind
 from parakit.planner.readings.table import read_measurements
 
 

@@ -14,13 +14,13 @@ from parakit.planner.readings import command
 from parakit.planner.readings.facts import origin_of_source
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.residual import Residual, compute_residual, compute_residuals
-from parakit.planner.readings.summary import evaluate_choices, encode_summary, collect_errors
+from parakit.planner.readings.summary import collect_errors, encode_summary, evaluate_choices
 from parakit.planner.readings.table import (
     COLUMNS,
-    OPTIONAL_COLUMNS,
     MEASUREMENTS_FILE,
-    PublishedMeasurement,
+    OPTIONAL_COLUMNS,
     MeasurementsError,
+    PublishedMeasurement,
     read_measurements,
 )
 from parakit.planner.verdict import Fit
@@ -338,7 +338,9 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
     assert (vanilla, hidden) == (False, True)
     card = {"source": "NVIDIA-NeMo/Megatron-Bridge verification cards", "model": "llama3-8b"}
     graphs = [
-        convert_measurement(one(tmp_path, **card, gpu=gpu, url_or_path=path)).cluster.execution.graphs
+        convert_measurement(
+            one(tmp_path, **card, gpu=gpu, url_or_path=path)
+        ).cluster.execution.graphs
         for gpu, path in (
             ("B200", "card.yaml sft/B200"),
             ("B200", "card.yaml pretrain_performance/B200"),
@@ -361,7 +363,9 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
     assert (beside.overlap_experts, beside.graphs, beside.deduplicated) == (True, False, True)
     assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
     # Qwen3 235B on B300, 26.02.01 and 26.04.01.
-    assert [convert_measurement(of_line(line)).cluster.execution.deduplicated for line in (322, 176)] == [
+    assert [
+        convert_measurement(of_line(line)).cluster.execution.deduplicated for line in (322, 176)
+    ] == [
         False,
         True,
     ]
@@ -369,7 +373,8 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
         convert_measurement(of_line(41))
     # Nemotron-4 of NeMo 1 (24.12) and 2 (25.04), Grok 1 of the latter.
     assert [
-        convert_measurement(of_line(line)).cluster.execution.eager_activation for line in (580, 665, 655)
+        convert_measurement(of_line(line)).cluster.execution.eager_activation
+        for line in (580, 665, 655)
     ] == [False, True, False]
     # BigScience's table of HF's trainer: DP is all GPUs.
     assert convert_measurement(of_line(933)).spec.name == "dp64-zero3"
@@ -386,7 +391,9 @@ def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -
 
 def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
     # DeepSeek V3; Automodel's GPT-OSS 120B, whose router gives a token four neighbours.
-    deepseek, neighbours = (convert_measurement(of_line(line)).spec.expert_load for line in (3, 687))
+    deepseek, neighbours = (
+        convert_measurement(of_line(line)).spec.expert_load for line in (3, 687)
+    )
     assert (deepseek.groups, deepseek.groups_taken) == (8, 4)
     assert (neighbours.groups, neighbours.groups_taken) == (32, 1)
 
@@ -407,7 +414,10 @@ def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
 
 def test_experts_are_split_over_tp_where_their_source_says_so() -> None:
     # Grok 1 on GB200 and H100, both TP 4 and EP 8.
-    ways = [convert_measurement(of_line(line)).spec.parallelism.tensor_of_experts for line in (655, 3318)]
+    ways = [
+        convert_measurement(of_line(line)).spec.parallelism.tensor_of_experts
+        for line in (655, 3318)
+    ]
     assert ways == [4, 1]
 
 
@@ -420,20 +430,31 @@ def test_attention_that_no_kernel_of_its_time_trains_is_unfused_and_computed_aga
 
 
 def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
-    assert [convert_measurement(of_line(line)).spec.parallelism.expert for line in (685, 687)] == [8, 64]
+    assert [convert_measurement(of_line(line)).spec.parallelism.expert for line in (685, 687)] == [
+        8,
+        64,
+    ]
 
 
 def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
-    assert convert_measurement(of_line(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE  # Megatron-Bridge, 25.09
+    assert (
+        convert_measurement(of_line(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
+    )  # Megatron-Bridge, 25.09
     assert convert_measurement(of_line(534)).spec.fp8_recipe is Fp8Recipe.DELAYED  # NeMo 24.12, FP8
-    assert convert_measurement(of_line(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE  # FP8-CS (FP8-MX)
+    assert (
+        convert_measurement(of_line(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
+    )  # FP8-CS (FP8-MX)
 
 
 def test_a_source_may_gather_tokens_and_its_optimizer_split_its_states_at_zero_0_too() -> None:
-    dispatchers = {convert_measurement(of_line(line)).spec.token_dispatcher for line in (3423, 3429)}
+    dispatchers = {
+        convert_measurement(of_line(line)).spec.token_dispatcher for line in (3423, 3429)
+    }
     assert dispatchers == {TokenDispatcher.ALL_GATHER}  # Qwen3 30B on 8 GH200
     # GPT-OSS by NCCL on GB200 and by DeepEP on H100, Qwen3 by HybridEP on GB200, and on H100 as it says.
-    others = [convert_measurement(of_line(line)).spec.token_dispatcher for line in (365, 687, 42, 3698)]
+    others = [
+        convert_measurement(of_line(line)).spec.token_dispatcher for line in (365, 687, 42, 3698)
+    ]
     plain, hybrid = TokenDispatcher.ALL_TO_ALL, TokenDispatcher.HYBRID_EP
     assert others == [plain, TokenDispatcher.DEEP_EP, hybrid, hybrid]
     zero = [item for item in read_measurements()[0] if "Lucie" in item.source and item.gpus == 8]

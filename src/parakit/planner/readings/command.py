@@ -22,20 +22,20 @@ from parakit.planner.readings.page import FOLDER, write_page
 from parakit.planner.readings.residual import Residual, Residuals, compute_residuals
 from parakit.planner.readings.summary import (
     ERROR_COLUMNS,
-    StrategyChoice,
     ErrorGroup,
     IntervalCoverage,
-    describe_largest_parts,
-    evaluate_choices,
-    encode_summary,
+    StrategyChoice,
     collect_errors,
+    describe_largest_parts,
+    encode_summary,
+    evaluate_choices,
+    format_signed_percent,
     group_by_coverage,
     group_by_gpu,
     group_by_kind,
     group_by_source,
     group_by_split,
     group_refusals,
-    format_signed_percent,
     largest_residuals,
 )
 from parakit.planner.readings.table import MEASUREMENTS_FILE, MeasurementsError, read_measurements
@@ -130,7 +130,9 @@ def _print(found: Residuals, errors: PredictionErrors, console: Console) -> None
         say(console, f"  {len(lines):3}  {source}: {reason} (row {named}{more})")
 
 
-def _print_regrets(found: list[StrategyChoice], mixed: list[StrategyChoice], console: Console) -> None:
+def _print_regrets(
+    found: list[StrategyChoice], mixed: list[StrategyChoice], console: Console
+) -> None:
     regrets = [choice.regret for choice in found]
     if not regrets:
         return

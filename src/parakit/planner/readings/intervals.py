@@ -90,7 +90,9 @@ class PredictionErrors:
     def beside(self, others: PredictionErrors) -> PredictionErrors:
         """These and others."""
         both = self._at.keys() | others._at.keys()
-        return PredictionErrors({at: [*self._at.get(at, ()), *others._at.get(at, ())] for at in both})
+        return PredictionErrors(
+            {at: [*self._at.get(at, ()), *others._at.get(at, ())] for at in both}
+        )
 
     def interval(self, item: Residual, level: float) -> tuple[float, float]:
         """Least and most that may have been published, in the figure's own unit; what its source leaves

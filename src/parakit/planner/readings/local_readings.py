@@ -44,7 +44,9 @@ _LOCK_SECONDS = 10.0
 MeasurementRow = dict[str, str]
 
 
-def build_measurement_row(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float) -> MeasurementRow:
+def build_measurement_row(
+    spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float
+) -> MeasurementRow:
     """A measured run as a row of the file.
 
     Args:

@@ -20,7 +20,11 @@ from parakit.planner.readings.intervals import TimeInterval, load_public_errors
 from parakit.planner.readings.local_readings import OwnRuns
 from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
-from parakit.planner.readings.residual import Residual, use_constants_without_source, compute_residual
+from parakit.planner.readings.residual import (
+    Residual,
+    compute_residual,
+    use_constants_without_source,
+)
 from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
@@ -158,7 +162,9 @@ def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Re
         if layout in layouts or "trainer" in facts or facts["blocking"]:
             continue
         try:
-            near = compute_residual(use_constants_without_source(known or convert_measurement(reading), reading.source))
+            near = compute_residual(
+                use_constants_without_source(known or convert_measurement(reading), reading.source)
+            )
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
         found.append((distance, near))
@@ -173,7 +179,9 @@ def _readings() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
     return (*timed, *((run.reading, run) for run in kit_runs()))
 
 
-def _distance(reading: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int) -> float | None:
+def _distance(
+    reading: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int
+) -> float | None:
     split, shape = spec.parallelism, spec.shape
     if reading.params_b is None or reading.gpus is None:
         return None

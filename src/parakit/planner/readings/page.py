@@ -24,10 +24,10 @@ from parakit.planner.readings.summary import (
     TIME,
     ErrorGroup,
     IntervalCoverage,
+    drop_matrix_products,
     group_by_coverage,
     group_by_source,
     metric_kind,
-    drop_matrix_products,
 )
 from parakit.planner.readings.table import read_measurements
 
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs"
 
 
-def write_page(residuals: Residuals, stated: PredictionErrors, folder: Path = FOLDER) -> tuple[Path, Path]:
+def write_page(
+    residuals: Residuals, stated: PredictionErrors, folder: Path = FOLDER
+) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"

@@ -34,7 +34,12 @@ from parakit.config.run import (
 from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import NEWEST, PEERS, divisors, violations
-from parakit.planner.readings.facts import facts_for_fields, model_facts, container_release, source_facts
+from parakit.planner.readings.facts import (
+    container_release,
+    facts_for_fields,
+    model_facts,
+    source_facts,
+)
 from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
@@ -138,7 +143,9 @@ def _cases() -> dict[str, str]:
     return dict(json.loads(gzip.decompress(packed)))
 
 
-def _complete_measurement(reading: PublishedMeasurement, source: dict[str, Any]) -> PublishedMeasurement:
+def _complete_measurement(
+    reading: PublishedMeasurement, source: dict[str, Any]
+) -> PublishedMeasurement:
     """With its model's sizes where it states none, and the degrees that its source says it had."""
     sizes = facts_for_fields(PublishedMeasurement, model_facts(reading.model))
     lacking = {name: size for name, size in sizes.items() if getattr(reading, name) is None}

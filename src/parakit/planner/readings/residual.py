@@ -25,9 +25,9 @@ from parakit.planner.readings.facts import origin_of_source, source_facts
 from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
 from parakit.planner.readings.table import PublishedMeasurement, Refusal
 from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.constants import Constants, constants_of
+from parakit.planner.time.constants import Constants, load_constants
 from parakit.planner.time.iteration import iteration_seconds
-from parakit.planner.time.rates import NoPeakError, rates
+from parakit.planner.time.rates import NoPeakError, compute_device_rates
 from parakit.planner.verdict import leaves_reserve
 
 _LEAST_USE = 1e-8
@@ -92,7 +92,9 @@ def compute_residuals(
     refused = list(unreadable)
     for reading in readings:
         try:
-            expressed = use_constants_without_source(convert_measurement(reading), reading.source if without is None else without)
+            expressed = use_constants_without_source(
+                convert_measurement(reading), reading.source if without is None else without
+            )
             if (found_here := measured(expressed.cluster.device)) != Calibration():
                 cluster = replace(expressed.cluster, calibration=found_here)
                 expressed = replace(expressed, cluster=cluster)
@@ -110,7 +112,7 @@ def use_constants_without_source(expressed: MeasuredRun, source: str) -> Measure
 @lru_cache(maxsize=4096)
 def _without(cluster: Cluster, source: str) -> Cluster:
     generation = cluster.device.generation
-    constants, own = constants_of(generation, source), constants_of(generation)
+    constants, own = load_constants(generation, source), load_constants(generation)
     return cluster if constants == own else replace_constants(cluster, constants)
 
 
@@ -141,7 +143,7 @@ def compute_residual(expressed: MeasuredRun, flops_a_token: float | None = None)
         predicted = _memory(spec, cluster, metric)
         return Residual(expressed, predicted, predicted / value - 1)
     if metric == "matmul_tflops":
-        predicted = rates(cluster, spec.dtype).flops / 1e12
+        predicted = compute_device_rates(cluster, spec.dtype).flops / 1e12
         return Residual(expressed, predicted, value / predicted - 1)
     predicted, measured = (seconds := _seconds(spec, cluster)), value
     if metric != "step_time_s":

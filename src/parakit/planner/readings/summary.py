@@ -16,9 +16,9 @@ from parakit.planner.readings.facts import container_release, source_facts
 from parakit.planner.readings.intervals import LEVELS, PredictionErrors
 from parakit.planner.readings.residual import Residual, Residuals, predicted_memory
 from parakit.planner.readings.table import Refusal
-from parakit.planner.ties import preferred
+from parakit.planner.ties import choose_preferred
 from parakit.planner.time.iteration import TIME_COMPONENTS, iteration_seconds
-from parakit.planner.verdict import fit_of, needed_bytes
+from parakit.planner.verdict import judge_fit_on_cluster, needed_bytes
 
 MEMORY, TIME = "memory", "time"
 
@@ -213,7 +213,7 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
         if len(times) < 2:
             continue
         seconds = {item.expressed.spec: item.seconds or 0.0 for item in items}
-        spec = preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
+        spec = choose_preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
         chosen = next(item for item in items if item.expressed.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
@@ -306,7 +306,7 @@ def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
         "published": item.reading.value,
         "predicted": item.predicted,
         "error": item.error,
-        "fits": fit_of(spec, memory, cluster) if is_judged else None,
+        "fits": judge_fit_on_cluster(spec, memory, cluster) if is_judged else None,
         "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
         "interval_80": errors.interval(item, 0.80) if is_run else None,
         "interval_95": errors.interval(item, 0.95) if is_run else None,

@@ -116,7 +116,9 @@ class Refusal:
     reason: str
 
 
-def read_measurements(path: Path = MEASUREMENTS_FILE) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
+def read_measurements(
+    path: Path = MEASUREMENTS_FILE,
+) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
     """Every row of a file of readings, in order, and those that cannot be read.
 
     Raises:

@@ -96,7 +96,9 @@ does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 
 
 
 @lru_cache(maxsize=256)
-def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) -> DeviceRates:
+def compute_device_rates(
+    cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
+) -> DeviceRates:
     """Achieved rates.
 
     Raises:

@@ -14,12 +14,12 @@ from parakit.config.hardware import Device, device_by_key, find_device
 from parakit.config.run import Backend, flags_of_printed
 from parakit.logs import Run
 from parakit.planner import (
+    MeasurementRow,
     RecordedRun,
     RefusedError,
-    MeasurementRow,
     Uncertainty,
-    predict_recorded_run,
     build_measurement_row,
+    predict_recorded_run,
 )
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
 from parakit.reporting.analyse.configurations import pooled
@@ -111,7 +111,9 @@ def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
         run, seconds = good[-1], time.median / _MILLISECONDS
         if run.spec is not None and run.record is not None:
             with suppress(RefusedError):
-                rows.append(build_measurement_row(run.spec, run.record.argv, device, run.name, seconds))
+                rows.append(
+                    build_measurement_row(run.spec, run.record.argv, device, run.name, seconds)
+                )
     return OwnMeasurements(tuple(rows), left_out)
 
 
