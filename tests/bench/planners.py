@@ -318,7 +318,7 @@ def published() -> list[Residual]:
         and row.metric != "memory_allocated_bytes"
     ]
     papers = [
-        compute_residual(use_constants_without_source(run, run.reading.source))
+        compute_residual(use_constants_without_source(run, run.measurement.source))
         for run in paper_runs()
     ]
     return [*compute_residuals(wanted).predicted, *papers]
@@ -331,7 +331,7 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
     for row in rows:
         kinds[_kind(row)] += 1
     for planner, checkout in checkouts.items():
-        jobs = [(row, job) for row in rows if (job := planner.job(row.expressed))]
+        jobs = [(row, job) for row in rows if (job := planner.job(row.measured_run))]
         answers = asked(planner, checkout, [job for _, job in jobs])
         found: dict[str, list[tuple[float, Residual]]] = defaultdict(list)
         for (row, _), answer in zip(jobs, answers, strict=True):
@@ -347,29 +347,31 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
 
 
 def _with_rate(row: Residual, text: str) -> Residual:
-    expressed, cluster = row.expressed, row.expressed.cluster
-    calibration = calibrate_from_stated_products(text, cluster, expressed.spec.dtype)
-    return compute_residual(replace(expressed, cluster=replace(cluster, calibration=calibration)))
+    measured_run, cluster = row.measured_run, row.measured_run.cluster
+    calibration = calibrate_from_stated_products(text, cluster, measured_run.spec.dtype)
+    return compute_residual(
+        replace(measured_run, cluster=replace(cluster, calibration=calibration))
+    )
 
 
 def _kind(row: Residual) -> str:
-    what = "mixtures" if row.expressed.spec.shape.experts else "dense"
-    return f"{metric_kind(row.reading.metric)}, {row.reading.source.partition(' (')[0]}, {what}"
+    what = "mixtures" if row.measured_run.spec.shape.experts else "dense"
+    return f"{metric_kind(row.measurement.metric)}, {row.measurement.source.partition(' (')[0]}, {what}"
 
 
 def _error(row: Residual, answer: Answer) -> float:
     """As `Residual.error`; another planner's memory is what is allocated."""
     seconds, held = answer
-    if metric_kind(row.reading.metric) != MEMORY:
+    if metric_kind(row.measurement.metric) != MEMORY:
         return seconds / row.published_seconds - 1
     unit = (
         GIB
-        if row.reading.metric.endswith("gib")
+        if row.measurement.metric.endswith("gib")
         else 1e9
-        if row.reading.metric.endswith("gb")
+        if row.measurement.metric.endswith("gb")
         else 1
     )
-    return held / unit / row.reading.value - 1
+    return held / unit / row.measurement.value - 1
 
 
 def table(found: Iterable[Compared]) -> Table[Compared]:

@@ -29,12 +29,16 @@ def _group(kind: str, items: Iterable[Residual]) -> ErrorGroup:
 
 
 def _kind(item: Residual) -> str:
-    reading, spec, device = item.reading, item.expressed.spec, item.expressed.cluster.device
-    if metric_kind(reading.metric) == MEMORY:
+    measurement, spec, device = (
+        item.measurement,
+        item.measured_run.spec,
+        item.measured_run.cluster.device,
+    )
+    if metric_kind(measurement.metric) == MEMORY:
         return "peak memory"
-    if "packed" in reading.notes:
+    if "packed" in measurement.notes:
         return "packed documents"
-    if reading.source.startswith("NVIDIA/NeMo MLPerf"):
+    if measurement.source.startswith("NVIDIA/NeMo MLPerf"):
         return "MLPerf, dense"
     if device.generation == "hopper":
         return "MoE, H100" if spec.shape.experts else "H100 BF16 recipes"

@@ -209,7 +209,7 @@ def _time(request: Request, candidate: Candidate) -> str:
     """With the interval that the errors of measurements like it leave, if there are enough."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
-    ends = estimate_uncertainty(candidate.spec, request.cluster, request.own).interval() or (
+    ends = estimate_uncertainty(candidate.spec, request.cluster, request.own_runs).interval() or (
         None,
         None,
     )

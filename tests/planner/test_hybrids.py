@@ -117,8 +117,8 @@ def test_a_mixer_is_split_by_heads_and_its_block_calls_tp_once_each_way() -> Non
     ],
 )
 def test_published_hybrids_have_their_parameters(model: str, total: int, active: int) -> None:
-    reading = next(r for r in read_measurements()[0] if r.model == model)
-    shape = convert_measurement(reading).spec.shape
+    measurement = next(r for r in read_measurements()[0] if r.model == model)
+    shape = convert_measurement(measurement).spec.shape
     main = replace(shape, blocks=shape.blocks.partition("/")[0])
     assert (parameters_total(main), active_parameters(main)) == (total, active)
 

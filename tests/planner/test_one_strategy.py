@@ -420,8 +420,8 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
         spec_of_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
     )
     add_rows(tmp_path / "mine.csv", [row])
-    (reading,) = read_measurements(tmp_path / "mine.csv")[0]
-    validated = convert_measurement(reading)
+    (measurement,) = read_measurements(tmp_path / "mine.csv")[0]
+    validated = convert_measurement(measurement)
     flag = f"--expert-tensor-parallel-size {split.tensor_of_experts}"
     plain = strategy.replace("-etp1", "").replace("-etp2", "")
     for timed in (mixtral(strategy), mixtral(plain, flag)):

@@ -90,11 +90,15 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
     verdicts: dict[str, list[Fit]] = {"dense": [], "mixtures": [], "sharded weights": []}
     seen = set()
     for item in predicted.predicted:
-        spec, cluster, source = item.expressed.spec, item.expressed.cluster, item.reading.source
+        spec, cluster, source = (
+            item.measured_run.spec,
+            item.measured_run.cluster,
+            item.measurement.source,
+        )
         run = (spec, cluster.device.key)
         if item.seconds is None or run in seen or source.startswith("VIA-Research/vTrain"):
             continue
-        if source_facts(item.reading)["unjudged"]:
+        if source_facts(item.measurement)["unjudged"]:
             continue
         seen.add(run)
         sharded = spec.parallelism.sharding.shards_weights

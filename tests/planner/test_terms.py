@@ -205,9 +205,9 @@ def test_backward_computes_again_what_its_modules_hold(
         SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse(modules)
     )
     layer = layer_seconds(spec, compute_device_rates(on(), "bf16"))
-    assert layer.matmul_again == pytest.approx(products * layer.forward_matmul, rel=0.02)
-    assert layer.attention_again == attention * layer.forward_attention
-    assert (layer.memory_again == layer.forward_memory) is (modules == "full")
+    assert layer.matmul_recompute == pytest.approx(products * layer.forward_matmul, rel=0.02)
+    assert layer.attention_recompute == attention * layer.forward_attention
+    assert (layer.memory_recompute == layer.forward_memory) is (modules == "full")
 
 
 def test_norms_that_stand_alone_are_read_and_written_again() -> None:

@@ -71,11 +71,11 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
 
     Raises:
         LaunchError: The devices are not here, or are none the planner knows.
-        ReadingsError: `own` is no table.
+        MeasurementsError: `own` is no table.
     """
     device = _device(job)
     request = request_here(job, device, _calibration(job, device, console))
-    return search_configurations(replace(request, own=load_own_runs(own, request.cluster)))
+    return search_configurations(replace(request, own_runs=load_own_runs(own, request.cluster)))
 
 
 def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
@@ -116,7 +116,7 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"Predicted: {ranking}.", highlight=False)
     if plan.winner is not None:
         request = plan.request
-        known = estimate_uncertainty(plan.winner.spec, request.cluster, request.own)
+        known = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
         console.print(str(known), highlight=False)
     source = plan.request.cluster.calibration.source
     console.print(f"Constants: {source}.", highlight=False)

@@ -78,7 +78,7 @@ def answer_questions(plan: Plan) -> dict[str, str]:
         "Micro batches": _micro_batches(winner),
         "What would change it": _changes(plan, winner),
         "For inference": _inference(request),
-        "How sure": str(estimate_uncertainty(winner.spec, request.cluster, request.own)),
+        "How sure": str(estimate_uncertainty(winner.spec, request.cluster, request.own_runs)),
     }
 
 

@@ -68,7 +68,9 @@ class TimedStrategy(Presented):
     @property
     def uncertainty(self) -> Uncertainty:
         """The error to expect of its time."""
-        return estimate_uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
+        return estimate_uncertainty(
+            self.candidate.spec, self.request.cluster, self.request.own_runs
+        )
 
     def show(self, console: Console) -> None:
         """Print sentences, the breakdown of the time and the command that trains the strategy."""
@@ -171,7 +173,7 @@ def encode_timed_strategy(
         "gpu": timed.request.cluster.device.key,
         "gpus": timed.request.cluster.devices,
         "layout": encode_candidate(timed.request, timed.candidate),
-        "uncertainty": timed.uncertainty.as_data(),
+        "uncertainty": timed.uncertainty.to_dict(),
         **encode_ignored_flags(timed.ignored),
         "what_if": encode_timed_strategy(other) if other else None,
     }

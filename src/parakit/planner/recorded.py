@@ -48,7 +48,7 @@ def predict_recorded_run(
         it ran on CPU ranks of a machine that was never calibrated.
 
     Raises:
-        ReadingsError: The file of one's own measurements is no table.
+        MeasurementsError: The file of one's own measurements is no table.
         RequestError: The constants that were measured here cannot be read.
     """
     spec, cluster = run.spec, _cluster_of(run, runs_root)

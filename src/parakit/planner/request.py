@@ -40,7 +40,7 @@ def build_request(options: PlanOptions) -> Request:
         RequestError: Contradictory or impossible numbers.
         UnknownModelError: No such model.
         UnknownHardwareError: No such device or link.
-        ReadingsError: The file of one's own measurements is none.
+        MeasurementsError: The file of one's own measurements is none.
     """
     extra = _words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))

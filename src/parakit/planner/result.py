@@ -75,7 +75,7 @@ class PlanResult(PresentedTable):
     def uncertainty(self) -> Uncertainty:
         """The error to expect of the winner's time."""
         request = self.plan.request
-        return estimate_uncertainty(self.winner.spec, request.cluster, request.own)
+        return estimate_uncertainty(self.winner.spec, request.cluster, request.own_runs)
 
     def show(self, console: Console) -> None:
         """Print sentences, the rankings, the winner's components and the command that trains the winner."""
@@ -104,7 +104,7 @@ class PlanResult(PresentedTable):
         data = encode_plan(self.plan, self.training_days, self.scaling)
         if self.recipe:
             data["recipe"] = [asdict(switch) for switch in self.switches]
-        data["uncertainty"] = self.uncertainty.as_data()
+        data["uncertainty"] = self.uncertainty.to_dict()
         if self.alpa:
             data["alpa"] = self.alpa
         return data | {"verified": encode_verified(list(self.verified))}

@@ -77,7 +77,7 @@ class Request:
     template: RunSpec
     """The model with its dtype, sequence length, dropout and stated ETP; all other degrees and the batch
     are the search's."""
-    own: OwnRuns = field(default_factory=OwnRuns)
+    own_runs: OwnRuns = field(default_factory=OwnRuns)
     """One's own runs on these devices, which correct every time."""
     extra: tuple[str, ...] = ()
     """Flags of Megatron's beyond the model's own, as they were given."""
@@ -178,7 +178,9 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
         if len(best) >= kept:
             limit = max(slack * _slowest_kept(best, kept), TIE_RATIO * _slowest_kept(best, 1))
     fitting = list(best.values())
-    if request.own.residuals:  # Which bounds the loop cannot know: the kept ones change places.
+    if (
+        request.own_runs.residuals
+    ):  # Which bounds the loop cannot know: the kept ones change places.
         fitting = [_corrected(request, each) for each in sorted(fitting, key=_order)[:kept]]
         examined = [_corrected(request, each) for each in examined]
     ranked = sorted(fitting, key=_order)
@@ -200,9 +202,9 @@ def evaluate_configuration(
 
 def _corrected(request: Request, candidate: Candidate) -> Candidate:
     """All parts of the time in the same proportion: which of them is wrong is not known."""
-    if not request.own.residuals:
+    if not request.own_runs.residuals:
         return candidate
-    factor = exp(-request.own.bias(candidate.spec))
+    factor = exp(-request.own_runs.bias(candidate.spec))
     parts = {name: factor * getattr(candidate.seconds, name) for name in TIME_COMPONENTS}
     return replace(
         candidate,

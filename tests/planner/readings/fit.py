@@ -73,17 +73,20 @@ def fitted_readings(readings: Iterable[PublishedMeasurement]) -> list[MeasuredRu
     is kept back is no part of it.
     """
     found = []
-    for reading in readings:
-        named = reading.metric in _METRICS and reading.source not in _NOT_FITTED
-        if reading.kept_back or not named:
+    for measurement in readings:
+        named = measurement.metric in _METRICS and measurement.source not in _NOT_FITTED
+        if measurement.is_held_out or not named:
             continue
         try:
-            expressed = convert_measurement(reading)
+            measured_run = convert_measurement(measurement)
         except RefusedError:
             continue
-        if expressed.cluster.device.generation in FITTED and not expressed.cluster.execution.frozen:
+        if (
+            measured_run.cluster.device.generation in FITTED
+            and not measured_run.cluster.execution.frozen
+        ):
             # What a row leaves out was 1 when the constants were fitted.
-            found.append(replace(expressed, unstated=()))
+            found.append(replace(measured_run, unstated=()))
     return found
 
 
@@ -105,11 +108,11 @@ def fit(
         item
         for item in readings
         if item.cluster.device.generation == generation
-        and origin_of_source(item.reading.source) != without
+        and origin_of_source(item.measurement.source) != without
     ]
     if not own:
         return None
-    names = [origin_of_source(item.reading.source) for item in own]
+    names = [origin_of_source(item.measurement.source) for item in own]
     sources = Counter(names)
     weights = np.array([_weight(name, sources) for name in names])
     start = start_of(generation)

@@ -20,9 +20,9 @@ LEAST, TRIED = 12, 100
 
 def corrected_error(item: Residual, others: list[Residual], count: int) -> float:
     """The error that is left of a reading once so many others correct it."""
-    chosen = random.Random(item.reading.line).sample(others, count)
+    chosen = random.Random(item.measurement.line).sample(others, count)
     own = OwnRuns(tuple(chosen))
-    return exp(log(1 + item.error) - own.bias(item.expressed.spec)) - 1
+    return exp(log(1 + item.error) - own.bias(item.measured_run.spec)) - 1
 
 
 def main(count: int = 10) -> None:
@@ -30,9 +30,9 @@ def main(count: int = 10) -> None:
     readings, unreadable = read_measurements()
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
     for item in compute_residuals(readings, unreadable).predicted:
-        if item.reading.metric in TIMED:
-            device = item.expressed.cluster.device.name
-            groups[item.reading.source, device].append(item)
+        if item.measurement.metric in TIMED:
+            device = item.measured_run.cluster.device.name
+            groups[item.measurement.source, device].append(item)
     print("| source and device | readings | mean error | corrected by ten |\n|---|---|---|---|")
     for (source, device), items in sorted(groups.items()):
         if len(items) < LEAST:

@@ -43,10 +43,10 @@ def main() -> None:
 def layer_seconds(readings: list[PublishedMeasurement]) -> dict[Layer, float]:
     """From runs that differ in layers alone: 1F1B passes n + p - 1 times through L / p layers."""
     times: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
-    for reading in readings:
-        assert reading.hidden
-        assert reading.layers
-        times[reading.hidden, *_split(reading)][reading.layers] = reading.value
+    for measurement in readings:
+        assert measurement.hidden
+        assert measurement.layers
+        times[measurement.hidden, *_split(measurement)][measurement.layers] = measurement.value
     found = defaultdict(list)
     for (hidden, tensor, pipeline, data, micro, samples), by_layers in times.items():
         depths = sorted(by_layers)
@@ -99,8 +99,8 @@ def _larger(one: float, other: float) -> float:
     return float((one**_SMOOTH + other**_SMOOTH) ** (1 / _SMOOTH))
 
 
-def _split(reading: PublishedMeasurement) -> tuple[int, int, int, int, int]:
-    found = (reading.tp, reading.pp, reading.dp, reading.mbs, reading.gbs)
+def _split(measurement: PublishedMeasurement) -> tuple[int, int, int, int, int]:
+    found = (measurement.tp, measurement.pp, measurement.dp, measurement.mbs, measurement.gbs)
     tensor, pipeline, data, micro, samples = (value or 1 for value in found)
     return tensor, pipeline, data, micro, samples
 
@@ -110,13 +110,13 @@ def _print(
 ) -> None:
     changed = []
     for item in items:
-        reading = item.reading
-        tensor, pipeline, data, micro, samples = _split(reading)
-        layer = (reading.hidden or 0, tensor, micro)
+        measurement = item.measurement
+        tensor, pipeline, data, micro, samples = _split(measurement)
+        layer = (measurement.hidden or 0, tensor, micro)
         passes = samples // data // micro + pipeline - 1
-        moved = (law[layer] - measured[layer]) * (reading.layers or 0) / pipeline * passes
-        seconds = reading.value + moved
-        changed.append(replace(item, seconds=seconds, error=seconds / reading.value - 1))
+        moved = (law[layer] - measured[layer]) * (measurement.layers or 0) / pipeline * passes
+        seconds = measurement.value + moved
+        changed.append(replace(item, seconds=seconds, error=seconds / measurement.value - 1))
     lost = [choice.regret for choice in evaluate_choices(Residuals(tuple(changed), ()))]
     off = [abs(law[layer] / measured[layer] - 1) for layer in measured]
     print(

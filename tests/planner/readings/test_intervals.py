@@ -34,14 +34,14 @@ def test_where_no_other_source_has_measured_the_error_may_be_twofold(alike: list
 
 def test_a_layout_s_own_error_is_not_in_its_interval(alike: list[Residual]) -> None:
     others = PredictionErrors.of(
-        [each for each in alike if each.expressed.spec != alike[0].expressed.spec]
+        [each for each in alike if each.measured_run.spec != alike[0].measured_run.spec]
     )
     assert PredictionErrors.of(alike).interval(alike[0], 0.95) == others.interval(alike[0], 0.95)
 
 
 def test_what_a_file_says_beside_the_public_errors_counts(alike: list[Residual]) -> None:
     item = alike[0]
-    spec, cluster = item.expressed.spec, item.expressed.cluster
+    spec, cluster = item.measured_run.spec, item.measured_run.cluster
     public = load_public_errors().expected(spec, cluster, item.seconds or 0.0)
     both = PredictionErrors.of(alike).beside(load_public_errors())
     found = both.expected(spec, cluster, item.seconds or 0.0)

@@ -57,7 +57,7 @@ def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -
     add_rows(path, [measured(name, 1.0, 4) for name in wanted])
     readings, unreadable = read_measurements(path)
     assert not unreadable
-    assert [convert_measurement(reading).spec for reading in readings] == [
+    assert [convert_measurement(measurement).spec for measurement in readings] == [
         spec(name, 4) for name in wanted
     ]
     assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
@@ -68,7 +68,9 @@ def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> 
     patched = replace(plain, fused=("adamw", "norm"))
     argv = (*MODEL.flags, *flags_of_spec(plain))
     add_rows(path, [build_measurement_row(one, argv, H200, "r", 1.0) for one in (plain, patched)])
-    assert [convert_measurement(reading).spec for reading in read_measurements(path)[0]] == [
+    assert [
+        convert_measurement(measurement).spec for measurement in read_measurements(path)[0]
+    ] == [
         plain,
         patched,
     ]
@@ -146,7 +148,7 @@ def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path)
     assert before.winner.strategy == "dp2-zero1"
     slower = [measured(name, 2.0) for name in ("dp2", "dp2-zero1", "dp2-zero2", "dp2-zero3")]
     own = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
-    after = search_configurations(replace(request, own=own))
+    after = search_configurations(replace(request, own_runs=own))
     assert after.winner is not None
     assert "dp2" not in after.winner.strategy
     assert evaluate_configuration(after.request, after.winner.spec) == after.winner
@@ -224,7 +226,10 @@ def test_a_row_of_before_flags_had_a_column_is_refused_and_new_ones_stand_beside
         RefusedError, match=r"its notes hold flags, .* 'make report' writes it anew"
     ):
         convert_measurement(old)
-    assert [convert_measurement(reading).spec for reading in new] == [spec("dp2"), spec("tp2")]
+    assert [convert_measurement(measurement).spec for measurement in new] == [
+        spec("dp2"),
+        spec("tp2"),
+    ]
 
 
 def test_ones_own_columns_stay(tmp_path: Path) -> None:

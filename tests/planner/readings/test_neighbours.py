@@ -15,9 +15,9 @@ def test_a_dense_model_is_not_judged_by_mixtures_nor_by_one_layout_of_several_re
     model = load_model("gpt3-13b")
     wide = replace(model.shape, layers=48, hidden=7168, heads=56, query_groups=56, ffn_hidden=28672)
     spec = spec_of_model(replace(model, shape=wide), Parallelism(data=64), Batch(1, 64))
-    found = [item.reading for _, item in find_near_residuals(spec, usual_cluster("gb200", 64))]
+    found = [item.measurement for _, item in find_near_residuals(spec, usual_cluster("gb200", 64))]
     assert found
-    assert not any(model_facts(reading.model).get("experts") for reading in found)
+    assert not any(model_facts(measurement.model).get("experts") for measurement in found)
     layouts = [
         (r.model, r.gpus, r.tp, r.pp, r.vpp, r.cp, r.ep, r.mbs, r.gbs, r.dtype) for r in found
     ]
@@ -26,8 +26,8 @@ def test_a_dense_model_is_not_judged_by_mixtures_nor_by_one_layout_of_several_re
 
 def test_a_mixture_is_two_doublings_from_a_dense_model_of_its_degrees() -> None:
     spec = spec_of_model(load_model("gpt3-13b"), Parallelism(data=8), Batch(1, 8))
-    found = [item.reading for _, item in find_near_residuals(spec, usual_cluster("b200", 8))]
-    assert not any(model_facts(reading.model).get("experts") for reading in found)
+    found = [item.measurement for _, item in find_near_residuals(spec, usual_cluster("b200", 8))]
+    assert not any(model_facts(measurement.model).get("experts") for measurement in found)
 
 
 def test_degrees_of_cp_and_ep_are_a_distance() -> None:
@@ -36,8 +36,8 @@ def test_degrees_of_cp_and_ep_are_a_distance() -> None:
     split = spec_of_model(model, Parallelism(data=2, context=4), Batch(1, 8))
     (distance, nearest), *_ = find_near_residuals(plain, cluster)
     assert distance == pytest.approx(0, abs=0.01)
-    assert (nearest.reading.cp or 1) == 1
-    assert find_near_residuals(split, cluster)[0][1].reading.cp == 2
+    assert (nearest.measurement.cp or 1) == 1
+    assert find_near_residuals(split, cluster)[0][1].measurement.cp == 2
 
 
 def test_a_prediction_outside_its_interval_is_warned_of_unless_both_are_written_alike() -> None:
@@ -53,7 +53,7 @@ def test_runs_that_wait_for_every_kernel_say_nothing_of_a_plan() -> None:
     split = Parallelism(data=32, tensor=2)
     spec = spec_of_model(load_model("llama3-8b"), split, Batch(2, 256))
     found = [
-        item.reading.source for _, item in find_near_residuals(spec, usual_cluster("a100", 64))
+        item.measurement.source for _, item in find_near_residuals(spec, usual_cluster("a100", 64))
     ]
     assert found
     assert not any("Lucie" in source for source in found)

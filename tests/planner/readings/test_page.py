@@ -19,7 +19,9 @@ def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
     data = json.loads(packed[1])
     lines = {row[0] for row in data["rows"]}
     drawn = {
-        item.reading.line for item in found.predicted if item.reading.metric != "matmul_tflops"
+        item.measurement.line
+        for item in found.predicted
+        if item.measurement.metric != "matmul_tflops"
     }
     assert lines == drawn
     assert not re.search(r'(?:src|href)\s*=\s*"?https?:|@import|fetch\(', text)

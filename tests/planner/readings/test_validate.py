@@ -107,8 +107,8 @@ def test_whole_numbers_may_be_written_as_pandas_does_and_rows_of_commas_are_none
 ) -> None:
     path = file_of(tmp_path, {"gpus": "8.0", "tp": "2.0"})
     path.write_text(path.read_text() + "," * (len(COLUMNS) - 1) + "\n")
-    (reading,), unreadable = read_measurements(path)
-    assert (reading.gpus, reading.tp, unreadable) == (8, 2, ())
+    (measurement,), unreadable = read_measurements(path)
+    assert (measurement.gpus, measurement.tp, unreadable) == (8, 2, ())
 
 
 def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
@@ -290,13 +290,13 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
 def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_added_later() -> None:
     readings, _ = read_measurements()
     added, before = [], []
-    for reading in readings:
-        (added if reading.notes.endswith("added 2026-11-23") else before).append(reading)
-    kept = [reading for reading in before if reading.kept_back]
+    for measurement in readings:
+        (added if measurement.notes.endswith("added 2026-11-23") else before).append(measurement)
+    kept = [measurement for measurement in before if measurement.is_held_out]
     assert len(kept) / len(before) == pytest.approx(1 / 3, abs=0.03)
-    assert all(replace(item, value=1.0, where="", notes="").kept_back for item in kept[:50])
+    assert all(replace(item, value=1.0, where="", notes="").is_held_out for item in kept[:50])
     assert len(added) == 496
-    assert all(item.kept_back for item in added)
+    assert all(item.is_held_out for item in added)
     assert not fitted_readings([*kept, *added])
     assert fitted_readings(before[::10])
 
@@ -317,14 +317,14 @@ def test_between_iterations_each_virtual_stage_holds_its_last_input_and_that_one
     None
 ):
     wanted = "gpt3_7b_tp1_pp4_memory_speed/golden_values_dev_dgx_gb200.json"
-    (reading,) = (
-        reading
-        for reading in read_measurements()[0]
-        if wanted in reading.where and reading.metric == "memory_allocated_bytes"
+    (measurement,) = (
+        measurement
+        for measurement in read_measurements()[0]
+        if wanted in measurement.where and measurement.metric == "memory_allocated_bytes"
     )
-    (found,) = compute_residuals([reading]).predicted
-    assert found.expressed.spec.parallelism.virtual_stages == 8
-    assert abs(found.predicted - reading.value) < 2**20  # of 22.9 GiB
+    (found,) = compute_residuals([measurement]).predicted
+    assert found.measured_run.spec.parallelism.virtual_stages == 8
+    assert abs(found.predicted - measurement.value) < 2**20  # of 22.9 GiB
 
 
 def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_some_paths(
@@ -351,7 +351,7 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
 
 
 def of_line(line: int) -> PublishedMeasurement:
-    return next(reading for reading in read_measurements()[0] if reading.line == line)
+    return next(measurement for measurement in read_measurements()[0] if measurement.line == line)
 
 
 def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None:
@@ -495,7 +495,7 @@ def test_a_micro_batch_that_is_not_stated_is_one_that_fits(tmp_path: Path) -> No
     fitting = [
         item.predicted
         for item in stated
-        if fullest_rank(item.expressed.spec)[1].needed <= 1.07 * 80 * 2**30
+        if fullest_rank(item.measured_run.spec)[1].needed <= 1.07 * 80 * 2**30
     ]
     assert found.predicted == min(fitting)
     assert found.ranged == (min(fitting), max(fitting))
@@ -519,13 +519,13 @@ def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
     run = {"recompute": "full", "value": "100"}
     model = predicted_of(tmp_path, **run, metric="model_tflops_per_gpu")
     hardware = predicted_of(tmp_path, **run, metric="hardware_tflops_per_gpu")
-    again = counted_flops(hardware.expressed.spec, {"recomputed"})
+    again = counted_flops(hardware.measured_run.spec, {"recomputed"})
     assert hardware.predicted / model.predicted == pytest.approx(
-        again / counted_flops(model.expressed.spec, ())
+        again / counted_flops(model.measured_run.spec, ())
     )
     assert 1.2 < hardware.predicted / model.predicted < 4 / 3
     # Also where the source's own FLOPs a token are known, which are the model's.
-    assert compute_residual(hardware.expressed, 1e9).predicted == hardware.predicted
+    assert compute_residual(hardware.measured_run, 1e9).predicted == hardware.predicted
 
 
 def test_a_row_says_how_its_flops_are_counted(tmp_path: Path) -> None:

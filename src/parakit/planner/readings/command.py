@@ -48,7 +48,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     """Print how far measurements are predicted off; or fit the constants anew.
 
     Raises:
-        ReadingsError: The file has no readings, or no such source.
+        MeasurementsError: The file has no readings, or no such source.
     """
     if fit:
         from tests.planner.readings.fit import refit
@@ -60,7 +60,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     if leave_out is not None:
         # Constants were fitted without a public source, whichever file they are tried on.
         public = () if path == MEASUREMENTS_FILE else read_measurements()[0]
-        leave_out = _source(leave_out, {reading.source for reading in (*found, *public)})
+        leave_out = _source(leave_out, {measurement.source for measurement in (*found, *public)})
     here = () if path == MEASUREMENTS_FILE else (partial(load_device_calibration, ROOT / "runs"),)
     predicted = compute_residuals(found, unreadable, leave_out, *here)
     errors = collect_errors(predicted)
@@ -154,8 +154,8 @@ def _print_regrets(
         )
     for sentence in (*sentences, "By source:"):
         console.print(sentence, soft_wrap=True)
-    for source in sorted({choice.chosen.reading.source for choice in found}):
-        of_it = [choice for choice in found if choice.chosen.reading.source == source]
+    for source in sorted({choice.chosen.measurement.source for choice in found}):
+        of_it = [choice for choice in found if choice.chosen.measurement.source == source]
         own = [choice.regret for choice in of_it]
         sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
         if apart := [share for choice in of_it for share in choice.apart]:
@@ -188,11 +188,11 @@ def _worst_table(items: list[Residual]) -> TextTable:
     header = "measurement, GPUs, strategy, metric, published, predicted, error, mostly"
     lines = tuple(
         (
-            f"row {item.reading.line}, {item.reading.source}: {item.reading.model}",
-            f"{item.reading.gpus} {item.reading.gpu}",
-            item.expressed.spec.name,
-            item.reading.metric,
-            f"{item.reading.value:.4g}",
+            f"row {item.measurement.line}, {item.measurement.source}: {item.measurement.model}",
+            f"{item.measurement.gpus} {item.measurement.gpu}",
+            item.measured_run.spec.name,
+            item.measurement.metric,
+            f"{item.measurement.value:.4g}",
             f"{item.predicted:.4g}",
             format_signed_percent(item.error),
             describe_largest_parts(item),

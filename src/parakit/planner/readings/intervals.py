@@ -83,7 +83,9 @@ class PredictionErrors:
         """Of any residuals."""
         at: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
         for item in predicted:
-            error = _Error(log(1 + item.error), item.reading.source, hash(item.expressed.spec))
+            error = _Error(
+                log(1 + item.error), item.measurement.source, hash(item.measured_run.spec)
+            )
             at[_place_of(item)].append(error)
         return PredictionErrors(at)
 
@@ -98,7 +100,7 @@ class PredictionErrors:
         """Least and most that may have been published, in the figure's own unit; what its source leaves
         out may have been anything that fits."""
         low, high = self._levels(item)[level]
-        if item.seconds is None or item.reading.metric == "step_time_s":
+        if item.seconds is None or item.measurement.metric == "step_time_s":
             low, high = -high, -low  # Not a rate: more is slower, or more memory.
         least, most = item.ranged or (item.predicted, item.predicted)
         return least * exp(low), most * exp(high)
@@ -127,7 +129,11 @@ class PredictionErrors:
         return "\n".join([",".join(_COLUMNS), *sorted(lines), ""])
 
     def _levels(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
-        key = (_place_of(item), hash(item.expressed.spec), item.reading.source if elsewhere else "")
+        key = (
+            _place_of(item),
+            hash(item.measured_run.spec),
+            item.measurement.source if elsewhere else "",
+        )
         if key not in self._found:
             place, layout, source = key
             near = self._near(place, lambda one: one.layout != layout and one.source != source)
@@ -204,7 +210,7 @@ def _quantile(weighed: list[tuple[float, float]], rest: float) -> float:
 
 
 def _place_of(item: Residual) -> ErrorFeatures:
-    return _place(item.expressed.spec, item.expressed.cluster, item.seconds)
+    return _place(item.measured_run.spec, item.measured_run.cluster, item.seconds)
 
 
 @lru_cache(4096)

@@ -105,7 +105,7 @@ def add_rows(path: Path, rows: Iterable[MeasurementRow]) -> int:
 
     Raises:
         OSError: The folder cannot be written, or another process kept the file for ten seconds.
-        ReadingsError: The file is there and no table of readings; it stays as it is.
+        MeasurementsError: The file is there and no table of readings; it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f".{path.name}.lock")):
@@ -143,21 +143,21 @@ class OwnRuns:
         left = []
         for place, item in enumerate(self.residuals):
             others = (*self.residuals[:place], *self.residuals[place + 1 :])
-            rest = log(1 + item.error) - self._expected(item.expressed.spec, others)
+            rest = log(1 + item.error) - self._expected(item.measured_run.spec, others)
             left.append(exp(rest) - 1)
         return tuple(left)
 
     def without(self, spec: RunSpec) -> OwnRuns:
         """The same but for the readings of one run: it says nothing of how well it is predicted."""
         own, wanted = self.residuals, _measured(spec)
-        return OwnRuns(tuple(run for run in own if _measured(run.expressed.spec) != wanted))
+        return OwnRuns(tuple(run for run in own if _measured(run.measured_run.spec) != wanted))
 
     def _expected(self, spec: RunSpec, known: Sequence[Residual]) -> float:
         if not known:
             return 0.0
         import numpy as np  # Not in the browser, where nobody has runs of their own.
 
-        specs = [item.expressed.spec for item in known]
+        specs = [item.measured_run.spec for item in known]
         among = np.array([[_covariance(one, two) for one in specs] for two in specs])
         noisy = among + _NOISE**2 * np.eye(len(specs))
         weights = np.linalg.solve(noisy, [_covariance(spec, each) for each in specs])
@@ -178,24 +178,24 @@ def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
     CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
 
     Raises:
-        ReadingsError: The file is no table of measurements.
+        MeasurementsError: The file is no table of measurements.
     """
     if path is None or not path.is_file():
         return OwnRuns()
     found = []
-    for reading in read_measurements(path)[0]:
-        timed = reading.metric in ("step_time_s", "tokens_per_s_per_gpu")
-        here = reading.where.startswith(f"{platform.node()}:")
+    for measurement in read_measurements(path)[0]:
+        timed = measurement.metric in ("step_time_s", "tokens_per_s_per_gpu")
+        here = measurement.where.startswith(f"{platform.node()}:")
         if not timed or (cluster.device.key == "cpu" and not here):
             continue
         try:
-            expressed = convert_measurement(reading)
-            if expressed.cluster.device.key != cluster.device.key:
+            measured_run = convert_measurement(measurement)
+            if measured_run.cluster.device.key != cluster.device.key:
                 continue
             measured_here = replace(
-                expressed.cluster, calibration=cluster.calibration, cores=cluster.cores
+                measured_run.cluster, calibration=cluster.calibration, cores=cluster.cores
             )
-            found.append(compute_residual(replace(expressed, cluster=measured_here)))
+            found.append(compute_residual(replace(measured_run, cluster=measured_here)))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
     return OwnRuns(tuple(found))

@@ -86,24 +86,26 @@ _GROUP = (
 
 
 def _degree_column(name: str, degree: str) -> Column[Residual]:
-    return Column(name, lambda item: getattr(item.expressed.spec.parallelism, degree))
+    return Column(name, lambda item: getattr(item.measured_run.spec.parallelism, degree))
 
 
 _COLUMNS = (
-    Column[Residual]("line", lambda item: item.reading.line),
-    Column[Residual]("source", lambda item: item.reading.source),
-    Column[Residual]("where", lambda item: item.reading.where),
-    Column[Residual]("model", lambda item: item.reading.model),
-    Column[Residual]("GPU", lambda item: item.expressed.cluster.device.name),
-    Column[Residual]("generation", lambda item: item.expressed.cluster.device.generation),
-    Column[Residual]("GPUs", lambda item: item.expressed.cluster.devices),
+    Column[Residual]("line", lambda item: item.measurement.line),
+    Column[Residual]("source", lambda item: item.measurement.source),
+    Column[Residual]("where", lambda item: item.measurement.where),
+    Column[Residual]("model", lambda item: item.measurement.model),
+    Column[Residual]("GPU", lambda item: item.measured_run.cluster.device.name),
+    Column[Residual]("generation", lambda item: item.measured_run.cluster.device.generation),
+    Column[Residual]("GPUs", lambda item: item.measured_run.cluster.devices),
     _degree_column("TP", "tensor"),
     _degree_column("PP", "pipeline"),
     _degree_column("CP", "context"),
     _degree_column("EP", "expert"),
     _degree_column("DP", "data"),
-    Column[Residual]("dtype", lambda i: str(i.expressed.spec.fp8_recipe or i.expressed.spec.dtype)),
-    Column[Residual]("kind", lambda item: metric_kind(item.reading.metric)),
+    Column[Residual](
+        "dtype", lambda i: str(i.measured_run.spec.fp8_recipe or i.measured_run.spec.dtype)
+    ),
+    Column[Residual]("kind", lambda item: metric_kind(item.measurement.metric)),
     Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
     Column[Residual]("predicted", lambda item: float(f"{_values(item)[1]:.5g}")),
     Column[Residual]("error", lambda item: round(item.error, 4)),
@@ -112,15 +114,15 @@ _COLUMNS = (
 
 def _values(item: Residual) -> tuple[float, float]:
     """Published and predicted seconds an iteration, or bytes."""
-    metric = item.reading.metric
+    metric = item.measurement.metric
     if item.seconds is not None:
         return item.published_seconds, item.seconds
     unit = GIB if metric.endswith("_gib") else 1e9 if metric.endswith("_gb") else 1
-    return item.reading.value * unit, item.predicted * unit
+    return item.measurement.value * unit, item.predicted * unit
 
 
 def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> None:
-    generations = sorted({item.expressed.cluster.device.generation for item in items})
+    generations = sorted({item.measured_run.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
         *panels, reliability = figure.subplots(1, 3)
         for axes, kind in zip(panels, (TIME, MEMORY), strict=True):
@@ -128,8 +130,8 @@ def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> N
                 points = [
                     _values(item)
                     for item in items
-                    if metric_kind(item.reading.metric) == kind
-                    and item.expressed.cluster.device.generation == generation
+                    if metric_kind(item.measurement.metric) == kind
+                    and item.measured_run.cluster.device.generation == generation
                 ]
                 if points:
                     style = {"c": colour, "label": generation, "rasterized": True}

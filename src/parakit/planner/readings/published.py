@@ -46,7 +46,7 @@ def kit_runs() -> list[MeasuredRun]:
 def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> MeasuredRun:
     """A run whose iterations took so long, beside the reading that says it."""
     split = spec.parallelism
-    reading = PublishedMeasurement(
+    measurement = PublishedMeasurement(
         line=0,
         source=source,
         metric="step_time_s",
@@ -61,4 +61,4 @@ def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: fl
         cp=split.context,
         dtype=spec.dtype,
     )
-    return MeasuredRun(reading, spec, cluster)
+    return MeasuredRun(measurement, spec, cluster)

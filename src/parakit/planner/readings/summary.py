@@ -60,10 +60,10 @@ def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
     what is predicted without a fact that the source does not state."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
-        kinds[item.reading.source].add(metric_kind(item.reading.metric))
+        kinds[item.measurement.source].add(metric_kind(item.measurement.metric))
 
     def name(residual: Residual) -> str:
-        source, kind = residual.reading.source, metric_kind(residual.reading.metric)
+        source, kind = residual.measurement.source, metric_kind(residual.measurement.metric)
         if residual.unstated:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
@@ -75,7 +75,9 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each device, times and memory apart."""
     return _groups(
         residuals.predicted,
-        lambda item: f"{item.expressed.cluster.device.name}, {metric_kind(item.reading.metric)}",
+        lambda item: (
+            f"{item.measured_run.cluster.device.name}, {metric_kind(item.measurement.metric)}"
+        ),
     )
 
 
@@ -120,13 +122,13 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 def _kind_of_run(item: Residual) -> str:
     """Empty where the README names none."""
-    reading = item.reading
-    of_tests = reading.source == _TESTS
-    if reading.metric not in _DIRECT and not of_tests:
+    measurement = item.measurement
+    of_tests = measurement.source == _TESTS
+    if measurement.metric not in _DIRECT and not of_tests:
         return ""
-    if reading.source not in _RECIPES:
-        return _KIND_OF.get(reading.metric if of_tests else reading.source, "")
-    device, spec = item.expressed.cluster.device, item.expressed.spec
+    if measurement.source not in _RECIPES:
+        return _KIND_OF.get(measurement.metric if of_tests else measurement.source, "")
+    device, spec = item.measured_run.cluster.device, item.measured_run.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
         return "layers of several kinds"
@@ -142,7 +144,7 @@ def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
     names = ("the other two thirds", "kept back from the fit")
-    return _groups(fitted, lambda item: names[item.reading.kept_back])
+    return _groups(fitted, lambda item: names[item.measurement.is_held_out])
 
 
 def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
@@ -152,12 +154,12 @@ def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
 
 def describe_largest_parts(residual: Residual) -> str:
     """The largest parts of a predicted time, or of a predicted memory."""
-    reading = residual.reading
-    if reading.metric == "matmul_tflops":
+    measurement = residual.measurement
+    if measurement.metric == "matmul_tflops":
         return ""
-    spec, cluster = residual.expressed.spec, residual.expressed.cluster
-    if metric_kind(reading.metric) == MEMORY:
-        held = predicted_memory(spec, reading.metric)
+    spec, cluster = residual.measured_run.spec, residual.measured_run.cluster
+    if metric_kind(measurement.metric) == MEMORY:
+        held = predicted_memory(spec, measurement.metric)
         live = (name for name in COMPONENTS if name != "allocator")
         parts = {name: getattr(held, name) / held.live for name in live}
     else:
@@ -192,29 +194,35 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
     its median."""
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
-        reading, spec = item.reading, item.expressed.spec
-        if item.seconds is None or reading.metric in _DERIVED:
+        measurement, spec = item.measurement, item.measured_run.spec
+        if item.seconds is None or measurement.metric in _DERIVED:
             continue
         # Readings of other software differ in more than strategy: another variant, trainer or release.
-        variant, *others = reading.notes.split(";")
-        facts = source_facts(reading)
+        variant, *others = measurement.notes.split(";")
+        facts = source_facts(measurement)
         software = [variant, facts.get("trainer", "")]
         software += [part for part in others if "not Megatron" in part]
         if not across_releases:
-            software.append(str(container_release(reading, facts)))
+            software.append(str(container_release(measurement, facts)))
         batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.fp8_recipe)
-        what = (reading.source, reading.model, reading.gpu, reading.gpus, " ".join(software))
+        what = (
+            measurement.source,
+            measurement.model,
+            measurement.gpu,
+            measurement.gpus,
+            " ".join(software),
+        )
         groups[*what, *batch, spec.recompute].append(item)
     found = []
     for items in groups.values():
         times: dict[RunSpec, list[float]] = defaultdict(list)
         for item in items:
-            times[item.expressed.spec].append(item.published_seconds)
+            times[item.measured_run.spec].append(item.published_seconds)
         if len(times) < 2:
             continue
-        seconds = {item.expressed.spec: item.seconds or 0.0 for item in items}
+        seconds = {item.measured_run.spec: item.seconds or 0.0 for item in items}
         spec = choose_preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
-        chosen = next(item for item in items if item.expressed.spec == spec)
+        chosen = next(item for item in items if item.measured_run.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
@@ -262,7 +270,7 @@ def collect_errors(residuals: Residuals) -> PredictionErrors:
 
 def drop_matrix_products(residuals: Residuals) -> list[Residual]:
     """All but single matrix products."""
-    return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
+    return [item for item in residuals.predicted if item.measurement.metric != "matmul_tflops"]
 
 
 def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[IntervalCoverage]:
@@ -270,7 +278,9 @@ def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[In
     found = []
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in drop_matrix_products(residuals):
-        for name in filter(None, (_kind_of_run(item), f"all {metric_kind(item.reading.metric)}")):
+        for name in filter(
+            None, (_kind_of_run(item), f"all {metric_kind(item.measurement.metric)}")
+        ):
             members[name].append(item)
     for name in filter(members.__contains__, (*_KINDS, f"all {TIME}", f"all {MEMORY}")):
         own, others = (
@@ -297,13 +307,13 @@ class IntervalCoverage:
 
 
 def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
-    spec, cluster = item.expressed.spec, item.expressed.cluster
-    is_run = item.reading.metric != "matmul_tflops"
-    is_judged = is_run and not source_facts(item.reading)["unjudged"]
+    spec, cluster = item.measured_run.spec, item.measured_run.cluster
+    is_run = item.measurement.metric != "matmul_tflops"
+    is_judged = is_run and not source_facts(item.measurement)["unjudged"]
     memory = fullest_rank(spec)[1]
     return {
-        "line": item.reading.line,
-        "published": item.reading.value,
+        "line": item.measurement.line,
+        "published": item.measurement.value,
         "predicted": item.predicted,
         "error": item.error,
         "fits": judge_fit_on_cluster(spec, memory, cluster) if is_judged else None,
@@ -346,7 +356,7 @@ def _groups(
         members.setdefault(name(item), []).append(item)
     groups = []
     for title, items in sorted(members.items()):
-        metrics = dict.fromkeys(item.reading.metric for item in items)
+        metrics = dict.fromkeys(item.measurement.metric for item in items)
         errors, readings = tuple(item.error for item in items), len(items) + lacking[title]
         groups.append(ErrorGroup(title, "+".join(metrics), readings, errors))
     return groups

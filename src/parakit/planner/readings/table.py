@@ -94,7 +94,7 @@ class PublishedMeasurement:
     """How its FLOP/s are counted, in words of `src/parakit/costs/flops.py: COUNTS`; empty takes its source's."""
 
     @property
-    def kept_back(self) -> bool:
+    def is_held_out(self) -> bool:
         """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added since.
 
         The third by a hash of what ran and not of its figure: all readings of a strategy are on one
@@ -122,7 +122,7 @@ def read_measurements(
     """Every row of a file of readings, in order, and those that cannot be read.
 
     Raises:
-        ReadingsError: It cannot be read, lacks a column, or has no row that can be read.
+        MeasurementsError: It cannot be read, lacks a column, or has no row that can be read.
     """
     found: list[PublishedMeasurement] = []
     unreadable: list[Refusal] = []
@@ -144,7 +144,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     """Columns of a file of readings, and its rows by column, each with its line in the file.
 
     Raises:
-        ReadingsError: It cannot be read, or lacks a column or names one twice.
+        MeasurementsError: It cannot be read, or lacks a column or names one twice.
     """
     try:
         rows = list(csv_rows(read_text(path), path))

@@ -53,7 +53,7 @@ class Calibration:
     """Devices, threads and versions that it was measured with; with others it is measured again."""
     source: str = "fitted to published measurements of this generation of devices (src/parakit/planner/README.md)"
 
-    def share_of(self, operation: Operation) -> float:
+    def link_fraction(self, operation: Operation) -> float:
         """Of the link's rate, what a collective's bytes move at inside a node."""
         if operation is Operation.REDUCE_SCATTER:
             return self.reduce_scatter_share
@@ -89,7 +89,7 @@ class Cluster:
         return replace(load_constants(self.device.generation), **known)
 
     @property
-    def share(self) -> float:
+    def core_fraction(self) -> float:
         """Of a core, what each rank has while all of them compute."""
         return 1.0 if self.cores is None else min(1.0, self.cores / self.devices)
 

@@ -158,7 +158,7 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
 
 def straggler_fraction(cluster: Cluster) -> float:
     """Share of an iteration by which the slowest of all devices is expected to be late."""
-    spread = float((2 * log(max(1.0, cluster.devices * cluster.share))) ** 0.5)
+    spread = float((2 * log(max(1.0, cluster.devices * cluster.core_fraction))) ** 0.5)
     return cluster.constants.jitter * spread
 
 
@@ -182,7 +182,7 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     found = _added(parts)
     if spec.parallelism.pipeline == 1:
         return found, found.total
-    alone = cluster.share == 1 or not slowest
+    alone = cluster.core_fraction == 1 or not slowest
     return found if alone else found * (slowest / found.total), through
 
 
@@ -198,7 +198,7 @@ def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float
         through += times * seconds
         if seconds > slowest:
             parts, slowest = stage, seconds
-    share = cluster.share
+    share = cluster.core_fraction
     if share == 1 or pipeline == 1:
         return parts, slowest, through
     least = max(through / pipeline, share * slowest)
@@ -320,8 +320,8 @@ def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSec
     layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
     tensor_parallel, launches, exchanged = _layer_calls(spec.without_cp_comm_type, cluster)
     matmul = _products(layer) + layer.weight_gradients
-    attention = layer.forward_attention + layer.attention_again + layer.backward_attention
-    memory_bound = layer.forward_memory + layer.memory_again + layer.backward_memory
+    attention = layer.forward_attention + layer.attention_recompute + layer.backward_attention
+    memory_bound = layer.forward_memory + layer.memory_recompute + layer.backward_memory
     context_parallel = _context_seconds(spec, cluster, layer)
     beside = matmul + attention + memory_bound + tensor_parallel + context_parallel
     waiting = max(0.0, launches - beside) if runs_ahead(spec, cluster) else launches
@@ -342,7 +342,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += _products(layer)
         tensor_calls = [call._replace(hideable=True) for call in tensor_calls]
-    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
+    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.core_fraction
     exchanged = _seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:
         # A token goes once to a rank, or once over the network to a node, that has any of its experts.
@@ -354,7 +354,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
 
 
 def _products(layer: LayerSeconds) -> float:
-    return layer.forward_matmul + layer.matmul_again + layer.input_gradients
+    return layer.forward_matmul + layer.matmul_recompute + layer.input_gradients
 
 
 def _tensor_seconds(
@@ -499,6 +499,6 @@ def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -
         else:
             rings = way.all_reduce_ways if call.operation is Operation.ALL_REDUCE else 1
             latency = rings * latency + _COLLECTIVE_KERNEL_SECONDS
-        rate *= cluster.calibration.share_of(call.operation)
+        rate *= cluster.calibration.link_fraction(call.operation)
         times.append(call.wire_bytes / rate + call.calls * latency)
     return sum(times, start=0.0)

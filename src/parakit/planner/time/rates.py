@@ -57,7 +57,7 @@ class DeviceRates:
     execution: Execution
     measured: Calibration
     """What was measured in place of counting bytes."""
-    share: float
+    core_fraction: float
     """Of the device, on which the measured times are longer by that much."""
 
     @property
@@ -104,7 +104,7 @@ def compute_device_rates(
     Raises:
         NoPeakError: The device has no matrix rate in this dtype.
     """
-    device, constants, share = cluster.device, cluster.constants, cluster.share
+    device, constants, share = cluster.device, cluster.constants, cluster.core_fraction
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(
@@ -150,7 +150,7 @@ def compute_device_rates(
         host=device.host,
         execution=execution,
         measured=cluster.calibration,
-        share=share,
+        core_fraction=share,
     )
 
 
