@@ -65,7 +65,7 @@ def test_memory_of_the_published_runs_is_stated_in_mib_and_converted_to_gb() -> 
     converted = f"{baseline:,} MiB are {baseline * MIB / 1e9:.1f} GB"
     assert converted in " ".join(lab_guide.split())
     header = next(line for line in lab_guide.splitlines() if line.startswith("| target |"))
-    assert header.split(" | ")[4] == "MiB a GPU"
+    assert header.split(" | ")[4] == "MiB per GPU"
     for strategy, memories in published.items():
         row = next(line for line in lab_guide.splitlines() if f"`train-{strategy}-gpt2-l" in line)
         assert row.split(" | ")[4].split(" / ")[0] == f"{memories[0]:,}"
