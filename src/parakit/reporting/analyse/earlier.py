@@ -11,7 +11,7 @@ import msgspec
 
 from parakit.artifacts.run import decode_run
 from parakit.formatting.units import change
-from parakit.logs import printed_spec
+from parakit.logs import parse_printed_spec
 from parakit.reporting.analyse.configurations import (
     RowIdentity,
     identity_of_run,
@@ -163,7 +163,7 @@ def _identity_of_row(row: Mapping[str, Any]) -> RowIdentity:
             record = decode_run(row["provenance"])
             return row_identity(run, device, record.spec, record, {})
         arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
-        spec = printed_spec(arguments, row.get("global_batch_size"))
+        spec = parse_printed_spec(arguments, row.get("global_batch_size"))
         return row_identity(run, device, spec, None, arguments)
     except msgspec.ValidationError:
         return row_identity(run, device, None, None, {})
