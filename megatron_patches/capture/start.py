@@ -16,9 +16,9 @@ import torch
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
 from parakit.accounting import is_megatron_fsdp, optimizers
 from parakit.artifacts.capture import (
-    REACH,
     START_BUFFER,
     START_WEIGHT,
+    UPDATE_MAGNITUDE,
     CaptureStage,
     InitialPiece,
 )
@@ -55,7 +55,7 @@ class InitialState:
             if id(parameter) in self._reach:
                 magnitude = self._reach[id(parameter)]
                 for piece in self._parameters.pieces(parameter, magnitude, part.start):
-                    sink.write_piece(CaptureStage.WEIGHTS, REACH, piece)
+                    sink.write_piece(CaptureStage.WEIGHTS, UPDATE_MAGNITUDE, piece)
         self._last.clear()
         self._reach.clear()
         is_changed = False

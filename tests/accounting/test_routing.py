@@ -15,7 +15,7 @@ from parakit.artifacts.measurements import (
     RankRouting,
     RankTime,
     RoutingRecord,
-    read_ledger,
+    read_measurements,
 )
 
 CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
@@ -112,7 +112,7 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
         file = tmp_path / records.LEDGER_FOLDER / f"rank{rank}.json"
         file.write_bytes(rank_file(rank, RankRouting(rank, (row,))))
     collect_ledgers(tmp_path)
-    assert read_ledger(tmp_path, RoutingRecord) == RoutingRecord(
+    assert read_measurements(tmp_path, RoutingRecord) == RoutingRecord(
         (RankRouting(0, (row,)), RankRouting(1, (row,)))
     )
 

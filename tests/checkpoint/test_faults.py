@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from parakit.artifacts.checkpoints import Checkpoint, verify
+from parakit.artifacts.checkpoints import Checkpoint, verify_and_record
 from parakit.checkpoint.checks import loading, problems_of
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
@@ -428,7 +428,7 @@ def test_a_shard_of_another_iteration_is_named(tmp_path: Path, form: str) -> Non
     held = {name: one + 1 for name, one in made(SHAPES).items()}
     later = WRITERS[form](tmp_path / "later", held, {"iteration": 9})
     if form == "torch_dist":
-        verify(Checkpoint(8, folder))
+        verify_and_record(Checkpoint(8, folder))
     shard = next(folder.glob(FILES[form]))
     shutil.copy(later / shard.relative_to(folder), shard)
     found = " ".join(problems_of(read_contents(folder), reads_pieces=True))

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from parakit.artifacts.run import HUNG
+from parakit.artifacts.run import HANG_REASON_PREFIX
 from parakit.config.files import ROOT
 from parakit.hang.diagnosis import HangDiagnosis
 from parakit.hang.dumps import UnreadableDumpError
@@ -38,7 +38,7 @@ from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import HangWatch, collect_stacks
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.logs.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose_log
 from tests.small import SMALL, folded
 
 LAYOUTS = (
@@ -294,9 +294,9 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
-    is_hang = status["reason"].startswith(HUNG)
+    is_hang = status["reason"].startswith(HANG_REASON_PREFIX)
     if not is_hang and status["status"] == "crashed":
-        ended = diagnose(run / "log.txt", 1, False)
+        ended = diagnose_log(run / "log.txt", 1, False)
         status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     is_seen = False

@@ -10,7 +10,7 @@ from pathlib import Path
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import (
-    Calls,
+    CallSummary,
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
@@ -71,10 +71,10 @@ def rank_communication(configuration: RunSpec, rank: int) -> RankCommunication:
 
 def call(
     group: str, operation: str, payload: int, calls: int = 1, phase: Phase = Phase.FORWARD
-) -> Calls:
+) -> CallSummary:
     kind = Operation(operation)
     passes = 2 if kind in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.SEND) else 1
-    return Calls(
+    return CallSummary(
         group, 2, kind, phase, "float32", calls, payload, calls * (passes * payload // 2),
         algorithm(kind, Transport.GLOO), 0.001, 0.002,
     )  # fmt: skip

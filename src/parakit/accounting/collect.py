@@ -10,7 +10,7 @@ import msgspec
 
 from parakit.accounting.timeline import Span
 from parakit.artifacts import run as records
-from parakit.artifacts.io import write_record, write_whole
+from parakit.artifacts.io import write_atomically, write_record
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryRecord,
@@ -55,9 +55,9 @@ def collect_ledgers(folder: Path) -> None:
     if routing:
         # Not indented: it has a number for each expert, layer and iteration.
         content = msgspec.json.encode(RoutingRecord(routing))
-        write_whole(folder / records.ROUTING_FILE, content)
+        write_atomically(folder / records.ROUTING_FILE, content)
     trace = {"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"}
-    write_whole(folder / records.TRACE_FILE, msgspec.json.encode(trace))
+    write_atomically(folder / records.TRACE_FILE, msgspec.json.encode(trace))
 
 
 def _events(ranks: Sequence[RankLedger]) -> Iterator[dict[str, Any]]:

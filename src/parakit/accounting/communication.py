@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parakit.accounting.timeline import Clock, Mark, Span
-from parakit.artifacts.measurements import Calls, RankCommunication, RankTime
+from parakit.artifacts.measurements import CallSummary, RankCommunication, RankTime
 from parakit.config.run import Transport
 from parakit.costs import Operation, Phase, algorithm, wire_bytes
 
@@ -182,12 +182,12 @@ def _add_times(watched: Watched, sums: _Sums, read: Callable[[Mark], int]) -> No
         sums.transfer_ns[call] += read(ended) - started
 
 
-def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[Calls]:
+def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[CallSummary]:
     """In the order in which they were first made."""
     per_iteration = NANO / max(1, sums.timed)
     for call in sums.payload_bytes:
         count = counts[call]
-        yield Calls(
+        yield CallSummary(
             group=call.group,
             ranks=call.ranks,
             operation=call.operation,

@@ -21,7 +21,7 @@ from parakit.accounting.model_state import has_state
 from parakit.accounting.process_groups import CallWatcher
 from parakit.accounting.routing import RoutingLedger
 from parakit.accounting.timeline import Span, Timeline, clock_of
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config import variables
 from parakit.costs import Phase
 
@@ -144,4 +144,4 @@ class Recorder:
         )
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / f"rank{self._rank}.json", msgspec.json.encode(ledger))
+        write_atomically(self._folder / f"rank{self._rank}.json", msgspec.json.encode(ledger))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parakit.artifacts.checkpoints import MANIFEST_FILE, Checkpoint, check
+from parakit.artifacts.checkpoints import MANIFEST_FILE, Checkpoint, check_unchanged
 from parakit.artifacts.torch_dist import (
     EMBEDDING,
     OUTPUT,
     VOCABULARY,
     DamagedCheckpointError,
     Shape,
-    finished_iteration,
     read_box,
+    read_finished_iteration,
     read_metadata,
     read_piece,
     verify_pieces,
@@ -193,7 +193,7 @@ def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | No
     Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
     in no such format, or cannot be read, is left to those who load it.
     """
-    iteration = finished_iteration(folder)
+    iteration = read_finished_iteration(folder)
     if iteration is None:
         return None
     try:
@@ -226,7 +226,7 @@ def _problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
     if reads_pieces and not contents.problems:
         try:
             if (contents.folder / MANIFEST_FILE).is_file():
-                check(Checkpoint(contents.iteration or 0, contents.folder))
+                check_unchanged(Checkpoint(contents.iteration or 0, contents.folder))
             elif contents.format == TORCH_DIST:
                 verify_readable(contents.folder)
             else:

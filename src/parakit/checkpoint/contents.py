@@ -26,7 +26,7 @@ from parakit.artifacts.torch_dist import (
     StoredPart,
     StoredTensor,
     describe_object,
-    finished_iteration,
+    read_finished_iteration,
     read_metadata,
 )
 from parakit.checkpoint.whole import (
@@ -126,7 +126,7 @@ def read_contents(folder: Path) -> Contents:
     if (folder / RUN_FILE).is_file():
         folder /= CHECKPOINTS_FOLDER
     _refuse_special_tracker(folder)
-    newest = finished_iteration(folder)
+    newest = read_finished_iteration(folder)
     if newest is not None:
         folder /= f"iter_{newest:07d}"
     if not folder.is_dir():

@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from parakit.artifacts.pickles import SavedStorage, StandIn, stand_in
+from parakit.artifacts.pickles import SavedStorage, StandIn, make_stand_in
 from parakit.config.strategy import Parallelism, Sharding
 
 RESHARDABLE, MULTIPLE = "fully_reshardable", "make_vocab_size_divisible_by"
@@ -165,7 +165,7 @@ def _value(tensor: Any) -> float:
 
 def _scalar(value: float) -> StandIn:
     """A tensor of one fp32 element, as `torch.save` names it."""
-    storage = stand_in("torch", "FloatStorage")
+    storage = make_stand_in("torch", "FloatStorage")
     data = SavedStorage(("storage", storage, _STEP_KEY, "cpu", 1), struct.pack("<f", value))
-    hooks = stand_in("collections", "OrderedDict")()
-    return stand_in("torch._utils", "_rebuild_tensor_v2")(data, 0, (), (), False, hooks)
+    hooks = make_stand_in("collections", "OrderedDict")()
+    return make_stand_in("torch._utils", "_rebuild_tensor_v2")(data, 0, (), (), False, hooks)

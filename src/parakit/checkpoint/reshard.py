@@ -32,8 +32,8 @@ import msgspec
 import torch
 from rich.console import Console
 
-from parakit.artifacts.io import flush_to_disk, lock, sha256_of, write_record
-from parakit.artifacts.pickles import rewritten
+from parakit.artifacts.io import compute_sha256, flush_to_disk, lock_file, write_record
+from parakit.artifacts.pickles import rewrite_saved
 from parakit.artifacts.torch_dist import (
     METADATA,
     TRACKER_FILE,
@@ -127,10 +127,10 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
     unfinished.mkdir(parents=True, exist_ok=True)
     with (unfinished / _OWN[1]).open("wb") as held:
         try:
-            lock(held)
+            lock_file(held)
         except BlockingIOError:
             raise ReshardError(f"Another process reshards to TO={to}; wait for it.") from None
-        made_of = sha256_of(contents.folder / METADATA)
+        made_of = compute_sha256(contents.folder / METADATA)
         _begin(unfinished, _Job(str(contents.folder), made_of, strategy))
         folder = unfinished / f"iter_{contents.iteration or 0:07d}"
         try:
@@ -351,13 +351,13 @@ class _Plan:
         source = self._contents.folder
         if (source / COMMON_FILE).is_file():
             saved = StoredPart(COMMON_FILE, 0, (source / COMMON_FILE).stat().st_size)
-            (folder / COMMON_FILE).write_bytes(rewritten(read_bytes(source, saved), change))
+            (folder / COMMON_FILE).write_bytes(rewrite_saved(read_bytes(source, saved), change))
         with (folder / file_name).open("wb") as file:
             for name, part in self._stored.objects.items():
                 if name.startswith(tuple(dropped)):
                     continue
                 data = read_bytes(source, part)
-                data = rewritten(data, change) if name.startswith(COMMON) else data
+                data = rewrite_saved(data, change) if name.startswith(COMMON) else data
                 held[name] = StoredPart(file_name, file.tell(), len(data))
                 file.write(data)
             flush_to_disk(file)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.hang.diagnosis import diagnose_hang
 from parakit.hang.dumps import UnreadableDumpError
 from parakit.hang.page import render_page
@@ -27,7 +27,7 @@ def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) 
     diagnosis = diagnose_hang([Path(text).expanduser() for text in dumps])
     print(texts.dumps(diagnosis.to_dict()) if json else diagnosis.text)
     if path:
-        write_whole(path, render_page(diagnosis.evidence, diagnosis.verdict))
+        write_atomically(path, render_page(diagnosis.evidence, diagnosis.verdict))
     for sentence in diagnosis.refused:
         print(sentence, file=sys.stderr)
     return 0 if diagnosis.verdict.culprits else 1

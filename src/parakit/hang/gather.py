@@ -13,7 +13,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from parakit.artifacts.run import HUNG, RUN_FILE, STOPPED_FILE, Status, read_run, read_status
+from parakit.artifacts.run import (
+    HANG_REASON_PREFIX,
+    RUN_FILE,
+    STOPPED_FILE,
+    Status,
+    read_run,
+    read_status,
+)
 from parakit.config.run import RunSpec
 from parakit.hang.dumps import UnreadableDumpError, read_dump
 from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall, StepStage
@@ -25,7 +32,7 @@ from parakit.hang.texts import (
     read_stacks,
     read_watchdog,
 )
-from parakit.logs import printed_spec, scrape_log
+from parakit.logs import parse_printed_spec, scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
@@ -205,7 +212,7 @@ def _stage(places: Sequence[Path], logs: Sequence[Path]) -> StepStage | None:
             with suppress(msgspec.DecodeError, OSError):
                 spec = read_run(folder).spec
     for log in logs:
-        spec = spec or printed_spec(scrape_log(log).arguments, None)
+        spec = spec or parse_printed_spec(scrape_log(log).arguments, None)
     if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
         return None
     return StepStage(spec.layers_a_stage, spec.microbatches)
@@ -216,7 +223,9 @@ def _has_failed(place: Path) -> bool:
     for folder in (place, place.parent):
         with suppress(msgspec.DecodeError, OSError):
             status = read_status(folder)
-            return status.status is Status.CRASHED and not status.reason.startswith(HUNG)
+            return status.status is Status.CRASHED and not status.reason.startswith(
+                HANG_REASON_PREFIX
+            )
     return False
 
 

@@ -23,7 +23,7 @@ from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
 from parakit.launch.progress import LogFollower
 from parakit.launch.supervise.interruption import Interrupted
-from parakit.logs import Iteration, diagnose, find_run_folders, printable, read_samples
+from parakit.logs import Iteration, diagnose_log, find_run_folders, make_printable, read_samples
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8
@@ -58,10 +58,10 @@ def _memory_of(seen: RunStatus) -> str | None:
 
 
 _NOTE = Column[RunStatus](
-    "note", lambda seen: printable(seen.note), right=False, wraps=True, rank=5
+    "note", lambda seen: make_printable(seen.note), right=False, wraps=True, rank=5
 )
 _COLUMNS = (
-    Column[RunStatus]("run", lambda seen: printable(seen.run), right=False),
+    Column[RunStatus]("run", lambda seen: make_printable(seen.run), right=False),
     Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
     Column[RunStatus](
         "iteration",
@@ -113,7 +113,7 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
     if _NOTE not in table.columns:
         for seen in rows:
             if seen.note:
-                line = printable(f"{seen.run}: {seen.note}")
+                line = make_printable(f"{seen.run}: {seen.note}")
                 say(console, line)
 
 
@@ -199,7 +199,7 @@ def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) 
         # Of an array's element that was cancelled while it waited Slurm keeps nothing.
         reason = f"Job {job.job_id} left Slurm's queue before it began."
         return StatusRecord(Status.INTERRUPTED, None, reason)
-    status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
+    status = diagnose_log(folder / records.LOG_FILE, None, interrupted=False)
     reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
     return replace(status, reason=reason.strip())
 

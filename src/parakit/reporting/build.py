@@ -14,7 +14,7 @@ from parakit.config.hardware import Device
 from parakit.config.published import load_published
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
-from parakit.logs import device_named, device_of_arguments, find_run_folders, load_runs
+from parakit.logs import find_device_in_arguments, find_device_name, find_run_folders, load_runs
 from parakit.planner import ReadingsError, RequestError, add_rows
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
@@ -138,8 +138,8 @@ def _report(name: str, options: BuildOptions) -> Report:
         if run.is_foreign and run.path.is_file():
             # As it was given for all of them, else as the log names it.
             named = options.device.nvml_names[0] if options.device else ""
-            device = named or device_named(run.path) or device_of_arguments(run.arguments)
-        runs[place] = replace(run, device=device, repeats=options.repeats.get(run.path, ""))
+            device = named or find_device_name(run.path) or find_device_in_arguments(run.arguments)
+        runs[place] = replace(run, device=device, repeats_name=options.repeats.get(run.path, ""))
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     report = build_report(name, runs, load_published(), problems, all_conditions)

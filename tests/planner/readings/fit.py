@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.files import read_yaml
 from parakit.costs.tensors import UnevenSplitError
 from parakit.planner.readings.facts import origin
@@ -208,7 +208,7 @@ def refit(path: Path = CONSTANTS) -> None:
         data["left_out"][generation] = others
     ordered = {name: data[name] for name in _PARTS}
     text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
-    write_whole(path, _HEAD + text)
+    write_atomically(path, _HEAD + text)
 
 
 _PARTS = ("bounds", "start", "generations", "readings", "left_out")

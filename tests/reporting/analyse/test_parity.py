@@ -4,7 +4,7 @@ import pytest
 
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import LayerRouting, RankRouting, RoutingRecord
-from parakit.artifacts.run import ROUTING_FILE, Code
+from parakit.artifacts.run import ROUTING_FILE, CodeHashes
 from parakit.config.run import DeviceKind, PatchFile
 from parakit.config.strategy import Batch
 from parakit.logs.runs import load_runs
@@ -13,7 +13,7 @@ from parakit.reporting.analyse.parity import judge_parity, last_digit_unit
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
-GOOD, EDITED = Code("kit-1", "megatron-1"), Code("kit-2", "megatron-1")
+GOOD, EDITED = CodeHashes("kit-1", "megatron-1"), CodeHashes("kit-2", "megatron-1")
 
 
 def verdicts(tmp_path, *runs, micro=False, routed=None):

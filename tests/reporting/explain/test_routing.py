@@ -187,7 +187,7 @@ def test_the_report_shows_a_picture_and_three_tables(run: Path) -> None:
 def test_a_damaged_file_is_a_note(run: Path) -> None:
     (run / records.ROUTING_FILE).write_text("{")
     loaded = load_folder(run)
-    assert loaded.ledgers.routing is None
+    assert loaded.measurements.routing is None
     assert any("routing.json cannot be used" in note for note in loaded.notes)
 
 

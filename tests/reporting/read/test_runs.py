@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from parakit.artifacts.io import lock
+from parakit.artifacts.io import lock_file
 from parakit.artifacts.run import Status
 from parakit.logs import runs as runs_module
 from parakit.logs.runs import find_run_folders, load_folder, load_log, load_runs
@@ -55,7 +55,7 @@ def test_a_run_folder_gives_setup_status_and_reason(tmp_path):
 def test_folder_without_log_is_no_log(tmp_path):
     run = load_folder(write_run(tmp_path, run_record("a"), None, None))
     assert run.status.status is Status.NO_LOG
-    assert not run.counts
+    assert not run.has_measurements
 
 
 def test_a_stale_folder_without_status_is_classified_by_its_log(tmp_path):
@@ -69,7 +69,7 @@ def test_folder_of_another_version_of_the_kit_still_counts_by_its_log(tmp_path):
     (folder / "run.json").write_text(json.dumps({"schema": 0, "name": "old"}))
     run = load_folder(folder)
     assert run.record is None
-    assert run.counts
+    assert run.has_measurements
     assert "not of this version of the kit" in run.notes[0]
     assert "its schema is 0" in run.notes[0]
 
@@ -83,12 +83,12 @@ def test_damaged_run_json_is_a_note_not_an_error(tmp_path, content):
 
 def test_interrupted_run_with_iterations_counts(tmp_path):
     folder = write_run(tmp_path, run_record("a"), log_text([9.0, 8.0]), Status.INTERRUPTED)
-    assert load_folder(folder).counts
+    assert load_folder(folder).has_measurements
 
 
 def test_crashed_run_does_not_count(tmp_path):
     folder = write_run(tmp_path, run_record("a"), log_text([9.0, 8.0]), Status.CRASHED)
-    assert not load_folder(folder).counts
+    assert not load_folder(folder).has_measurements
 
 
 def test_foreign_log_is_understood_from_its_printed_arguments(tmp_path):
@@ -187,7 +187,7 @@ def test_a_run_that_is_still_on_neither_splits_its_row_nor_is_in_its_figures(tmp
 def test_a_run_is_on_while_a_process_holds_its_log(tmp_path):
     folder = write_run(tmp_path, run_record("a"), iteration_line(7), Status.INCOMPLETE)
     with (folder / "log.txt").open("ab") as log:
-        lock(log)
+        lock_file(log)
         status = load_folder(folder).status
     assert (status.status, status.reason) == (Status.RUNNING, "iteration 7 of 25")
     assert load_folder(folder).status.status is Status.INCOMPLETE

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.artifacts.measurements import first_other_choice
+from parakit.artifacts.measurements import find_routing_divergence
 from parakit.artifacts.run import Status
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
@@ -115,7 +115,9 @@ def parity(group: Group, reference: Group) -> RoutedParity:
         two = theirs.get(_seed(one))
         if two is None:
             continue
-        first = first_other_choice(one.routing, two.routing, one.spec.dtype if one.spec else "")
+        first = find_routing_divergence(
+            one.routing, two.routing, one.spec.dtype if one.spec else ""
+        )
         diverged += [] if first is None else [first]
         common = [i for i in one.losses.keys() & two.losses.keys() if i < (first or math.inf)]
         differences += [abs(one.losses[i] - two.losses[i]) / abs(two.losses[i]) for i in common]

@@ -23,7 +23,7 @@ from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from parakit.launch.supervise import exit_status
 from parakit.launch.supervise.interruption import raise_if_asked
-from parakit.logs import diagnose
+from parakit.logs import diagnose_log
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -175,7 +175,7 @@ class Worker(BackgroundThread, NodeGroup):
             return StatusRecord(Status.INTERRUPTED, None, "its launcher was asked to stop.")
         if exit_code == 0 or self._folder is None:
             return None
-        logged = diagnose(self._folder / LOG_FILE, exit_code, interrupted=False)
+        logged = diagnose_log(self._folder / LOG_FILE, exit_code, interrupted=False)
         known = exit_status.classify_exit(self._folder, exit_code, False, self._kills_before)
         return known if known != logged else None
 

@@ -18,7 +18,7 @@ from parakit.config.files import relative_to_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfit_call
 from parakit.launch.supervise.ranks import RankProcesses
-from parakit.logs import NCCL_TIMEOUT, after_last, diagnose, first_error, scrape_log
+from parakit.logs import NCCL_TIMEOUT, describe_log_end, diagnose_log, find_first_error, scrape_log
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
@@ -87,7 +87,7 @@ def classify_exit(
         kills_before: What `memory_kills` said before it started.
         lacked: What `DiskWatch` saw of the folder's disk while it ran.
     """
-    status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
+    status = diagnose_log(folder / records.LOG_FILE, exit_code, interrupted)
     if exit_code is not None and exit_code < 0 and not interrupted:
         # The supervisor gives torchrun's signals as 128 + n. Its own end stops torchrun by SIGTERM.
         by = signal.Signals(-exit_code).name
@@ -99,7 +99,7 @@ def classify_exit(
         return status
     found, kind, lacks = None, "", find_lack(folder)
     if NCCL_TIMEOUT in status.reason:
-        found, kind = awaited(folder), records.HUNG
+        found, kind = awaited(folder), records.HANG_REASON_PREFIX
     elif exit_code:
         found = unfit_call(folder / records.STACKS_FOLDER, status.rank)
         found = None if lacks else found  # On a full disk ranks leave no calls, or not all of them.
@@ -107,7 +107,7 @@ def classify_exit(
         rank = found.culprits[0] if found.culprits else None
         return replace(status, reason=f"{kind}{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
-    if not lacks and lacked and first_error(scrape_log(folder / records.LOG_FILE)) is None:
+    if not lacks and lacked and find_first_error(scrape_log(folder / records.LOG_FILE)) is None:
         lacks = lacked
     if lacks:
         reason = f"No {lacks} was left on the disk of {folder.name}; {_begin(status.reason)}"
@@ -207,7 +207,7 @@ def outcome(folder: Path, status: StatusRecord) -> str:
 
 def _after(folder: Path) -> str:
     log = scrape_log(folder / records.LOG_FILE)
-    return after_last(log) if log.iterations else ""  # They may be in another node's.
+    return describe_log_end(log) if log.iterations else ""  # They may be in another node's.
 
 
 def _begin(reason: str) -> str:

@@ -17,7 +17,7 @@ import psutil
 
 from parakit.artifacts.run import (
     CALLS_SUFFIX,
-    HUNG,
+    HANG_REASON_PREFIX,
     LOG_FILE,
     STACKS_FOLDER,
     STACKS_SIGNAL,
@@ -81,7 +81,7 @@ class HangWatch:
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
-        reason = f"{HUNG}nothing was logged for {seconds}.{why}{where}"
+        reason = f"{HANG_REASON_PREFIX}nothing was logged for {seconds}.{why}{where}"
         return EndedRunError(reason, Status.CRASHED, rank)
 
 

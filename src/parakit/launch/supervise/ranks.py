@@ -14,7 +14,7 @@ from typing import BinaryIO, Self
 
 import psutil
 
-from parakit.artifacts.io import lock
+from parakit.artifacts.io import lock_file
 from parakit.cluster import (
     CONTAINER_FILE,
     ContainerEnd,
@@ -157,10 +157,10 @@ def _lock(log: BinaryIO) -> None:
     """Lock the log; who looks whether the run is on (`is_running`) holds it for an instant."""
     for _ in range(20):
         try:
-            return lock(log)
+            return lock_file(log)
         except BlockingIOError:
             time.sleep(0.05)
-    return lock(log)
+    return lock_file(log)
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from parakit.artifacts.measurements import Calls
+from parakit.artifacts.measurements import CallSummary
 from parakit.config.flags import refuse_misspelled
 from parakit.config.model import Model, model_of
 from parakit.config.recompute import Recompute
@@ -216,15 +216,15 @@ def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
     }
 
 
-def _calls_table(comparison: CheckedRank) -> Table[Calls]:
+def _calls_table(comparison: CheckedRank) -> Table[CallSummary]:
     columns = (
-        Column[Calls]("group", lambda row: row.group, right=False),
-        Column[Calls]("operation", lambda row: row.operation, right=False, rank=1),
-        Column[Calls]("phase", lambda row: row.phase, right=False, rank=3),
-        Column[Calls]("ranks", lambda row: row.ranks, rank=4),
-        Column[Calls]("calls", lambda row: row.calls, count, rank=2),
-        Column[Calls]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
-        Column[Calls]("GB sent", lambda row: row.wire_bytes, _gb, rank=2),
+        Column[CallSummary]("group", lambda row: row.group, right=False),
+        Column[CallSummary]("operation", lambda row: row.operation, right=False, rank=1),
+        Column[CallSummary]("phase", lambda row: row.phase, right=False, rank=3),
+        Column[CallSummary]("ranks", lambda row: row.ranks, rank=4),
+        Column[CallSummary]("calls", lambda row: row.calls, count, rank=2),
+        Column[CallSummary]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
+        Column[CallSummary]("GB sent", lambda row: row.wire_bytes, _gb, rank=2),
     )
     calls = comparison.report.communication.calls
     sent = [row for row in calls if row.ranks > 1 and row.wire_bytes]

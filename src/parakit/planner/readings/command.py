@@ -11,7 +11,7 @@ from statistics import mean, median
 
 from rich.console import Console
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.files import ROOT, relative_to_root
 from parakit.formatting.table import Column, Table, TextTable, readable_table, rich_table
 from parakit.formatting.terminal import say, wide_console
@@ -72,7 +72,7 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     console = wide_console()
     _print(predicted, errors, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        write_whole(ERRORS_FILE, errors.table())
+        write_atomically(ERRORS_FILE, errors.table())
         page, picture = write_page(predicted, errors)
         console.print(
             f"{relative_to_root(page)} and {relative_to_root(picture)} show every reading."

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
-from parakit.artifacts.io import lock, write_whole
+from parakit.artifacts.io import lock_file, write_atomically
 from parakit.config.flag_table import planned
 from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
@@ -115,7 +115,7 @@ def add_rows(path: Path, rows: Iterable[Row]) -> int:
         writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept.values())
-        write_whole(path, text.getvalue())
+        write_atomically(path, text.getvalue())
     return len(kept) - before
 
 
@@ -248,7 +248,7 @@ def _locked(path: Path) -> Iterator[None]:
         end = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
-                lock(file)
+                lock_file(file)
                 break
             except BlockingIOError:
                 if time.monotonic() > end:

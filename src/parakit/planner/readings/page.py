@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.files import ROOT
 from parakit.formatting.html import environment
 from parakit.formatting.svg import COLOURS, svg_figure
@@ -72,7 +72,7 @@ def _write_html(residuals: Residuals, folder: Path) -> Path:
         rows=errors.cells,
         data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
     )
-    write_whole(page, text)
+    write_atomically(page, text)
     return page
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.identity import essential
+from parakit.artifacts.identity import essential_arguments
 from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.offload import offload_flags
 from parakit.logs import ModelDifference, Run
@@ -175,7 +175,7 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
         return (one.tokens_per_iteration, two.tokens_per_iteration), ""
     lacking: dict[tuple[str, ...], list[str]] = {}
     asked: dict[str, list[object]] = {
-        "model": [run.size for run in runs],
+        "model": [run.model_or_size for run in runs],
         "sequence length": [run.seq_length for run in runs],
     }
     ours, theirs = (run.global_batch_size for run in runs)
@@ -217,7 +217,7 @@ def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
         for what, value in _conditions(reference).items()
         if value != theirs[what]
     ]
-    one, two = essential(reference.arguments), essential(other.arguments)
+    one, two = essential_arguments(reference.arguments), essential_arguments(other.arguments)
     if one and two and (reference.is_foreign or other.is_foreign):
         named = argument_names(mismatch.what for mismatch in of_model)
         for name in sorted({*one, *two} - _SAID - named):
@@ -251,7 +251,7 @@ def _conditions(run: Run) -> dict[str, str]:
         "tokens per iteration": spec and spec.tokens_per_iteration,
         "sequence length": spec and spec.shape.seq_length,
         "padded vocabulary": (spec and spec.padded_vocabulary) or None,
-        "data": run.data,
+        "data": run.dataset_name,
         "dropout": spec and spec.dropout,
         "precision": spec and spec.dtype,
         "optimizer": spec and spec.optimizer,

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.identity import Computed, computed, identity_of
+from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_training
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
@@ -45,7 +45,7 @@ class Configuration:
         return self.runs[-1]
 
 
-RowIdentity = tuple[Computed, str]
+RowIdentity = tuple[TrainingIdentity, str]
 """What was trained, and on which device. Runs with equal ones are repeats, whatever they are called."""
 
 
@@ -66,8 +66,8 @@ def build_row_identity_from_parts(
         printed: Arguments that a foreign log prints.
     """
     if spec is None:
-        return Computed(None, otherwise=run), device
-    found = identity_of(record).computed if record else computed(spec, printed)
+        return TrainingIdentity(None, otherwise=run), device
+    found = identify_run(record).training if record else identify_training(spec, printed)
     return replace(found, spec=spec).repeated(), device
 
 
@@ -92,7 +92,9 @@ def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[C
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        groups[(run.repeats,) if run.repeats else (build_row_identity(run), own)].append(run)
+        groups[(run.repeats_name,) if run.repeats_name else (build_row_identity(run), own)].append(
+            run
+        )
     rows: list[Configuration] = []
     for members in groups.values():
         # Runs that have ended; where none has, the newest that is on is the row's.
@@ -137,7 +139,7 @@ def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
 
     Runs that other programs slowed down are left out, unless all were.
     """
-    counting = [run for run in runs if run.counts]
+    counting = [run for run in runs if run.has_measurements]
     undisturbed = [run for run in counting if not why_disturbed(run)]
     samples = [run.window.samples_ms for run in undisturbed or counting]
     return estimate_time(samples, scatter=device_scatter(runs[-1].device)) if samples else None
@@ -152,11 +154,11 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
     code = group[-1].record and group[-1].record.code
     codes = [run.record and run.record.code for run in older]
     superseded = (len(older), sum(bool(code and each and each != code) for each in codes))
-    end = 1 + max((place for place, run in enumerate(group) if run.counts), default=-1)
-    counting = tuple(run for run in group[:end] if run.counts)
+    end = 1 + max((place for place, run in enumerate(group) if run.has_measurements), default=-1)
+    counting = tuple(run for run in group[:end] if run.has_measurements)
     rows = []
     if counting:
-        failed = tuple(run for run in group[:end] if not run.counts)
+        failed = tuple(run for run in group[:end] if not run.has_measurements)
         rows.append(
             Configuration(counting, estimate_pooled_runs(counting), failed, (), *superseded)
         )
@@ -168,7 +170,7 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
 def _conditions(run: Run) -> tuple[object, ...]:
     if run.record is None:
         return ()
-    code, host = identity_of(run.record).code, run.record.host
+    code, host = identify_run(run.record).code, run.record.host
     # Commits stand for the code in records of before its hash was kept.
     commits = (run.record.kit_commit, code.entry.megatron_commit) if code.code is None else None
     code = replace(code, entry=replace(code.entry, path="", megatron_commit=None))
@@ -187,8 +189,8 @@ def label_rows(rows: Sequence[Configuration]) -> list[str]:
     result = []
     groups: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
     for place, run in enumerate(row.newest for row in rows):
-        spec, label = run.spec, run.repeats or run.name
-        if spec and not run.repeats:
+        spec, label = run.spec, run.repeats_name or run.name
+        if spec and not run.repeats_name:
             label = f"{run.strategy} ×{spec.parallelism.world_size}"
             label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
         result.append(label)

@@ -11,7 +11,7 @@ import msgspec
 
 from parakit.artifacts.run import decode_run
 from parakit.formatting.units import change
-from parakit.logs import printed_spec
+from parakit.logs import parse_printed_spec
 from parakit.reporting.analyse.configurations import (
     RowIdentity,
     build_row_identity,
@@ -168,7 +168,7 @@ def _identity_of_row(row: Mapping[str, Any]) -> RowIdentity:
             record = decode_run(row["provenance"])
             return build_row_identity_from_parts(run, device, record.spec, record, {})
         arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
-        spec = printed_spec(arguments, row.get("global_batch_size"))
+        spec = parse_printed_spec(arguments, row.get("global_batch_size"))
         return build_row_identity_from_parts(run, device, spec, None, arguments)
     except msgspec.ValidationError:
         return build_row_identity_from_parts(run, device, None, None, {})

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from parakit.artifacts.measurements import Counts, MemoryCategory, TimeRecord, choices
+from parakit.artifacts.measurements import (
+    MemoryCategory,
+    TimeRecord,
+    TokenCounts,
+    count_tokens_per_expert,
+)
 from parakit.config.flags import Flags
 from parakit.config.published import Figure, Published
 from parakit.config.run import Backend, RunSpec, Transport
@@ -194,7 +199,7 @@ class Entry:
     @cached_property
     def processor_ms(self) -> Estimate | None:
         """Of an iteration's processor time in milliseconds, over the threads that train of all ranks."""
-        ledgers = [run.time_ledger[0] for run in self.configuration.runs if run.counts]
+        ledgers = [run.time_record[0] for run in self.configuration.runs if run.has_measurements]
         by_rank = [[rank.processor_seconds for rank in times.ranks] for times in ledgers if times]
         found = [[1000 * sum(s) for s in zip(*ranks, strict=False)] for ranks in by_rank]
         return estimate_time(list(filter(None, found)), scatter=device_scatter(self.run.device))
@@ -225,9 +230,13 @@ class Entry:
         return found[-1].losses.get(name) if found else None
 
     @cached_property
-    def routing(self) -> Mapping[int, Counts]:
+    def routing(self) -> Mapping[int, TokenCounts]:
         """What the routers chose in each iteration, over all ranks; empty without a ledger."""
-        return choices(self.run.ledgers.routing) if self.run.ledgers.routing else {}
+        return (
+            count_tokens_per_expert(self.run.measurements.routing)
+            if self.run.measurements.routing
+            else {}
+        )
 
     @cached_property
     def memory_by_rank(self) -> Mapping[int, int]:
@@ -235,7 +244,7 @@ class Entry:
 
         Megatron prints the allocator's only on ranks that are first of their DP group.
         """
-        if peaks := self.run.ledgers.peak_memory_bytes_by_rank:
+        if peaks := self.run.measurements.peak_memory_bytes_by_rank:
             return peaks
         found: dict[int, int] = {}
         for reading in self.run.log.memory:
@@ -264,18 +273,18 @@ class Entry:
     @cached_property
     def weight_bytes(self) -> tuple[int, ...]:
         """By rank, as the memory ledger counts them."""
-        by_rank = sorted(self.run.ledgers.memory_categories_by_rank.items())
+        by_rank = sorted(self.run.measurements.memory_categories_by_rank.items())
         return tuple(held[MemoryCategory.WEIGHTS] for _, held in by_rank)
 
     @cached_property
     def sent_bytes(self) -> int | None:
         """What the busiest rank puts on the wire in an iteration, by the ledger."""
-        return max(self.run.ledgers.sent_bytes_by_rank.values(), default=None)
+        return max(self.run.measurements.sent_bytes_by_rank.values(), default=None)
 
     @cached_property
     def nccl_bytes(self) -> int | None:
         """What the same calls would be with NCCL's rings."""
-        record = self.run.ledgers.communication
+        record = self.run.measurements.communication
         ranks = record.ranks if record else ()
         return max((rank.wire_bytes_over(Transport.NCCL) for rank in ranks), default=None)
 
@@ -287,7 +296,7 @@ class Entry:
     @property
     def times(self) -> TimeRecord | None:
         """The newest run's time ledger."""
-        return self.run.time_ledger[0]
+        return self.run.time_record[0]
 
     @cached_property
     def communication_seconds(self) -> float | None:

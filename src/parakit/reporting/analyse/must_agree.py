@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from parakit.artifacts.identity import given_arguments
-from parakit.logs import NEEDED, ModelDifference, Run
+from parakit.artifacts.identity import parse_flag_values
+from parakit.logs import REQUIRED_MODEL_FLAGS, ModelDifference, Run
 
 _SCHEDULE = (
     *("train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_fraction"),
@@ -35,7 +35,7 @@ def why_shape_is_unknown(run: Run) -> str:
     lacking = run.stated_model.lacking
     if not lacking:
         return f"{run.name} does not state how its model was split, or contradicts itself"
-    if len(lacking) == len(NEEDED):
+    if len(lacking) == len(REQUIRED_MODEL_FLAGS):
         return f"{run.name} {NO_SHAPE}"
     return f"{run.name} does not state its model's {', '.join(lacking)}"
 
@@ -119,7 +119,7 @@ def _list_loss_settings(run: Run) -> dict[str, object]:
     schedule = spec and spec.parallelism.schedule
     return {
         "device": run.device,
-        "data": run.data,
+        "data": run.dataset_name,
         "seed": spec and spec.seed,
         "global batch": run.global_batch_size,
         "sequence length": spec and spec.shape.seq_length,
@@ -138,7 +138,7 @@ def _schedule(run: Run) -> dict[str, float | str | None]:
 @lru_cache(maxsize=1024)
 def _schedule_of(argv: tuple[str, ...]) -> dict[str, float | str | None]:
     """Of a command line; each run is compared with many."""
-    return _numbers_of(given_arguments(argv))
+    return _numbers_of(parse_flag_values(argv))
 
 
 def _numbers_of(given: Mapping[str, str]) -> dict[str, float | str | None]:

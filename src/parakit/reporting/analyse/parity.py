@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.artifacts.measurements import choices, first_other_choice
+from parakit.artifacts.measurements import count_tokens_per_expert, find_routing_divergence
 from parakit.formatting.units import plural
 from parakit.logs import IterationTable, Run
 from parakit.reporting.analyse.configurations import Configuration
@@ -138,7 +138,7 @@ def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
 def _rank(row: Configuration) -> tuple[bool, bool, bool]:
     run = row.newest
     is_patched = bool(run.spec and run.spec.patch_file)
-    return not run.counts, is_patched, not (run.is_baseline or run.is_foreign)
+    return not run.has_measurements, is_patched, not (run.is_baseline or run.is_foreign)
 
 
 def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -152,9 +152,9 @@ def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArra
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The same of a run, with what it resumed from."""
     numbers, losses = single_step_losses(run.log.iterations)
-    if not run.before:
+    if not run.earlier_iterations:
         return numbers, losses
-    earlier, before = single_step_losses(IterationTable.of(run.before))
+    earlier, before = single_step_losses(IterationTable.of(run.earlier_iterations))
     alone = ~np.isin(earlier, numbers)
     return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
 
@@ -259,8 +259,12 @@ def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configu
 
 def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
     dtype = other.spec.dtype if other.spec else ""
-    one, two = reference.ledgers.routing, other.ledgers.routing
-    diverged = first_other_choice(choices(one), choices(two), dtype) if one and two else None
+    one, two = reference.measurements.routing, other.measurements.routing
+    diverged = (
+        find_routing_divergence(count_tokens_per_expert(one), count_tokens_per_expert(two), dtype)
+        if one and two
+        else None
+    )
     until = MAX_HALF_PRECISION_ITERATIONS if dtype in ("bf16", "fp16") else None
     common = _apart(loss_curve(reference), loss_curve(other))
     common = [each for each in common if each[0] < (diverged or math.inf)]
@@ -299,9 +303,9 @@ def resumption_sentence(run: Run) -> str:
 
     Empty where the run did not resume, or trained none twice.
     """
-    if not run.replaced:
+    if not run.replaced_iterations:
         return ""
-    numbers, losses = single_step_losses(IterationTable.of(run.replaced))
+    numbers, losses = single_step_losses(IterationTable.of(run.replaced_iterations))
     before, after = dict(zip(numbers.tolist(), losses.tolist(), strict=True)), loss_curve(run)
     common = sorted(before.keys() & after.keys())
     if not common:

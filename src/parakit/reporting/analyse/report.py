@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from parakit.artifacts.identity import essential
+from parakit.artifacts.identity import essential_arguments
 from parakit.config.published import Correction, Published
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import SLOWED_REFERENCE, compare_speed, why_impossible
@@ -60,7 +60,7 @@ def build_report(
     made = zip(label_rows(rows), rows, judge_parity(rows), strict=True)
     entries = _add_speeds([Entry(*each, published) for each in made])
     used = {entry.figure.source.key for entry in entries if entry.figure}
-    sets = [essential(entry.run.arguments) for entry in entries]
+    sets = [essential_arguments(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in sets if arguments]
     differing = [
         ArgumentDifference(name, tuple(arguments.get(name, "") for arguments in sets))

@@ -90,7 +90,9 @@ def describe_disagreement(entry: Entry) -> str:
     found = entry.estimate
     if found is None or found.scatter_between_runs is None:
         return ""
-    medians = [median(run.window.samples_ms) for run in entry.configuration.runs if run.counts]
+    medians = [
+        median(run.window.samples_ms) for run in entry.configuration.runs if run.has_measurements
+    ]
     return (
         f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
         f"{found.scatter_between_runs:.1%} where {found.scatter.assumed:.1%} is known of others"

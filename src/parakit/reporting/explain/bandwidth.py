@@ -67,7 +67,7 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
     """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
-    record, spec = run.ledgers.communication, run.spec
+    record, spec = run.measurements.communication, run.spec
     if record is None or spec is None or spec.parallelism.world_size % NODES:
         return None
     counted = [rank for rank in record.ranks if rank.steady_iterations]

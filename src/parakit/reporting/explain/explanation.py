@@ -72,7 +72,7 @@ class Explanation:
 def explain(report: Report) -> Explanation:
     """Explain the runs of a report whose ledgers were kept."""
     subjects = build_subjects(report)
-    kept = ((each.run.ledgers, each.evidence.times) for each in subjects)
+    kept = ((each.run.measurements, each.evidence.times) for each in subjects)
     if not any(held.communication or held.memory or times for held, times in kept):
         return Explanation()
     topics = (

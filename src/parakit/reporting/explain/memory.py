@@ -160,5 +160,5 @@ def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterato
 
 
 def _ranks(subject: Subject) -> tuple[RankMemory, ...]:
-    record = subject.run.ledgers.memory
+    record = subject.run.measurements.memory
     return tuple(sorted(record.ranks, key=lambda rank: rank.rank)) if record else ()

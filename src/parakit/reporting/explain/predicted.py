@@ -156,14 +156,17 @@ def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) ->
     (`iteration_ms`). The ledger's means are of every steady iteration of one run, warm-up and pauses
     too, so of them only the shares are taken. Without the row's figure they stand for themselves.
     """
-    kept = {COMMUNICATION_FILE: run.ledgers.communication, MEMORY_FILE: run.ledgers.memory}
+    kept = {
+        COMMUNICATION_FILE: run.measurements.communication,
+        MEMORY_FILE: run.measurements.memory,
+    }
     notes = [f"no usable {name}" for name, record in kept.items() if record is None]
-    times, problem = run.time_ledger
+    times, problem = run.time_record
     if times is not None and run.device != "cpu":
         times, problem = None, _LAUNCHED
     scale = 1.0
     if times:
-        times = add_pipeline_waits(times, run.ledgers.communication)
+        times = add_pipeline_waits(times, run.measurements.communication)
         whole = mean(rank.iteration_seconds for rank in times.ranks)
         scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
         times = scale_times(times, scale)
@@ -185,7 +188,11 @@ def _predicted(run: Run, spec: RunSpec, found: PredictionEvidence) -> Prediction
             rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
             own = ComponentResidual(rank, "parameters", count.parameters, predicted)
             parameters.append(own)
-    sent, held, ranks = run.ledgers.communication, run.ledgers.memory, range(split.world_size)
+    sent, held, ranks = (
+        run.measurements.communication,
+        run.measurements.memory,
+        range(split.world_size),
+    )
     callers = [r for r in (sent.ranks if sent else ()) if r.rank in ranks and r.steady_iterations]
     holders = [rank for rank in (held.ranks if held else ()) if rank.rank in ranks]
     kernels, megatron = detect_kernels(run), detect_megatron_version(run)

@@ -16,7 +16,7 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     LayerRouting,
     RoutingRecord,
-    choices,
+    count_tokens_per_expert,
 )
 from parakit.config.strategy import Parallelism
 from parakit.costs import Phase
@@ -69,7 +69,7 @@ def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...
     for row in (row for rank in record.ranks for row in rank.layers):
         rows[row.iteration].append(row)
     found = []
-    for number, counts in choices(record).items():
+    for number, counts in count_tokens_per_expert(record).items():
         of_it = rows[number]
         tokens = dict(zip(sorted({row.layer for row in of_it}), counts, strict=True))
         columns = ([getattr(row, name) for row in of_it] for name in _MEANS)
@@ -159,7 +159,7 @@ _LAST = 10
 
 def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
     """Of a run whose routers were watched their choice, and its cost."""
-    record = subject.run.ledgers.routing
+    record = subject.run.measurements.routing
     if record and (iterations := merge_routing_of_ranks(record)):
         yield f"{subject.label}: {_choice(iterations)}"
         if ranks := _loads(subject, record):
@@ -218,7 +218,7 @@ def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
     ranks: list[tuple[str, ...]] = []
     losses: list[tuple[str, ...]] = []
     for subject in subjects:
-        record = subject.run.ledgers.routing
+        record = subject.run.measurements.routing
         iterations = merge_routing_of_ranks(record) if record else ()
         if not record or not iterations:
             continue
@@ -270,7 +270,9 @@ def _loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
     scale = subject.evidence.scale
     return tuple(
         replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)
-        for load in compute_rank_loads(record, subject.split, subject.run.ledgers.communication)
+        for load in compute_rank_loads(
+            record, subject.split, subject.run.measurements.communication
+        )
     )
 
 

@@ -311,7 +311,7 @@ def build_scene(run: Run, name: str = "timeline", label: str = "") -> Scene:
     except (OSError, ValueError) as error:
         raise NoTraceError(f"{run.name}: {TRACE_FILE} cannot be used ({error}).") from None
     # Calls in groups of one rank are left out: Megatron makes them, nothing moves.
-    record = run.ledgers.communication
+    record = run.measurements.communication
     single = {c.group for r in record.ranks for c in r.calls if c.ranks == 1} if record else set()
     shown = tuple(piece for piece in pieces if not (piece.is_call and piece.group in single))
     if not shown:

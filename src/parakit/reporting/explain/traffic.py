@@ -92,7 +92,7 @@ def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator
 def _against(subject: Subject, other: Subject) -> str:
     figures, exposed = [], []
     for each in (subject, other):
-        record, times = each.run.ledgers.communication, each.evidence.times
+        record, times = each.run.measurements.communication, each.evidence.times
         if record is None or not record.ranks:
             return ": a communication ledger is missing."
         rank = max(record.ranks, key=lambda found: found.wire_bytes)

@@ -114,7 +114,7 @@ def _routing(entries: Sequence[Entry]) -> list[Chart]:
         "How many tokens each expert computed, over its even share, layer by layer; below the"
         " router's losses before their coefficients, and its entropy."
     )
-    watched = [(entry, entry.run.ledgers.routing) for entry in entries]
+    watched = [(entry, entry.run.measurements.routing) for entry in entries]
     found = [(entry, record) for entry, record in watched if record]
     text = _limited(text, found, MAX_ROUTED)
     charts = []
@@ -176,7 +176,7 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
     axes = figure.add_subplot()
     largest = max(max(entry.memory_by_rank.values()) for entry in entries)
     unit, scale = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
-    split = all(entry.run.ledgers.memory for entry in entries)
+    split = all(entry.run.measurements.memory for entry in entries)
     ticks, height = [], 0.0
     for place, entry in enumerate(entries):
         peaks = entry.memory_by_rank
@@ -184,7 +184,7 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
         heights = [height + 0.8 * k for k in range(len(ranks))]
         for y, rank in zip(heights, ranks, strict=True):
             left = 0.0
-            held = entry.run.ledgers.memory_categories_by_rank[rank] if split else {}
+            held = entry.run.measurements.memory_categories_by_rank[rank] if split else {}
             for hue, category in enumerate(MemoryCategory if split else ()):
                 width = held.get(category.value, 0) / scale
                 label = category.value.replace("_", " ")

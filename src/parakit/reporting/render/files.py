@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.artifacts.run import encode_run
 from parakit.formatting.presented import PresentedTable
 from parakit.formatting.table import Table, csv_table, markdown_table, markdown_text, rich_table
@@ -101,7 +101,7 @@ def write_report(finished: FinishedReport, folder: Path) -> None:
         if stale.name not in contents:
             stale.unlink()
     for name, text in contents.items():
-        write_whole(folder / name, text)
+        write_atomically(folder / name, text)
     # `latest` beside the folder points at it; a real file of that name is left alone.
     link, partial = folder.parent / "latest", folder.parent / ".latest.partial"
     if folder.name != link.name and (link.is_symlink() or not link.exists()):
@@ -165,7 +165,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "published_time_a_sample_over_baseline": entry.published_ratio,
         "published": published,
         "memory": run.log.memory,
-        "ledgers": run.ledgers,
+        "ledgers": run.measurements,
         "device_samples": run.samples.series,
         "timers": run.log.timers,
         "validation": run.log.validation,

@@ -180,7 +180,7 @@ def _group(members: Sequence[Entry]) -> BarGroup:
         verdict = pair.verdict.value if pair else "reference"
         bars.append(HeadlineBar(entry.label, verdict, weight * own, span, text))
     many = f"for as many tokens as an iteration of {reference.label}"
-    where = " · ".join(filter(None, (reference.run.size, reference.run.device)))
+    where = " · ".join(filter(None, (reference.run.model_or_size, reference.run.device)))
     title = f"Time {'of an iteration' if equal else many}{f', {where}' if where else ''}"
     axis = 1.02 * max(bar.interval[1] if bar.interval else bar.time for bar in bars)
     return BarGroup(title, tuple(bars[:MAX_ROWS]), max(0, len(bars) - MAX_ROWS), axis)

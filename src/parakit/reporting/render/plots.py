@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.logs import LOG_LINE, OTHER, Run
-from parakit.reporting.analyse.entry import Entry, entry_names, loss_differences
+from parakit.logs import EXTRA_METRIC_PREFIX, LOG_LINE, Run
+from parakit.reporting.analyse.entry import Entry, loss_differences
 from parakit.reporting.analyse.parity import loss_points
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import extreme_indexes
@@ -96,7 +96,9 @@ def build_plots(report: Report) -> list[Plot]:
     ]
     names = dict.fromkeys(name for e in entries for name in e.run.log.iterations.other_names)
     for place, name in enumerate(list(names)[:_MAX_OTHERS], start=1):
-        found.append(_plot(f"other-{place}", name, name, entries, _column(OTHER + name)))
+        found.append(
+            _plot(f"other-{place}", name, name, entries, _column(EXTRA_METRIC_PREFIX + name))
+        )
     return [plot for plot in found if plot is not None]
 
 
