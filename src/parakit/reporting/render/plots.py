@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.logs import EXTRA_METRIC_PREFIX, LOG_LINE, Run
-from parakit.reporting.analyse.entry import Entry, loss_differences
+from parakit.reporting.analyse.entry import Entry, entry_names, loss_differences
 from parakit.reporting.analyse.parity import loss_points
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import extreme_indexes
