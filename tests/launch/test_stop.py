@@ -27,7 +27,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from parakit.launch.run_folder import record_launcher
-from parakit.launch.supervise.exit_status import classify_exit, finish
+from parakit.launch.supervise.exit_status import classify_exit, write_final_status
 from parakit.launch.supervise.interruption import Interrupted, interruptible
 from parakit.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
@@ -37,7 +37,7 @@ try:
         print("on", flush=True)
         time.sleep(3600)
 except Interrupted:
-    finish(folder, classify_exit(folder, None, True), 1.0)
+    write_final_status(folder, classify_exit(folder, None, True), 1.0)
 """
 
 
