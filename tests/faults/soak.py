@@ -25,7 +25,7 @@ from rich.console import Console
 
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.artifacts.run import utc_stamp
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
@@ -119,7 +119,7 @@ def soak(what: Soak, console: Console) -> int:
         faults = watch.train_disturbed(reached)
     verdict = judge(folder, watch.readings, faults, what.every)
     text = verdict.render(f"{what.job.target}, {what.hours:g} h")
-    write_whole(folder / TEXT_FILE, text + "\n")
+    write_atomically(folder / TEXT_FILE, text + "\n")
     say(console, text)
     say(console, f"Soak: {relative_to_root(folder / TEXT_FILE)}")
     return int(not verdict.held)

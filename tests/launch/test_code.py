@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.run import Code, read_run
+from parakit.artifacts.run import CodeHashes, read_run
 from parakit.launch import code
 from parakit.launch.code import hash_sources
 from parakit.launch.compose import Launch, ResumePoint
@@ -98,7 +98,7 @@ def test_a_run_that_resumes_with_other_code_says_both(
     child = create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "child"))
     assert read_run(child).code == launch.code
     before = launch.code
-    monkeypatch.setattr("parakit.launch.compose.identify_code", lambda _: Code("edited", "m"))
+    monkeypatch.setattr("parakit.launch.compose.identify_code", lambda _: CodeHashes("edited", "m"))
     both = read_run(create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "other"))).code
     assert both is not None
     assert both.kit == f"{before.kit}+edited"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parakit.artifacts.checkpoints import verified_weights
+from parakit.artifacts.checkpoints import read_verified_weights_hash
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.launch import initial_checkpoint
@@ -75,7 +75,7 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
     console = Console(file=said, width=1000)
     path = initial_checkpoint.ensure_initial_checkpoint(launch, console)
     assert path is not None
-    weights = verified_weights(path)
+    weights = read_verified_weights_hash(path)
     initial_checkpoint.ensure_initial_checkpoint(launch, console)
     assert len(written) == 1  # it is as it was
     damage(path / "iter_0000001")
@@ -85,7 +85,7 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
     assert ".distcp is not what was saved" in said.getvalue()
     assert "is kept as damaged-" in said.getvalue()
     assert weights is not None
-    assert verified_weights(path) == weights
+    assert read_verified_weights_hash(path) == weights
 
 
 def test_a_run_that_resumes_needs_none(launch: Launch, tmp_path: Path, written: list[Path]) -> None:

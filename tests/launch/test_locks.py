@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.io import lock
+from parakit.artifacts.io import lock_file
 from parakit.artifacts.run import is_running
 from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
@@ -73,7 +73,7 @@ def test_where_a_file_system_has_no_locks_runs_go_without(
     with (tmp_path / "log.txt").open("ab") as file:
         if refuses:
             with pytest.raises(PermissionError):
-                lock(file)
+                lock_file(file)
         else:
-            lock(file)
+            lock_file(file)
             assert not is_running(tmp_path / "log.txt")

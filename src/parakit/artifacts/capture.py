@@ -14,14 +14,14 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from parakit.artifacts.io import written_whole
+from parakit.artifacts.io import atomic_write
 
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
 """How much each tensor of the reference changes when all that it follows from is off by rounding."""
-UNOBSERVED_FILE, UNOBSERVED = "unobserved.json", "gradient, unobserved"
+UNOBSERVED_FILE, UNOBSERVED_GRADIENT = "unobserved.json", "gradient, unobserved"
 """How far each gradient is another one if the iteration is repeated without probes; that slot."""
-COUNTED = "counted over ranks "
+NORM_RANKS_PREFIX = "counted over ranks "
 """Begins a slot of the norm's stage; the group's ranks follow. 1 for an element that a rank counts."""
 BUFFER = "buffer"
 """Slot of what a module keeps and saves beside its parameters."""
@@ -29,18 +29,18 @@ SCORES, CHOICE = "scores", "choice"
 """Slots of a router: what it chooses the experts by, and which it would choose, [tokens, experts]."""
 COUNTS = "tokens per expert"
 """Slot of how many a rank's router gave each expert in the iteration, before Megatron resets it."""
-EARLIER = "iteration "
+EARLIER_ITERATION_PREFIX = "iteration "
 """Begins these slots in an iteration before the captured one; its number and a blank follow."""
-UPDATE = "update"
+UPDATE_SUFFIX = "update"
 """Ends the slot of how far a weight, or a master copy (`param`), moved."""
 INITIAL_FILE, INITIAL = "initial.json", "weight, as initialised"
 """What a rank has initialised by itself, before shared weights are loaded; what is wrong of that."""
-PART = "part: "
+GRADIENT_PART_PREFIX = "part: "
 """Begins the slot of a part of a local gradient; a micro batch's, or what the iteration before left."""
 START_WEIGHT, START_BUFFER = "weight at the start", "buffer at the start"
 """Slots, in the stage of weights, of what the captured iteration begins with."""
-STARTS = (START_WEIGHT, START_BUFFER)
-REACH = "reach of earlier updates"
+INITIAL_SLOTS = (START_WEIGHT, START_BUFFER)
+UPDATE_MAGNITUDE = "reach of earlier updates"
 """Slot of how far earlier updates would have moved each weight by a gradient of its row's size."""
 RATE_SLOTS = ("learning rate", "weight decay")
 """Slots of what a parameter's update is made with."""
@@ -48,13 +48,13 @@ COUNTED_ONCE = "counted once"
 """Slot of a parameter in the norm's stage, once captures are compared."""
 BUCKETS, CLIPPING = "buckets", "clipping"
 """Beside stages and slots, names of functions: the reduction over data-parallel ranks, the clipping."""
-MODEL, LOSS, OF_EACH_TOKEN = "model", "loss", "of each token"
+MODEL, LOSS, PER_TOKEN_LOSS = "model", "loss", "of each token"
 """The whole, whose inputs are a stage of their own, and what gives a token's loss; its slot."""
-RECOMPUTED = "recomputed."
+RECOMPUTED_PREFIX = "recomputed."
 """Begins the slot of what a recomputed forward pass gives, which must be what the first one gave."""
-CALLED_BY = "@"
+CALLER_SEPARATOR = "@"
 """Ends the slot of a module that one which it is no part of calls; that one's name follows."""
-STRETCH = 1 << 16
+ELEMENTS_PER_CHUNK = 1 << 16
 """Elements of a tensor that are computed with at once: what stays in the cache. All of a large tensor in
 another type is memory that the kernel clears first, which takes ten times as long as the arithmetic."""
 
@@ -75,7 +75,7 @@ class CaptureStage(StrEnum):
     """What the log prints of the iteration; no tensor is captured of it."""
 
 
-class Site(msgspec.Struct, frozen=True):
+class TensorKey(msgspec.Struct, frozen=True):
     """Which tensor of an iteration it is, the same on every rank that has it or a part of it."""
 
     stage: CaptureStage
@@ -104,7 +104,7 @@ class Placement(msgspec.Struct, frozen=True):
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tensor of one rank, and where its values are in `tensors.bin`."""
 
-    site: Site
+    tensor_key: TensorKey = msgspec.field(name="site")
     dtype: str
     """torch's name: `float32`, `bfloat16`, `int64`, `bool`."""
     shape: tuple[int, ...]
@@ -127,12 +127,12 @@ class InitialPiece(msgspec.Struct, frozen=True):
     """Standard deviation; 0 of a constant."""
 
     @property
-    def where(self) -> tuple[object, ...]:
+    def position_key(self) -> tuple[object, ...]:
         """Its place in the whole model."""
         return (self.placement.key, self.placement.global_offset, self.shape)
 
     @property
-    def unit(self) -> tuple[object, ...]:
+    def initialisation_key(self) -> tuple[object, ...]:
         """Key of the whole, and the layer and expert where those are stacked."""
         place = self.placement
         return (place.key, place.global_offset[: len(place.global_shape) - len(self.shape)])
@@ -200,7 +200,7 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
         return (*sizes, self.virtual_stages, int(self.sequence_parallel))
 
     @property
-    def dropout(self) -> bool:
+    def has_dropout(self) -> bool:
         """Whether anything is dropped."""
         return self.hidden_dropout > 0 or self.attention_dropout > 0
 
@@ -218,11 +218,11 @@ class CaptureWriter:
         self._index: BinaryIO = (folder / INDEX_FILE).open("wb")
         self._encoder = msgspec.json.Encoder()
         self._offset_bytes = 0
-        self.records: dict[Site, TensorRecord] = {}
+        self.records: dict[TensorKey, TensorRecord] = {}
 
     def add(
         self,
-        site: Site,
+        tensor_key: TensorKey,
         dtype: str,
         shape: tuple[int, ...],
         values: memoryview,
@@ -230,14 +230,16 @@ class CaptureWriter:
     ) -> TensorRecord:
         """Write one tensor, its values contiguous."""
         self._tensors.write(values)
-        record = TensorRecord(site, dtype, shape, self._offset_bytes, values.nbytes, placement)
+        record = TensorRecord(
+            tensor_key, dtype, shape, self._offset_bytes, values.nbytes, placement
+        )
         self._offset_bytes += values.nbytes
         self._write(record)
         return record
 
-    def add_same(self, site: Site, known: TensorRecord, shape: tuple[int, ...]) -> None:
+    def add_same(self, tensor_key: TensorKey, known: TensorRecord, shape: tuple[int, ...]) -> None:
         """Note that a tensor has the values of one that was written."""
-        record = msgspec.structs.replace(known, site=site, shape=shape, placement=None)
+        record = msgspec.structs.replace(known, tensor_key=tensor_key, shape=shape, placement=None)
         self._write(record)
 
     def __enter__(self) -> Self:
@@ -252,7 +254,7 @@ class CaptureWriter:
         """Complete the capture."""
         self._tensors.close()
         self._index.close()
-        with written_whole(self._folder / RANK_FILE) as file:
+        with atomic_write(self._folder / RANK_FILE) as file:
             file.write(msgspec.json.encode(rank))
 
     def flush(self) -> None:
@@ -261,7 +263,7 @@ class CaptureWriter:
         self._index.flush()
 
     def _write(self, record: TensorRecord) -> None:
-        self.records.setdefault(record.site, record)
+        self.records.setdefault(record.tensor_key, record)
         self._index.write(self._encoder.encode(record) + b"\n")
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.artifacts.io import sha256_of, write_record
+from parakit.artifacts.io import compute_sha256, write_record
 from parakit.artifacts.torch_dist import (
     DamagedCheckpointError,
-    KeepGoing,
     ReadingStoppedError,
+    ShouldContinue,
+    hash_weights,
     is_finished,
     verify_readable,
-    weights_hash,
 )
 from parakit.config.errors import LaunchError
 from parakit.config.files import file_flaw, read_regular_file
@@ -78,7 +78,7 @@ def find_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     return tuple(sorted(found, key=lambda checkpoint: -checkpoint.iteration))
 
 
-def verify(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None:
+def verify_and_record(checkpoint: Checkpoint, keep_going: ShouldContinue = lambda: True) -> None:
     """Read a checkpoint back, and write down what its files are.
 
     Raises:
@@ -93,12 +93,12 @@ def verify(checkpoint: Checkpoint, keep_going: KeepGoing = lambda: True) -> None
             raise ReadingStoppedError
         if path.name != MANIFEST_FILE:
             files[path.name] = _describe(path)
-    weights = weights_hash(checkpoint.path)
+    weights = hash_weights(checkpoint.path)
     manifest = CheckpointManifest(checkpoint.iteration, files, weights)
     write_record(checkpoint.path / MANIFEST_FILE, manifest)
 
 
-def check(checkpoint: Checkpoint) -> None:
+def check_unchanged(checkpoint: Checkpoint) -> None:
     """See that a checkpoint is what it was when it was verified; verify it now if it never was.
 
     Raises:
@@ -106,7 +106,7 @@ def check(checkpoint: Checkpoint) -> None:
         OSError: It was not verified, and its manifest cannot be written.
     """
     if not checkpoint.is_verified:
-        verify(checkpoint)
+        verify_and_record(checkpoint)
         return
     for name, known in _read_manifest(checkpoint).files.items():
         path = checkpoint.path / name
@@ -121,14 +121,14 @@ def check(checkpoint: Checkpoint) -> None:
             raise DamagedCheckpointError(f"{name} is not what was saved: its sha256 differs")
 
 
-def flaw_of(checkpoint: Checkpoint) -> str | None:
+def find_flaw(checkpoint: Checkpoint) -> str | None:
     """What is wrong with what was written; None if it is whole.
 
     Raises:
         LaunchError: The disk does not let it be checked.
     """
     try:
-        check(checkpoint)
+        check_unchanged(checkpoint)
     except DamagedCheckpointError as error:
         return str(error)
     except OSError as error:
@@ -139,7 +139,7 @@ def flaw_of(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def verified_weights(folder: Path) -> str | None:
+def read_verified_weights_hash(folder: Path) -> str | None:
     """The hash of the newest checkpoint's weights in a folder, as its manifest has it; None without."""
     newest = next(iter(find_checkpoints(folder)), None)
     if newest is None or not newest.is_verified:
@@ -150,7 +150,7 @@ def verified_weights(folder: Path) -> str | None:
         return None
 
 
-def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:
+def remove_old_checkpoints(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:
     """Remove what is older than the `keep` newest verified checkpoints; return what was removed."""
     verified = [checkpoint for checkpoint in checkpoints if checkpoint.is_verified]
     if len(verified) < keep:
@@ -164,7 +164,7 @@ def prune(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...
     return removed
 
 
-def quarantine(folder: Path, iteration: int) -> None:
+def set_aside_newer_checkpoints(folder: Path, iteration: int) -> None:
     """Move newer checkpoints out of the way of a run that resumes from `iteration`.
 
     Unfinished ones go, damaged ones get another name.
@@ -194,4 +194,4 @@ def _read_manifest(checkpoint: Checkpoint) -> CheckpointManifest:
 
 
 def _describe(path: Path) -> StoredFile:
-    return StoredFile(path.stat().st_size, sha256_of(path))
+    return StoredFile(path.stat().st_size, compute_sha256(path))

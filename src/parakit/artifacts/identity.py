@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.run import Code, HostRecord, MegatronEntry, RunRecord
+from parakit.artifacts.run import CodeHashes, HostRecord, MegatronEntry, RunRecord
 from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.flags import values_by_flag
 from parakit.config.run import RunSpec
@@ -22,7 +22,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Computed:
+class TrainingIdentity:
     """What is trained. Runs with equal ones print equal losses, whatever they are called."""
 
     spec: RunSpec | None
@@ -37,7 +37,7 @@ class Computed:
     otherwise: str = ""
     """The run itself, where it is not known what was trained."""
 
-    def repeated(self) -> Computed:
+    def repeated(self) -> TrainingIdentity:
         """Of a run and its repeats, which may differ in seed, length and what is logged."""
         spec = replace(self.spec, seed=0) if self.spec else None
         arguments = tuple(each for each in self.arguments if each[0] not in _OF_REPEATS)
@@ -45,16 +45,16 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class UsedCode:
+class CodeIdentity:
     """With which code."""
 
     entry: MegatronEntry
-    code: Code | None
+    code: CodeHashes | None
     """None in records of before it was kept."""
     software: Pairs
     image: str | None
 
-    def trains_as(self, other: UsedCode) -> bool:
+    def trains_as(self, other: CodeIdentity) -> bool:
         """Whether both train alike: the kit's own files may differ, which a launch is composed by."""
         one, two = self.code and self.code.megatron, other.code and other.code.megatron
         unknown = self.code is None or other.code is None
@@ -62,7 +62,7 @@ class UsedCode:
 
 
 @dataclass(frozen=True)
-class TimedOn:
+class HostIdentity:
     """Where it is timed; a node's name is not in it."""
 
     cpu: str
@@ -75,67 +75,67 @@ class TimedOn:
 class Identity:
     """Of one run, or of one that is to be made."""
 
-    computed: Computed
-    code: UsedCode
-    timed_on: TimedOn
+    training: TrainingIdentity
+    code: CodeIdentity
+    host: HostIdentity
 
     def stands_for(self, other: Identity) -> bool:
         """Whether a run with this one needs not be made again."""
         return (
-            self.computed == other.computed
-            and self.timed_on == other.timed_on
+            self.training == other.training
+            and self.host == other.host
             and self.code.trains_as(other.code)
         )
 
 
-def identity_of(record: RunRecord) -> Identity:
+def identify_run(record: RunRecord) -> Identity:
     """The identity of a run that was made."""
     return Identity(
-        computed(
+        identify_training(
             record.spec,
-            given_arguments(record.argv),
+            parse_flag_values(record.argv),
             record.exit_interval,
             record.environment,
             record.dataset.sha256 if record.dataset else None,
         ),
-        UsedCode(record.entry, record.code, pairs(record.software), record.image),
-        timed_on(record.host),
+        CodeIdentity(record.entry, record.code, sorted_pairs(record.software), record.image),
+        identify_host(record.host),
     )
 
 
-def computed(
+def identify_training(
     spec: RunSpec | None,
     arguments: Mapping[str, str],
     iterations: int | None = None,
     environment: Mapping[str, str] = {},
     dataset: str | None = None,
-) -> Computed:
+) -> TrainingIdentity:
     """What is trained, of arguments that were given or printed."""
     plain = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
-    return Computed(
+    return TrainingIdentity(
         spec,
-        pairs({name: value for name, value in plain.items() if name not in _PER_ATTEMPT}),
+        sorted_pairs({name: value for name, value in plain.items() if name not in _PER_ATTEMPT}),
         iterations,
-        pairs({name: text for name, text in environment.items() if name not in INTERFACES}),
+        sorted_pairs({name: text for name, text in environment.items() if name not in INTERFACES}),
         dataset,
     )
 
 
-def essential(arguments: Mapping[str, str]) -> dict[str, str]:
+def essential_arguments(arguments: Mapping[str, str]) -> dict[str, str]:
     """Arguments without those that only say where output goes or how long to run."""
-    return dict(computed(None, arguments).repeated().arguments)
+    return dict(identify_training(None, arguments).repeated().arguments)
 
 
-def timed_on(host: HostRecord) -> TimedOn:
+def identify_host(host: HostRecord) -> HostIdentity:
     """What of a host the times of a run depend on."""
-    return TimedOn(host.cpu, host.cores, host.devices, len(host.nodes))
+    return HostIdentity(host.cpu, host.cores, host.devices, len(host.nodes))
 
 
-def pairs(mapping: Mapping[str, str]) -> Pairs:
+def sorted_pairs(mapping: Mapping[str, str]) -> Pairs:
     """Sorted by their names."""
     return tuple(sorted(mapping.items()))
 
 
-def given_arguments(argv: Sequence[str]) -> dict[str, str]:
+def parse_flag_values(argv: Sequence[str]) -> dict[str, str]:
     """A command line's flags with their values, `True` for those without."""
     return {name: " ".join(words) or "True" for name, words in values_by_flag(argv).items()}

@@ -22,14 +22,14 @@ _NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of flock on Lustre without `-o flock`, and on NFS without its lock manager."""
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Hash of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager
-def written_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
     """A stream whose content takes the name `path` when the block ends; an error leaves nothing behind.
 
     Of several writers at once, on one host or several, the last one's content stays, whole.
@@ -52,11 +52,11 @@ def written_whole(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     if durable:
-        flush_names_to_disk(path.parent)
+        flush_folder_to_disk(path.parent)
 
 
 @contextmanager
-def made_whole(path: Path, durable: bool = False) -> Iterator[Path]:
+def atomic_directory(path: Path, durable: bool = False) -> Iterator[Path]:
     """A folder that takes the name `path` when the block ends; an error leaves nothing behind.
 
     What a killed process of this machine left of the same folder goes.
@@ -78,24 +78,26 @@ def made_whole(path: Path, durable: bool = False) -> Iterator[Path]:
     try:
         yield partial
         if durable:
-            flush_names_to_disk(partial)
+            flush_folder_to_disk(partial)
         partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if durable:
-        flush_names_to_disk(path.parent)
+        flush_folder_to_disk(path.parent)
 
 
-def write_whole(path: Path, content: bytes | str, durable: bool = False) -> None:
+def write_atomically(path: Path, content: bytes | str, durable: bool = False) -> None:
     """Write a file whole or not at all; see `written_whole`. Text is UTF-8."""
-    with written_whole(path, durable) as stream:
+    with atomic_write(path, durable) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_record(path: Path, record: object, durable: bool = False) -> None:
     """Write a record (a dataclass, a dict) as readable JSON, whole or not at all."""
-    write_whole(path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n", durable)
+    write_atomically(
+        path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n", durable
+    )
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:
@@ -104,7 +106,7 @@ def flush_to_disk(stream: IO[bytes]) -> None:
     os.fsync(stream.fileno())
 
 
-def flush_names_to_disk(folder: Path) -> None:
+def flush_folder_to_disk(folder: Path) -> None:
     """Flush a folder's names to the disk: a rename is not certain before."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -113,7 +115,7 @@ def flush_names_to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def lock(file: IO[bytes], shared: bool = False) -> None:
+def lock_file(file: IO[bytes], shared: bool = False) -> None:
     """Lock an open file without waiting, until it is closed or the process ends.
 
     A file system without locks locks nothing. Over NFS an exclusive lock needs a file open to write.

@@ -19,7 +19,7 @@ ROUTED_GROUPS = ("ep", "expert_tp", "tp_ep")
 
 
 @dataclass(frozen=True)
-class Calls:
+class CallSummary:
     """Equal calls of one rank in one steady iteration."""
 
     group: str
@@ -56,7 +56,7 @@ class RankCommunication:
     """Iterations that made exactly these calls; all the following figures are of one such."""
     other_iterations: int
     """Those that made other calls: the first, evaluations, checkpoints."""
-    calls: tuple[Calls, ...]
+    calls: tuple[CallSummary, ...]
 
     @property
     def wire_bytes(self) -> int:
@@ -188,11 +188,11 @@ _FILES: dict[Any, str] = {
     RoutingRecord: ROUTING_FILE,
 }
 
-Counts = tuple[tuple[int, ...], ...]
+TokenCounts = tuple[tuple[int, ...], ...]
 """Tokens of each expert, layer by layer."""
 
 
-def choices(record: RoutingRecord) -> dict[int, Counts]:
+def count_tokens_per_expert(record: RoutingRecord) -> dict[int, TokenCounts]:
     """Tokens of each expert by iteration and layer, summed over ranks."""
     sums: dict[tuple[int, int], tuple[int, ...]] = {}
     for row in (row for rank in record.ranks for row in rank.layers):
@@ -203,13 +203,13 @@ def choices(record: RoutingRecord) -> dict[int, Counts]:
     return {i: tuple(sums[at] for at in sorted(sums) if at[0] == i) for i in iterations}
 
 
-MOVED_BY_ROUNDING = 0.01
+MAX_FRACTION_MOVED_BY_ROUNDING = 0.01
 """Share of an iteration's choices that fp32's rounding can move at once: it decides where two experts'
 scores agree to some 1e-6 of themselves, in one of 4,096 choices where it was counted."""
 
 
-def first_other_choice(
-    one: Mapping[int, Counts], two: Mapping[int, Counts], dtype: str
+def find_routing_divergence(
+    one: Mapping[int, TokenCounts], two: Mapping[int, TokenCounts], dtype: str
 ) -> int | None:
     """The first iteration in which rounding gave an expert another number of tokens.
 
@@ -218,19 +218,19 @@ def first_other_choice(
     than `MOVED_BY_ROUNDING` of them in fp32 are at once: that has another cause, which the losses are to
     show. In 16 bits rounding decides more often, between scores that agree to some 1e-2 of themselves.
     """
-    most = MOVED_BY_ROUNDING if dtype == "fp32" else 1.0
+    most = MAX_FRACTION_MOVED_BY_ROUNDING if dtype == "fp32" else 1.0
     common = sorted(one.keys() & two.keys())
     first = next((i for i in common if one[i] != two[i]), None)
     return first if first is None or _moved(one[first], two[first]) <= most else None
 
 
-def _moved(one: Counts, two: Counts) -> float:
+def _moved(one: TokenCounts, two: TokenCounts) -> float:
     """Share of the choices that are another's."""
     pairs = [(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True)]
     return sum(abs(a - b) for a, b in pairs) / 2 / max(1, sum(a for a, _ in pairs))
 
 
-def read_ledger[T](folder: Path, kind: type[T]) -> T:
+def read_measurements[T](folder: Path, kind: type[T]) -> T:
     """Read the ledger of a kind, such as `comm.json`.
 
     Raises:

@@ -95,14 +95,14 @@ class InertUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
-        return _KNOWN.get((module, name)) or stand_in(module, name)
+        return _KNOWN.get((module, name)) or make_stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         """The type of a storage and its key: `("storage", FloatStorage, key, device, elements)`."""
         return _TYPES.get(pid[1].__name__.removesuffix("Storage"), ""), pid[2]
 
 
-def stand_in(module: str, name: str) -> type[StandIn]:
+def make_stand_in(module: str, name: str) -> type[StandIn]:
     """A class that stands for the one of that name."""
     return type(name.rpartition(".")[2], (StandIn,), {"source": (module, name)})
 
@@ -126,7 +126,7 @@ class _Rewritable(InertUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """One stand-in for each name, as equal names are written once."""
-        return self._classes.setdefault((module, name), stand_in(module, name))
+        return self._classes.setdefault((module, name), make_stand_in(module, name))
 
     def persistent_load(self, pid: Any) -> SavedStorage:
         """A storage with its values."""
@@ -180,7 +180,7 @@ def describe_saved(archive: zipfile.ZipFile) -> Any:
     return InertUnpickler(io.BytesIO(archive.read(name))).load()
 
 
-def rewritten(saved: bytes, change: Callable[[Any], Any]) -> bytes:
+def rewrite_saved(saved: bytes, change: Callable[[Any], Any]) -> bytes:
     """What `torch.save` wrote, with the content that `change` makes of its own: in that, classes are
     stand-ins, and tensors are made of a `SavedStorage`.
 

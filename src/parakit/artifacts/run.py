@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from parakit.artifacts.io import lock, write_record
+from parakit.artifacts.io import lock_file, write_record
 from parakit.config import variables
 from parakit.config.files import read_regular_file
 from parakit.config.flags import counted_vocabulary
@@ -100,7 +100,7 @@ class MegatronEntry:
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeHashes:
     """Hashes of the files that trained, as they were on the disk, whatever a repository says of them."""
 
     kit: str
@@ -110,13 +110,15 @@ class Code:
     def __str__(self) -> str:
         return f"kit {self.kit}" + (f", Megatron {self.megatron}" if self.megatron else "")
 
-    def joined(self, later: Code) -> Code:
+    def joined(self, later: CodeHashes) -> CodeHashes:
         """Of a run that was resumed: what trained first, then what trained on, where they differ."""
 
         def join(one: str | None, two: str | None) -> str | None:
             return one if one == two else f"{one or 'none'}+{two or 'none'}"
 
-        return Code(join(self.kit, later.kit) or self.kit, join(self.megatron, later.megatron))
+        return CodeHashes(
+            join(self.kit, later.kit) or self.kit, join(self.megatron, later.megatron)
+        )
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class RunRecord:
     start_weights: str | None = None
     """Hash of those weights; a checkpoint that is written anew from the same seed has the same."""
     kit_commit: str | None = None
-    code: Code | None = None
+    code: CodeHashes | None = None
     """None in records of before it was kept."""
     runtime: str = "host"
     """`docker` or `host`."""
@@ -199,7 +201,7 @@ class RunRecord:
     schema: int = 1
 
 
-HUNG = "Hang: "
+HANG_REASON_PREFIX = "Hang: "
 """So begins the reason of a run that the launcher ended because nothing was logged any more."""
 
 
@@ -353,7 +355,7 @@ def is_running(log: Path) -> bool:
     """Whether a process of the run that writes this log still lives: all of them share its lock."""
     try:
         with log.open("rb") as file:
-            lock(file, shared=True)
+            lock_file(file, shared=True)
     except BlockingIOError:
         return True
     except FileNotFoundError:

@@ -44,7 +44,7 @@ NORMS = {
 
 Shape = tuple[int, ...]
 
-KeepGoing = Callable[[], bool]
+ShouldContinue = Callable[[], bool]
 """Asked between the pieces of a long reading."""
 
 
@@ -206,7 +206,7 @@ def is_finished(folder: Path) -> bool:
     return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
 
 
-def finished_iteration(folder: Path) -> int | None:
+def read_finished_iteration(folder: Path) -> int | None:
     """The newest iteration that Megatron says it has saved."""
     try:
         return int(read_regular_file(folder / TRACKER_FILE))
@@ -214,7 +214,7 @@ def finished_iteration(folder: Path) -> int | None:
         return None
 
 
-def announced(folder: Path) -> int | None:
+def read_tracker_time_ns(folder: Path) -> int | None:
     """When Megatron last said that it has saved, in ns; it may save the same iteration again."""
     try:
         return (folder / TRACKER_FILE).stat().st_mtime_ns
@@ -222,7 +222,7 @@ def announced(folder: Path) -> int | None:
         return None
 
 
-def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
+def verify_readable(folder: Path, keep_going: ShouldContinue = lambda: True) -> None:
     """Read every piece of a checkpoint back and compare it with its checksum.
 
     Raises:
@@ -244,7 +244,7 @@ def verify_readable(folder: Path, keep_going: KeepGoing = lambda: True) -> None:
 
 
 def verify_pieces(
-    folder: Path, stored: StoredMetadata, keep_going: KeepGoing = lambda: True
+    folder: Path, stored: StoredMetadata, keep_going: ShouldContinue = lambda: True
 ) -> None:
     """Compare what each archive of a checkpoint of any format holds with its checksums.
 
@@ -255,7 +255,7 @@ def verify_pieces(
         _check_file(folder / name, pieces, keep_going)
 
 
-def weights_hash(folder: Path) -> str:
+def hash_weights(folder: Path) -> str:
     """A hash of a checkpoint's tensors: their names, places and the checksums of their values.
 
     The files differ each time that the same weights are written: arguments and paths are in them too.
@@ -313,7 +313,7 @@ def read_box(
     return box
 
 
-def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: KeepGoing) -> None:
+def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: ShouldContinue) -> None:
     try:
         with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.artifacts import run as records
-from parakit.artifacts.identity import Identity, identity_of
+from parakit.artifacts.identity import Identity, identify_run
 from parakit.artifacts.run import RunRecord, Status, decode_run
-from parakit.cluster import job_states
+from parakit.cluster import query_job_states
 from parakit.config.errors import LaunchError
 from parakit.config.run import Backend
 from parakit.experiments.definition import Cell, Experiment
@@ -204,7 +204,7 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
     """
     (runs,) = {launch.job.options.runs for launch in launches.values()}
     jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job_record(folder))]
-    if job_states(jobs) is None:
+    if query_job_states(jobs) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
             "what is on its way cannot be distinguished from what is missing; repeat the command once "
@@ -252,11 +252,11 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
     try:
         asked = decode_run(job.submitted)
         # `make resume` takes ITERS= and EXTRA=.
-        alike = len({identity_of(attempt).computed for attempt in _attempts_of(folder)}) == 1
+        alike = len({identify_run(attempt).training for attempt in _attempts_of(folder)}) == 1
     except (OSError, ValueError):
         return False
     same_image = job.image == choose_image(launch)
-    same_work = identity_of(asked).computed == identify_computation(launch)
+    same_work = identify_run(asked).training == identify_computation(launch)
     return alike and same_work and asked.entry == launch.entry and same_image
 
 
@@ -288,4 +288,4 @@ def _is_same(folder: Path, wanted: Identity) -> bool:
     except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
         return False
     ended_well = status.status is records.Status.OK
-    return ended_well and all(identity_of(each).stands_for(wanted) for each in attempts)
+    return ended_well and all(identify_run(each).stands_for(wanted) for each in attempts)

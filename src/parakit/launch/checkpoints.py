@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parakit.artifacts import run as records
-from parakit.artifacts.checkpoints import Checkpoint, find_checkpoints, flaw_of, prune, verify
+from parakit.artifacts.checkpoints import (
+    Checkpoint,
+    find_checkpoints,
+    find_flaw,
+    remove_old_checkpoints,
+    verify_and_record,
+)
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
 from parakit.artifacts.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
-    announced,
-    finished_iteration,
+    read_finished_iteration,
+    read_tracker_time_ns,
 )
 from parakit.config.errors import LaunchError
 from parakit.launch.background import BackgroundThread
@@ -41,7 +47,7 @@ class CheckpointKeeper(BackgroundThread):
         self._keep = keep
         self._follower = LogFollower(log, log.stat().st_size)
         self._newest: Iteration | None = None
-        self._seen = announced(folder)
+        self._seen = read_tracker_time_ns(folder)
         self._ended_well = False
         super().__init__()
         self.problems: list[str] = []
@@ -60,18 +66,20 @@ class CheckpointKeeper(BackgroundThread):
     def _look(self) -> None:
         self._newest = next(reversed(self._follower.new_iterations()), self._newest)
         stored = find_checkpoints(self._folder)
-        newest, said = finished_iteration(self._folder), announced(self._folder)
+        newest, said = read_finished_iteration(self._folder), read_tracker_time_ns(self._folder)
         if newest is not None and said != self._seen:
             self._seen = said
             for checkpoint in stored:
                 if checkpoint.iteration > newest or checkpoint.is_verified:
                     continue
                 try:
-                    verify(checkpoint, self._has_time)
+                    verify_and_record(checkpoint, self._has_time)
                 except (DamagedCheckpointError, OSError) as error:
                     self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
         try:
-            prune([checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep)
+            remove_old_checkpoints(
+                [checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep
+            )
         except OSError as error:
             self._note(f"An old checkpoint could not be removed: {error}.")
 
@@ -116,7 +124,7 @@ def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoi
         if newest_number is not None and checkpoint.iteration >= newest_number:
             why_not: str | None = "the run ended in NaN before it gave a loss"
         else:
-            why_not = flaw_of(checkpoint)
+            why_not = find_flaw(checkpoint)
         if why_not is None:
             return SelectedCheckpoint(checkpoint, tuple(skipped))
         skipped.append((checkpoint, why_not))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, Code, MegatronEntry
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, CodeHashes, MegatronEntry
 from parakit.cluster import IMAGE_PYTHON, LOOPBACK, Nodes, data_folders
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
@@ -116,7 +116,7 @@ class Launch:
         return self.job.options.saving
 
     @property
-    def code(self) -> Code:
+    def code(self) -> CodeHashes:
         """What trains it, as the files are now."""
         on_disk = self.spec.backend is Backend.MEGATRON and self.runtime.container is None
         return identify_code(self.entry if on_disk else None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from parakit.artifacts.io import lock, write_whole
+from parakit.artifacts.io import lock_file, write_atomically
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
@@ -153,8 +153,8 @@ def write_small_vocabulary_dataset(prefix: Path, small: Path) -> None:
     whole, last = open_dataset(prefix), SMALL_VOCABULARY - 1
     tokens = np.concatenate(list(whole.token_chunks()))
     folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
-    write_whole(bin_path(small), folded.tobytes())
-    write_whole(idx_path(small), whole.idx_path.read_bytes())
+    write_atomically(bin_path(small), folded.tobytes())
+    write_atomically(idx_path(small), whole.idx_path.read_bytes())
 
 
 def call_module(*arguments: str) -> int:
@@ -177,7 +177,7 @@ def _alone(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         while True:
             try:
-                lock(file)
+                lock_file(file)
                 break
             except BlockingIOError:
                 time.sleep(WAIT_SECONDS)

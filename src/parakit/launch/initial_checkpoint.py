@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.artifacts.checkpoints import find_checkpoints, flaw_of, rename_damaged
-from parakit.artifacts.io import made_whole
+from parakit.artifacts.checkpoints import find_checkpoints, find_flaw, rename_damaged
+from parakit.artifacts.io import atomic_directory
 from parakit.artifacts.run import LOG_FILE
-from parakit.artifacts.torch_dist import TRACKER_FILE, finished_iteration
+from parakit.artifacts.torch_dist import TRACKER_FILE, read_finished_iteration
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
@@ -35,7 +35,7 @@ from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
-from parakit.logs import diagnose
+from parakit.logs import diagnose_log
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
@@ -91,11 +91,11 @@ def ensure_initial_checkpoint(
 
 def _write(path: Path, launch: Launch, run: RunLaunch) -> None:
     try:
-        with made_whole(path) as partial:
+        with atomic_directory(path) as partial:
             log = partial / LOG_FILE
             exit_code = run(_writing_launch(launch, partial), log)
             if exit_code != 0:
-                reason = diagnose(log, exit_code, interrupted=False).reason
+                reason = diagnose_log(log, exit_code, interrupted=False).reason
                 kept = path.with_name(f"{path.name}.log")
                 with suppress(FileNotFoundError):
                     log.rename(kept)
@@ -119,9 +119,9 @@ def _flaw(folder: Path) -> str | None:
     One without a manifest, of before there was one, is read back against its own checksums.
     """
     stored = find_checkpoints(folder)
-    if not stored or stored[0].iteration != finished_iteration(folder):
+    if not stored or stored[0].iteration != read_finished_iteration(folder):
         return f"it holds no checkpoint, or {TRACKER_FILE} names another"
-    flaw = flaw_of(stored[0])
+    flaw = find_flaw(stored[0])
     return f"{stored[0].path.name}: {flaw}" if flaw else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, args_text, relative_to_root
 from parakit.config.run import RunSpec
@@ -92,7 +92,7 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
         files[ENTRY_FILE] = (entry, _started(entry, text, source.spec))
     folder.mkdir(parents=True, exist_ok=True)
     for name, (content, said) in files.items():
-        write_whole(folder / name, content)
+        write_atomically(folder / name, content)
         say(console, f"{relative_to_root(folder / name)}: {said}")
     for sentence in recipe.left_out:
         say(console, f"Without a counterpart: {sentence}", "yellow")
@@ -134,7 +134,7 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         raise LaunchError(
             f"There is a model {relative_to_root(written)} already, another one; give NAME=another-name."
         )
-    write_whole(written, text)
+    write_atomically(written, text)
     say(console, f"{relative_to_root(written)}; train it with")
     say(console, format_make_command(read.target, read.variables))
     for sentence in reading.left_out:

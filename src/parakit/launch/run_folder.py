@@ -16,18 +16,18 @@ import msgspec
 import psutil
 
 from parakit.artifacts import run as records
-from parakit.artifacts.checkpoints import quarantine, verified_weights
+from parakit.artifacts.checkpoints import read_verified_weights_hash, set_aside_newer_checkpoints
 from parakit.artifacts.identity import (
-    Computed,
+    CodeIdentity,
     Identity,
-    UsedCode,
-    computed,
-    given_arguments,
-    pairs,
-    timed_on,
+    TrainingIdentity,
+    identify_host,
+    identify_training,
+    parse_flag_values,
+    sorted_pairs,
 )
-from parakit.artifacts.io import lock, write_record
-from parakit.cluster import Nodes, image_id, image_tag, installed_versions, versions_of
+from parakit.artifacts.io import lock_file, write_record
+from parakit.cluster import Nodes, image_id, image_tag, installed_versions, read_image_versions
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind
@@ -80,7 +80,7 @@ def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
         for name in _OF_ONE_ATTEMPT:
             if (folder / name).exists():
                 (folder / name).rename(past / name)
-        quarantine(resume_point.folder, resume_point.iteration)
+        set_aside_newer_checkpoints(resume_point.folder, resume_point.iteration)
         now = build_run_record(launch, folder)
         resumptions = (*before.resumptions, *now.resumptions)
         record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
@@ -105,7 +105,7 @@ def hold_run_folder(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
     still = LaunchError(f"{run} is still running; stop it before it is resumed.")
     with (run / LOCK_FILE).open("ab") as file:
         try:
-            lock(file)
+            lock_file(file)
         except BlockingIOError:
             raise still from None
         if records.is_running(run / records.LOG_FILE):
@@ -157,7 +157,7 @@ def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
         command=launch.command(where),
         dataset=_dataset_of(launch),
         start_checkpoint=start.name if start else None,
-        start_weights=verified_weights(start) if start else None,
+        start_weights=read_verified_weights_hash(start) if start else None,
         environment=launch.environment,
         entry=launch.entry,
         host=find_host(launch),
@@ -176,10 +176,10 @@ def _dataset_of(launch: Launch) -> records.DatasetIdentity:
     return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256)
 
 
-def identify_computation(launch: Launch) -> Computed:
+def identify_computation(launch: Launch) -> TrainingIdentity:
     """What a launch trains, in its own folder or in any."""
-    arguments = given_arguments(launch.arguments())
-    return computed(
+    arguments = parse_flag_values(launch.arguments())
+    return identify_training(
         launch.spec, arguments, launch.iterations, launch.environment, _dataset_of(launch).sha256
     )
 
@@ -187,8 +187,8 @@ def identify_computation(launch: Launch) -> Computed:
 def identify_launch(launch: Launch, runs: Path) -> Identity:
     """The identity that a run of this launch would have on this machine."""
     installed, image = _find_software(launch, runs)
-    code = UsedCode(launch.entry, launch.code, pairs(installed), image)
-    return Identity(identify_computation(launch), code, timed_on(find_host(launch)))
+    code = CodeIdentity(launch.entry, launch.code, sorted_pairs(installed), image)
+    return Identity(identify_computation(launch), code, identify_host(find_host(launch)))
 
 
 def record_launcher(folder: Path) -> None:
@@ -288,7 +288,7 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
     if container is None:
         return installed_versions(), image_tag()
     digest = image_id(container.image) or "unknown"
-    software = versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    software = read_image_versions(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return software, f"{container.image}@{digest}"
 
 

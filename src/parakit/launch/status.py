@@ -17,13 +17,13 @@ from rich.live import Live
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, job_states
+from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, query_job_states
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
 from parakit.launch.progress import LogFollower
 from parakit.launch.supervise.interruption import Interrupted
-from parakit.logs import Iteration, diagnose, find_run_folders, printable, read_samples
+from parakit.logs import Iteration, diagnose_log, find_run_folders, make_printable, read_samples
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8
@@ -58,10 +58,10 @@ def _memory_of(seen: RunStatus) -> str | None:
 
 
 _NOTE = Column[RunStatus](
-    "note", lambda seen: printable(seen.note), right=False, wraps=True, rank=5
+    "note", lambda seen: make_printable(seen.note), right=False, wraps=True, rank=5
 )
 _COLUMNS = (
-    Column[RunStatus]("run", lambda seen: printable(seen.run), right=False),
+    Column[RunStatus]("run", lambda seen: make_printable(seen.run), right=False),
     Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
     Column[RunStatus](
         "iteration",
@@ -113,7 +113,7 @@ def print_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> Non
     if _NOTE not in table.columns:
         for seen in rows:
             if seen.note:
-                line = printable(f"{seen.run}: {seen.note}")
+                line = make_printable(f"{seen.run}: {seen.note}")
                 say(console, line)
 
 
@@ -121,7 +121,7 @@ def read_run_statuses(runs: Path) -> list[RunStatus]:
     """Every run as it stands; the caller's jobs that Slurm ended get the status that it reports."""
     folders = find_run_folders(runs)
     jobs = {folder: job for folder in folders if (job := read_job_record(folder)) is not None}
-    states = job_states([job.job_id for job in jobs.values()])
+    states = query_job_states([job.job_id for job in jobs.values()])
     return [_see(folder, jobs.get(folder), states) for folder in folders]
 
 
@@ -143,11 +143,11 @@ def _see(
     with suppress(OSError, msgspec.DecodeError):
         wanted = records.read_run(folder).exit_interval
     # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
-    in_hand = state is not None and (state.waits or state.runs)
+    in_hand = state is not None and (state.is_waiting or state.is_running)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
     note = f"job {job.job_id}" if job else ""
-    if state and state.waits:
+    if state and state.is_waiting:
         shown, note = "queued", f"{note}: {state.reason}"
     elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
         shown = "running"
@@ -199,7 +199,7 @@ def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) 
         # Of an array's element that was cancelled while it waited Slurm keeps nothing.
         reason = f"Job {job.job_id} left Slurm's queue before it began."
         return StatusRecord(Status.INTERRUPTED, None, reason)
-    status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
+    status = diagnose_log(folder / records.LOG_FILE, None, interrupted=False)
     reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
     return replace(status, reason=reason.strip())
 

@@ -15,7 +15,7 @@ from parakit.artifacts.capture import (
     BUFFER,
     START_BUFFER,
     START_WEIGHT,
-    UPDATE,
+    UPDATE_SUFFIX,
     CaptureStage,
     TensorRecord,
 )
@@ -30,7 +30,7 @@ _NORM_TERMS = 64
 """Terms of the sum that rounds as the gradient norm does. The norm sums many squares, whose rounding
 errors matter less than those of terms with signs."""
 _SECOND_MOMENT = "exp_avg_sq"
-_SLOT_WITH_RESPONSE = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
+_SLOT_WITH_RESPONSE = {START_WEIGHT: UPDATE_SUFFIX, START_BUFFER: BUFFER}
 """Slots whose response is not measured, with the slot whose response is taken instead."""
 
 
@@ -66,7 +66,7 @@ class Tolerances:
             response_of_slot = self._response_without_second_moment.get(measured_slot, 0.0)
             response = max(response, response_of_slot)
         tolerance = RESPONSES * max(response, self._sum_rounding(stage, record) / 4)
-        if slot.endswith(UPDATE) and tolerance >= 1:
+        if slot.endswith(UPDATE_SUFFIX) and tolerance >= 1:
             # The worst row's gradient may be all rounding. Its update then points anywhere, and can be
             # larger or smaller than the reference's.
             return max(tolerance, 1 + RESPONSES)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parakit.artifacts.capture import START_WEIGHT, CaptureStage, Site
+from parakit.artifacts.capture import START_WEIGHT, CaptureStage, TensorKey
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config import variables
 from parakit.config.errors import LaunchError
@@ -339,8 +339,9 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
         asked.append(part)
         injected = part.startswith("strategy")
         sites = {
-            Site(CaptureStage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration >= began,
-            Site(CaptureStage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
+            TensorKey(CaptureStage.LOCAL_GRADIENTS, captures.WEIGHT, "gradient"): iteration
+            >= began,
+            TensorKey(CaptureStage.WEIGHTS, captures.WEIGHT, START_WEIGHT): iteration > began,
         }
         tensors: captures.Tensors = [
             (site, ones * (1 + (injected and wrong)), at) for site, wrong in sites.items()

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from parakit.artifacts.io import write_record, write_whole
+from parakit.artifacts.io import write_atomically, write_record
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.verify import Judgement
 
@@ -202,7 +202,7 @@ def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
     whole = (one for one in records if not one.more)
     kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
     lines = (msgspec.json.encode(_encode_record(kept[key])) + b"\n" for key in sorted(kept))
-    write_whole(path, b"".join(lines))
+    write_atomically(path, b"".join(lines))
 
 
 def read_stored(path: Path) -> list[CellRecord]:

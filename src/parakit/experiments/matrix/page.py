@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.experiments.matrix.curves import ITERATIONS
 from parakit.experiments.matrix.definition import Matrix
 from parakit.experiments.matrix.outcome import (
@@ -182,7 +182,7 @@ def _write(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path
     template = environment(_TEMPLATES).overlay(autoescape=name == HTML)
     text = template.get_template(f"{name}.j2").render(**given, judged=judged)
     path = folder / name
-    write_whole(path, text)
+    write_atomically(path, text)
     return path
 
 

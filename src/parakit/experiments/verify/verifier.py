@@ -25,7 +25,7 @@ from parakit.launch import (
     ensure_initial_checkpoint,
     find_entry,
 )
-from parakit.logs import diagnose, scrape_log
+from parakit.logs import diagnose_log, scrape_log
 from parakit.verify import Judgement
 
 START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK_ENVIRONMENT}
@@ -47,7 +47,7 @@ class ForkedRanks:
     def run(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> str:
         """Train as `exit_code`; returns how it failed, empty if it did not."""
         if code := self.exit_code(launch, log, also):
-            return f"ended with {code}: {diagnose(log, code, False).reason} The log is {log}"
+            return f"ended with {code}: {diagnose_log(log, code, False).reason} The log is {log}"
         return ""
 
     def exit_code(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> int:

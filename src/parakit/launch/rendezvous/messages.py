@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
-from parakit.artifacts.io import sha256_of
+from parakit.artifacts.io import compute_sha256
 from parakit.artifacts.run import StatusRecord
 from parakit.config.errors import LaunchError
 
@@ -170,7 +170,7 @@ def find_interface(address: str) -> str | None:
 def hash_if_present(file: Path) -> str:
     """sha256 of a file, or nothing while it is not there."""
     try:
-        return sha256_of(file)
+        return compute_sha256(file)
     except OSError:
         return ""
 

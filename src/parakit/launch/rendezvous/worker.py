@@ -23,7 +23,7 @@ from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from parakit.launch.supervise import exit_status
 from parakit.launch.supervise.interruption import raise_if_stop_requested
-from parakit.logs import diagnose
+from parakit.logs import diagnose_log
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -96,8 +96,8 @@ class Worker(BackgroundThread, NodeGroup):
         here = replace(self._nodes, port=state.torchrun_port, interface=interface)
         return folder, replace(here, local_address=self._address if interface else None)
 
-    def failure(self) -> str | None:
-        """As `NodeGroup.failure`."""
+    def find_failure(self) -> str | None:
+        """As `NodeGroup.find_failure`."""
         if self._failed is None:
             if self._state is not None and self._state.exit_code:
                 self._failed = "Node 0 has ended the run."
@@ -105,14 +105,14 @@ class Worker(BackgroundThread, NodeGroup):
                 self._failed = "Node 0 was lost."
         return self._failed
 
-    def hangs(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
-        """As `NodeGroup.hangs`: whether node 0 reports it."""
+    def is_hanging(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
+        """As `NodeGroup.is_hanging`: whether node 0 reports it."""
         return self._state is not None and self._state.hangs
 
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `NodeGroup.stopped`: reports to node 0."""
-        self._record = replace(self._record, stopped_ranks=tuple(own))
-        return own
+    def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
+        """As `NodeGroup.wait_for_stacks`: reports to node 0."""
+        self._record = replace(self._record, stopped_ranks=tuple(stopped_ranks))
+        return stopped_ranks
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:
         """As `NodeGroup.finish`; everything of this node is on the disk."""
@@ -176,7 +176,7 @@ class Worker(BackgroundThread, NodeGroup):
             return StatusRecord(Status.INTERRUPTED, None, "its launcher was asked to stop.")
         if exit_code == 0 or self._folder is None:
             return None
-        logged = diagnose(self._folder / LOG_FILE, exit_code, interrupted=False)
+        logged = diagnose_log(self._folder / LOG_FILE, exit_code, interrupted=False)
         known = exit_status.classify_exit(self._folder, exit_code, False, self._kills_before)
         return known if known != logged else None
 

@@ -8,7 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from parakit.accounting import collect_ledgers
+from parakit.accounting import collect_rank_records
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_record
@@ -23,7 +23,7 @@ from parakit.launch.supervise.hang import (
     remove_empty_stacks,
 )
 from parakit.launch.supervise.ranks import RankProcesses
-from parakit.logs import NCCL_TIMEOUT, after_last, diagnose, first_error, scrape_log
+from parakit.logs import NCCL_TIMEOUT, describe_log_end, diagnose_log, find_first_error, scrape_log
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
@@ -92,7 +92,7 @@ def classify_exit(
         kills_before: What `memory_kills` said before it started.
         lacked: What `DiskWatch` saw of the folder's disk while it ran.
     """
-    status = diagnose(folder / records.LOG_FILE, exit_code, interrupted)
+    status = diagnose_log(folder / records.LOG_FILE, exit_code, interrupted)
     if exit_code is not None and exit_code < 0 and not interrupted:
         # The supervisor gives torchrun's signals as 128 + n. Its own end stops torchrun by SIGTERM.
         by = signal.Signals(-exit_code).name
@@ -104,7 +104,7 @@ def classify_exit(
         return status
     found, kind, lacks = None, "", find_exhausted_resource(folder)
     if NCCL_TIMEOUT in status.reason:
-        found, kind = find_awaited_ranks(folder), records.HUNG
+        found, kind = find_awaited_ranks(folder), records.HANG_REASON_PREFIX
     elif exit_code:
         found = find_mismatched_call(folder / records.STACKS_FOLDER, status.rank)
         found = None if lacks else found  # On a full disk ranks leave no calls, or not all of them.
@@ -112,7 +112,7 @@ def classify_exit(
         rank = found.culprits[0] if found.culprits else None
         return replace(status, reason=f"{kind}{found.sentence} {status.reason}", rank=rank)
     # What was full for a moment is blamed only for a log that could not say what happened.
-    if not lacks and lacked and first_error(scrape_log(folder / records.LOG_FILE)) is None:
+    if not lacks and lacked and find_first_error(scrape_log(folder / records.LOG_FILE)) is None:
         lacks = lacked
     if lacks:
         reason = f"No {lacks} was left on the disk of {folder.name}; {_begin(status.reason)}"
@@ -193,7 +193,7 @@ def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) 
     if status.status in (Status.OK, Status.INTERRUPTED):
         shutil.rmtree(folder / records.STACKS_FOLDER, ignore_errors=True)
     remove_empty_stacks(folder / records.STACKS_FOLDER)
-    collect_ledgers(folder)
+    collect_rank_records(folder)
     return status
 
 
@@ -214,7 +214,7 @@ def format_outcome(folder: Path, status: StatusRecord) -> str:
 
 def _after(folder: Path) -> str:
     log = scrape_log(folder / records.LOG_FILE)
-    return after_last(log) if log.iterations else ""  # They may be in another node's.
+    return describe_log_end(log) if log.iterations else ""  # They may be in another node's.
 
 
 def _begin(reason: str) -> str:
