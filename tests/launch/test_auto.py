@@ -27,12 +27,12 @@ from parakit.launch.microbenchmark import Figures
 from parakit.launch.options import Options
 from parakit.launch.runtime import Runtime
 from parakit.planner.calibration import calibration_path, load_calibration
-from parakit.planner.readings.local_readings import add_rows, row_of
-from parakit.planner.readings.table import ReadingsError
+from parakit.planner.readings.local_readings import add_rows, build_measurement_row
+from parakit.planner.readings.table import MeasurementsError
 from parakit.planner.search import search_configurations
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 CPU, GLOO = device_by_key("cpu"), link_by_key("gloo")
 TINY = parse_target("train-baseline-gpt2-tiny-2cpu")
@@ -100,7 +100,7 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
     )
     assert calibration.layer_launch_seconds == GPU_LAYER * 1e-3
     assert calibration.memory == pytest.approx(2.9 / 3.35)
-    rate = rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
+    rate = compute_device_rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
     size = work.matmul_size
     product = product_seconds(size, size, size, 2, rate)
     assert 2 * size**3 / product == pytest.approx(700e12)
@@ -238,13 +238,13 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     assert plan_here(job, QUIET, own).ranked == plain.ranked
     argv = (*load_model("gpt2-tiny").flags, *flags_of_spec(measured.spec))
     trained = spec_of_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
-    add_rows(own, [row_of(trained, argv, CPU, "run", 3 * measured.seconds.total)])
+    add_rows(own, [build_measurement_row(trained, argv, CPU, "run", 3 * measured.seconds.total)])
     corrected = plan_here(job, QUIET, own)
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")
     monkeypatch.setattr("parakit.launch.auto.OWN_READINGS", own)
-    with pytest.raises(ReadingsError, match="row 1 lacks "):
+    with pytest.raises(MeasurementsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
 
 

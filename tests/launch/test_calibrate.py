@@ -9,7 +9,7 @@ from parakit.config.hardware import calibration_file, device_by_key
 from parakit.config.run import DeviceKind
 from parakit.launch import calibrate
 from parakit.launch.calibrate import WORKLOADS, calibrate_here
-from parakit.planner.calibration import calibration_of
+from parakit.planner.calibration import load_device_calibration
 from tests.given import given
 
 CPU = device_by_key("cpu")
@@ -48,7 +48,7 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)
     assert calibrate_here("1cpu", tmp_path, Console(width=100)) == 0
     said = capsys.readouterr().out
-    kept = calibration_of(tmp_path, CPU)
+    kept = load_device_calibration(tmp_path, CPU)
     assert kept.matmul is not None
     assert [line.split()[:3] for line in said.splitlines() if "matmul" in line] == [
         ["matmul", "0.50", f"{kept.matmul:.2f}"]

@@ -35,12 +35,12 @@ from parakit.planner import (
     Execution,
     Plan,
     Request,
-    calibration_of,
-    execution_of_flags,
-    expert_tensor_of,
-    own_runs,
+    estimate_uncertainty,
+    load_device_calibration,
+    load_own_runs,
+    parse_execution,
+    parse_expert_tensor,
     search_configurations,
-    uncertainty,
 )
 
 
@@ -71,11 +71,11 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
 
     Raises:
         LaunchError: The devices are not here, or are none the planner knows.
-        ReadingsError: `own` is no table.
+        MeasurementsError: `own` is no table.
     """
     device = _device(job)
     request = request_here(job, device, _calibration(job, device, console))
-    return search_configurations(replace(request, own=own_runs(own, request.cluster)))
+    return search_configurations(replace(request, own_runs=load_own_runs(own, request.cluster)))
 
 
 def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
@@ -86,7 +86,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     on_cpu = job.device is DeviceKind.CPU
     usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
-    expert_tensor = expert_tensor_of(Flags((*model.flags, *options.extra)), model)
+    expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
     template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
@@ -97,7 +97,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
         runtime = choose_runtime(options, job.device)
         template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
         words = runtime_flags(job.device, Parallelism(), runtime, options, model)
-        execution = execution_of_flags(Flags((*words, *options.extra)))
+        execution = parse_execution(Flags((*words, *options.extra)))
         # As `make plan`: the launcher groups experts where they can be.
         execution = replace(execution, grouped_experts=True)
     link = link_by_key(device.link)
@@ -116,7 +116,7 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"Predicted: {ranking}.", highlight=False)
     if plan.winner is not None:
         request = plan.request
-        known = uncertainty(plan.winner.spec, request.cluster, request.own)
+        known = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
         console.print(str(known), highlight=False)
     source = plan.request.cluster.calibration.source
     console.print(f"Constants: {source}.", highlight=False)
@@ -147,7 +147,7 @@ def _calibration(job: Job, device: Device, console: Console) -> Calibration:
     runs take what there is."""
     options, before = job.options, ""
     if options.dry_run or not options.calibrate:
-        kept = calibration_of(options.runs, device)
+        kept = load_device_calibration(options.runs, device)
         if options.dry_run or kept.made_with == conditions(job.device, job.devices):
             return kept
         before = f", before with {kept.made_with}" if kept.made_with else ""

@@ -32,14 +32,14 @@ from parakit.launch.flags import CPU_RANK
 from parakit.launch.job import parse_devices
 from parakit.launch.microbenchmark import Figures, Workload, attention_flops
 from parakit.planner import (
-    NAMES,
+    CONSTANT_NAMES,
     Calibration,
     Cluster,
     calibration_path,
-    constants_of,
+    compute_device_rates,
     layer_seconds,
+    load_constants,
     product_seconds,
-    rates,
 )
 
 TIMEOUT_SECONDS = 600.0
@@ -215,7 +215,7 @@ def _rates_of_formulas(
     """
     work = WORKLOADS[DeviceKind.GPU]
     asymptotic = replace(measured, matmul=1.0, attention=1.0)
-    rate = rates(Cluster(device, 1, 1, link, link, asymptotic), "bf16")
+    rate = compute_device_rates(Cluster(device, 1, 1, link, link, asymptotic), "bf16")
     found: dict[str, float] = {}
     if (size := work.matmul_size) and figures.matmul_flops:
         whole, faster = (
@@ -237,8 +237,8 @@ def _rates_of_formulas(
 def _compared(measured: Calibration, device: Device) -> Table[str]:
     """A row for each constant that was measured, beside what is shipped: shares of the datasheet's
     rates, and times."""
-    shipped = asdict(constants_of(device.generation)) | {"link_latency_seconds": None}
-    found = {name: getattr(measured, name) for name in (*NAMES, "link_latency_seconds")}
+    shipped = asdict(load_constants(device.generation)) | {"link_latency_seconds": None}
+    found = {name: getattr(measured, name) for name in (*CONSTANT_NAMES, "link_latency_seconds")}
 
     def text(name: str, value: float | None) -> str:
         if value is None:

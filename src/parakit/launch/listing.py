@@ -37,7 +37,7 @@ from parakit.costs import (
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
 from parakit.launch.devices import Gpu, visible_gpus
-from parakit.planner import Fit, fit_within
+from parakit.planner import Fit, judge_fit
 
 MEANING = {
     "baseline": "one device",
@@ -137,7 +137,7 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     memory = fullest_rank(spec)[1]
     if on_cpu:
         return memory.total * devices <= available_bytes
-    return fit_within(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
+    return judge_fit(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
 
 
 def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table[Model]:

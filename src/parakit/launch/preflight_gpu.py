@@ -26,7 +26,7 @@ from parakit.costs import PredictedMemory, divisors, fullest_rank
 from parakit.formatting.units import gib
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
-from parakit.planner import Fit, close_reason, fit_within
+from parakit.planner import Fit, explain_close_fit, judge_fit
 
 OLDEST_TORCH = (2, 9)
 FIRST_NCCL_TO_SHARE = (2, 30)
@@ -100,7 +100,7 @@ def gpu_memory_warning(launch: Launch) -> str:
     return (
         f"Memory is close: {spec.name} is predicted to hold {gib(memory.total)} GiB, "
         f"{memory.total / room:.0%} of what a rank has of GPU {gpu.index} ({gpu.name}); "
-        f"{close_reason(spec, memory, room)}."
+        f"{explain_close_fit(spec, memory, room)}."
     )
 
 
@@ -112,7 +112,7 @@ def _smallest_gpu(launch: Launch) -> tuple[Gpu, int]:
 
 def _fit_here(launch: Launch, batch: Batch, room: int) -> Fit:
     """Return the planner's verdict on a launch whose ranks have `room` bytes each."""
-    return fit_within(launch.spec, _peak_memory(launch, batch), room)
+    return judge_fit(launch.spec, _peak_memory(launch, batch), room)
 
 
 def runtime_problems(launch: Launch) -> Iterator[str]:

@@ -15,7 +15,7 @@ from parakit.config.published import load_published
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
 from parakit.logs import find_device_in_arguments, find_device_name, find_run_folders, load_runs
-from parakit.planner import ReadingsError, RequestError, add_rows
+from parakit.planner import MeasurementsError, RequestError, add_rows
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
     BaselineError,
@@ -113,7 +113,7 @@ def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
                 f"{relative_to_root(path)} has {rows}, {new} of them new: "
                 "'make plan' and the next report correct predictions for the same devices by them."
             )
-        except ReadingsError as error:
+        except MeasurementsError as error:
             yield str(error)
         except OSError as error:
             yield f"{path} cannot be written: {error.strerror}."
@@ -137,7 +137,7 @@ def _report(name: str, options: BuildOptions) -> Report:
     report = build_report(name, runs, load_published(), problems, all_conditions)
     try:
         predicted = planned(report.entries, options.runs_root, options.readings)
-    except (ReadingsError, RequestError) as error:
+    except (MeasurementsError, RequestError) as error:
         predicted = ()
         report = replace(report, problems=(*report.problems, str(error)))
     return replace(report, planned=predicted)

@@ -14,12 +14,12 @@ from parakit.config.hardware import Device, device_by_key, find_device
 from parakit.config.run import Backend, flags_of_printed
 from parakit.logs import Run
 from parakit.planner import (
+    MeasurementRow,
     RecordedRun,
     RefusedError,
-    Row,
     Uncertainty,
+    build_measurement_row,
     predict_recorded_run,
-    row_of,
 )
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
 from parakit.reporting.analyse.configurations import pooled
@@ -77,7 +77,7 @@ def planned(
 class OwnMeasurements:
     """Runs that the kit trained, as rows of the file of one's own measurements."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MeasurementRow, ...]
     left_out: Mapping[str, Sequence[str]]
     """Names of runs that are in no row although the planner can predict such runs, by the reason."""
 
@@ -88,7 +88,7 @@ def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
     Runs that did not end well, that other programs slowed down or whose times scatter widely are left
     out. A configuration that the planner has no form for is skipped without a reason.
     """
-    rows: list[Row] = []
+    rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)
     impossible = _find_impossible_rows(entries)
     for entry in entries:
@@ -111,7 +111,9 @@ def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
         run, seconds = good[-1], time.median / _MILLISECONDS
         if run.spec is not None and run.record is not None:
             with suppress(RefusedError):
-                rows.append(row_of(run.spec, run.record.argv, device, run.name, seconds))
+                rows.append(
+                    build_measurement_row(run.spec, run.record.argv, device, run.name, seconds)
+                )
     return OwnMeasurements(tuple(rows), left_out)
 
 

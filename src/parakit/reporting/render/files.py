@@ -126,7 +126,7 @@ def _json_text(report: Report, headline: str, explanation: Explanation) -> str:
         "rows": [_entry_json(entry) for entry in report.entries],
         "predicted": [
             {"label": each.entry.label, "seconds": each.known.seconds, "error": each.error}
-            | each.known.as_data()
+            | each.known.to_dict()
             for each in report.planned
         ],
         "arguments": report.arguments,
