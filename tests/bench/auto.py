@@ -19,9 +19,9 @@ from parakit.launch.auto import options_for_candidate, plan_here
 from parakit.launch.job import Job
 from parakit.launch.options import Options
 from parakit.planner.search import Candidate, Plan
-from parakit.reporting.analyse.entry import rows_of
+from parakit.reporting.analyse.entry import build_entries_from_folders
 from parakit.reporting.analyse.statistics import Estimate
-from parakit.reporting.render.tables import time_text
+from parakit.reporting.render.tables import format_time
 
 BEST = 4
 """Of the planner's ranking, that are trained; and the best of each dimension alone."""
@@ -90,7 +90,7 @@ def bench_auto(models: str | None, devices: str | None, options: Options, consol
 def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
     """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
     groups: dict[tuple[str, int], list[AutoRow]] = {}
-    found = rows_of([result.folders for result in study.results])
+    found = build_entries_from_folders([result.folders for result in study.results])
     for result, entry in zip(study.results, found, strict=True):
         job, candidate = result.cell.job, candidates[result.cell]
         name = f"{job.strategy}, {candidate.spec.batch.micro_batch_size}"
@@ -156,6 +156,6 @@ _ROWS: tuple[Column[AutoRow], ...] = (
     Column("ranks", lambda row: row.ranks),
     Column("layout, micro batch", lambda row: row.name),
     Column("predicted, ms", lambda row: row.predicted_ms, "{:.0f}".format),
-    Column("measured, ms [95%]", lambda row: row.measured, partial(time_text, shape=".0f")),
+    Column("measured, ms [95%]", lambda row: row.measured, partial(format_time, shape=".0f")),
     Column("error", lambda row: row.error, partial(signed_percent, decimals=0)),
 )

@@ -9,7 +9,7 @@ from parakit.launch.calibrate import calibration_from_figures
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
 from parakit.planner.search import search_configurations
-from parakit.reporting.analyse.statistics import estimate
+from parakit.reporting.analyse.statistics import estimate_time
 from tests.bench.auto import (
     AutoRow,
     best_of,
@@ -24,7 +24,7 @@ QUIET = Console(quiet=True)
 
 
 def row(strategy: str, predicted: float, measured: float | None) -> AutoRow:
-    found = None if measured is None else estimate([[measured] * 8])
+    found = None if measured is None else estimate_time([[measured] * 8])
     return AutoRow("gpt2-tiny", 2, f"{strategy}, 2", predicted, found)
 
 

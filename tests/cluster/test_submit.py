@@ -17,7 +17,7 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
 from parakit.cli.dispatch import run_target
 from parakit.cluster.sbatch import ArrayTask, BatchJob
-from parakit.cluster.slurm import JobState, Slurm, job_states
+from parakit.cluster.slurm import JobState, Slurm, query_job_states
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
@@ -211,7 +211,7 @@ def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     folder = job_folder(tmp_path, "12")
     before = read_status(folder)
     program(programs, "squeue", answer)
-    assert job_states(["12"]) is None
+    assert query_job_states(["12"]) is None
     (seen,) = follow(tmp_path)
     assert (seen.state, seen.note) == ("incomplete", "job 12: Slurm does not answer.")
     assert read_status(folder) == before
@@ -288,7 +288,7 @@ def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: 
 def test_what_the_queue_forgot_is_asked_of_accounting(programs: Path) -> None:
     program(programs, "squeue", "echo '12_1|RUNNING|None'")
     program(programs, "sacct", "echo '11|CANCELLED by 1000|None'")
-    assert job_states(["11", "12_1", "13"]) == {
+    assert query_job_states(["11", "12_1", "13"]) == {
         "11": JobState("CANCELLED", "None"),
         "12_1": JobState("RUNNING", "None"),
     }

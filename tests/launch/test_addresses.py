@@ -38,7 +38,7 @@ CHECKS = """
 from parakit.cluster.checks import host
 
 for result in (host.check_loopback(), host.check_host_name()):
-    print(result.status, result.found, result.fix, sep="|")
+    print(result.status, result.finding, result.fix, sep="|")
 """
 
 
@@ -91,7 +91,7 @@ def test_a_name_that_is_another_machines_is_no_pass(monkeypatch: pytest.MonkeyPa
     elsewhere = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: elsewhere)
     result = host.check_host_name()
-    assert (result.status, result.found) == (WARN, "its address is not one of this machine's")
+    assert (result.status, result.finding) == (WARN, "its address is not one of this machine's")
     assert "192.0.2.1" in result.fix
 
 

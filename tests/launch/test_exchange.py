@@ -59,7 +59,7 @@ def test_a_rate_far_below_the_links_is_warned_about(
     rate: float, full: float | None, status: str, found: str
 ) -> None:
     (row,) = check_rates(RATE | {"bytes_per_second": rate, "link_bytes_per_second": full})
-    assert (row.status, row.found) == (status, found)
+    assert (row.status, row.finding) == (status, found)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_clocks_and_throttling_are_named_with_the_fix(
 ) -> None:
     told = RATE | {"bytes_per_second": 1e9, "link_bytes_per_second": None}
     row = check_rates(told | {"clocks": [{"gpu": 3, **clock}]})[1]
-    assert (row.status, row.what) == (status, "Clock of GPU 3")
+    assert (row.status, row.subject) == (status, "Clock of GPU 3")
     assert fix in row.fix
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cluster.container.docker import bind
-from parakit.cluster.container.image import build
+from parakit.cluster.container.docker import bind_mount
+from parakit.cluster.container.image import build_image
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import RuntimeName
@@ -89,7 +89,7 @@ def test_folders_that_the_arguments_name_are_seen_in_the_container(
     words = ("tools.preprocess", "--input", f"{linked}/*.jsonl", "--output-prefix", "owt-ds/x")
     command = docker_command(words, DOCKER)
     mounts = [command[place + 1] for place, word in enumerate(command) if word == "--mount"]
-    assert mounts == [bind(ROOT), bind(linked), bind(real)]
+    assert mounts == [bind_mount(ROOT), bind_mount(linked), bind_mount(real)]
 
 
 def test_a_word_that_is_no_path_does_not_mount_the_whole_machine() -> None:
@@ -114,7 +114,7 @@ def test_a_dry_run_refuses_what_the_run_would(
     assert "--input" in capsys.readouterr().out, "the command comes first"
     docker.answer("info", code=1)
     with pytest.raises(LaunchError, match="docker"):
-        build(None, dry_run=True)
+        build_image(None, dry_run=True)
     assert capsys.readouterr().out.startswith("docker build")
 
 

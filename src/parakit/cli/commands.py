@@ -85,13 +85,13 @@ _PREDICTION = (v.GPU, v.DTYPE, v.JSON)
 BENCH_NAME = _meaning(v.NAME, "the bench (those that take minutes)", option="NAME")
 BENCH = Command(
     "bench",
-    "parakit.cli.bench:all_benches",
+    "parakit.cli.bench:run_default_benches",
     "scrape, plan, preprocess and ledger, or one of the list below: NAME=soak",
     (BENCH_NAME,),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
 _EXPERIMENT = "parakit.experiments.commands:run_named"
-_HERE = "parakit.cli.clone"
+_CLONE = "parakit.cli.clone"
 
 # fmt: off
 SECTIONS = {
@@ -133,7 +133,7 @@ SECTIONS = {
             "the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
         Command("train-*", "parakit.launch.train:start_target",
             "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
-        Command("trace-*", f"{_HERE}:trace",
+        Command("trace-*", f"{_CLONE}:train_and_trace",
             "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
         Command("verify-matrix", "parakit.experiments.matrix.commands:matrix",
             "features × strategies, each pair verified; resumable: FEATURES= CHANGED= MINUTES=",
@@ -162,7 +162,7 @@ SECTIONS = {
              "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
              *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
-        Command("image", "parakit.cluster.container.image:build", "build the container for RUNTIME=docker",
+        Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
             (v.IMAGE, v.DRY_RUN), on_host=True),
         Command("reproduce", _EXPERIMENT, "the six published runs on two GPUs, and a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
@@ -213,7 +213,7 @@ SECTIONS = {
     "Planning, without devices": (
         Command("plan", "parakit.planner.command:plan",
             "strategies, ranked, with reasons: MODEL= GPUS= GPU= …",
-            PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements",
+            PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_CLONE}:add_own_measurements",
             packages=(), is_usual=True),
         Command("dryrun", "parakit.planner.dryrun.command:dryrun",
             "Megatron's own iteration without devices: MODEL= STRATEGY= …",
@@ -241,12 +241,12 @@ SECTIONS = {
             'all runs, or anybody\'s logs: LOGS="a.log b.log"',
             (_RUNS, v.READINGS, v.LOGS._replace(option="RUN_OR_LOG"), v.NAME, v.BASELINE, v.DEVICE,
              v.STRICT, v.SCRAPE, _meaning(v.JSON, "1 prints what is scraped as JSON")),
-            in_clone=f"{_HERE}:own_runs", packages=(), is_usual=True),
+            in_clone=f"{_CLONE}:add_own_runs", packages=(), is_usual=True),
         Command("explain", "parakit.reporting.command:explain",
             "why runs differ, in sentences from their ledgers: RUN=",
             (_meaning(v.RUN, "run folders to explain (all)", kind="words", default=(), option="RUN"),
              _RUNS),
-            in_clone=f"{_HERE}:single_runs", packages=(), is_usual=True),
+            in_clone=f"{_CLONE}:move_run_folders", packages=(), is_usual=True),
         Command("why-hang", "parakit.hang.command:why_hang",
             "which rank hangs, and where: DUMPS=dumps, stacks, logs",
             (v.DUMPS, _meaning(v.PAGE, "the page to write", kind=v.TEXT), v.JSON),

@@ -26,7 +26,7 @@ from parakit.launch import (
     compose_job,
     make_sample,
 )
-from parakit.reporting import Entry, rows_of
+from parakit.reporting import Entry, build_entries_from_folders
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Study:
     @cached_property
     def rows(self) -> list[Entry]:
         """The report's, of each cell that has a run, in order."""
-        return list(filter(None, rows_of([result.folders for result in self.results])))
+        return list(
+            filter(None, build_entries_from_folders([result.folders for result in self.results]))
+        )
 
     @property
     def all_well(self) -> bool:

@@ -16,7 +16,7 @@ from rich.console import Console
 from parakit.artifacts import run as records
 from parakit.artifacts.identity import Identity, identify_run
 from parakit.artifacts.run import RunRecord, Status, decode_run
-from parakit.cluster import job_states
+from parakit.cluster import query_job_states
 from parakit.config.errors import LaunchError
 from parakit.config.run import Backend
 from parakit.experiments.definition import Cell, Experiment
@@ -204,7 +204,7 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
     """
     (runs,) = {launch.job.options.runs for launch in launches.values()}
     jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job(folder))]
-    if job_states(jobs) is None:
+    if query_job_states(jobs) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
             "what is on its way cannot be distinguished from what is missing; repeat the command once "

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from parakit.cluster import Nodes, nodes_of
+from parakit.cluster import Nodes, parse_nodes
 from parakit.config import settings
 from parakit.config.hardware import find_device, link_by_key
 from parakit.config.run import DeviceKind
@@ -165,7 +165,7 @@ def _interface(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure(nodes_of(Namespace(**values(settings.OF_NODES, os.environ))))
+        measured = measure(parse_nodes(Namespace(**values(settings.OF_NODES, os.environ))))
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)

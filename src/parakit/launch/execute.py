@@ -143,11 +143,11 @@ def _follow(
         if exit_code is not None:
             return exit_code
         raise_if_asked()
-        if group.failure():
+        if group.find_failure():
             return ENDED_EARLY
-        if group.hangs(watch.is_hanging(log)):
+        if group.is_hanging(watch.is_hanging(log)):
             stacks = folder / records.STACKS_FOLDER
-            stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
+            stopped = group.wait_for_stacks(collect_stacks(ranks.by_rank(), stacks))
             raise watch.error(stopped, stacks)
         if limit is not None and time.monotonic() - began > limit:
             reason = f"It was not done in {limit:.0f} s and was ended."

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
-from parakit.cluster import Nodes, Slurm, nodes_of, slurm_of, wandb_login
+from parakit.cluster import Nodes, Slurm, parse_nodes, parse_slurm_options, read_wandb_key
 from parakit.config import settings
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
@@ -132,8 +132,8 @@ def options_of(given: Namespace) -> Options:
     plain = {field: found for field, each in _PLAIN.items() if (found := value(each)) is not None}
     return Options(
         **plain,
-        nodes=nodes_of(given),
-        slurm=slurm_of(given),
+        nodes=parse_nodes(given),
+        slurm=parse_slurm_options(given),
         wandb=wandb_of(given) if value(settings.WANDB) else None,
         saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
         link_bits_per_second=_parsed(given, settings.NET, parse_rate),
@@ -249,5 +249,5 @@ def wandb_of(given: Namespace) -> Wandb:
         getattr(given, setting.name.lower(), None) or from_environment[setting.name.lower()]
         for setting in OF_WANDB
     )
-    known = os.environ.get("WANDB_API_KEY") or wandb_login(os.environ)
+    known = os.environ.get("WANDB_API_KEY") or read_wandb_key(os.environ)
     return Wandb(project or WANDB_PROJECT, entity, mode or ("online" if known else "offline"))

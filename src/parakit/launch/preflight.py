@@ -11,8 +11,14 @@ from pathlib import Path
 import psutil
 
 from megatron_patches.context import unknown_version_problems
-from parakit.checkpoint import other_model_problem
-from parakit.cluster import RUN_FILES, check_loopback, check_room, refusals, unresolvable
+from parakit.checkpoint import describe_model_mismatch
+from parakit.cluster import (
+    RUN_FILES,
+    check_loopback,
+    check_room,
+    explain_unresolvable,
+    refusal_sentences,
+)
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -61,9 +67,9 @@ def _address_problems(launch: Launch) -> Iterator[str]:
     nodes = launch.nodes
     # A container has a loopback interface of its own, and NET= makes namespaces with one.
     if launch.runtime.container is None and not launch.spec.link_bits_per_second:
-        yield from refusals([check_loopback()])
+        yield from refusal_sentences([check_loopback()])
     # Other nodes wait for the name: a cluster may give it an address only once node 0 is there.
-    if nodes is not None and nodes.rank == 0 and (reason := unresolvable(nodes.address)):
+    if nodes is not None and nodes.rank == 0 and (reason := explain_unresolvable(nodes.address)):
         yield (
             f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
             "itself, or enter the name in DNS or /etc/hosts."
@@ -252,7 +258,7 @@ def _checkpoint_problems(launch: Launch) -> Iterator[str]:
     named = Flags(launch.flags).text("--load")
     folders = {launch.start_checkpoint, ROOT / named if named else None}
     for folder in sorted(folder for folder in folders if folder is not None):
-        problem = other_model_problem(folder, launch.model.shape, launch.model.name)
+        problem = describe_model_mismatch(folder, launch.model.shape, launch.model.name)
         if problem:
             yield problem
 
@@ -279,7 +285,7 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     a_parameter = (4 if to_write else 0) + checkpoints * saved
     needed = LOG_BYTES + a_parameter * parameters_total(launch.model.shape)
     room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
-    yield from refusals([room])
+    yield from refusal_sentences([room])
 
 
 Check = Callable[[Launch], Iterable[str]]

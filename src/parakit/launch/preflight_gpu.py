@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.artifacts.run import MegatronEntry
-from parakit.cluster import check_busy, check_container, refusals
+from parakit.cluster import check_busy, check_container, refusal_sentences
 from parakit.config import variables
 from parakit.config.flag_table import release
 from parakit.config.hardware import find_device
@@ -53,7 +53,7 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
             yield f"{device.name} computes no fp8; leave --fp8-format out, or use a newer GPU (H100)."
     machine = {gpu.index: gpu_use(gpu) for gpu in all_gpus()}
     used = [machine[gpu.index] for gpu in gpus[: launch.local_devices]]
-    yield from refusals(check_busy(used, list(machine.values())))
+    yield from refusal_sentences(check_busy(used, list(machine.values())))
 
 
 def gpu_memory_problems(launch: Launch) -> Iterator[str]:
@@ -120,7 +120,7 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
     pair = launch.runtime.pair
     if pair is not None:
         gpus = launch.spec.device is DeviceKind.GPU
-        yield from refusals(check_container(pair.name, pair.ngc_tag, gpus))
+        yield from refusal_sentences(check_container(pair.name, pair.ngc_tag, gpus))
     elif problem := nvcc_problem(launch.entry):
         yield problem
 

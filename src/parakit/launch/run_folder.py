@@ -27,7 +27,7 @@ from parakit.artifacts.identity import (
     sorted_pairs,
 )
 from parakit.artifacts.io import lock_file, write_record
-from parakit.cluster import Nodes, image_id, image_tag, installed_versions, versions_of
+from parakit.cluster import Nodes, image_id, image_tag, installed_versions, read_image_versions
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind
@@ -288,7 +288,7 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
     if container is None:
         return installed_versions(), image_tag()
     digest = image_id(container.image) or "unknown"
-    software = versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    software = read_image_versions(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return software, f"{container.image}@{digest}"
 
 

@@ -17,15 +17,15 @@ from parakit.cluster import (
     IMAGE_PYTHON,
     Container,
     ImagePair,
-    ask,
     check_container,
     check_engine,
     container_user,
     find_pair,
     image_tag,
     inherited_names,
-    refusals,
-    wandb_login,
+    read_wandb_key,
+    refusal_sentences,
+    run_program,
 )
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -80,7 +80,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
 
 def _hand_in_wandb_login() -> None:
     """Give the container, which sees no netrc, the key of `wandb login`: docker takes it by name."""
-    key = None if os.environ.get("WANDB_API_KEY") else wandb_login(os.environ)
+    key = None if os.environ.get("WANDB_API_KEY") else read_wandb_key(os.environ)
     if key:
         os.environ["WANDB_API_KEY"] = key
 
@@ -113,7 +113,7 @@ def transformer_engine_imports() -> bool:
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
-    return ask(command, IMPORT_SECONDS).good
+    return run_program(command, IMPORT_SECONDS).succeeded
 
 
 def prepare(words: Sequence[str], options: Options, target: str) -> int:
@@ -157,7 +157,7 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
-        if problems := refusals(check_container(pair.name, pair.ngc_tag, gpus=False)):
+        if problems := refusal_sentences(check_container(pair.name, pair.ngc_tag, gpus=False)):
             raise LaunchError(problems[0])
     if options.dry_run:
         return 0

@@ -17,7 +17,7 @@ from rich.live import Live
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, job_states
+from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, query_job_states
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
@@ -121,7 +121,7 @@ def follow(runs: Path) -> list[RunStatus]:
     """Every run as it stands; the caller's jobs that Slurm ended get the status that it reports."""
     folders = find_run_folders(runs)
     jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
-    states = job_states([job.job_id for job in jobs.values()])
+    states = query_job_states([job.job_id for job in jobs.values()])
     return [_see(folder, jobs.get(folder), states) for folder in folders]
 
 
@@ -143,11 +143,11 @@ def _see(
     with suppress(OSError, msgspec.DecodeError):
         wanted = records.read_run(folder).exit_interval
     # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
-    in_hand = state is not None and (state.waits or state.runs)
+    in_hand = state is not None and (state.is_waiting or state.is_running)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
     note = f"job {job.job_id}" if job else ""
-    if state and state.waits:
+    if state and state.is_waiting:
         shown, note = "queued", f"{note}: {state.reason}"
     elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
         shown = "running"

@@ -12,7 +12,13 @@ from rich.console import Console
 
 from parakit.artifacts import run as records
 from parakit.artifacts.run import LauncherRecord
-from parakit.cluster import CONTAINER_FILE, cancel_job, container_of, job_states, remove_container
+from parakit.cluster import (
+    CONTAINER_FILE,
+    cancel_job,
+    query_job_states,
+    read_container_id,
+    remove_container,
+)
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.formatting.terminal import say
@@ -38,15 +44,15 @@ def stop(run: str | Path, console: Console) -> int:
     if not records.is_run_folder(run):
         raise LaunchError(f"RUN={run} is no run folder; 'make status' shows them.")
     job = read_job(run)
-    state = (job_states([job.job_id]) or {}).get(job.job_id) if job else None
-    if job and state and (state.waits or state.runs):
+    state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None
+    if job and state and (state.is_waiting or state.is_running):
         _cancel(run, job.job_id)
     elif records.is_running(run / records.LOG_FILE):
         launcher = _launcher_here(run)
         if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
             launcher.terminate()
         _wait_for_the_end(run, launcher)
-    elif left := container_of(run / CONTAINER_FILE):
+    elif left := read_container_id(run / CONTAINER_FILE):
         if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
             raise LaunchError(
                 f"The container of {relative_to_root(run)} may still run, and Docker's engine does not "

@@ -20,12 +20,12 @@ from parakit.cluster import (
     BatchJob,
     Container,
     Nodes,
-    ask,
     data_folders,
     find_pair,
     inherited_names,
     pyxis_flags,
-    script,
+    render_batch_script,
+    run_program,
 )
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
@@ -72,8 +72,8 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
     first, options = each[0], each[0].job.options
     job = _job(name, first)
     if options.dry_run:
-        cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
-        print(script(replace(job, cells=cells)))
+        tasks = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
+        print(render_batch_script(replace(job, tasks=tasks)))
         return
     if shutil.which("sbatch") is None:
         raise LaunchError(
@@ -81,10 +81,10 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
             "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
         )
     folders = tuple(create_run_folder(one, options.runs) for one in each)
-    cells = tuple(
+    tasks = tuple(
         _cell(relative_to_root(folder), one) for folder, one in zip(folders, each, strict=True)
     )
-    job_id = _hand_over(replace(job, cells=cells), folders, image_asked(first))
+    job_id = _hand_over(replace(job, tasks=tasks), folders, image_asked(first))
     for folder in folders:
         say(console, f"job {job_id}: {relative_to_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
@@ -117,9 +117,9 @@ def _job(name: str, launch: Launch) -> BatchJob:
     return BatchJob(
         name=name,
         device=launch.spec.device,
-        devices_a_node=launch.local_devices,
+        devices_per_node=launch.local_devices,
         slurm=options.slurm,
-        cells=(),
+        tasks=(),
         python=IMAGE_PYTHON if container else sys.executable,
         inherited=inherited(options),
         container=container,
@@ -141,7 +141,7 @@ def _container(launch: Launch) -> tuple[str, ...]:
     named = options.slurm.image if options.slurm else None
     if image_asked(launch) is None:
         return ()
-    if "--container-image" not in ask(["srun", "--help"], SUBMIT_SECONDS).out:
+    if "--container-image" not in run_program(["srun", "--help"], SUBMIT_SECONDS).out:
         if options.runtime is RuntimeName.DOCKER or named:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
@@ -173,7 +173,7 @@ def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str
     said = "Waits in Slurm's queue."
     waiting = records.StatusRecord(records.Status.INCOMPLETE, None, said)
     try:
-        text = script(job)
+        text = render_batch_script(job)
         for folder in folders:
             (folder / SCRIPT_FILE).write_text(text)
             write_record(folder / records.STATUS_FILE, waiting)

@@ -56,7 +56,7 @@ from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.submit import submit
 from parakit.launch.supervise.exit_status import outcome
 from parakit.logs import load_folder
-from parakit.reporting import loss_curve, pooled, resumption_sentence
+from parakit.reporting import estimate_pooled_runs, loss_curve, resumption_sentence
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""
@@ -261,7 +261,7 @@ def result_lines(launch: Launch, folder: Path) -> list[str]:
     run, job, figures = load_folder(folder), launch.job, []
     if losses := loss_curve(run):
         figures.append(f"Loss {losses[max(losses)]:.6f} in iteration {max(losses)}")
-    if time := pooled([run]):
+    if time := estimate_pooled_runs([run]):
         tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
         figures.append(f"{number(time.median)} ms/iteration (median of {time.count})")
         figures.append(f"{tokens * 1000 / time.median:,.0f} tokens/s")

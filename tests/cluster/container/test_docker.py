@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from parakit.cluster.checks.docker import check_container, check_engine
-from parakit.cluster.checks.result import CommandOutput, refusals
+from parakit.cluster.checks.result import CommandOutput, refusal_sentences
 from parakit.cluster.container import docker
-from parakit.cluster.container.docker import bind, container_user
+from parakit.cluster.container.docker import bind_mount, container_user
 from parakit.config.errors import LaunchError
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind, RuntimeName
@@ -68,8 +68,13 @@ def test_only_kit_and_data_are_mounted_at_their_own_paths(
     (folder / "d.bin").symlink_to(elsewhere / "d.bin")
     options = Options(runtime=RuntimeName.DOCKER, data=str(folder / "d"), runs=tmp_path / "my runs")
     mounts = values(composed(options).command("r"), "--mount")
-    assert mounts == [bind(ROOT), bind(folder), bind(elsewhere), bind(tmp_path / "my runs")]
-    assert values(composed(DOCKER).command("r"), "--mount") == [bind(ROOT)]
+    assert mounts == [
+        bind_mount(ROOT),
+        bind_mount(folder),
+        bind_mount(elsewhere),
+        bind_mount(tmp_path / "my runs"),
+    ]
+    assert values(composed(DOCKER).command("r"), "--mount") == [bind_mount(ROOT)]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_only_kit_and_data_are_mounted_at_their_own_paths(
     ],
 )
 def test_a_mount_survives_spaces_colons_commas_and_quotes(path: str, mount: str) -> None:
-    assert bind(Path(path)) == mount
+    assert bind_mount(Path(path)) == mount
 
 
 def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
@@ -164,14 +169,14 @@ def test_what_docker_lacks_is_one_sentence_with_the_fix(
     docker: FakeDocker, verb: str, answer: dict[str, object], message: str
 ) -> None:
     docker.answer(verb, **answer)  # type: ignore[arg-type]
-    (refusal, *_) = refusals(check_container("i:t", "25.06-py3", gpus=True))
+    (refusal, *_) = refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
     assert re.search(message, refusal)
     assert "\n" not in refusal
 
 
 def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    (refusal,) = refusals(check_container("i:t", "25.06-py3", gpus=True))
+    (refusal,) = refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
     assert re.search(r"Docker is not installed.*RUNTIME=host", refusal)
 
 
@@ -241,7 +246,7 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
 def test_a_container_that_the_engine_removes_itself_is_gone(
     said: str, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "ask", lambda _: CommandOutput(1, "", f"Error: {said}"))
+    monkeypatch.setattr(docker, "run_program", lambda _: CommandOutput(1, "", f"Error: {said}"))
     file = tmp_path / docker.CONTAINER_FILE
     file.write_text("1a")
     assert docker.remove_container(file) is is_gone

@@ -138,10 +138,10 @@ class Coordinator(BackgroundThread, NodeGroup):
         self._wait_for_all(lambda one: bool(one.problem), REFUSAL_SECONDS)
         raise LaunchError(reason)
 
-    def failure(self) -> str | None:
-        """As `NodeGroup.failure`; also brings over what the others have logged."""
+    def find_failure(self) -> str | None:
+        """As `NodeGroup.find_failure`; also brings over what the others have logged."""
         if self._files is not None:
-            self._files.bring()
+            self._files.append_new_output()
         failed = {self._name(n): one for n, one in self._records.items() if one.exit_code}
         for name, record in failed.items():
             if self.cause is None and record.cause is not None:
@@ -150,20 +150,20 @@ class Coordinator(BackgroundThread, NodeGroup):
             return self.cause.reason
         return next((f"{name} ended with {one.exit_code}." for name, one in failed.items()), None)
 
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `NodeGroup.stopped`: asks the others, which then end."""
+    def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
+        """As `NodeGroup.wait_for_stacks`: asks the others, which then end."""
         self._state = replace(self._state, hangs=True)
         self._wait_for_all(lambda one: one.stopped_ranks is not None, STACK_SECONDS)
         theirs = (record.stopped_ranks or () for record in self._records.values())
-        return sorted((*own, *(rank for ranks in theirs for rank in ranks)))
+        return sorted((*stopped_ranks, *(rank for ranks in theirs for rank in ranks)))
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
         """As `NodeGroup.finish`; the first failure's exit code."""
         self._state = replace(self._state, exit_code=exit_code)
         self._wait_for_all(lambda _: False, END_SECONDS)
-        self.failure()
+        self.find_failure()
         if self._files is not None:
-            self._files.complete()
+            self._files.append_remaining_output()
         codes = (record.exit_code for record in self._records.values())
         return exit_code or next(filter(None, codes), 0)
 

@@ -95,8 +95,8 @@ class Worker(BackgroundThread, NodeGroup):
         here = replace(self._nodes, port=state.torchrun_port, interface=interface)
         return folder, replace(here, local_address=self._address if interface else None)
 
-    def failure(self) -> str | None:
-        """As `NodeGroup.failure`."""
+    def find_failure(self) -> str | None:
+        """As `NodeGroup.find_failure`."""
         if self._failed is None:
             if self._state is not None and self._state.exit_code:
                 self._failed = "Node 0 has ended the run."
@@ -104,14 +104,14 @@ class Worker(BackgroundThread, NodeGroup):
                 self._failed = "Node 0 was lost."
         return self._failed
 
-    def hangs(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
-        """As `NodeGroup.hangs`: whether node 0 reports it."""
+    def is_hanging(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
+        """As `NodeGroup.is_hanging`: whether node 0 reports it."""
         return self._state is not None and self._state.hangs
 
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `NodeGroup.stopped`: reports to node 0."""
-        self._record = replace(self._record, stopped_ranks=tuple(own))
-        return own
+    def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
+        """As `NodeGroup.wait_for_stacks`: reports to node 0."""
+        self._record = replace(self._record, stopped_ranks=tuple(stopped_ranks))
+        return stopped_ranks
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:
         """As `NodeGroup.finish`; everything of this node is on the disk."""

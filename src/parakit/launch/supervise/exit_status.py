@@ -8,7 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from parakit.accounting import collect_ledgers
+from parakit.accounting import collect_rank_records
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_record
@@ -186,7 +186,7 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     if status.status in (Status.OK, Status.INTERRUPTED):
         shutil.rmtree(folder / records.STACKS_FOLDER, ignore_errors=True)
     drop_empty(folder / records.STACKS_FOLDER)
-    collect_ledgers(folder)
+    collect_rank_records(folder)
     return status
 
 

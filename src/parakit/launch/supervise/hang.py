@@ -32,7 +32,7 @@ from parakit.hang import (
     UnreadableDumpError,
     find_mismatch,
     gather_evidence,
-    judge,
+    judge_hang,
 )
 
 STACK_SECONDS = 6.0
@@ -76,7 +76,7 @@ class HangWatch:
             (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
         rank = stopped[0] if stopped else None
         with suppress(UnreadableDumpError, FileNotFoundError):
-            found = judge(gather_evidence([stacks]))
+            found = judge_hang(gather_evidence([stacks]))
             rank = found.culprits[0] if found.culprits else rank
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
@@ -93,7 +93,7 @@ def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
-        found = judge(evidence)
+        found = judge_hang(evidence)
         if found.kind is HangKind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
             return found
     shutil.rmtree(stacks, ignore_errors=True)
@@ -103,7 +103,7 @@ def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
 def awaited(folder: Path) -> HangVerdict | None:
     """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
     with suppress(UnreadableDumpError, FileNotFoundError):
-        found = judge(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
+        found = judge_hang(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
         if found.verdict is HangOutcome.HANG:
             return found
     return None

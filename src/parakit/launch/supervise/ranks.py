@@ -18,9 +18,9 @@ from parakit.artifacts.io import lock_file
 from parakit.cluster import (
     CONTAINER_FILE,
     ContainerEnd,
-    container_of,
-    end_of,
-    identified,
+    add_container_id_file,
+    query_container_end,
+    read_container_id,
     remove_container,
 )
 from parakit.config import variables
@@ -52,14 +52,14 @@ class RankProcesses:
         """
         self._container = log.with_name(CONTAINER_FILE) if in_container else None
         if self._container is not None:
-            left = container_of(self._container)
+            left = read_container_id(self._container)
             if left is not None and not remove_container(self._container):
                 raise LaunchError(
                     f"{relative_to_root(log.parent)} has a container of before, which may train, and Docker "
                     "does not remove it; start the engine, or end it with 'docker rm --force "
                     f"{left[:12]}'."
                 )
-            command = identified(command, self._container.absolute())
+            command = add_container_id_file(command, self._container.absolute())
         self._began = time.time()
         self._warm = warm
         self._log: BinaryIO = log.open("ab")
@@ -122,8 +122,8 @@ class RankProcesses:
 
     def container_end(self) -> ContainerEnd | None:
         """What the engine says of the container, once its client has ended; None without one."""
-        container = container_of(self._container) if self._container else None
-        return end_of(container, self._began) if container else None
+        container = read_container_id(self._container) if self._container else None
+        return query_container_end(container, self._began) if container else None
 
     def _family(self) -> list[psutil.Process]:
         """Every process that was started for this run, orphans too, by what they all inherit."""
