@@ -20,10 +20,10 @@ from parakit.launch import (
     SAMPLE,
     Launch,
     call_module,
-    check,
+    check_launch,
     choose_runtime,
-    command_line,
     compose_job,
+    format_command_line,
     make_sample,
 )
 from parakit.reporting import Entry, build_entries_from_folders
@@ -113,7 +113,7 @@ class Output:
     begin: Callable[[Study], None] | None = None
     """Say what is about to be trained."""
     shown: Callable[[Planned], str] = lambda planned: "\n".join(
-        map(command_line, planned.launches.values())
+        map(format_command_line, planned.launches.values())
     )
     """What DRY_RUN=1 prints."""
     also_interrupted: bool = False
@@ -201,7 +201,7 @@ def _checked(planned: Planned, experiment: Experiment) -> Planned:
     """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
 
     def look_at(cell: Cell) -> Launch:
-        check(planned.launches[cell])
+        check_launch(planned.launches[cell])
         return planned.launches[cell]
 
     launches, problems = _tried(look_at, planned.launches)

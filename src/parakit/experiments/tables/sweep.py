@@ -152,7 +152,7 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     return (
         Column("Model", lambda one: one.job.model.name),
         Column("Parameters", lambda one: one.parameters, parameters),
-        Column("Devices", lambda one: one.job.place),
+        Column("Devices", lambda one: one.job.device_suffix),
         Column("Strategy", lambda one: one.job.strategy),
         Column("Batch (micro/global)", lambda one: str(one.result.launch.spec.batch)),
         Column("Backend", lambda one: one.backend),
