@@ -9,7 +9,7 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_figures
-from parakit.planner.readings.table import READINGS, read_rows
+from parakit.planner.readings.table import MEASUREMENTS_FILE, read_rows
 from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import CLAIMS, GUIDE, PAGES, PLANNER, placed, renewed
@@ -65,7 +65,7 @@ def test_memory_of_the_published_runs_is_stated_in_mib_and_converted_to_gb() -> 
     converted = f"{baseline:,} MiB are {baseline * MIB / 1e9:.1f} GB"
     assert converted in " ".join(lab_guide.split())
     header = next(line for line in lab_guide.splitlines() if line.startswith("| target |"))
-    assert header.split(" | ")[4] == "MiB a GPU"
+    assert header.split(" | ")[4] == "MiB per GPU"
     for strategy, memories in published.items():
         row = next(line for line in lab_guide.splitlines() if f"`train-{strategy}-gpt2-l" in line)
         assert row.split(" | ")[4].split(" / ")[0] == f"{memories[0]:,}"
@@ -98,7 +98,7 @@ def test_no_blind_row_is_among_those_that_are_fitted() -> None:
     columns = ("url_or_path", "model", "gpu", "gpus", "metric", "value")
     fitted, blind = (
         {tuple(row[column] for column in columns) for _, row in read_rows(path)[1]}
-        for path in (READINGS, BLIND)
+        for path in (MEASUREMENTS_FILE, BLIND)
     )
     assert len(blind) == 31
     assert not blind & fitted

@@ -28,7 +28,13 @@ from parakit.experiments.tables import format_bullets, format_page, format_sente
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import DASH, bracketed, known, rounded
 from parakit.logs import Run
-from parakit.reporting import Entry, Estimate, compare, conditions, pooled
+from parakit.reporting import (
+    Entry,
+    Estimate,
+    compare_times,
+    describe_conditions,
+    estimate_pooled_runs,
+)
 
 SOURCE = "000"
 LOSS_TOLERANCE = 1e-5
@@ -79,7 +85,7 @@ def render(model: str, runs: SeedRuns, notes: Sequence[str]) -> str:
         ),
         *_describe_optimizers(runs),
         *notes,
-        *conditions(_collect_runs(runs)),
+        *describe_conditions(_collect_runs(runs)),
     ]
     rows = tuple(map(_SetupRow, kinds.values(), found))
     published = load_published()
@@ -192,10 +198,13 @@ def _describe_speeds(kinds: Mapping[SetupKey, SeedRuns]) -> list[str]:
     sentences = []
     for (backend, strategy, optimizer, activation), group in kinds.items():
         other = kinds.get(("native", strategy, optimizer, activation))
-        one, two = pooled(_collect_runs(group)), pooled(_collect_runs(other or ()))
+        one, two = (
+            estimate_pooled_runs(_collect_runs(group)),
+            estimate_pooled_runs(_collect_runs(other or ())),
+        )
         if backend != "megatron" or one is None or two is None:
             continue
-        result = compare(one, two)
+        result = compare_times(one, two)
         span = f", {result.span}" if result.span else ""
         verdict = result.verdict.against("Megatron")
         parts = {"strategy": strategy, "optimizer": optimizer, "verdict": verdict, "span": span}
@@ -232,7 +241,11 @@ _COLUMNS: tuple[Column[_SetupRow], ...] = (
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),
     Column("Activation", lambda row: row.group[0].activation or DASH),
-    Column("Iterations/s [95%]", lambda row: pooled(_collect_runs(row.group)), _format_rate),
+    Column(
+        "Iterations/s [95%]",
+        lambda row: estimate_pooled_runs(_collect_runs(row.group)),
+        _format_rate,
+    ),
     _make_range_column("Run, start included", lambda run: run.run.status.wall_seconds, "{:.0f} s"),
     _make_range_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
     _make_range_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),

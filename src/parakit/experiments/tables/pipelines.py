@@ -11,7 +11,7 @@ from parakit.experiments.tables import format_bullets, format_page, format_sente
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, joined, known, megabytes, percent
-from parakit.reporting import Entry, ideal_bubble, time_text
+from parakit.reporting import Entry, format_time, ideal_bubble
 
 LOSS_TOLERANCE = 1e-3
 """Losses of runs that compute the same differ by rounding, far less than this share."""
@@ -128,7 +128,7 @@ def _make_columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Staleness", _format_staleness),
         Column("Weights by stage", _format_weight_bytes),
         Column("Bubble (schedule's)", _format_bubble),
-        Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
+        Column("ms/iteration [95%]", lambda row: row.estimate, format_time),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),
     )
 
