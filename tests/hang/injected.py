@@ -145,7 +145,7 @@ class Bench:
             patch_file=read_patch_file(str(self.fault)),
             hang_timeout_seconds=SLOW_SECONDS if case.kind == "slow" else QUIET_SECONDS,
         )
-        launch = compose_job(parse_target(case.target).under(options))
+        launch = compose_job(parse_target(case.target).with_options(options))
         while len(self.warm) <= slot:
             self.warm.append(WarmMegatron(launch.entry.path, launch.environment))
         return replace(launch, warm=self.warm[slot])

@@ -85,7 +85,7 @@ class HangWatch:
         return EndedRunError(reason, Status.CRASHED, rank)
 
 
-def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
+def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """Of a run that failed: whose call did not fit the others', if what the ranks left shows one.
 
     What shows none is removed: a rank that failed by itself is named by the log. Against that rank
@@ -100,7 +100,7 @@ def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
     return None
 
 
-def awaited(folder: Path) -> HangVerdict | None:
+def find_awaited_ranks(folder: Path) -> HangVerdict | None:
     """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
     with suppress(UnreadableDumpError, FileNotFoundError):
         found = judge_hang(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
@@ -146,7 +146,7 @@ def _is_asked(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def kept_if_filled(stacks: Path, clear_up: bool = True) -> Iterator[None]:
+def keep_filled_stacks(stacks: Path, clear_up: bool = True) -> Iterator[None]:
     """The folder for stacks while ranks run: they open their files at once, only a hang fills them.
 
     Nodes but the first leave it as it is: others may still write there.
@@ -156,10 +156,10 @@ def kept_if_filled(stacks: Path, clear_up: bool = True) -> Iterator[None]:
         yield
     finally:
         if clear_up:
-            drop_empty(stacks)
+            remove_empty_stacks(stacks)
 
 
-def drop_empty(stacks: Path) -> None:
+def remove_empty_stacks(stacks: Path) -> None:
     """Remove files that nothing was written to, and the folder if none is left."""
     if not stacks.is_dir():
         return
