@@ -305,19 +305,19 @@ def _split_piece(
     shape = described.shape
     length = shape[axis] // halves
 
-    def with_length(axis_length: int) -> Shape:
+    def resize_axis(axis_length: int) -> Shape:
         return (*shape[:axis], axis_length, *shape[axis + 1 :])
 
     for half in range(halves):
         begin = [0 for _ in shape]
         begin[axis] = (half * num_ranks + rank) * length
         offset = described.begin + half * length * described.strides[axis]
-        view = replace(described, shape=with_length(length), begin=offset)
+        view = replace(described, shape=resize_axis(length), begin=offset)
         yield replace(
             piece,
             begin=tuple(begin),
-            size=with_length(length),
-            full_shape=with_length(shape[axis] * num_ranks),
+            size=resize_axis(length),
+            full_shape=resize_axis(shape[axis] * num_ranks),
             part=replace(piece.part, tensor=view),
         )
 
