@@ -234,7 +234,7 @@ def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Path] = []
-    monkeypatch.setattr("parakit.launch.status.follow", seen.append)
+    monkeypatch.setattr("parakit.launch.status.read_run_statuses", seen.append)
     given("report", {"RUNS": str(tmp_path)})
     assert seen == []
     (tmp_path / "one").mkdir()

@@ -2,7 +2,7 @@ import pytest
 
 from parakit.cluster.nodes import Nodes, Rendezvous, parse_nodes
 from parakit.config.settings import OF_NODES
-from parakit.launch.compose import torchrun
+from parakit.launch.compose import torchrun_command
 from tests.given import read_of
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
@@ -35,7 +35,7 @@ def test_a_wrong_variable_is_named_with_its_value(change: dict[str, str], messag
 
 def test_torchrun_starts_this_nodes_ranks_only_and_joins_the_others() -> None:
     nodes = Nodes(2, 1, "10.0.0.1", 29501)
-    assert torchrun(4, "python", nodes)[3:] == (
+    assert torchrun_command(4, "python", nodes)[3:] == (
         *("--nnodes", "2", "--nproc-per-node", "4", "--node-rank", "1"),
         *("--master-addr", "10.0.0.1", "--master-port", "29501"),
     )

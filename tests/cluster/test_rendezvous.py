@@ -25,7 +25,7 @@ from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.coordinator import Coordinator
 from parakit.launch.rendezvous.messages import NodeRecord
 from parakit.launch.rendezvous.worker import Worker
-from parakit.launch.supervise.warm import free_port
+from parakit.launch.supervise.warm import find_free_port
 from tests.patience import PATIENCE, until
 
 HAS = {"torch": "2.15.0", "flags": "abc"}
@@ -441,10 +441,10 @@ def test_the_same_node_rank_twice_is_refused(first: Coordinator, join: Join) -> 
 def test_a_second_node_0_gives_way_to_the_one_at_the_address(
     first: Coordinator, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = messages.node_0_at
-    monkeypatch.setattr(messages, "is_here", lambda _: False)  # As on another host.
-    monkeypatch.setattr(messages, "node_0_at", lambda address, _: look(address, port))
-    with coordinator_at(free_port()) as second:
+    look = messages.find_node_0
+    monkeypatch.setattr(messages, "is_local_address", lambda _: False)  # As on another host.
+    monkeypatch.setattr(messages, "find_node_0", lambda address, _: look(address, port))
+    with coordinator_at(find_free_port()) as second:
         with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a at MASTER_ADDR=127"):
             second.gather()
         assert look("127.0.0.1", port) == first._own
@@ -453,7 +453,7 @@ def test_a_second_node_0_gives_way_to_the_one_at_the_address(
 def test_node_0_may_be_reached_by_an_address_that_it_does_not_see(
     port: int, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "is_here", lambda _: False)
+    monkeypatch.setattr(messages, "is_local_address", lambda _: False)
     with coordinator_at(port) as alone:
         join()
         assert alone.gather().hosts == ("a", "b")

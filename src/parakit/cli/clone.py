@@ -40,9 +40,9 @@ def add_own_runs(texts: Mapping[str, str]) -> Texts:
     """
     runs = ROOT / texts.get(RUNS.name, "runs")
     if any(runs.glob("*/job.json")):
-        from parakit.launch import follow
+        from parakit.launch import read_run_statuses
 
-        follow(runs)
+        read_run_statuses(runs)
     here = {} if RUNS.name in texts else {READINGS.name: str(OWN_READINGS)}
     return {**here, **texts}
 

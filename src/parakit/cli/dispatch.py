@@ -107,9 +107,9 @@ def call_handler(command: Command, name: str, given: Namespace) -> int:
     known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
     parameters = inspect.signature(handler).parameters
     if "options" in parameters:
-        from parakit.launch import options_of
+        from parakit.launch import options_from_namespace
 
-        known["options"] = options_of(given)
+        known["options"] = options_from_namespace(given)
     if "console" in parameters:
         known["console"] = Console(markup=False)  # Log lines must not be read as markup.
     code: int | None = handler(**{each: known[each] for each in parameters if each in known})

@@ -128,7 +128,7 @@ def expert_problems(launch: Launch) -> Iterator[str]:
     with suppress(ValueError):  # Megatron refuses what is no number itself.
         factor = float(flags.text(_CAPACITY))
     # A verification sees to it itself that its ranks drop the same.
-    compared = launch.start_checkpoint is not None and not launch.job.options.noisy_start
+    compared = launch.initial_checkpoint is not None and not launch.job.options.noisy_start
     if compared and factor is not None and 0 <= factor < dropless:
         yield (
             f"{_CAPACITY} {factor:g} drops tokens, and which ones depends on how ranks share them, so "
@@ -164,7 +164,7 @@ def fp8_problems(launch: Launch) -> Iterator[str]:
 
 def version_problems(launch: Launch) -> Iterator[str]:
     """Yield why the Megatron that trains, or writes the starting weights, may not fit the patches."""
-    used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
+    used = launch.spec.backend is Backend.MEGATRON or launch.initial_checkpoint is not None
     if used and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment:
         entry, folder = launch.entry, Path(launch.entry.path).parent
         checkout = folder if folder.is_absolute() else None
@@ -256,7 +256,7 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
 def _checkpoint_problems(launch: Launch) -> Iterator[str]:
     """Weights to begin with must be the model's: the shared start's, or what EXTRA= loads."""
     named = Flags(launch.flags).text("--load")
-    folders = {launch.start_checkpoint, ROOT / named if named else None}
+    folders = {launch.initial_checkpoint, ROOT / named if named else None}
     for folder in sorted(folder for folder in folders if folder is not None):
         problem = describe_model_mismatch(folder, launch.model.shape, launch.model.name)
         if problem:
@@ -279,7 +279,7 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     checkpoints = saving.keep + 1 if saving else 0
     # Records, samples, a ledger and stacks of each rank; two files of a rank in each checkpoint.
     files = RUN_FILES + 4 * launch.devices + checkpoints * (2 * launch.devices + 8)
-    start = launch.start_checkpoint
+    start = launch.initial_checkpoint
     to_write = start is not None and not start.is_dir() and not launch.resume_point
     saved = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
     a_parameter = (4 if to_write else 0) + checkpoints * saved
@@ -322,7 +322,7 @@ ROOM_CHECKS: tuple[Check, ...] = (_room_in_memory, _disk_problems)
 """Checks of free memory and disk. What a run needs is undefined if another check refuses the run."""
 
 
-def check(launch: Launch) -> None:
+def check_launch(launch: Launch) -> None:
     """Raise if a run cannot work here, or, if Slurm starts it elsewhere, if it cannot work on any machine.
 
     Raises:

@@ -63,7 +63,7 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
     """
     gpu, ranks = _smallest_gpu(launch)
     room, batch = gpu.memory_bytes // ranks, launch.spec.batch
-    needed = peak_bytes(launch, batch)
+    needed = predict_peak_bytes(launch, batch)
     if _fit_here(launch, batch, room) is not Fit.DOES_NOT_FIT:
         return
     smaller = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
@@ -125,7 +125,7 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
         yield problem
 
 
-def peak_bytes(launch: Launch, batch: Batch) -> int:
+def predict_peak_bytes(launch: Launch, batch: Batch) -> int:
     """What the fullest rank of the run runs out of a GPU's memory without, with this batch.
 
     Raises:

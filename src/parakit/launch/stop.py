@@ -22,9 +22,9 @@ from parakit.cluster import (
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.formatting.terminal import say
-from parakit.launch.status import follow, read_job, recorded_status
-from parakit.launch.supervise.exit_status import outcome
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.status import read_job_record, read_recorded_status, read_run_statuses
+from parakit.launch.supervise.exit_status import format_outcome
+from parakit.launch.supervise.interruption import is_alive
 
 STOP_SECONDS = 30.0
 """A launcher that is asked to stop ends its ranks within 10 s, and then writes the status."""
@@ -34,7 +34,7 @@ CLOCK_SECONDS = 5.0
 """Two readings of one process's start may differ so much, where the clock was set meanwhile."""
 
 
-def stop(run: str | Path, console: Console) -> int:
+def stop_run(run: str | Path, console: Console) -> int:
     """End a run as Ctrl-C in its own terminal would; 0 once it has ended.
 
     Raises:
@@ -43,7 +43,7 @@ def stop(run: str | Path, console: Console) -> int:
     run = Path(run).absolute()
     if not records.is_run_folder(run):
         raise LaunchError(f"RUN={run} is no run folder; 'make status' shows them.")
-    job = read_job(run)
+    job = read_job_record(run)
     state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None
     if job and state and (state.is_waiting or state.is_running):
         _cancel(run, job.job_id)
@@ -59,12 +59,12 @@ def stop(run: str | Path, console: Console) -> int:
                 f"answer; start it, then repeat this, or use 'docker rm --force {left[:12]}'."
             )
     else:
-        status = recorded_status(run)
+        status = read_recorded_status(run)
         ended = f" at {status.finished_utc}" if status.finished_utc else ""
         raise LaunchError(
             f"{relative_to_root(run)} is not running: it ended '{status.status}'{ended}."
         )
-    say(console, outcome(run, records.read_status(run)))
+    say(console, format_outcome(run, records.read_status(run)))
     return 0
 
 
@@ -76,7 +76,7 @@ def refuse_running(runs: Path) -> None:
     """
     active = [
         relative_to_root(runs / seen.run)
-        for seen in follow(runs)
+        for seen in read_run_statuses(runs)
         if seen.state in ("queued", "running")
         or records.is_running(runs / seen.run / records.LOG_FILE)
     ]
@@ -103,7 +103,7 @@ def _cancel(run: Path, job_id: str) -> None:
         )
     deadline = time.monotonic() + STOP_SECONDS
     on = ("queued", "running")
-    while any(seen.run == run.name and seen.state in on for seen in follow(run.parent)):
+    while any(seen.run == run.name and seen.state in on for seen in read_run_statuses(run.parent)):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {STOP_SECONDS:.0f} s; "
@@ -141,7 +141,7 @@ def _launcher_here(run: Path) -> psutil.Process | None:
 
 def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
     deadline = time.monotonic() + STOP_SECONDS
-    while (launcher and alive(launcher)) or records.is_running(run / records.LOG_FILE):
+    while (launcher and is_alive(launcher)) or records.is_running(run / records.LOG_FILE):
         if time.monotonic() > deadline:
             harder = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
             raise LaunchError(

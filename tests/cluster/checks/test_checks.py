@@ -11,7 +11,7 @@ import pytest
 from parakit.cluster.checks import devices, docker, host, network
 from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult, run_program
 from parakit.config.files import ROOT
-from parakit.launch.devices import all_gpus, describe
+from parakit.launch.devices import all_gpus, describe_machine
 from tests.launch.fake_nvml import FakeNvml
 
 WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
@@ -28,7 +28,7 @@ def statuses(results: list[CheckResult]) -> dict[str, str]:
 
 
 def test_two_gpus_over_nvlink_pass(two_h200: FakeNvml) -> None:
-    found = devices.check_description(describe())
+    found = devices.check_description(describe_machine())
     assert statuses(found) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
     assert found[0].finding == "580.82.07"
     assert found[1].finding == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
@@ -39,7 +39,7 @@ def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
     two_h200: FakeNvml,
 ) -> None:
     two_h200.nvlink = False
-    topology = devices.check_description(describe())[2]
+    topology = devices.check_description(describe_machine())[2]
     assert topology.status == WARN
     assert topology.finding.startswith("PCIe, one NUMA node")
     assert "made over NVLink" in topology.fix
@@ -47,18 +47,18 @@ def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
 
 def test_gpus_whose_connection_nvml_does_not_report_are_a_warning(two_h200: FakeNvml) -> None:
     two_h200.gpus[0].refuses = {"nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"}
-    topology = devices.check_description(describe())[2]
+    topology = devices.check_description(describe_machine())[2]
     assert (topology.status, topology.finding) == (WARN, "NVML does not report it")
 
 
 def test_a_busy_gpu_and_a_single_one_are_warned_about(two_h200: FakeNvml) -> None:
     two_h200.gpus[0].used_bytes = 80161 << 20
-    busy = devices.check_description(describe())[2]
+    busy = devices.check_description(describe_machine())[2]
     assert (busy.status, busy.subject) == (WARN, "GPU 0")
     assert "choose others with CUDA_VISIBLE_DEVICES=1" in busy.fix
     two_h200.gpus.pop(0)
     all_gpus.cache_clear()
-    assert "-2cpu targets" in devices.check_description(describe())[1].fix
+    assert "-2cpu targets" in devices.check_description(describe_machine())[1].fix
 
 
 def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(pynvml, "nvmlInit", init)
         all_gpus.cache_clear()
-        return describe()
+        return describe_machine()
 
     none = devices.check_description(fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
     assert statuses(none) == {"Driver": WARN}

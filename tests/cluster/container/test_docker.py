@@ -18,7 +18,7 @@ from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.runtime import choose_runtime, default_runtime
-from parakit.launch.train import command_line, compose_job
+from parakit.launch.train import compose_job, format_command_line
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
 
@@ -27,7 +27,7 @@ DOCKER = Options(runtime=RuntimeName.DOCKER)
 
 def composed(options: Options, name: str = "train-tp2-gpt2-large-2gpu") -> Launch:
     target = parse_target(name)
-    return compose_job(target.under(options))
+    return compose_job(target.with_options(options))
 
 
 def values(argv: tuple[str, ...], flag: str) -> list[str]:
@@ -102,7 +102,7 @@ def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
     assert {"WANDB_API_KEY", "WANDB_MODE", "HTTPS_PROXY", "NCCL_DEBUG", "KIT_DEVICE"} <= set(names)
     assert "HF_TOKEN" not in names  # training has no use for it
     assert [name for name in names if "=" in name] == [f"PYTHONPATH={PYTHON_PATH}"]
-    assert "s3cret" not in command_line(launch)
+    assert "s3cret" not in format_command_line(launch)
     assert "s3cret" not in repr(launch)
 
 
@@ -116,7 +116,7 @@ def test_a_container_gets_the_key_of_a_login_and_not_the_file(
         asked = {**os.environ, "RUNTIME": "docker", "WANDB": wandb}
         launch = composed(options_from_texts(asked))
         assert (os.environ["WANDB_API_KEY"] == "s3cret") is given
-        assert "s3cret" not in command_line(launch) + repr(launch)
+        assert "s3cret" not in format_command_line(launch) + repr(launch)
     assert "WANDB_API_KEY" in values(launch.command("r"), "--env")
     assert not any("netrc" in mount for mount in values(launch.command("r"), "--mount"))
 
@@ -125,7 +125,7 @@ def test_an_argument_with_quotes_and_spaces_arrives_as_one_word(docker: FakeDock
     options = Options(runtime=RuntimeName.DOCKER, extra=("--wandb-exp-name", 'it\'s "a" $HOME'))
     launch = composed(options)
     assert launch.command("r")[-1] != ""
-    shown = command_line(launch)
+    shown = format_command_line(launch)
     words = shlex.split(shown)
     assert words[words.index("--wandb-exp-name") + 1] == 'it\'s "a" $HOME'
 
@@ -183,7 +183,7 @@ def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a container, which these tests may well run in."""
-    monkeypatch.setattr(runtime_module, "inside_container", lambda: False)
+    monkeypatch.setattr(runtime_module, "is_inside_container", lambda: False)
 
 
 def test_docker_is_the_default_where_docker_and_gpus_are(
@@ -207,7 +207,7 @@ def test_without_the_nvidia_runtime_the_host_is_the_default(
 def test_in_any_container_the_host_is_the_default(
     docker: FakeDocker, two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "inside_container", lambda: True)
+    monkeypatch.setattr(runtime_module, "is_inside_container", lambda: True)
     assert default_runtime() is RuntimeName.HOST
 
 

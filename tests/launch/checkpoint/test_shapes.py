@@ -69,7 +69,7 @@ def test_a_checkpoint_named_in_extra_is_refused_before_anything_is_written(
     extra = ("--num-layers", "2", "--load", str(checkpoint))
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs", extra=extra)
     target = parse_target("train-pp2-gpt2-tiny-2cpu")
-    launch = compose_job(target.under(options))
+    launch = compose_job(target.with_options(options))
     with pytest.raises(LaunchError, match="is a checkpoint of another model"):
-        preflight.check(launch)
+        preflight.check_launch(launch)
     assert not options.runs.exists()

@@ -1,6 +1,6 @@
 """Driver, GPUs, their connection, the all-reduce rate between them and their clocks under load.
 
-The kit's Python describes them (`parakit.launch.devices`, NVML) and measures (`parakit.launch.exchange`).
+The kit's Python describes them (`parakit.launch.devices`, NVML) and measures (`parakit.launch.link_rates`).
 """
 
 import json
@@ -88,16 +88,16 @@ def check_all_reduce() -> "list[CheckResult]":
     python = kit_python()
     if python is None:
         return [pass_or_warn("All-reduce", "not measured before setup", "run 'make setup'")]
-    measured, problem = _printed(python, "parakit.launch.exchange", ALL_REDUCE_TIMEOUT_SECONDS)
+    measured, problem = _printed(python, "parakit.launch.link_rates", ALL_REDUCE_TIMEOUT_SECONDS)
     problem = problem or measured.get("problem", "")
     if problem:
-        fix = "see '.venv/bin/python -m parakit.launch.exchange'"
+        fix = "see '.venv/bin/python -m parakit.launch.link_rates'"
         return [CheckResult(FAIL, "All-reduce", "fails: " + problem, fix)]
     return check_rates(measured)
 
 
 def check_rates(measured: "dict[str, Any]") -> "list[CheckResult]":
-    """Rows for what `parakit.launch.exchange` printed."""
+    """Rows for what `parakit.launch.link_rates` printed."""
     return [_rate(measured)] + [_clock(clock) for clock in measured["clocks"]]
 
 

@@ -39,7 +39,7 @@ ALL_REDUCE_SCRIPT = "\n".join(
         *FIRST_NODE,
         "export NNODES=$SLURM_JOB_NUM_NODES NODE_RANK=$SLURM_NODEID",
         MASTER_PORT,
-        'exec "$@" -m parakit.launch.exchange',
+        'exec "$@" -m parakit.launch.link_rates',
     )
 )
 
@@ -95,7 +95,7 @@ def ask_nodes(srun: Sequence[str]) -> Answers:
 
 
 def measure_all_reduce(srun: Sequence[str]) -> Mapping[str, Any]:
-    """Return what `parakit.launch.exchange` measures between the nodes.
+    """Return what `parakit.launch.link_rates` measures between the nodes.
 
     Raises:
         LaunchError: It failed on one of them.

@@ -16,8 +16,8 @@ from parakit.config.files import relative_to_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
-from parakit.launch.supervise.interruption import raise_if_asked
-from parakit.launch.supervise.warm import free_port
+from parakit.launch.supervise.interruption import raise_if_stop_requested
+from parakit.launch.supervise.warm import find_free_port
 
 STACK_SECONDS = 10.0
 """For a node to collect its ranks' stacks."""
@@ -61,7 +61,7 @@ class Coordinator(BackgroundThread, NodeGroup):
                 "another, the same on all hosts."
             ) from None
         self._store.set(node_key(0), encode(self._own))  # NODE_RANK=0 is taken.
-        self._next_look = math.inf if messages.is_here(nodes.address) else 0.0
+        self._next_look = math.inf if messages.is_local_address(nodes.address) else 0.0
         for node in self._silent_looks:
             self._store.set(node_key(node), "")
         self._store.set(messages.RUN_KEY, encode(self._state))  # The others wait for this.
@@ -102,10 +102,10 @@ class Coordinator(BackgroundThread, NodeGroup):
                         "nodes must have the same."
                     )
         hosts = (own.host, *(other.host for other in others))
-        reached = (other.reaches for other in others if messages.interface_of(other.reaches))
+        reached = (other.reaches for other in others if messages.find_interface(other.reaches))
         address = next(reached, None)
-        interface = messages.interface_of(address) if address else None
-        port = free_port()
+        interface = messages.find_interface(address) if address else None
+        port = find_free_port()
         self._state = replace(self._state, torchrun_port=port)
         joined = replace(self._nodes, hosts=hosts, port=port, interface=interface)
         return replace(joined, local_address=address)
@@ -116,7 +116,7 @@ class Coordinator(BackgroundThread, NodeGroup):
         Raises:
             LaunchError: One does not see it.
         """
-        digest = messages.digest_of(folder / RUN_FILE)
+        digest = messages.hash_if_present(folder / RUN_FILE)
         self._state = replace(self._state, folder=relative_to_root(folder), sha256=digest)
         self._wait_for_all(
             lambda one: one.sees_folder or bool(one.problem), 2 * messages.ANSWER_SECONDS
@@ -183,7 +183,7 @@ class Coordinator(BackgroundThread, NodeGroup):
                     self._records = {**self._records, node: lost}
 
     def _have_all_come(self) -> bool:
-        raise_if_asked()
+        raise_if_stop_requested()
         self._give_way()
         for node, record in self._records.items():
             if record.problem:
@@ -197,7 +197,7 @@ class Coordinator(BackgroundThread, NodeGroup):
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + messages.LOOK_SECONDS
-        there = messages.node_0_at(self._nodes.address, self._nodes.port)
+        there = messages.find_node_0(self._nodes.address, self._nodes.port)
         if there == self._own:  # By an address that only others see.
             self._next_look = math.inf
         elif there is not None:

@@ -26,7 +26,7 @@ from parakit.cluster import (
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
-from parakit.launch.supervise.interruption import end
+from parakit.launch.supervise.interruption import end_processes
 from parakit.launch.supervise.warm import WarmMegatron
 
 _RANK_VARIABLE = "RANK"
@@ -94,7 +94,7 @@ class RankProcesses:
         """torchrun's exit code, 128 + n if signal n ended it; None while anything runs."""
         return self._supervisor.poll()
 
-    def by_rank(self) -> dict[int, psutil.Process]:
+    def find_by_rank(self) -> dict[int, psutil.Process]:
         """The rank processes that live now, by rank."""
         found: dict[int, psutil.Process] = {}
         for process in self._forked():
@@ -115,12 +115,12 @@ class RankProcesses:
         Ranks in a container are processes of this machine too, unless its engine is elsewhere; where
         they are not, Docker's client passes SIGTERM on, and what SIGKILL leaves goes with the container.
         """
-        end(self._family)
+        end_processes(self._family)
         self._supervisor.wait()
         if self._container is not None:
             remove_container(self._container)
 
-    def container_end(self) -> ContainerEnd | None:
+    def read_container_end(self) -> ContainerEnd | None:
         """What the engine says of the container, once its client has ended; None without one."""
         container = read_container_id(self._container) if self._container else None
         return query_container_end(container, self._began) if container else None
