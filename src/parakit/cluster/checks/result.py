@@ -34,9 +34,11 @@ class CheckResult(NamedTuple):
         return self.finding + "; " + self.fix + "."
 
 
-def pass_or_warn(what: str, found: str, fix: str = "", value: "float | None" = None) -> CheckResult:
+def pass_or_warn(
+    subject: str, finding: str, fix: str = "", value: "float | None" = None
+) -> CheckResult:
     """Return a warning if there is something to fix, else a pass."""
-    return CheckResult(WARN if fix else PASS, what, found, fix, value)
+    return CheckResult(WARN if fix else PASS, subject, finding, fix, value)
 
 
 class CommandOutput(NamedTuple):

@@ -55,7 +55,7 @@ class Outlier:
     node: str
     subject: str
     finding: str
-    others: str
+    usual: str
     """The finding of most nodes; if there is none, the findings of all other nodes."""
 
 
@@ -79,7 +79,7 @@ def main() -> int:
     if all_reduce is not None:
         say(console, describe_all_reduce(all_reduce))
     for outlier in outliers:
-        text = f"{outlier.node} differs: {outlier.subject}: {outlier.finding}; others: {outlier.others}."
+        text = f"{outlier.node} differs: {outlier.subject}: {outlier.finding}; others: {outlier.usual}."
         say(console, text, "yellow")
     if not outliers:
         console.print(f"{len(results)} nodes, all alike.", highlight=False)
@@ -190,10 +190,10 @@ def find_outliers(results_by_node: ResultsByNode) -> list[Outlier]:
                 rows[node] = CheckResult(WARN, subject, "no such row")
         differing_nodes, usual_finding = _find_differing_nodes(rows)
         for node in sorted(differing_nodes):
-            others = usual_finding or "; ".join(
+            usual = usual_finding or "; ".join(
                 f"{name}: {rows[name].finding}" for name in sorted(rows) if name != node
             )
-            outliers.append(Outlier(node, subject, rows[node].finding, others))
+            outliers.append(Outlier(node, subject, rows[node].finding, usual))
     return outliers
 
 
