@@ -143,7 +143,10 @@ def _draw_messages(
 
 def _describe_timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
     """Return the sentences below the schedule: the legend, the idle time, and how much is drawn."""
-    text = "F and B: forward and backward of a micro batch, B twice as long; lengths are no measurement."
+    text = (
+        "F and B are forward and backward of a micro batch. B is drawn twice as long; no length is "
+        "measured."
+    )
     if spec.parallelism.pipeline > 1:
         idle = percent(figures(timeline).idle_share)
         text += f" Under {timeline.schedule.paper_name} stages idle {idle} of the time drawn."
