@@ -45,7 +45,7 @@ _DIMENSIONS: dict[Group, tuple[str, ...]] = {
     Group.EXPERT_TENSOR: ("TP of experts",),
     Group.TENSOR_EXPERT: ("TP of experts", "EP"),
 }
-"""Names of a group's dimensions, by group. Groups that move only a few numbers are left_edge out."""
+"""Names of a group's dimensions, by group. Groups that move only a few numbers are left out."""
 
 
 @dataclass(frozen=True)
