@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.config.experts import BALANCED, ExpertLoad, expert_load_of, most_imbalance
+from parakit.config.experts import BALANCED, ExpertLoad, parse_expert_load, max_imbalance
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
 
@@ -20,7 +20,7 @@ def test_without_a_statement_every_rank_gets_the_mean() -> None:
 def test_a_rank_receives_at_most_every_token_once_for_each_expert_it_has(
     ranks: int, most: float
 ) -> None:
-    assert most_imbalance(SHAPE, ranks) == most
+    assert max_imbalance(SHAPE, ranks) == most
     assert ExpertLoad(100.0).received(SHAPE, 64, ranks) == most
 
 
@@ -40,12 +40,12 @@ def test_padded_experts_get_whole_tokens_alike_whatever_the_router_does() -> Non
 
 def test_flags_say_the_limit_and_below_zero_is_none() -> None:
     words = ["--moe-expert-capacity-factor", "1.25", "--moe-pad-expert-input-to-capacity"]
-    assert expert_load_of(Flags(words)) == PADDED
-    assert expert_load_of(Flags(["--moe-expert-capacity-factor", "-1"]), 1.3) == ExpertLoad(1.3)
+    assert parse_expert_load(Flags(words)) == PADDED
+    assert parse_expert_load(Flags(["--moe-expert-capacity-factor", "-1"]), 1.3) == ExpertLoad(1.3)
     with pytest.raises(ValueError, match="factor nan is no share of the mean; use a number above"):
-        expert_load_of(Flags(["--moe-expert-capacity-factor", "nan"]))
+        parse_expert_load(Flags(["--moe-expert-capacity-factor", "nan"]))
     with pytest.raises(ValueError, match="contradicts --moe-router-force-load"):
-        expert_load_of(Flags(["--moe-router-force-load-balancing"]), 1.3)
+        parse_expert_load(Flags(["--moe-router-force-load-balancing"]), 1.3)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_token_goes_to_the_places_of_its_groups(
 
 def test_groups_of_experts_are_read_from_flags_and_more_than_there_are_is_refused() -> None:
     words = ["--moe-router-num-groups", "4", "--moe-router-group-topk"]
-    assert expert_load_of(Flags([*words, "2"])) == ExpertLoad(groups=4, groups_taken=2)
-    assert expert_load_of(Flags(words[:2])) == BALANCED
+    assert parse_expert_load(Flags([*words, "2"])) == ExpertLoad(groups=4, groups_taken=2)
+    assert parse_expert_load(Flags(words[:2])) == BALANCED
     with pytest.raises(ValueError, match="needs a --moe-router-num-groups of as many"):
-        expert_load_of(Flags([*words, "5"]))
+        parse_expert_load(Flags([*words, "5"]))

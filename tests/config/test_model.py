@@ -7,7 +7,7 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.model import (
     UnknownModelError,
-    changed_model,
+    apply_flags_to_model,
     load_model,
     model_names,
     replace_vocabulary,
@@ -145,25 +145,25 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(tensor: int, rows: int) ->
 
 def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> None:
     tiny = load_model("gpt2-tiny")
-    shallow = changed_model(tiny, ("--num-layers=2", "--lr", "1e-3"))
+    shallow = apply_flags_to_model(tiny, ("--num-layers=2", "--lr", "1e-3"))
     assert shallow.shape == replace(tiny.shape, layers=2)
     assert Flags(shallow.flags).text("--lr") != "1e-3"
-    assert changed_model(tiny, ("--lr", "1e-3")) is tiny
+    assert apply_flags_to_model(tiny, ("--lr", "1e-3")) is tiny
 
 
 def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
     tiny = load_model("gpt2-tiny")
     given = ("--softmax-type", "learnable", "--init-method-std", "0.5", "--clip-grad", "0")
-    flags = Flags(changed_model(tiny, given).flags)
+    flags = Flags(apply_flags_to_model(tiny, given).flags)
     assert flags.text("--softmax-type") == "learnable"
     assert flags.text("--init-method-std") == "0.5"
     assert not flags.has("--clip-grad")
     gates = ("--attention-output-gate", "--moe-shared-expert-gate", "--moe-latent-size", "32")
-    assert all(Flags(changed_model(tiny, gates).flags).has(flag) for flag in gates[:-1])
+    assert all(Flags(apply_flags_to_model(tiny, gates).flags).has(flag) for flag in gates[:-1])
 
 
 def test_one_half_precision_takes_the_others_place() -> None:
-    large = changed_model(load_model("gpt2-large"), ("--bf16",))
+    large = apply_flags_to_model(load_model("gpt2-large"), ("--bf16",))
     assert large.dtype == "bf16"
     assert "--fp16" not in large.flags
 

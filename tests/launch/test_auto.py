@@ -243,7 +243,7 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")
-    monkeypatch.setattr("parakit.launch.auto.OWN_READINGS", own)
+    monkeypatch.setattr("parakit.launch.auto.USER_MEASUREMENTS_FILE", own)
     with pytest.raises(ReadingsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
 

@@ -6,7 +6,7 @@ import pytest
 
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key, link_by_key
-from parakit.config.model import SHAPE_FLAGS, changed_model
+from parakit.config.model import SHAPE_FLAGS, apply_flags_to_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.stages import filled
@@ -149,7 +149,7 @@ def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
 ) -> None:
     # So many logits that the peak is at the loss, where all activations are kept.
     words = f"--vocab-size 50000 --position-embedding-type rope --mtp-num-layers {depths}"
-    model = changed_model(small_model(kind), words.split(), SHAPE_FLAGS)
+    model = apply_flags_to_model(small_model(kind), words.split(), SHAPE_FLAGS)
     spec = spec_of_model(model, split, Batch(2, 2 * split.data * split.pipeline))
     spec = replace(spec, dtype="bf16")
     for rank in {0, split.world_size - 1}:

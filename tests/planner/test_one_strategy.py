@@ -10,7 +10,7 @@ from rich.console import Console
 
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key
-from parakit.config.model import load_model, model_names, model_of
+from parakit.config.model import load_model, model_names, find_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, flags_of_spec, spec_of_flags, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
@@ -320,17 +320,17 @@ def config(tmp_path: Path, **fields: object) -> str:
 
 
 def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: Path) -> None:
-    model = model_of(config(tmp_path, **LLAMA))
+    model = find_model(config(tmp_path, **LLAMA))
     assert (model.name, model.dtype, model.dropout) == ("some-model", "bf16", 0)
     assert model.shape == load_model("llama3-8b").shape
     gpt2 = {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024}
-    found = model_of(config(tmp_path, **gpt2, vocab_size=50257))
+    found = find_model(config(tmp_path, **gpt2, vocab_size=50257))
     assert (found.shape.positions, found.shape.tied_embeddings, found.dropout) == (1024, True, 0.1)
     assert round(parameters_total(found.shape) / 1e6) == 774
-    qwen = model_of(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
+    qwen = find_model(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
     assert qwen.shape.qkv_bias
     experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    mixtral = model_of(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
+    mixtral = find_model(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
     assert round(parameters_total(mixtral.shape) / 1e9, 1) == 46.7
 
 
@@ -354,7 +354,7 @@ def test_other_configs_are_refused_by_name(
     tmp_path: Path, fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        model_of(config(tmp_path, **fields))
+        find_model(config(tmp_path, **fields))
 
 
 WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from parakit.config.files import ROOT
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.strategy import parse_strategy
 from parakit.costs.collectives.call import total_wire_bytes
 from parakit.costs.collectives.rank import communication_of_rank
@@ -82,7 +82,7 @@ def test_tiny_models_send_what_the_lab_guide_measured() -> None:
 def test_ranks_are_in_groups_of_their_size(strategy: str, group: Group) -> None:
     split = parse_strategy(strategy, 8)
     groups = together(group, shown_ranks(split))
-    assert {len(members) for members in groups} == {group_ranks(split, group)}
+    assert {len(members) for members in groups} == {group_size(split, group)}
     assert sorted(rank.number for members in groups for rank in members) == list(range(8))
 
 

@@ -16,7 +16,7 @@ import msgspec
 from parakit.artifacts.io import lock_file, write_record
 from parakit.config import variables
 from parakit.config.files import read_regular_file
-from parakit.config.flags import counted_vocabulary
+from parakit.config.flags import count_end_of_document_in_vocabulary
 from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_of_flags
 from parakit.config.strategy import Batch, Parallelism
 
@@ -288,7 +288,7 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
     data = {_RENAMED.get(name, name): value for name, value in data.items()}
     said = msgspec.convert(data, _Said)
     try:
-        argv = counted_vocabulary(said.argv, said.entry.megatron_version)
+        argv = count_end_of_document_in_vocabulary(said.argv, said.entry.megatron_version)
         spec = spec_of_flags(argv, said.parallelism.world_size, said.device, said.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None

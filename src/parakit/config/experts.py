@@ -49,7 +49,7 @@ class ExpertLoad:
         """What the busiest of `ranks` ranks receives, for the mean of a router without limit."""
         if self.padded:
             return self.sent(shape, tokens)
-        received = min(self.imbalance, most_imbalance(shape, ranks))
+        received = min(self.imbalance, max_imbalance(shape, ranks))
         return received if self.capacity is None else min(received, self.capacity)
 
     def reached(self, shape: ModelShape, places: int) -> float:
@@ -69,7 +69,7 @@ def _filled(balls: float, boxes: float) -> float:
 BALANCED = ExpertLoad()
 
 
-def most_imbalance(shape: ModelShape, ranks: int) -> float:
+def max_imbalance(shape: ModelShape, ranks: int) -> float:
     """The most that one of `ranks` ranks can receive, for the mean: all tokens go to
     each of its experts, or with all their copies to some of them."""
     if not shape.experts:
@@ -78,7 +78,7 @@ def most_imbalance(shape: ModelShape, ranks: int) -> float:
     return ranks * min(shape.experts_per_token, own) / shape.experts_per_token
 
 
-def expert_load_of(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
+def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
     """What the flags and a stated imbalance make of it; a capacity below 0 is none.
 
     Raises:

@@ -33,7 +33,7 @@ class Group(StrEnum):
     WORLD = "world"
 
 
-def group_ranks(parallelism: Parallelism, group: Group) -> int:
+def group_size(parallelism: Parallelism, group: Group) -> int:
     """Ranks of one group of this kind (`megatron/core/parallel_state.py`)."""
     return _RANKS[group](parallelism)
 

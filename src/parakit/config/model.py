@@ -15,7 +15,7 @@ from typing import Any
 from parakit.config.files import ROOT, read_args_file
 from parakit.config.flag_table import FLAGS, flags_in_group, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
-from parakit.config.huggingface import flags_of_config
+from parakit.config.huggingface import read_config_flags
 from parakit.config.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
@@ -27,7 +27,7 @@ HUB = ROOT / "hub"
 IMPORTED_WEIGHTS = "checkpoint"
 """Folder of an imported model's weights, beside its `.args` file, which loads them."""
 
-LOADING = flags_with_role("start") | {"--ckpt-format"}
+WEIGHT_LOADING_FLAGS = flags_with_role("start") | {"--ckpt-format"}
 """Flags by which an imported model's `.args` file loads its weights."""
 
 MODEL_FILES = (".args", ".json")
@@ -35,7 +35,7 @@ MODEL_FILES = (".args", ".json")
 
 GPT2_VOCABULARY = 50257
 
-HALVES = ("--fp16", "--bf16")
+HALF_PRECISION_FLAGS = ("--fp16", "--bf16")
 SHAPE_FLAGS = flags_with_role("shape", "precision")
 """Flags that decide which tensors a model has, their precision, and their values at the start."""
 
@@ -336,13 +336,13 @@ def load_model(name: str, file: str | None = None) -> Model:
         ValueError: The file lacks a flag that defines the shape.
     """
     wanted = ALIASES.get(name, name)
-    if file and is_model_file(file) and own_name(file) == name:
-        return model_of(file)
+    if file and is_model_file(file) and model_name_of_file(file) == name:
+        return find_model(file)
     for family, path in _known_files():
         if path.stem == wanted and family:
             return model_from_flags(wanted, family, read_args_file(path))
         if path.stem == wanted:
-            return replace(model_of(str(path)), source="")
+            return replace(find_model(str(path)), source="")
     if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
         raise UnknownModelError(
             f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
@@ -363,7 +363,7 @@ def is_model_file(text: str) -> bool:
     return Path(text).suffix in MODEL_FILES or "/" in text
 
 
-def own_name(text: str) -> str:
+def model_name_of_file(text: str) -> str:
     """The name of the model in a file.
 
     Raises:
@@ -375,7 +375,7 @@ def own_name(text: str) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
-def model_of(text: str) -> Model:
+def find_model(text: str) -> Model:
     """A model by name, or by the path of any `.args` file or of a Hugging Face `config.json`.
 
     Raises:
@@ -384,8 +384,8 @@ def model_of(text: str) -> Model:
     """
     if not is_model_file(text):
         return load_model(text)
-    path, name = Path(text).expanduser(), own_name(text)
-    words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
+    path, name = Path(text).expanduser(), model_name_of_file(text)
+    words = read_config_flags(path) if path.suffix == ".json" else read_args_file(path)
     family = "moe" if Flags(words).has("--num-experts") else "gpt3"
     return replace(model_from_flags(name, family, words), source=text)
 
@@ -402,22 +402,22 @@ def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
         family=family,
         flags=tuple(words),
         shape=shape_from_flags(name, flags),
-        batch=batch_of(flags),
-        dtype=dtype_of(flags),
+        batch=parse_batch(flags),
+        dtype=parse_dtype(flags),
         # A family may train all its models without.
         dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout"),
     )
 
 
-def batch_of(flags: Flags, replicas: int = 1) -> Batch:
+def parse_batch(flags: Flags, replicas: int = 1) -> Batch:
     """What the flags say; a sample a rank, and a micro batch a replica, where they do not."""
     micro = flags.integer("--micro-batch-size", 1)
     return Batch(micro, flags.integer("--global-batch-size", micro * replicas))
 
 
-def dtype_of(flags: Flags) -> str:
+def parse_dtype(flags: Flags) -> str:
     """`fp16`, `bf16` or `fp32`."""
-    return next((half.removeprefix("--") for half in HALVES if flags.has(half)), "fp32")
+    return next((half.removeprefix("--") for half in HALF_PRECISION_FLAGS if flags.has(half)), "fp32")
 
 
 def replace_vocabulary(model: Model, entries: int) -> Model:
@@ -428,7 +428,7 @@ def replace_vocabulary(model: Model, entries: int) -> Model:
     return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
 
 
-def imported_weights(model: Model) -> Path | None:
+def imported_weights_folder(model: Model) -> Path | None:
     """The checkpoint that an imported model begins with; None for a model without weights."""
     named = Flags(model.flags).text("--load")
     return ROOT / named if named else None
@@ -439,13 +439,13 @@ def training_flags(family: str) -> tuple[str, ...]:
     return read_args_file(ROOT / "examples" / family / "training.args")
 
 
-def trained_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
+def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
     """The family's training flags, then the model's own without its weights."""
-    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
-    return flags if in_half else drop_flags(flags, HALVES)
+    flags = (*training_flags(model.family), *drop_flags(model.flags, WEIGHT_LOADING_FLAGS))
+    return flags if in_half else drop_flags(flags, HALF_PRECISION_FLAGS)
 
 
-def changed_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
+def apply_flags_to_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
     """The model that `words` make of it: another shape or precision, under its name.
 
     Flags that `names` lacks are left out. Raises as `model_from_flags` does.
@@ -453,8 +453,8 @@ def changed_model(model: Model, words: Sequence[str], names: Container[str] = SH
     changes = pick_flags(words, names)
     if not changes:
         return model
-    other_half = any(half in changes for half in HALVES)
-    kept = drop_flags(model.flags, HALVES) if other_half else model.flags
+    other_half = any(half in changes for half in HALF_PRECISION_FLAGS)
+    kept = drop_flags(model.flags, HALF_PRECISION_FLAGS) if other_half else model.flags
     return model_from_flags(model.name, model.family, merge_flags(kept, changes))
 
 
@@ -472,7 +472,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     hidden, heads, layers = said["hidden"], said["heads"], said["layers"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
     latent = flags.has("--multi-latent-attention")
-    columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
+    columns = said.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
         "head_width": hidden // max(1, heads),
@@ -531,7 +531,7 @@ def _window(flags: Flags) -> int:
     return max(0, int(pair[1]) + 1) if pair else 0
 
 
-def usual_ffn(hidden: int, swiglu: bool) -> int:
+def default_ffn_hidden(hidden: int, swiglu: bool) -> int:
     """Megatron's 4h; SwiGLU's is two thirds of it, rounded to 64, so that an MLP's size stays that."""
     return int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
+from parakit.config.flags import Flags, format_flags, refuse_unknown, format_fields_as_flags
 
 GROUPS = (
     "attn_norm",
@@ -76,5 +76,5 @@ def offload_of(flags: Flags) -> Offload:
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:
     """Megatron's flags for it."""
-    fine = flag_words({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
-    return (*fine, *words_of(offload, "offload"))
+    fine = format_flags({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
+    return (*fine, *format_fields_as_flags(offload, "offload"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parakit.config.flags import Flags, refuse_unknown, words_of
+from parakit.config.flags import Flags, refuse_unknown, format_fields_as_flags
 
 _SCORES = "core_attn"
 RECOMPUTED_MODULES = frozenset(
@@ -112,7 +112,7 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     if recompute == Recompute.NONE:
         return ()
     alone = recompute == Recompute.SELECTIVE
-    own = () if alone else words_of(recompute, "recompute")
+    own = () if alone else format_fields_as_flags(recompute, "recompute")
     return (_GRANULARITY, recompute.granularity, *own)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
-from parakit.config.experts import BALANCED, ExpertLoad, expert_load_of
+from parakit.config.experts import BALANCED, ExpertLoad, parse_expert_load
 from parakit.config.flag_table import flags_in_group
-from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
-from parakit.config.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
+from parakit.config.flags import Flags, format_flags, refuse_unknown, format_fields_as_flags
+from parakit.config.model import MTP, Model, ModelShape, parse_batch, parse_dtype, shape_from_flags
 from parakit.config.offload import NOTHING, Offload, offload_flags, offload_of
 from parakit.config.recompute import Recompute, recompute_flags, recompute_of
 from parakit.config.replacing import replace, replace_shared
@@ -466,8 +466,8 @@ def spec_of_flags(
         **flags.fields("run"),
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
-        batch=batch_of(flags, parallelism.data),
-        dtype=dtype_of(flags),
+        batch=parse_batch(flags, parallelism.data),
+        dtype=parse_dtype(flags),
         fp8_recipe=fp8_recipe_of(flags),
         state_types=state_types_of(flags),
         dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
@@ -478,7 +478,7 @@ def spec_of_flags(
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
         stages=stages_of(flags),
         token_dispatcher=token_dispatcher_of(flags),
-        expert_load=expert_load_of(flags),
+        expert_load=parse_expert_load(flags),
         device=device,
         model=model,
     )
@@ -527,7 +527,7 @@ def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
     layout = (*strategy_flags(spec.flagged_parallelism), *chosen_flags(spec))
-    run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
+    run = (*format_fields_as_flags(spec.batch, "batch"), *format_flags(rest), *format_fields_as_flags(spec, "run"))
     return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
@@ -539,7 +539,7 @@ _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
     if types.aware:
-        return (*words_of(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
+        return (*format_fields_as_flags(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parakit.config.flags import Flags, words_of
+from parakit.config.flags import Flags, format_fields_as_flags
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
@@ -40,7 +40,7 @@ class StageSplit:
     @property
     def flags(self) -> tuple[str, ...]:
         """Megatron's."""
-        return words_of(self, "stages")
+        return format_fields_as_flags(self, "stages")
 
     def virtual(self, pipeline: int) -> int:
         """Virtual stages of each of so many pipeline ranks in a layout; 1 without one."""

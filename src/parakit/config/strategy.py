@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from parakit.config.flags import Flags, flag_words, words_of
+from parakit.config.flags import Flags, format_flags, format_fields_as_flags
 from parakit.config.stages import stages_of
 
 
@@ -321,8 +321,8 @@ def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
     # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
     unclipped = {UNTIED: True, "--clip-grad": 0} if parallelism.schedule.is_asynchronous else {}
-    more = flag_words(unclipped | _SHARDING_FLAGS[parallelism.sharding])
-    return (*words_of(parallelism, "parallelism"), *more)
+    more = format_flags(unclipped | _SHARDING_FLAGS[parallelism.sharding])
+    return (*format_fields_as_flags(parallelism, "parallelism"), *more)
 
 
 def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.model import round_up
 from parakit.config.run import RunSpec, TokenDispatcher
 from parakit.formatting.units import MIB
@@ -30,7 +30,7 @@ get_dispatch_config, get_combine_config`). DeepEP takes no other number of ranks
 
 def dispatcher_bytes(spec: RunSpec) -> int:
     """Of a rank; 0 where tokens go through NCCL, or one rank has all experts."""
-    ranks = group_ranks(spec.parallelism, Group.TENSOR_EXPERT) if spec.shape.experts else 1
+    ranks = group_size(spec.parallelism, Group.TENSOR_EXPERT) if spec.shape.experts else 1
     if ranks == 1:
         return 0
     if spec.token_dispatcher is TokenDispatcher.DEEP_EP:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.strategy import Parallelism
 
 NODES = 2
@@ -73,4 +73,4 @@ def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     }
     if group not in strides:
         return 1, parallelism.world_size
-    return strides[group], group_ranks(parallelism, group)
+    return strides[group], group_size(parallelism, group)

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import OWN_READINGS
+from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
 from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
@@ -51,7 +51,7 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
     baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
-    plan = plan_here(baseline, console, OWN_READINGS)
+    plan = plan_here(baseline, console, USER_MEASUREMENTS_FILE)
     explain(plan, console)
     chosen = plan.winner
     if chosen is None:

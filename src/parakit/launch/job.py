@@ -12,7 +12,7 @@ from functools import cached_property
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
-from parakit.config.model import Model, is_model_file, load_model, model_names, own_name
+from parakit.config.model import Model, is_model_file, load_model, model_names, model_name_of_file
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy, strategy_flags
 from parakit.launch.options import NO_OPTIONS, Options, variables_of
@@ -132,7 +132,7 @@ def parse_target(name: str, options: Options = NO_OPTIONS) -> Job:
             f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_nearest(name)}."
         )
     own = options.model if options.model and is_model_file(options.model) else None
-    known = own_name(own) if own else None
+    known = model_name_of_file(own) if own else None
     strategy, model = _split(match["middle"], name, known)
     if known not in (None, model):
         raise LaunchError(

@@ -16,9 +16,9 @@ from parakit.cluster import RUN_FILES, check_loopback, check_room, refusals, unr
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.config.flag_table import argument_names, release
-from parakit.config.flags import Flags, misspelled
-from parakit.config.model import imported_weights
+from parakit.config.flag_table import argument_names, parse_release
+from parakit.config.flags import Flags, find_misspelled_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.costs import fullest_rank, parameters_total, violations
 from parakit.data import (
@@ -167,7 +167,7 @@ def version_problems(launch: Launch) -> Iterator[str]:
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
     """Flags that Megatron does not have; a checkout, or a patch file, may add some of its own."""
-    wrong = misspelled(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
+    wrong = find_misspelled_flags(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
     if wrong and launch.job.options.megatron_lm:
         checkout = launch.job.options.megatron_lm
         files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
@@ -201,7 +201,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
         model=launch.model.name,
         vocabulary=launch.model.shape.vocabulary,
         # An imported model's own tokenizer may have fewer entries than the model has rows.
-        takes_smaller_vocabulary=imported_weights(launch.model) is not None,
+        takes_smaller_vocabulary=imported_weights_folder(launch.model) is not None,
         seq_length=launch.model.shape.seq_length,
         split=flags.text(SPLIT_FLAG),
         eval_iterations=flags.integer(EVAL_ITERATIONS_FLAG, 1),
@@ -213,7 +213,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
 def _constraint_problems(launch: Launch) -> Iterator[str]:
     """Yield why Megatron of this version refuses the run's parallelism, batch or model."""
     patched = variables.PATCH_FILE in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
+    yield from violations(launch.spec, parse_release(launch.entry.megatron_version), patched)
 
 
 def _saving_problems(launch: Launch) -> Iterator[str]:

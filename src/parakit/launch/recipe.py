@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_atomically
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, args_text, relative_to_root
+from parakit.config.files import ROOT, format_args_file, relative_to_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert import (
@@ -129,7 +129,7 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
     _refuse_another_strategy(read.spec)
     written = ROOT / "examples" / read.family / "models" / f"{name}.args"
     title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
-    text = args_text([title], read.model_flags)
+    text = format_args_file([title], read.model_flags)
     if written.exists() and written.read_text() != text:
         raise LaunchError(
             f"There is a model {relative_to_root(written)} already, another one; give NAME=another-name."

@@ -21,8 +21,8 @@ from parakit.checkpoint import read_contents
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
-from parakit.config.flags import Flags, counted_vocabulary, drop_flags, merge_flags
-from parakit.config.model import imported_weights, load_model
+from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, drop_flags, merge_flags
+from parakit.config.model import imported_weights_folder, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
 from parakit.config.strategy import (
     Parallelism,
@@ -143,7 +143,7 @@ def relaunch(
             f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
         )
     data = Flags(record.argv).text("--data-path")
-    words = counted_vocabulary(record.argv, entry.megatron_version)
+    words = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
     model = model_for(load_model(record.spec.model, options.model), words, data)
     job = Job(
         strategy or record.spec.name,
@@ -158,7 +158,7 @@ def relaunch(
             data=data,
             # What its arguments say counts, whatever the kit's files say today.
             extra=merge_flags(
-                counted_vocabulary(_recorded(record, parallelism), entry.megatron_version),
+                count_end_of_document_in_vocabulary(_recorded(record, parallelism), entry.megatron_version),
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),
@@ -170,7 +170,7 @@ def relaunch(
         ),
         strategy_flags(parallelism),
     )
-    start = imported_weights(model)
+    start = imported_weights_folder(model)
     if start is None and record.start_checkpoint:
         start = options.runs / START_FOLDER / record.start_checkpoint
     kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}

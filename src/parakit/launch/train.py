@@ -22,7 +22,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
-from parakit.config.model import load_model, trained_flags
+from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, scaling_sentence
 from parakit.costs import vocabulary_sentence
@@ -362,7 +362,7 @@ def other_split(launch: Launch) -> str:
     """Say which split the kit chose because the model's own one leaves a part of the data set empty or
     too short; empty if the model's own one is used, or the user's."""
     chosen = Flags(launch.flags).text(SPLIT_FLAG)
-    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    models = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
     if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
         return ""
     parts = divide_into_parts(open_dataset(launch.data_path), chosen)

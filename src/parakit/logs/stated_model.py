@@ -16,7 +16,7 @@ from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
-from parakit.config.model import GPT2_VOCABULARY, usual_ffn
+from parakit.config.model import GPT2_VOCABULARY, default_ffn_hidden
 from parakit.config.run import flags_of_printed
 from parakit.config.strategy import strategy_flags
 from parakit.logs.printed import FEWEST_OF_ALL
@@ -219,7 +219,7 @@ def _derive(values: dict[str, Value]) -> None:
     hidden, heads = values["--hidden-size"], values["--num-attention-heads"]
     _set_if_none(values, "--num-query-groups", heads)
     if isinstance(hidden, float):
-        usual = float(usual_ffn(int(hidden), swiglu=values["--swiglu"] is True))
+        usual = float(default_ffn_hidden(int(hidden), swiglu=values["--swiglu"] is True))
         _set_if_none(values, "--ffn-hidden-size", usual)
         if isinstance(heads, float) and heads >= 1:
             _set_if_none(values, "--kv-channels", hidden // heads)

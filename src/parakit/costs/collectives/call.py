@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.run import RunSpec, Transport
 from parakit.costs.operations import Operation, Phase, wire_bytes
 
@@ -70,7 +70,7 @@ def collective(
     """Calls over a group of a run: as many ranks as its split has there, over its transport."""
     return CollectiveCall(
         group,
-        group_ranks(spec.parallelism, group),
+        group_size(spec.parallelism, group),
         operation,
         phase,
         what,

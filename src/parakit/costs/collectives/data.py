@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.model import round_up
 from parakit.config.run import RunSpec
 from parakit.costs.collectives.call import CollectiveCall, collective
@@ -68,8 +68,8 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
 
 def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int]]:
     """Buckets that one call moves: their group, their elements."""
-    ranks = group_ranks(spec.parallelism, Group.DATA_CONTEXT)
-    expert_ranks = group_ranks(spec.parallelism, Group.EXPERT_DATA)
+    ranks = group_size(spec.parallelism, Group.DATA_CONTEXT)
+    expert_ranks = group_size(spec.parallelism, Group.EXPERT_DATA)
     for stage, chunk in enumerate(chunk_buffers(spec, pipeline_rank)):
         shared = [bucket_elements(buffer, ranks) for buffer in (chunk.untied, chunk.tied)]
         for elements in shared if stage == 0 else [sum(shared)]:
@@ -98,7 +98,7 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     outside = rank.total - layers * layer.total - dense * among_experts
     shared = layer.total - experts
     if not parallelism.sharding.is_torch_fsdp and not spec.shape.experts:
-        ranks = group_ranks(parallelism, Group.DATA_CONTEXT)
+        ranks = group_size(parallelism, Group.DATA_CONTEXT)
         rows = ranks * _widest_row(spec)
         if not parallelism.sharding.shards_weights:
             layers, outside = 0, round_up(rank.total, rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.run import RunSpec, TokenDispatcher, Transport
 from parakit.costs.collectives.call import CollectiveCall, collective, layer_passes
 from parakit.costs.operations import Operation, Phase
@@ -65,7 +65,7 @@ def _layer_calls(
     spec: RunSpec, group: Group, rows: list[_Row], source: str, times: int = 1
 ) -> Iterator[CollectiveCall]:
     """Each row so many times a pass through a layer, in its direction; nothing over a single rank."""
-    if group_ranks(spec.parallelism, group) == 1:
+    if group_size(spec.parallelism, group) == 1:
         return
     forwards, backwards = layer_passes(spec, "moe")
     for operation, phase, what, payload in rows:
@@ -92,7 +92,7 @@ def _balance(spec: RunSpec) -> CollectiveCall:
 
 def _token_counts(spec: RunSpec) -> _Row:
     """Every rank reports to the others how many tokens it has for each expert."""
-    ranks = group_ranks(spec.parallelism, Group.TENSOR_EXPERT)
+    ranks = group_size(spec.parallelism, Group.TENSOR_EXPERT)
     payload = ranks * spec.shape.experts * _INT64
     return Operation.ALL_GATHER, Phase.FORWARD, "tokens for each expert", payload
 
@@ -105,7 +105,7 @@ def _out_and_back(what: str, payload: int) -> list[_Row]:
 
 def _gathered(spec: RunSpec) -> list[_Row]:
     """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
-    ranks, element = group_ranks(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
+    ranks, element = group_size(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
     tokens = ranks * (spec.tokens // spec.sequence_shards)
     states, choices = tokens * spec.shape.hidden * element, tokens * spec.shape.experts
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER

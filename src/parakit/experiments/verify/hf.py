@@ -20,7 +20,7 @@ from parakit.artifacts.run import LOG_FILE, Status, utc_stamp
 from parakit.artifacts.verdict import EXIT_CODES, VerifyOutcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.config.run import Backend
 from parakit.config.strategy import StrategyError, devices_of, parse_strategy
 from parakit.data import DocumentIndex, bin_path, idx_path, token_dtype, write_index
@@ -187,7 +187,7 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
         list_differing_tensors,
     )
 
-    model = model_of(str(imported / f"{imported.name}.args"))
+    model = find_model(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"
     export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
     ours, theirs = TensorFolder(target), TensorFolder(source)

@@ -14,8 +14,8 @@ import msgspec
 from rich.console import Console
 
 from parakit.artifacts.measurements import CallSummary
-from parakit.config.flags import refuse_misspelled
-from parakit.config.model import Model, model_of
+from parakit.config.flags import refuse_misspelled_flags
+from parakit.config.model import Model, find_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import (
@@ -51,8 +51,8 @@ def dryrun(given: Namespace) -> int:
     Raises:
         ValueError: What is asked for cannot be; one sentence.
     """
-    model = model_of(given.model)
-    refuse_misspelled(model.flags)
+    model = find_model(given.model)
+    refuse_misspelled_flags(model.flags)
     spec = _spec(given, model)
     ranks = ranks_named(given.ranks, spec)
     check(spec)

@@ -16,12 +16,12 @@ import msgspec
 from parakit.artifacts.dry_run import RankAnswer, RankJob, RankReport
 from parakit.config import variables
 from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
-from parakit.config.flags import flag_words, merge_flags
-from parakit.config.model import Model, trained_flags
+from parakit.config.flags import format_flags, merge_flags
+from parakit.config.model import Model, merge_training_flags
 from parakit.config.run import RunSpec, flags_of_spec
 from parakit.costs import violations
 
-_WITHOUT_DEVICES = flag_words(
+_WITHOUT_DEVICES = format_flags(
     {
         "--fake-process-group": True,
         "--disable-gloo-process-groups": True,
@@ -83,7 +83,7 @@ def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     shape = spec.shape
     on_host = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
-        trained_flags(model, in_half=False),
+        merge_training_flags(model, in_half=False),
         flags_of_spec(replace(spec, cp_comm_type="p2p")),
         on_host,
         ("--seq-length", str(shape.seq_length)),

@@ -19,7 +19,7 @@ from math import exp, log, log2
 from pathlib import Path
 
 from parakit.artifacts.io import lock_file, write_atomically
-from parakit.config.flag_table import planned
+from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
@@ -58,7 +58,7 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         RefusedError: The flags that a row keeps do not give the same run again.
     """
     split, shape = spec.parallelism, spec.shape
-    told = SHAPE_FLAGS | planned("counted")
+    told = SHAPE_FLAGS | flags_planned_as("counted")
     flags = merge_flags(pick_flags(argv, told), flags_of_spec(spec))
     again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
     if _measured(replace(again, fused=spec.fused)) != _measured(spec):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from parakit.config.files import UnreadableFileError, csv_rows, read_text
+from parakit.config.files import UnreadableFileError, read_csv_rows, read_text
 from parakit.costs import COUNTS
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
@@ -145,7 +145,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         ReadingsError: It cannot be read, or lacks a column or names one twice.
     """
     try:
-        rows = list(csv_rows(read_text(path), path))
+        rows = list(read_csv_rows(read_text(path), path))
     except UnreadableFileError as error:
         raise ReadingsError(str(error)) from None
     columns = rows[0][1] if rows else []

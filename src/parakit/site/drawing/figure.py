@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.config.run import DeviceKind, RunSpec
@@ -111,7 +111,7 @@ def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
         f"iteration a rank sends {_list_by_stage(sent)}."
         + ("" if len(ranks) == split.world_size else f" {len(ranks)} of its ranks are drawn.")
     )
-    if spec.shape.experts and group_ranks(split, Group.TENSOR_EXPERT) > 1:
+    if spec.shape.experts and group_size(split, Group.TENSOR_EXPERT) > 1:
         yield "A router decides how many tokens go where: of these bytes the sum over ranks is exact."
 
 
