@@ -13,7 +13,7 @@ from parakit.config.model import (
     replace_vocabulary,
     shape_from_flags,
 )
-from parakit.config.run import fp8_recipe_of
+from parakit.config.run import parse_fp8_recipe
 from parakit.config.strategy import Batch
 from parakit.costs.tensors import active_parameters, parameters_total
 
@@ -135,7 +135,7 @@ def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -
     with pytest.raises(ValueError, match="--mtp-num-layers is -2; use 0 or more"):
         shape_from_flags("m", Flags([*DIMENSIONS, "--mtp-num-layers", "-2"]))
     with pytest.raises(ValueError, match="--fp8-recipe foo is not one of Megatron's; use delayed"):
-        fp8_recipe_of(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
+        parse_fp8_recipe(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
 
 
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 50304), (2, 50432), (8, 51200)])

@@ -10,7 +10,7 @@ from parakit.config.strategy import (
     PipelineSchedule,
     Sharding,
     StrategyError,
-    batch_for,
+    scale_batch,
     parallelism_from_flags,
     parse_strategy,
     strategy_flags,
@@ -165,7 +165,7 @@ def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
     ],
 )
 def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:
-    assert batch_for(Batch(32, 32), parse_strategy(text, devices)) == batch
+    assert scale_batch(Batch(32, 32), parse_strategy(text, devices)) == batch
 
 
 def test_experts_over_tps_own_ranks_need_no_flag_and_over_others_one() -> None:

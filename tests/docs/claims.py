@@ -12,9 +12,9 @@ from functools import cache
 from parakit.config.files import read_yaml
 from parakit.config.hardware import device_by_key
 from parakit.config.model import load_model
-from parakit.config.published import FILE
+from parakit.config.published import PUBLISHED_FILE
 from parakit.config.recompute import Recompute
-from parakit.config.strategy import devices_of, parse_strategy
+from parakit.config.strategy import count_devices, parse_strategy
 from parakit.costs.tensors import parameters_total
 from parakit.formatting.table import markdown_rows
 from parakit.planner.candidates import base
@@ -56,7 +56,7 @@ def claims_table() -> str:
 @cache
 def load_claims() -> tuple[Claim, ...]:
     """Those of `published.yaml`."""
-    return tuple(map(Claim, read_yaml(FILE)["claims"]))
+    return tuple(map(Claim, read_yaml(PUBLISHED_FILE)["claims"]))
 
 
 def judge(claim: Claim) -> list[Said]:
@@ -214,7 +214,7 @@ def _planned(claim: Claim, recompute: Recompute) -> Candidate:
     replicas = f"dp{claim.data_parallel}-zero1" if claim.data_parallel else ""
     layout = f"{claim.layout}{replicas}"
     # Of replicas as the degrees multiply, which need not be the GPUs that it names.
-    gpus = devices_of(layout) if claim.data_parallel else GPUS
+    gpus = count_devices(layout) if claim.data_parallel else GPUS
     split = parse_strategy(layout, gpus)
     samples = 2 * gpus if SAMPLES % split.data else SAMPLES
     request = request_of(claim.model or MODEL, gpus, GPU, samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parakit.config.strategy import Batch, devices_of
+from parakit.config.strategy import Batch, count_devices
 from parakit.costs.memory import memory_of_rank
 from parakit.formatting.table import Column, Table, markdown_rows, markdown_table
 from parakit.formatting.units import MIB
@@ -45,7 +45,7 @@ def _parts_table() -> str:
     """Of runs with more than data parallelism, and of the pipeline with 16 micro batches."""
     found = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
     found = {
-        name: spec for name, spec in found.items() if spec.parallelism.data == 1 < devices_of(name)
+        name: spec for name, spec in found.items() if spec.parallelism.data == 1 < count_devices(name)
     }
     found["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
     rows = []

@@ -17,8 +17,8 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
-from parakit.config.run import DeviceKind, RunSpec, spec_of_model
-from parakit.config.strategy import NAMED
+from parakit.config.run import DeviceKind, RunSpec, spec_from_model
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from parakit.costs.collectives.rank import communication_of_rank
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import rank_parameters
@@ -27,7 +27,7 @@ from tests.examples.runs import ITERATIONS, Run
 from tests.small import PADDED, VOCABULARY
 
 MORE = ("vpp2", "zero1")
-PARALLEL = (*NAMED[1:], *MORE)
+PARALLEL = (*PUBLISHED_STRATEGIES[1:], *MORE)
 Key = tuple[str, str, int]
 
 
@@ -44,7 +44,7 @@ def configuration(run: Run) -> RunSpec:
     shape = replace(model.shape, vocabulary=VOCABULARY, vocabulary_multiple=multiple)
     as_run = replace(model, shape=shape)
     return replace(
-        spec_of_model(as_run, run.record.spec.parallelism, run.record.spec.batch),
+        spec_from_model(as_run, run.record.spec.parallelism, run.record.spec.batch),
         dtype="fp32",
         cp_comm_type="all_gather",
         device=DeviceKind.CPU,

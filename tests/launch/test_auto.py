@@ -11,7 +11,7 @@ from parakit.artifacts import run as records
 from parakit.config.errors import LaunchError
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape, load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, flags_from_spec, spec_from_flags
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
 from parakit.launch import auto, calibrate
@@ -236,8 +236,8 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     plain = plan_here(job, QUIET)
     measured, own = next(c for c in plain.ranked if c.strategy == "dp2"), tmp_path / "mine.csv"
     assert plan_here(job, QUIET, own).ranked == plain.ranked
-    argv = (*load_model("gpt2-tiny").flags, *flags_of_spec(measured.spec))
-    trained = spec_of_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
+    argv = (*load_model("gpt2-tiny").flags, *flags_from_spec(measured.spec))
+    trained = spec_from_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
     add_rows(own, [row_of(trained, argv, CPU, "run", 3 * measured.seconds.total)])
     corrected = plan_here(job, QUIET, own)
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)

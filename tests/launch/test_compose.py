@@ -11,7 +11,7 @@ from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, nul
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import (
-    NAMED,
+    PUBLISHED_STRATEGIES,
     Batch,
     Parallelism,
     StrategyError,
@@ -30,7 +30,7 @@ def composed(name: str, **options: object) -> Launch:
     return compose_job(target.under(replace(Options(), **options)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
     text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
     command = text.split("parakit run ", 1)[1].replace("\\\n", " ")

@@ -8,7 +8,7 @@ import pytest
 from parakit.cluster.container.docker import Container
 from parakit.cluster.container.image import find_pair
 from parakit.config.errors import LaunchError
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from parakit.costs.memory import memory_of_rank, placeholder_bytes
 from parakit.launch import devices, preflight_gpu
 from parakit.launch.compose import Launch
@@ -53,7 +53,7 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
     return compose_named
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_the_published_runs_pass_on_the_published_machine(
     composed: Composer, two_h200: FakeNvml, tmp_path: Path, strategy: str
 ) -> None:

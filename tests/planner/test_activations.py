@@ -6,7 +6,7 @@ import pytest
 
 from parakit.config.hardware import HostRates
 from parakit.config.model import LatentAttention, load_model
-from parakit.config.offload import GROUPS, Offload
+from parakit.config.offload import OFFLOAD_MODULES, Offload
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import Batch, Parallelism
@@ -207,7 +207,7 @@ def test_whole_layers_go_while_others_compute(gone: int, forward: float, backwar
 
 def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
     model = load_model("gpt2-large")
-    spec = RunSpec(model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=GROUPS[1:4]))
+    spec = RunSpec(model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=OFFLOAD_MODULES[1:4]))
     cluster = usual_cluster("h100", 1)
     plain = iteration_seconds(replace(spec, offload=Offload()), cluster)
     found = iteration_seconds(spec, cluster)
@@ -249,7 +249,7 @@ def test_what_megatron_refuses_has_its_sentence(
 
 def test_what_megatrons_own_test_combines_is_taken() -> None:
     modules = Recompute.parse("layernorm mla_up_proj mlp moe_act")
-    spec = tiny(fine(*GROUPS[:7]), shape=EXPERTS, recompute=modules)
+    spec = tiny(fine(*OFFLOAD_MODULES[:7]), shape=EXPERTS, recompute=modules)
     assert violations(spec) == ()
 
 

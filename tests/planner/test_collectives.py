@@ -16,8 +16,8 @@ from parakit.config.experts import ExpertLoad
 from parakit.config.groups import Group
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
+from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_from_model
+from parakit.config.strategy import Batch, Parallelism, Sharding, scale_batch, parse_strategy
 from parakit.costs.collectives.call import CollectiveCall, Megatron, sum_bytes_by_group
 from parakit.costs.collectives.data import bucket_elements
 from parakit.costs.collectives.rank import communication_of_rank
@@ -73,7 +73,7 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
 
 def published(strategy: str) -> dict[Group, int]:
     parallelism = parse_strategy(strategy, 2)
-    spec = spec_of_model(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
+    spec = spec_from_model(LARGE, parallelism, scale_batch(LARGE.batch, parallelism))
     traffic = communication_of_rank(spec, 0)
     return sum_bytes_by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 
@@ -179,7 +179,7 @@ def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> 
 def weights_and_gradients(strategy: str, ranks: int, device: DeviceKind) -> list[CollectiveCall]:
     tiny = load_model("gpt2-tiny")
     spec = replace(
-        spec_of_model(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
+        spec_from_model(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
         dtype="fp32",
         device=device,
     )

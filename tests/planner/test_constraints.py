@@ -5,15 +5,15 @@ import pytest
 
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import Backend, RunSpec, spec_of_model
+from parakit.config.run import Backend, RunSpec, spec_from_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import (
-    NAMED,
+    PUBLISHED_STRATEGIES,
     Batch,
     Parallelism,
     PipelineSchedule,
     Sharding,
-    batch_for,
+    scale_batch,
     parse_strategy,
 )
 from parakit.costs.constraints import violations
@@ -35,10 +35,10 @@ def refusals(
     return violations(RunSpec(shape, parallelism, batch, **choices), release)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_the_six_published_runs_are_legal(name: str) -> None:
     parallelism = parse_strategy(name, 1 if name == "baseline" else 2)
-    batch = batch_for(LARGE.batch, parallelism)
+    batch = scale_batch(LARGE.batch, parallelism)
     assert refusals(LARGE.shape, parallelism, batch, dtype="fp16") == ()
 
 
@@ -80,7 +80,7 @@ def test_each_rule_says_what_and_what_instead(
 
 
 def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at_least() -> None:
-    spec = replace(spec_of_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
+    spec = replace(spec_from_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
     whole = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM)
     buffered = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM_2BW)
     assert violations(replace(spec, parallelism=buffered)) == ()
@@ -92,7 +92,7 @@ def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at
 
 def test_a_pipeline_of_plain_pytorch_is_refused_without_flags_of_megatrons() -> None:
     split = Parallelism(pipeline=5, schedule=PipelineSchedule.GPIPE)
-    spec = spec_of_model(LARGE, split, Batch(1, 5))
+    spec = spec_from_model(LARGE, split, Batch(1, 5))
     (found,) = violations(replace(spec, backend=Backend.NATIVE))
     assert "36 layers, which PP 5 does not divide; use a PP of 1, 2, 3" in found
     assert "--" not in found

@@ -6,7 +6,7 @@ import pytest
 
 from parakit.config.flags import Flags
 from parakit.config.model import ModelShape
-from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, token_dispatcher_of
+from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, parse_token_dispatcher
 from parakit.config.strategy import Batch, Parallelism
 from parakit.costs.dispatchers import dispatcher_bytes
 from parakit.costs.memory import memory_of_rank
@@ -64,7 +64,7 @@ def test_it_is_no_part_of_live_tensors_but_of_what_the_device_reports() -> None:
 
 def test_the_flex_dispatcher_is_its_backend_s() -> None:
     flex = ["--moe-token-dispatcher-type", "flex"]
-    assert token_dispatcher_of(Flags(flex)) is TokenDispatcher.DEEP_EP
+    assert parse_token_dispatcher(Flags(flex)) is TokenDispatcher.DEEP_EP
     hybrid = [*flex, "--moe-flex-dispatcher-backend", "hybridep"]
-    assert token_dispatcher_of(Flags(hybrid)) is TokenDispatcher.HYBRID_EP
-    assert token_dispatcher_of(Flags(hybrid[2:])) is TokenDispatcher.ALL_GATHER
+    assert parse_token_dispatcher(Flags(hybrid)) is TokenDispatcher.HYBRID_EP
+    assert parse_token_dispatcher(Flags(hybrid[2:])) is TokenDispatcher.ALL_GATHER

@@ -13,7 +13,7 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.model import SHAPE_FLAGS, Model, apply_flags_to_model, load_model, find_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.operations import Operation, Phase
@@ -30,7 +30,7 @@ TINY = load_model("gpt2-tiny")
 
 
 def configured(model: Model, split: Parallelism, batch: Batch, **changes: object) -> RunSpec:
-    plain = spec_of_model(model, split, batch)
+    plain = spec_from_model(model, split, batch)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -430,7 +430,7 @@ def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = apply_flags_to_model(TINY, ("--vocab-size", "4096"))
-    print_comparisons(model, spec_of_model(model, Parallelism(), Batch(1, 1)), [])
+    print_comparisons(model, spec_from_model(model, Parallelism(), Batch(1, 1)), [])
     second = capsys.readouterr().out.splitlines()[1]
     assert "vocabulary of 50,257 is trained and not the model's own 4,096" in second
 

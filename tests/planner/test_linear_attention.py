@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from parakit.config.model import LINEAR, LinearAttention, ModelShape
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, spec_from_flags
 from parakit.costs.flops import model_flops, token_flops
 from parakit.costs.tensors import parameters_total, rank_parameters, rank_tensors
 
@@ -27,7 +27,7 @@ BARE = "--swiglu --disable-bias-linear --normalization RMSNorm"
 
 def linear(every: str, rest: str = "", ranks: int = 1) -> RunSpec:
     variant = f"--experimental-attention-variant gated_delta_net --linear-attention-freq {every}"
-    return spec_of_flags(f"{TINY} {variant} {HEADS} {rest}".split(), ranks, DeviceKind.CPU)
+    return spec_from_flags(f"{TINY} {variant} {HEADS} {rest}".split(), ranks, DeviceKind.CPU)
 
 
 @pytest.mark.parametrize(

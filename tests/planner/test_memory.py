@@ -8,8 +8,8 @@ from parakit.config.experts import ExpertLoad
 from parakit.config.flags import Flags
 from parakit.config.model import LatentAttention, Model, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
-from parakit.config.stages import spread
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_from_model, parse_state_types
+from parakit.config.stages import even_layout
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.activations import (
     chunk_activation_bytes,
@@ -235,7 +235,7 @@ def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
         uneven = replace(TINY, layers=7)
         split = Parallelism(pipeline=2, virtual_stages=2)
         batch = Batch(1, micro_batches)
-        return layers_in_flight(RunSpec(uneven, split, batch, stages=spread(7, 4)), 0)
+        return layers_in_flight(RunSpec(uneven, split, batch, stages=even_layout(7, 4)), 0)
 
     assert held(20) == held(10**12)
 
@@ -270,7 +270,7 @@ def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
 def test_state_follows_the_types_of_a_precision_aware_optimizer(
     flags: str, bytes_a_parameter: float
 ) -> None:
-    types = state_types_of(Flags(flags.split()))
+    types = parse_state_types(Flags(flags.split()))
     spec = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16", state_types=types)
     assert memory_of_rank(spec).state == bytes_a_parameter * parameters_total(TINY)
     plain = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16")
@@ -392,7 +392,7 @@ def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
         replace(
             tiny(split, recompute=Recompute.FULL),
             shape=shape,
-            state_types=state_types_of(Flags(words)),
+            state_types=parse_state_types(Flags(words)),
         )
         for words in (aware, (*aware, *half))
     ]
@@ -414,6 +414,6 @@ def test_a_model_too_large_for_a_cpu_is_seen_before_it_starts() -> None:
 
 
 def on_cpu(model: Model) -> int:
-    spec = spec_of_model(model, Parallelism(), model.batch)
+    spec = spec_from_model(model, Parallelism(), model.batch)
     spec = replace(spec, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
     return fullest_rank(spec)[1].total

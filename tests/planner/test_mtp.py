@@ -8,8 +8,8 @@ from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import SHAPE_FLAGS, apply_flags_to_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.stages import filled
+from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.stages import front_loaded_layout
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.activations import residual_bytes
 from parakit.costs.collectives.rank import communication_of_rank
@@ -57,10 +57,10 @@ def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_
 def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -> None:
     assert [run(1, Parallelism(pipeline=2)).stage_layers(rank) for rank in (0, 1)] == [2, 3]
     deep = replace(TINY, layers=61, mtp_depth=1)
-    laid = run(1, Parallelism(pipeline=4, virtual_stages=4), shape=deep, stages=filled(61, 16, 1))
+    laid = run(1, Parallelism(pipeline=4, virtual_stages=4), shape=deep, stages=front_loaded_layout(61, 16, 1))
     assert [laid.chunk_layers(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
-    assert filled(61, 32, 1).problem(61, 8, 4) == ""
-    assert filled(61, 40, 1).problem(61, 40, 1) == "they do not fill the stages"
+    assert front_loaded_layout(61, 32, 1).problem(61, 8, 4) == ""
+    assert front_loaded_layout(61, 40, 1).problem(61, 40, 1) == "they do not fill the stages"
 
 
 def test_a_depth_multiplies_its_layer_the_joined_projection_and_the_logits() -> None:
@@ -150,7 +150,7 @@ def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
     # So many logits that the peak is at the loss, where all activations are kept.
     words = f"--vocab-size 50000 --position-embedding-type rope --mtp-num-layers {depths}"
     model = apply_flags_to_model(small_model(kind), words.split(), SHAPE_FLAGS)
-    spec = spec_of_model(model, split, Batch(2, 2 * split.data * split.pipeline))
+    spec = spec_from_model(model, split, Batch(2, 2 * split.data * split.pipeline))
     spec = replace(spec, dtype="bf16")
     for rank in {0, split.world_size - 1}:
         found = run_case(dry_runner, Case(model, spec, rank))

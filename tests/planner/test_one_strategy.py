@@ -12,7 +12,7 @@ from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key
 from parakit.config.model import load_model, model_names, find_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.run import DeviceKind, flags_from_spec, spec_from_flags, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
 from parakit.costs.collectives.rank import communication_of_rank
 from parakit.costs.memory import fullest_rank
@@ -54,7 +54,7 @@ def test_one_layout_is_timed_as_the_search_would_time_it(
 ) -> None:
     found = answer(capsys, *STRATEGY, "--global-batch", "64", "--recompute", "full")
     request = make_request("gpt2-large", 2, "h200", 64)
-    spec = spec_of_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
+    spec = spec_from_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
     spec = replace(spec, recompute=Recompute.FULL)
     layout = found["layout"]
     assert isinstance(layout, dict)
@@ -177,7 +177,7 @@ def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str])
     timed = time_strategy(asked_of_plan(words))
     flags = [*timed.request.model.flags, "--transformer-impl", "local"]
     flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
-    trained = spec_of_flags(flags, 2, DeviceKind.CPU)
+    trained = spec_from_flags(flags, 2, DeviceKind.CPU)
     seconds = iteration_seconds(trained, timed.request.cluster).total
     assert timed.candidate.seconds.total == pytest.approx(seconds)
 
@@ -412,10 +412,10 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     tmp_path: Path, strategy: str
 ) -> None:
     model, split = load_model("mixtral-8x7b"), parse_strategy(strategy, 8)
-    planned = replace(spec_of_model(model, split, Batch(1, 16)), dropout=0.0)
-    argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_of_spec(planned))
+    planned = replace(spec_from_model(model, split, Batch(1, 16)), dropout=0.0)
+    argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_from_spec(planned))
     row = row_of(
-        spec_of_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
+        spec_from_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
     )
     add_rows(tmp_path / "mine.csv", [row])
     (reading,) = read_readings(tmp_path / "mine.csv")[0]

@@ -7,7 +7,7 @@ import pytest
 from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
-from parakit.config.stages import EVEN, StageSplit, stage_split
+from parakit.config.stages import EVEN_SPLIT, StageSplit, choose_stage_split
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 from parakit.costs.constraints import divisors, violations
 from parakit.costs.memory import fullest_rank
@@ -54,7 +54,7 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
                 continue
             plain = Parallelism(data, tensor, pipeline, context, sequence_parallel=sequence)
             layers = request.template.shape.layers
-            stages = stage_split(layers, pipeline) or EVEN
+            stages = choose_stage_split(layers, pipeline) or EVEN_SPLIT
             for virtual, sharding in product(range(1, 37), tuple(Sharding)[:4]):
                 if sharding and data * context == 1:
                     continue

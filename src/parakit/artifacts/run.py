@@ -17,7 +17,7 @@ from parakit.artifacts.io import lock_file, write_record
 from parakit.config import variables
 from parakit.config.files import read_regular_file
 from parakit.config.flags import count_end_of_document_in_vocabulary
-from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_from_flags
 from parakit.config.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
@@ -289,7 +289,7 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
     said = msgspec.convert(data, _Said)
     try:
         argv = count_end_of_document_in_vocabulary(said.argv, said.entry.megatron_version)
-        spec = spec_of_flags(argv, said.parallelism.world_size, said.device, said.model)
+        spec = spec_from_flags(argv, said.parallelism.world_size, said.device, said.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
     fused = tuple(filter(None, said.environment.get(variables.FUSED, "").split(",")))

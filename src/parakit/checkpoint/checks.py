@@ -35,7 +35,7 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import (
     UNTIED,
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
     strategy_name,
@@ -367,7 +367,7 @@ def loading(contents: Contents, strategy: str) -> Loading:
         why = f"No verdict is given on {what}; convert it to torch_dist."
         return Loading("not judged", (), (why,))
     saved = spec.parallelism
-    new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
+    new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
     refused = [*contents.problems, *violations(laid(spec, new))]
     refused += _unloadable(contents, new)
     if not refused and is_legacy and _files_of(new) != _files_of(saved):

@@ -38,7 +38,7 @@ from parakit.checkpoint.whole import (
 )
 from parakit.config.files import describe_file_problem, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
-from parakit.config.run import RunSpec, spec_of_printed
+from parakit.config.run import RunSpec, spec_from_printed_arguments
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
 """Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
@@ -98,7 +98,7 @@ class Contents:
     @cached_property
     def spec(self) -> RunSpec | None:
         """The run that its arguments describe; None where they do not."""
-        return spec_of_printed(self.arguments) if self.arguments else None
+        return spec_from_printed_arguments(self.arguments) if self.arguments else None
 
     @property
     def parameters(self) -> int:

@@ -67,7 +67,7 @@ from parakit.checkpoint.parallelism import (
 )
 from parakit.checkpoint.whole import cut_axis
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
+from parakit.config.strategy import Parallelism, Sharding, count_devices, parse_strategy, strategy_name
 from parakit.convert import ConversionProgress, check_disk_space
 from parakit.costs import violations
 
@@ -172,7 +172,7 @@ def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
         raise ReshardError(
             f"{contents.folder} holds no arguments that define a model and its strategy."
         )
-    new = parse_strategy(strategy, devices_of(strategy, spec.parallelism.world_size))
+    new = parse_strategy(strategy, count_devices(strategy, spec.parallelism.world_size))
     for parallelism in (spec.parallelism, new):
         if parallelism.sharding not in _MAIN or parallelism.schedule:
             raise ReshardError(

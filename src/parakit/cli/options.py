@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
-from parakit.config.setting import SettingError, read, refuse_renamed, values
+from parakit.config.setting import SettingError, parse_setting, refuse_renamed, parse_settings
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
@@ -110,7 +110,7 @@ def parse_make_variables(
             refuse_renamed(old)
     texts = {key: text for key in used if (text := environment.get(key, ""))}
     if ARGS.name not in used:
-        words = (*words, *read(ARGS, environment.get(ARGS.name, "")))
+        words = (*words, *parse_setting(ARGS, environment.get(ARGS.name, "")))
     for variable, remedy in _NEVER_IGNORED.items():
         if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
@@ -282,7 +282,7 @@ def _add(parser: ArgumentParser, setting: Setting) -> None:
 def _argument(setting: Setting) -> Callable[[str], Any]:
     def reader(text: str) -> Any:
         try:
-            return read(setting, text)
+            return parse_setting(setting, text)
         except SettingError as error:
             said = str(error).rstrip(".")
             raise ArgumentTypeError(said.removeprefix(f"{setting.name}=")) from None
@@ -295,7 +295,7 @@ def _completed(
 ) -> Namespace:
     """What was given with the values of all other variables; refused where a required one is missing."""
     given.texts = texts
-    for key, value in values(command.variables, texts).items():
+    for key, value in parse_settings(command.variables, texts).items():
         if getattr(given, key, None) in (None, [], ()):
             setattr(given, key, value)
     for name, *others in (names.split("|") for names in command.required):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from parakit.config.flags import Flags, format_flags, refuse_unknown, format_fields_as_flags
 
-GROUPS = (
+OFFLOAD_MODULES = (
     "attn_norm",
     "qkv_linear",
     "core_attn",
@@ -44,7 +44,7 @@ class Offload:
         return bool(self.layers or self.modules)
 
 
-NOTHING = Offload()
+NO_OFFLOAD = Offload()
 
 _FINE, _MODULES = "--fine-grained-activation-offloading", "--offload-modules"
 _LAYERS, _LEAST = "--cpu-offloading-num-layers", "--min-offloaded-tensor-size"
@@ -52,7 +52,7 @@ _FRACTION, _DELTA = "--activation-offload-fraction", "--delta-offload-bytes-acro
 _FUSED, _FUSER = "fused_group_mlp", "--use-transformer-engine-op-fuser"
 
 
-def offload_of(flags: Flags) -> Offload:
+def parse_offload(flags: Flags) -> Offload:
     """What the flags offload.
 
     Raises:
@@ -65,13 +65,13 @@ def offload_of(flags: Flags) -> Offload:
         return found
     words = flags.names(_MODULES)
     if not words:
-        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(GROUPS)}.")
-    refuse_unknown(_MODULES, words, GROUPS)
+        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(OFFLOAD_MODULES)}.")
+    refuse_unknown(_MODULES, words, OFFLOAD_MODULES)
     if _FUSED in words and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
     if min(found.smallest, found.kept_by_stage) < 0 or not 0 <= found.fraction <= 1:
         raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
-    return replace(found, modules=tuple(name for name in GROUPS if name in words))
+    return replace(found, modules=tuple(name for name in OFFLOAD_MODULES if name in words))
 
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:

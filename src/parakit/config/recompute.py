@@ -116,7 +116,7 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     return (_GRANULARITY, recompute.granularity, *own)
 
 
-def recompute_of(flags: Flags) -> Recompute:
+def parse_recompute(flags: Flags) -> Recompute:
     """How the flags recompute.
 
     Raises:

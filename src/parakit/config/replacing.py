@@ -36,7 +36,7 @@ else:
         object.__setattr__(new, "__dict__", state)
         return new
 
-    replace_shared = lru_cache(maxsize=16384)(replace)
+    replace_cached = lru_cache(maxsize=16384)(replace)
     """The same, one object for all who ask alike, whose hash is computed once."""
 
 

@@ -16,10 +16,10 @@ from parakit.config.experts import BALANCED, ExpertLoad, parse_expert_load
 from parakit.config.flag_table import flags_in_group
 from parakit.config.flags import Flags, format_flags, refuse_unknown, format_fields_as_flags
 from parakit.config.model import MTP, Model, ModelShape, parse_batch, parse_dtype, shape_from_flags
-from parakit.config.offload import NOTHING, Offload, offload_flags, offload_of
-from parakit.config.recompute import Recompute, recompute_flags, recompute_of
-from parakit.config.replacing import replace, replace_shared
-from parakit.config.stages import EVEN, StageSplit, stages_of
+from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
+from parakit.config.recompute import Recompute, recompute_flags, parse_recompute
+from parakit.config.replacing import replace, replace_cached
+from parakit.config.stages import EVEN_SPLIT, StageSplit, parse_stage_split
 from parakit.config.strategy import (
     Batch,
     Parallelism,
@@ -151,7 +151,7 @@ class RunSpec:
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     """Activations that wait for backward on the host."""
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
@@ -159,7 +159,7 @@ class RunSpec:
     """Transformer Engine's layers: a norm is part of the dense linear layer behind it."""
     cp_comm_type: str = "p2p"
     """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`; empty before a search has chosen."""
-    stages: StageSplit = EVEN
+    stages: StageSplit = EVEN_SPLIT
     """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
     expert_load: ExpertLoad = BALANCED
@@ -345,7 +345,7 @@ class RunSpec:
         parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
         own, samples = self.parallelism, self.batch.micro_batch_size
         data = max(1, own.expert // own.context)
-        one = replace_shared(
+        one = replace_cached(
             own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
         )
         return replace(
@@ -353,8 +353,8 @@ class RunSpec:
             parallelism=one,
             batch=Batch(samples, samples * data),
             recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
-            stages=EVEN,
-            offload=NOTHING,
+            stages=EVEN_SPLIT,
+            offload=NO_OFFLOAD,
         )
 
     @cached_property
@@ -375,7 +375,7 @@ class RunSpec:
         """Even runs whose stages together have as many layers of each kind as this one's and compute as
         many again, in one virtual stage: for calls inside layers."""
         shape, some = self.shape, self.recompute.some_layers
-        if self.stages == EVEN and not (some or shape.mtp_depth or shape.dense_layers):
+        if self.stages == EVEN_SPLIT and not (some or shape.mtp_depth or shape.dense_layers):
             return (self,)
         layers, again = self.stage_layers(pipeline_rank), self.layers_again(pipeline_rank)
         dense, dense_again = self.dense_layers_of(pipeline_rank)
@@ -388,7 +388,7 @@ class RunSpec:
         """A run with so many layers of one kind on every stage, of which so many are computed again."""
         whole = layers * self.parallelism.pipeline
         shape = replace(self.shape, layers=whole, mtp_depth=0, dense_layers=())
-        found = replace(self, stages=EVEN, shape=shape)
+        found = replace(self, stages=EVEN_SPLIT, shape=shape)
         if not self.recompute.some_layers:
             return found
         return replace(
@@ -401,7 +401,7 @@ class RunSpec:
     def joining(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
         shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)
-        return replace(self, stages=EVEN, shape=shape)
+        return replace(self, stages=EVEN_SPLIT, shape=shape)
 
     @property
     def embeds_twice(self) -> bool:
@@ -433,21 +433,21 @@ def _laid(
     return tuple(tuple(chunks) for chunks in found)
 
 
-def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
+def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
     """A model as its `.args` file has it, on GPUs: its dtype, dropout and recomputation."""
     return RunSpec(
         shape=model.shape,
         parallelism=parallelism,
         batch=batch,
         dtype=model.dtype,
-        fp8_recipe=fp8_recipe_of(Flags(model.flags)),
+        fp8_recipe=parse_fp8_recipe(Flags(model.flags)),
         dropout=model.dropout,
-        recompute=recompute_of(Flags(model.flags)),
+        recompute=parse_recompute(Flags(model.flags)),
         model=model.name,
     )
 
 
-def spec_of_flags(
+def spec_from_flags(
     words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
     """What a command line, the model's own flags in it, makes Megatron train on so many ranks.
@@ -468,32 +468,32 @@ def spec_of_flags(
         parallelism=parallelism,
         batch=parse_batch(flags, parallelism.data),
         dtype=parse_dtype(flags),
-        fp8_recipe=fp8_recipe_of(flags),
-        state_types=state_types_of(flags),
+        fp8_recipe=parse_fp8_recipe(flags),
+        state_types=parse_state_types(flags),
         dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
-        recompute=recompute_of(flags),
-        offload=offload_of(flags),
+        recompute=parse_recompute(flags),
+        offload=parse_offload(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
         fused_norms=not local,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
-        stages=stages_of(flags),
-        token_dispatcher=token_dispatcher_of(flags),
+        stages=parse_stage_split(flags),
+        token_dispatcher=parse_token_dispatcher(flags),
         expert_load=parse_expert_load(flags),
         device=device,
         model=model,
     )
 
 
-def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
+def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
     """What a log's printed arguments (`num_layers`) say; None where they do not define a model and its
     layout."""
-    words = flags_of_printed(arguments)
+    words = flags_from_printed_arguments(arguments)
     flags = Flags(words)
     degrees = flags.fields("parallelism")
     devices = flags.integer("--data-parallel-size", 1)
     devices *= degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     try:
-        spec = spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
+        spec = spec_from_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
     except (ValueError, ZeroDivisionError):
         return None
     # Somebody else's Megatron has no patches: its own layers keep the scores.
@@ -501,7 +501,7 @@ def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
     return replace(spec, fused_attention=False) if local else spec
 
 
-def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
+def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...]:
     """Printed arguments as the flags that give them."""
     words: list[str] = []
     for name, value in arguments.items():
@@ -519,14 +519,14 @@ _FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 """Of arguments that go by another name than their flags (`dest` in `arguments.py`)."""
 
 
-def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
+def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for everything in a spec but the model's own shape and the device."""
     rest = {
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
-    layout = (*strategy_flags(spec.flagged_parallelism), *chosen_flags(spec))
+    layout = (*strategy_flags(spec.flagged_parallelism), *searched_flags(spec))
     run = (*format_fields_as_flags(spec.batch, "batch"), *format_flags(rest), *format_fields_as_flags(spec, "run"))
     return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
@@ -543,7 +543,7 @@ def _state_flags(types: StateTypes) -> tuple[str, ...]:
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 
-def state_types_of(flags: Flags) -> StateTypes:
+def parse_state_types(flags: Flags) -> StateTypes:
     """What the flags store gradients and the optimizer in.
 
     Raises:
@@ -566,7 +566,7 @@ def state_types_of(flags: Flags) -> StateTypes:
     return StateTypes(**given)
 
 
-def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
+def searched_flags(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for what a search chooses and no strategy's name says: what is computed again,
     context parallelism's algorithm, and how layers are laid on stages."""
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
@@ -576,7 +576,7 @@ def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
     return (*recompute_flags(spec.recompute), *context, *spec.stages.flags)
 
 
-def on_cpu_ranks(spec: RunSpec) -> RunSpec:
+def adapt_to_cpu_ranks(spec: RunSpec) -> RunSpec:
     """The run as this kit trains it on CPU ranks: in fp32, by PyTorch's own kernels."""
     return replace(
         spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
@@ -587,7 +587,7 @@ _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
 """Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Fp8Recipe` lacks is `tensorwise`."""
 
 
-def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
+def parse_fp8_recipe(flags: Flags) -> Fp8Recipe:
     """How the flags quantise the products of linear layers; Megatron's own recipe is `delayed`."""
     if flags.has("--fp4-format"):
         return Fp8Recipe.NVFP4
@@ -603,7 +603,7 @@ def _cp_comm_type(flags: Flags) -> str:
     return value if value in {"p2p", "all_gather", "a2a"} else "p2p"
 
 
-def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
+def parse_token_dispatcher(flags: Flags) -> TokenDispatcher:
     """How the flags route tokens; Megatron's own default is to gather."""
     value = flags.text("--moe-token-dispatcher-type")
     if value == "flex":

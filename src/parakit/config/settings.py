@@ -324,10 +324,10 @@ ARGS = Setting(
     "ARGS", WORDS, 'further options of the command, as its --help lists them: "--hours 0.33"', ()
 )
 
-OF_NODES = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
+NODE_SETTINGS = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
 SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
 """sbatch's options, by their names without `SLURM_`."""
-OF_SLURM = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
+SLURM_SETTINGS = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
 
 _ALL = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 

@@ -53,7 +53,7 @@ class StageSplit:
 
     def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
-        if self is EVEN:  # By far the most of a search's.
+        if self is EVEN_SPLIT:  # By far the most of a search's.
             return (layers // pipeline // virtual,) * virtual
         if self.layout:
             return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
@@ -120,16 +120,16 @@ class StageSplit:
         return (layers - self.first - self.last + self.counted) // max(1, stages)
 
 
-EVEN = StageSplit()
+EVEN_SPLIT = StageSplit()
 
 
-def spread(layers: int, stages: int) -> StageSplit:
+def even_layout(layers: int, stages: int) -> StageSplit:
     """A layout as even as can be, the ends with fewer."""
     few, more = divmod(layers, stages)
     return _layout([few + (1 <= place <= more) for place in range(stages)])
 
 
-def filled(layers: int, stages: int, depths: int) -> StageSplit:
+def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
     """A layout whose stages have as many as any needs and whose last has what is left, which makes room
     there for depths of multi-token prediction and the loss."""
     each = -(-layers // stages)
@@ -155,17 +155,17 @@ def _stages_of_layout(layout: str) -> tuple[str, ...]:
     return tuple(text.split("|"))
 
 
-def stages_of(flags: Flags) -> StageSplit:
+def parse_stage_split(flags: Flags) -> StageSplit:
     """What the flags say; Megatron ignores them without pipeline stages."""
     if flags.integer("--pipeline-model-parallel-size") == 1:
-        return EVEN
+        return EVEN_SPLIT
     return StageSplit(**flags.fields("stages"))
 
 
 @lru_cache(maxsize=4096)
-def stage_split(layers: int, pipeline: int) -> StageSplit | None:
+def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
     """Even where the degree divides the layers, else uneven; None if neither can be."""
-    return EVEN if layers % pipeline == 0 else uneven_stages(layers, pipeline, 1)
+    return EVEN_SPLIT if layers % pipeline == 0 else find_uneven_split(layers, pipeline, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +175,7 @@ def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int
     return tuple(v for v in range(1, most + 1) if not stages.problem(layers, pipeline, v))
 
 
-def uneven_stages(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
+def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
     """The split for degrees that do not divide the layers; None if there is none.
 
     The ends are counted as layers where that divides, since they take about one's time; else the last

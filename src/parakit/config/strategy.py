@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from parakit.config.flags import Flags, format_flags, format_fields_as_flags
-from parakit.config.stages import stages_of
+from parakit.config.stages import parse_stage_split
 
 
 class Sharding(StrEnum):
@@ -221,16 +221,16 @@ class Batch:
         return f"{self.micro_batch_size}/{self.global_batch_size}"
 
 
-NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
+PUBLISHED_STRATEGIES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""
 
-OF_EXPERTS = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
+EXPERT_STRATEGIES = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
 """Those of a mixture of experts that have a launch script of their own."""
 
-EXAMPLES = (
-    *NAMED,
+EXAMPLE_STRATEGIES = (
+    *PUBLISHED_STRATEGIES,
     "vpp2",
-    *OF_EXPERTS[2:],
+    *EXPERT_STRATEGIES[2:],
     "zero1",
     "zero2",
     "zero3",
@@ -302,7 +302,7 @@ def strategy_name(parallelism: Parallelism) -> str:
     return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
 
 
-def devices_of(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
+def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
     """Return how many ranks a strategy's degrees multiply to.
 
     Args:
@@ -340,7 +340,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
             f"{devices} devices; name a number of devices that is a multiple of it."
         )
-    stages = stages_of(flags)
+    stages = parse_stage_split(flags)
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
     layers = flags.integer("--num-layers") + stages.counted
     # Megatron prints the number it derived; a command line has one of the other three.
@@ -360,7 +360,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
     )
 
 
-def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
+def scale_batch(own: Batch, parallelism: Parallelism) -> Batch:
     """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
 
     The global batch grows with the ranks; the micro batch with those ranks that share one replica,
@@ -383,9 +383,9 @@ BATCH_RULE = (
 """`batch_for` in words."""
 
 
-def scaling_sentence(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
+def describe_batch_scaling(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
     """That a model file's batch was scaled; empty if it was not, or another one was asked for."""
-    if batch == own or batch != batch_for(own, parallelism):
+    if batch == own or batch != scale_batch(own, parallelism):
         return ""
     return (
         f"Batch {batch} (micro/global), not the model file's {own}: as in the published runs a "
@@ -503,7 +503,7 @@ def _degrees(product: str, text: str) -> dict[str, int]:
     if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
             _sharding_inside(product)
-            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
+            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLE_STRATEGIES)} and products of them."
         )
     degrees: dict[str, int] = {}
     for name, degree, stages in factors:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
-from parakit.config.offload import GROUPS
+from parakit.config.offload import OFFLOAD_MODULES
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec
 
@@ -129,13 +129,13 @@ def _groups(spec: RunSpec) -> list[Offloaded]:
         if tensor.elements < offload.smallest:
             continue
         # Whatever is saved in a whole layer goes with it.
-        savers = tensor.savers if not offload.layers else (GROUPS[0],)
+        savers = tensor.savers if not offload.layers else (OFFLOAD_MODULES[0],)
         going = [name for name in savers if offload.layers or name in offload.modules]
         for name in going:
             copied[name] += tensor.size
         if savers and len(going) == len(savers) and not spec.recompute.again(*tensor.modules):
             left[going[-1]] += tensor.size
-    return [Offloaded(left[name], copied[name]) for name in GROUPS if copied[name]]
+    return [Offloaded(left[name], copied[name]) for name in OFFLOAD_MODULES if copied[name]]
 
 
 def residual_bytes(spec: RunSpec) -> int:

@@ -13,7 +13,7 @@ from math import gcd
 from parakit.config.model import BLOCKS, round_up
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.config.stages import EVEN, uneven_stages
+from parakit.config.stages import EVEN_SPLIT, find_uneven_split
 from parakit.config.strategy import PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
@@ -128,9 +128,9 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
         ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
         # The pipelines of plain PyTorch lay layers evenly alone.
-        uneven = None if parallelism.schedule else uneven_stages(shape.layers, pipeline, virtual)
+        uneven = None if parallelism.schedule else find_uneven_split(shape.layers, pipeline, virtual)
         flags = f", or {' '.join(uneven.flags)}" if uneven else ""
-        if spec.stages == EVEN:
+        if spec.stages == EVEN_SPLIT:
             problem = f"which {stages} does not divide"
         else:
             split = " ".join(spec.stages.flags) or "the most even split"

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
-from parakit.config.stages import EVEN
+from parakit.config.stages import EVEN_SPLIT
 from parakit.costs.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
@@ -387,7 +387,7 @@ def fullest_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] |
 def ranks_apart(spec: RunSpec) -> set[int]:
     """The ends of a pipeline and, where stages are unequal, the ranks that stand for those between."""
     ends = {0, spec.parallelism.pipeline - 1}
-    alike = spec.stages == EVEN and not spec.shape.dense_layers
+    alike = spec.stages == EVEN_SPLIT and not spec.shape.dense_layers
     return ends if alike else ends | middle_ranks(spec).keys()
 
 

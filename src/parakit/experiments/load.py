@@ -22,7 +22,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
 from parakit.config.run import Backend, DeviceKind, OptimizerName
-from parakit.config.strategy import devices_of
+from parakit.config.strategy import count_devices
 from parakit.costs import parameters_total
 from parakit.experiments.definition import (
     FOLDER,
@@ -201,7 +201,7 @@ class _Loader:
     def _cell(self, entry: _Entry, seed: int) -> Cell:
         file, job = self.file, self.trained
         if job is None:  # A strategy that names no number of devices has the file's.
-            number = devices_of(entry.strategy, otherwise=file.devices)
+            number = count_devices(entry.strategy, otherwise=file.devices)
             place = parse_devices(entry.devices) if entry.devices else (number, self._device)
             model = load_model(entry.model or self.model or file.model)
             job = Job(entry.strategy, model, *place)

@@ -17,8 +17,8 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
+from parakit.config.run import DeviceKind, searched_flags, adapt_to_cpu_ranks, spec_from_model
+from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
 from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, conditions, device_here
 from parakit.launch.compose import model_for
@@ -84,14 +84,14 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     # As it will be trained: over the vocabulary of the data.
     model = model_for(job.model, (), options.data or DEFAULT_DATA[job.device])
     on_cpu = job.device is DeviceKind.CPU
-    usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
+    usual = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
     expert_tensor = expert_tensor_of(Flags((*model.flags, *options.extra)), model)
-    template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
+    template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     execution = Execution()
     if not on_cpu:
         runtime = choose_runtime(options, job.device)
@@ -129,7 +129,7 @@ def options_for_candidate(chosen: Candidate, options: Options) -> Options:
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        extra=(*chosen_flags(spec), *options.extra),
+        extra=(*searched_flags(spec), *options.extra),
     )
 
 

@@ -31,8 +31,8 @@ from parakit.config.model import (
     replace_vocabulary,
     merge_training_flags,
 )
-from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
-from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
+from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
+from parakit.config.strategy import UNTIED, scale_batch, parallelism_from_flags
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import code_of, find_entry
@@ -222,7 +222,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     data = options.data or DEFAULT_DATA[device]
     model = model_for(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
-    own = batch_for(model.batch, parallelism)
+    own = scale_batch(model.batch, parallelism)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
     shared = shared or imported_weights_folder(model) is not None
     untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
@@ -265,7 +265,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         extra,
     )
     spec = replace(
-        spec_of_flags(
+        spec_from_flags(
             count_end_of_document_in_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
         ),
         fused=options.fused,

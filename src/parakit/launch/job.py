@@ -14,7 +14,7 @@ from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
 from parakit.config.model import Model, is_model_file, load_model, model_names, model_name_of_file
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy, strategy_flags
+from parakit.config.strategy import EXAMPLE_STRATEGIES, PUBLISHED_STRATEGIES, StrategyError, parse_strategy, strategy_flags
 from parakit.launch.options import NO_OPTIONS, Options, variables_of
 
 ALIASES = {
@@ -160,7 +160,7 @@ def published_names() -> tuple[str, ...]:
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
         for model in model_names()
-        for strategy in NAMED
+        for strategy in PUBLISHED_STRATEGIES
         for device in DeviceKind
     )
 
@@ -186,7 +186,7 @@ def _check_strategy(strategy: str) -> None:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:
         if "Unknown strategy" in str(error):
-            near = difflib.get_close_matches(strategy, EXAMPLES, n=3, cutoff=0.3)
+            near = difflib.get_close_matches(strategy, EXAMPLE_STRATEGIES, n=3, cutoff=0.3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise LaunchError(f"{error}{hint}") from None
 

@@ -17,14 +17,14 @@ from parakit.config.model import (
     model_names,
     replace_vocabulary,
 )
-from parakit.config.run import on_cpu_ranks, spec_of_model
+from parakit.config.run import adapt_to_cpu_ranks, spec_from_model
 from parakit.config.strategy import (
     BATCH_RULE,
-    NAMED,
-    OF_EXPERTS,
+    PUBLISHED_STRATEGIES,
+    EXPERT_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    scale_batch,
+    count_devices,
     parse_strategy,
 )
 from parakit.costs import (
@@ -98,7 +98,7 @@ def _on_the_kits_data(models: Sequence[Model]) -> str:
 
 def _scaling(model: Model) -> str:
     """How strategies scale a model file's batch, with one as the example."""
-    scaled = batch_for(model.batch, parse_strategy("tp2", 2))
+    scaled = scale_batch(model.batch, parse_strategy("tp2", 2))
     return (
         f"batch is a baseline's, micro/global. A strategy scales it, {BATCH_RULE}: tp2 of "
         f"{model.name} trains {scaled}. MICRO_BATCH= and GLOBAL_BATCH= set others."
@@ -116,22 +116,22 @@ def runnable_on(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     return tuple(
         name
         for name in _names(model)
-        if devices_of(name) <= len(gpus)
-        and _fits(model, name, smallest * devices_of(name), on_cpu=False)
+        if count_devices(name) <= len(gpus)
+        and _fits(model, name, smallest * count_devices(name), on_cpu=False)
     )
 
 
 def _names(model: Model) -> tuple[str, ...]:
-    return OF_EXPERTS if model.shape.experts else NAMED
+    return EXPERT_STRATEGIES if model.shape.experts else PUBLISHED_STRATEGIES
 
 
 def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = True) -> bool:
-    devices = devices_of(strategy)
+    devices = count_devices(strategy)
     parallelism = parse_strategy(strategy, devices)
-    batch = batch_for(model.batch, parallelism)
-    spec = spec_of_model(model, parallelism, batch)
+    batch = scale_batch(model.batch, parallelism)
+    spec = spec_from_model(model, parallelism, batch)
     if on_cpu:
-        spec = on_cpu_ranks(spec)
+        spec = adapt_to_cpu_ranks(spec)
     if violations(spec):
         return False
     memory = fullest_rank(spec)[1]
@@ -159,7 +159,7 @@ def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) 
 
 def _choice(names: Sequence[str], known: Sequence[str]) -> str:
     if len(names) == len(known):
-        return "all six" if len(known) == len(NAMED) else f"all {len(known)}"
+        return "all six" if len(known) == len(PUBLISHED_STRATEGIES) else f"all {len(known)}"
     return ", ".join(names) or "none"
 
 
@@ -198,7 +198,7 @@ def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
 
 
 def _fullest(model: Model, split: Parallelism) -> int:
-    spec = spec_of_model(model, split, model.batch)
+    spec = spec_from_model(model, split, model.batch)
     return max(rank_parameters(spec, stage).total for stage in range(split.pipeline))
 
 

@@ -26,7 +26,7 @@ from parakit.config.model import imported_weights_folder, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
 from parakit.config.strategy import (
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
 )
@@ -213,7 +213,7 @@ def _parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) ->
     strategy = strategy or record.spec.name
     parallelism = record.spec.parallelism
     if strategy != record.spec.name:
-        parallelism = parse_strategy(strategy, devices_of(strategy, parallelism.world_size))
+        parallelism = parse_strategy(strategy, count_devices(strategy, parallelism.world_size))
     if parallelism.sharding != saved.sharding:
         raise LaunchError(
             f"The checkpoint was saved with {saved.sharding or 'whole optimizer states'}, and "

@@ -24,7 +24,7 @@ from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import parse_strategy, scaling_sentence
+from parakit.config.strategy import parse_strategy, describe_batch_scaling
 from parakit.costs import vocabulary_sentence
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
@@ -312,7 +312,7 @@ def differences(launch: Launch) -> tuple[str, ...]:
     """What the run trains otherwise than its model's file says, and what the kit does not know of it, a
     sentence each."""
     spec, own = launch.spec, launch.job.model
-    scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
+    scaling = describe_batch_scaling(own.batch, spec.batch, spec.parallelism)
     schedule = _schedule_of_another_length(launch)
     sentences = (
         other_vocabulary(launch),

@@ -17,7 +17,7 @@ from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
 from parakit.config.model import GPT2_VOCABULARY, default_ffn_hidden
-from parakit.config.run import flags_of_printed
+from parakit.config.run import flags_from_printed_arguments
 from parakit.config.strategy import strategy_flags
 from parakit.logs.printed import FEWEST_OF_ALL
 
@@ -130,7 +130,7 @@ def model_of_arguments(arguments: Mapping[str, str]) -> StatedModel:
     """Return the model of a foreign log's printed arguments, under Megatron's present names."""
     # GPT-NeoX prints a complete list too, but not of Megatron's flags.
     is_complete = len(arguments) >= FEWEST_OF_ALL and "kv_channels" in arguments
-    flags = Flags(flags_of_printed(arguments))
+    flags = Flags(flags_from_printed_arguments(arguments))
     return _model(arguments, flags, is_complete, _printed_vocabulary(arguments))
 
 

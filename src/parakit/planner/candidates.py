@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parakit.config.model import ModelShape
-from parakit.config.offload import NOTHING
+from parakit.config.offload import NO_OFFLOAD
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import DeviceKind, RunSpec
-from parakit.config.stages import EVEN, stage_split, virtual_degrees
+from parakit.config.stages import EVEN_SPLIT, choose_stage_split, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import CP_COMM_TYPES, divisors
 
@@ -30,7 +30,7 @@ def splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[
             if context > 1 and (shape.blocks or shape.seq_length % (2 * context)):
                 continue
             for pipeline in divisors(devices // (tensor * context)):
-                if stage_split(shape.layers, pipeline) is None:
+                if choose_stage_split(shape.layers, pipeline) is None:
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor, pipeline, context)
@@ -53,9 +53,9 @@ def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute)
         parallelism=split,
         batch=Batch(size, template.batch.global_batch_size),
         recompute=recompute,
-        offload=NOTHING,
+        offload=NO_OFFLOAD,
         cp_comm_type="p2p",
-        stages=stage_split(template.shape.layers, split.pipeline) or EVEN,
+        stages=choose_stage_split(template.shape.layers, split.pipeline) or EVEN_SPLIT,
     )
 
 
@@ -71,7 +71,7 @@ def variants(plain: RunSpec) -> Iterator[RunSpec]:
     split = plain.parallelism
     for virtual in virtual_stages(plain.shape, split, plain.microbatches):
         for sharding in shardings(split):
-            parallelism = replace_shared(split, virtual_stages=virtual, sharding=sharding)
+            parallelism = replace_cached(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
 
@@ -79,7 +79,7 @@ def virtual_stages(shape: ModelShape, split: Parallelism, microbatches: int) -> 
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)
-    stages = stage_split(shape.layers, split.pipeline) or EVEN
+    stages = choose_stage_split(shape.layers, split.pipeline) or EVEN_SPLIT
     return virtual_degrees(stages, shape.layers, split.pipeline)
 
 
@@ -97,7 +97,7 @@ def shardings(split: Parallelism) -> Sequence[Sharding]:
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
     split = plain.parallelism
-    return replace(plain, parallelism=replace_shared(split, sharding=shardings(split)[-1]))
+    return replace(plain, parallelism=replace_cached(split, sharding=shardings(split)[-1]))
 
 
 def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:

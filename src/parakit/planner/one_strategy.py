@@ -14,9 +14,9 @@ from parakit.config import settings
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags
 from parakit.config.hardware import device_by_key
-from parakit.config.setting import SettingError, read, refuse_renamed
-from parakit.config.stages import stages_of
-from parakit.config.strategy import Batch, StrategyError, devices_of, parse_strategy
+from parakit.config.setting import SettingError, parse_setting, refuse_renamed
+from parakit.config.stages import parse_stage_split
+from parakit.config.strategy import Batch, StrategyError, count_devices, parse_strategy
 from parakit.costs import host_bytes, violations
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
@@ -91,7 +91,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
     expert_tensor = stated_expert_tensor(options)
     try:
-        devices = devices_of(options.strategy, named or 1, expert_tensor)
+        devices = count_devices(options.strategy, named or 1, expert_tensor)
         if named and devices != named:
             raise RequestError(
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
@@ -109,7 +109,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     template, flags = request.template, Flags(request.extra)
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
-    stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
+    stages = parse_stage_split(Flags([*request.model.flags, *request.extra, *degree]))
     if split.virtual_stages == 1:
         split = replace(split, virtual_stages=stages.virtual(split.pipeline))
     said = any(map(flags.has, flags_with_role("recompute")))
@@ -150,7 +150,7 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
                     f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
                 )
             as_it_is = name == "EXTRA"
-            changed[name.lower()] = value if as_it_is else read(getattr(settings, name), value)
+            changed[name.lower()] = value if as_it_is else parse_setting(getattr(settings, name), value)
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
     return replace(options, **changed)

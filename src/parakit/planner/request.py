@@ -18,8 +18,8 @@ from parakit.config.model import (
     find_model,
     training_flags,
 )
-from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
-from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
+from parakit.config.strategy import Batch, Parallelism, scale_batch
 from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
 from parakit.planner.calibration import load_calibration, stated_calibration
@@ -60,7 +60,7 @@ def request_from_options(options: PlanOptions) -> Request:
     if not batch:
         # A user's own file says it; the kit's models state one device's, which grows with them.
         whole = model.source and Flags(model.flags).has("--global-batch-size")
-        grown = batch_for(model.batch, Parallelism(data=devices))
+        grown = scale_batch(model.batch, Parallelism(data=devices))
         batch = (model.batch if whole else grown).global_batch_size
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
@@ -72,7 +72,7 @@ def request_from_options(options: PlanOptions) -> Request:
     words = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(words)
     expert_tensor = expert_tensor_of(flags, model)
-    alone = spec_of_flags(
+    alone = spec_from_flags(
         drop_flags(words, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
     )
     template = replace(
@@ -84,7 +84,7 @@ def request_from_options(options: PlanOptions) -> Request:
         fused_attention=flags.text("--attention-backend") != "unfused",
     )
     if on_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     cluster = Cluster(
         device=device,
         devices=devices,

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from parakit.config.model import Model
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
+from parakit.config.strategy import Batch, Parallelism, scale_batch, parse_strategy, strategy_name
 from parakit.costs import (
     PredictedMemory,
     fullest_rank,
@@ -339,13 +339,13 @@ def _after(cluster: Cluster, plain: RunSpec) -> float:
     """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
     be, in the quickest sharding and schedule."""
     split = plain.parallelism
-    sharded = (replace_shared(split, sharding=sharding) for sharding in shardings(split))
+    sharded = (replace_cached(split, sharding=sharding) for sharding in shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
         return after
     virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
-    scheduled = (replace_shared(split, virtual_stages=each) for each in virtual)
+    scheduled = (replace_cached(split, virtual_stages=each) for each in virtual)
     specs = (replace(plain, parallelism=parallelism) for parallelism in scheduled)
     return after + min(message_seconds(spec, cluster) for spec in specs)
 
@@ -387,7 +387,7 @@ def single_axis_candidates(request: Request) -> list[Candidate]:
     found = []
     for name in names:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
-        batch = batch_for(request.model.batch, parallelism)
+        batch = scale_batch(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
         if batch.global_batch_size == request.global_batch and not violations(spec):
             found.append(evaluate(request, spec))

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
 from parakit.config.model import GPT2_VOCABULARY, Model
-from parakit.config.run import RunSpec, chosen_flags
-from parakit.config.strategy import batch_for, strategy_name
+from parakit.config.run import RunSpec, searched_flags
+from parakit.config.strategy import scale_batch, strategy_name
 from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
@@ -85,7 +85,7 @@ def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
         "microbatches": spec.microbatches,
         "recompute": str(spec.recompute),
         "cp_comm_type": spec.cp_comm_type,
-        "extra_flags": list(chosen_flags(spec)),
+        "extra_flags": list(searched_flags(spec)),
         "fits": candidate.fits,
         "verdict": candidate.verdict,
         "iteration_seconds": candidate.seconds.total,
@@ -223,13 +223,13 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     parallelism, batch = spec.parallelism, spec.batch
     strategy = strategy_name(spec.flagged_parallelism)
     target = f"train-{strategy}-{model.name}-{parallelism.world_size}{spec.device}"
-    usual = batch_for(model.batch, parallelism)
+    usual = scale_batch(model.batch, parallelism)
     words = ["make", target]
     if batch.micro_batch_size != usual.micro_batch_size:
         words.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != usual.global_batch_size:
         words.append(f"GLOBAL_BATCH={batch.global_batch_size}")
-    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *chosen_flags(spec)]  # The name says ETP.
+    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *searched_flags(spec)]  # The name says ETP.
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:

@@ -25,7 +25,7 @@ from parakit.cluster.sbatch import FIRST_NODE, MASTER_PORT
 from parakit.cluster.slurm import argv_of_directives, slurm_of
 from parakit.config import settings
 from parakit.config.errors import LaunchError
-from parakit.config.setting import values
+from parakit.config.setting import parse_settings
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, gb
@@ -134,7 +134,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
-    slurm = slurm_of(Namespace(**values(settings.OF_SLURM, environment)))
+    slurm = slurm_of(Namespace(**parse_settings(settings.SLURM_SETTINGS, environment)))
     return ("srun", *count, *argv_of_directives(slurm.directives if slurm else ()))
 
 
@@ -173,9 +173,9 @@ def outliers(answers: Answers) -> list[Outlier]:
 
 def _off(rows: Mapping[str, CheckResult]) -> tuple[list[str], str]:
     """The nodes that differ, and what the others have; empty where all differ."""
-    values = [result.value for result in rows.values()]
-    if all(value is not None for value in values):
-        middle = statistics.median(value for value in values if value is not None)
+    parse_settings = [result.value for result in rows.values()]
+    if all(value is not None for value in parse_settings):
+        middle = statistics.median(value for value in parse_settings if value is not None)
         far = OUTLIER_SHARE * abs(middle)
         off = [node for node, each in rows.items() if abs((each.value or 0) - middle) > far]
     else:
@@ -208,7 +208,7 @@ def _node_count(environment: Mapping[str, str]) -> int:
     allocated = environment.get("SLURM_JOB_NUM_NODES", "")
     if allocated.isdecimal():
         return int(allocated)
-    nodes: int | None = values((settings.NODES,), environment)["nodes"]
+    nodes: int | None = parse_settings((settings.NODES,), environment)["nodes"]
     return nodes or 1
 
 

@@ -22,7 +22,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.model import find_model
 from parakit.config.run import Backend
-from parakit.config.strategy import StrategyError, devices_of, parse_strategy
+from parakit.config.strategy import StrategyError, count_devices, parse_strategy
 from parakit.data import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from parakit.experiments.verify.command import SharedReferences, carried_out
 from parakit.experiments.verify.pairs import HF, LaunchPair, compose_pair
@@ -78,7 +78,7 @@ def verify_hf(
     laid = []
     for strategy in (strategies or STRATEGIES).split():
         try:
-            laid.append((strategy, devices_of(strategy)))
+            laid.append((strategy, count_devices(strategy)))
             parse_strategy(*laid[-1])
         except StrategyError as error:
             raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None

@@ -17,12 +17,12 @@ from parakit.artifacts.measurements import CallSummary
 from parakit.config.flags import refuse_misspelled_flags
 from parakit.config.model import Model, find_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_name,
 )
@@ -83,7 +83,7 @@ def _parallelism(given: Namespace, model: Model) -> Parallelism:
             raise DryRunError(
                 f"STRATEGY={given.strategy} names all degrees; leave --tensor and its like out."
             )
-        named = parse_strategy(given.strategy, devices_of(given.strategy))
+        named = parse_strategy(given.strategy, count_devices(given.strategy))
         # Experts under TP need it.
         is_sequence_parallel = named.tensor > 1 and bool(model.shape.experts)
         return replace(named, sequence_parallel=named.sequence_parallel or is_sequence_parallel)
@@ -108,7 +108,7 @@ def _spec(given: Namespace, model: Model) -> RunSpec:
     micro = given.micro_batch or model.batch.micro_batch_size
     # Twice as many micro batches as stages: the schedule reaches its steady state.
     whole = given.global_batch or micro * parallelism.data * 2 * parallelism.pipeline
-    plain = spec_of_model(model, parallelism, Batch(micro, whole))
+    plain = spec_from_model(model, parallelism, Batch(micro, whole))
     return replace(
         replace_sequence_length(plain, given.seq),
         dtype=dtype,

@@ -18,7 +18,7 @@ from parakit.config import variables
 from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
 from parakit.config.flags import format_flags, merge_flags
 from parakit.config.model import Model, merge_training_flags
-from parakit.config.run import RunSpec, flags_of_spec
+from parakit.config.run import RunSpec, flags_from_spec
 from parakit.costs import violations
 
 _WITHOUT_DEVICES = format_flags(
@@ -84,7 +84,7 @@ def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     on_host = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
         merge_training_flags(model, in_half=False),
-        flags_of_spec(replace(spec, cp_comm_type="p2p")),
+        flags_from_spec(replace(spec, cp_comm_type="p2p")),
         on_host,
         ("--seq-length", str(shape.seq_length)),
         ("--max-position-embeddings", str(max(shape.positions, shape.seq_length))),

@@ -23,7 +23,7 @@ from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
-from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
+from parakit.config.run import RunSpec, flags_from_spec, spec_from_flags
 from parakit.costs import UnevenSplitError, parameters_total
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, residual
@@ -59,8 +59,8 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
     """
     split, shape = spec.parallelism, spec.shape
     told = SHAPE_FLAGS | flags_planned_as("counted")
-    flags = merge_flags(pick_flags(argv, told), flags_of_spec(spec))
-    again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
+    flags = merge_flags(pick_flags(argv, told), flags_from_spec(spec))
+    again = spec_from_flags(flags, split.world_size, spec.device, spec.model)
     if _measured(replace(again, fused=spec.fused)) != _measured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
     known: dict[str, object] = {

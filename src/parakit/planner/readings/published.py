@@ -5,8 +5,8 @@ from __future__ import annotations
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.strategy import batch_for, devices_of, parse_strategy
+from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.strategy import scale_batch, count_devices, parse_strategy
 from parakit.costs import parameters_total
 from parakit.planner.readings.reading_to_spec import Expressed
 from parakit.planner.readings.table import Reading
@@ -23,8 +23,8 @@ def h200_figures() -> tuple[Figure, ...]:
 
 def h200_spec(strategy: str) -> RunSpec:
     """A published gpt2-large run."""
-    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
-    return spec_of_model(model, split, batch_for(model.batch, split))
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
+    return spec_from_model(model, split, scale_batch(model.batch, split))
 
 
 def usual_cluster(gpu: str, devices: int) -> Cluster:

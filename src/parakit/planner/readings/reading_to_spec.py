@@ -29,9 +29,9 @@ from parakit.config.run import (
     RunSpec,
     StateTypes,
     TokenDispatcher,
-    spec_of_flags,
+    spec_from_flags,
 )
-from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
+from parakit.config.stages import EVEN_SPLIT, StageSplit, front_loaded_layout, even_layout, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import NEWEST, PEERS, divisors, violations
 from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
@@ -77,7 +77,7 @@ class Expressed:
         if VIRTUAL in self.unstated:
             is_even = layers % split.pipeline == 0
             each = range(1, -(-layers // split.pipeline) + 1)
-            degrees = virtual_degrees(EVEN, layers, split.pipeline) if is_even else each
+            degrees = virtual_degrees(EVEN_SPLIT, layers, split.pipeline) if is_even else each
             ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
         for size, (virtual, stages) in product(sizes, ways):
             batch = Batch(size, spec.batch.global_batch_size)
@@ -217,8 +217,8 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     """How layers are laid where a source does not say: with depths of multi-token prediction as in
     Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
     if shape.mtp_depth and stages > 1:
-        return filled(shape.layers, stages, shape.mtp_depth)
-    return spread(shape.layers, stages) if shape.layers % stages else EVEN
+        return front_loaded_layout(shape.layers, stages, shape.mtp_depth)
+    return even_layout(shape.layers, stages) if shape.layers % stages else EVEN_SPLIT
 
 
 def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
@@ -373,7 +373,7 @@ def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
         raise RefusedError("the source does not state the number of GPUs")
     kind = DeviceKind.CPU if reading.gpu == "cpu" else DeviceKind.GPU
     try:
-        spec = spec_of_flags(words, reading.gpus, kind, reading.model)
+        spec = spec_from_flags(words, reading.gpus, kind, reading.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))

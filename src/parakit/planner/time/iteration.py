@@ -14,7 +14,7 @@ from operator import add, attrgetter
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch
 from parakit.costs import (
@@ -285,7 +285,7 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     layers = (seconds * times for times, seconds, _ in kinds)
     own, shape = spec.parallelism, spec.shape
     if own.expert > 1:  # The rest does not depend on how experts are split.
-        samples, alone = spec.batch.micro_batch_size, replace_shared(own, data=1, expert=1)
+        samples, alone = spec.batch.micro_batch_size, replace_cached(own, data=1, expert=1)
         spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
     embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
     if shape.mtp_depth:
@@ -401,7 +401,7 @@ def synchronisation_seconds(
     # them fewer layouts are looked at.
     parallelism = spec.parallelism
     if not spec.stages.layout:
-        parallelism = replace_shared(parallelism, virtual_stages=1)
+        parallelism = replace_cached(parallelism, virtual_stages=1)
     overlapped = parallelism.sharding.overlaps
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(

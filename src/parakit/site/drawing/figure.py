@@ -17,10 +17,10 @@ from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import (
-    EXAMPLES,
+    EXAMPLE_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    scale_batch,
+    count_devices,
     parse_strategy,
 )
 from parakit.costs import communication_of_rank, total_wire_bytes
@@ -151,8 +151,8 @@ def asked(
     Raises:
         ValueError: There is no such model, strategy or device, or Megatron refuses it; one sentence.
     """
-    devices = devices or devices_of(strategy)
-    batch = batch_for(load_model(model).batch, parse_strategy(strategy, devices))
+    devices = devices or count_devices(strategy)
+    batch = scale_batch(load_model(model).batch, parse_strategy(strategy, devices))
     options = PlanOptions(
         model=model,
         gpu=device,
@@ -176,7 +176,7 @@ def page() -> str:
     return template.render(
         sections=sections,
         models=model_names(),
-        strategies=EXAMPLES,
+        strategies=EXAMPLE_STRATEGIES,
         devices=load_hardware().devices.values(),
         gpu=GPU,
     )
