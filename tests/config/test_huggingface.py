@@ -11,7 +11,7 @@ from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.huggingface import build_config, read_exact_config_flags, read_config_flags
 from parakit.config.model import find_model
-from parakit.costs.tensors import parameters_total
+from parakit.costs.tensors import total_parameters
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 
@@ -168,7 +168,7 @@ GPT_OSS_20B = {
 
 def parameters(folder: Path, config: dict[str, Any]) -> int:
     model = find_model(str(written(folder, config)))
-    return parameters_total(model.shape)
+    return total_parameters(model.shape)
 
 
 def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints(

@@ -15,7 +15,7 @@ from parakit.config.model import (
 )
 from parakit.config.run import parse_fp8_recipe
 from parakit.config.strategy import Batch
-from parakit.costs.tensors import active_parameters, parameters_total
+from parakit.costs.tensors import active_parameters, total_parameters
 
 DIMENSIONS = [
     "--num-layers",
@@ -51,7 +51,7 @@ def test_the_presets_are_what_they_say(
     name: str, parameters: int, batch: Batch, sequence: int
 ) -> None:
     model = load_model(name)
-    assert (parameters_total(model.shape), model.batch) == (parameters, batch)
+    assert (total_parameters(model.shape), model.batch) == (parameters, batch)
     assert model.shape.seq_length == sequence
 
 
@@ -73,7 +73,7 @@ def test_the_sizes_of_the_size_axis_are_exact(
 ) -> None:
     shape = load_model(name).shape
     embeddings = (shape.padded_vocabulary(1) + shape.positions) * shape.hidden
-    assert parameters_total(shape) == parameters
+    assert total_parameters(shape) == parameters
     assert parameters - embeddings == without_embeddings
     assert active_parameters(shape) - embeddings == active
     text = (ROOT / f"examples/{load_model(name).family}/models/{name}.args").read_text()
@@ -188,7 +188,7 @@ def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
 def test_another_vocabulary_changes_the_embedding_and_the_flag_alone() -> None:
     own = load_model("blueberry-79m")
     larger = replace_vocabulary(own, 50257)
-    assert parameters_total(larger.shape) == 79_502_208
+    assert total_parameters(larger.shape) == 79_502_208
     assert Flags(larger.flags).integer("--vocab-size", 0) == 50257
     assert replace_vocabulary(own, 49152) is own
 

@@ -15,7 +15,7 @@ from parakit.config.model import load_model
 from parakit.config.published import PUBLISHED_FILE
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import count_devices, parse_strategy
-from parakit.costs.tensors import parameters_total
+from parakit.costs.tensors import total_parameters
 from parakit.formatting.table import markdown_rows
 from parakit.planner.candidates import base
 from parakit.planner.search import Candidate, evaluate
@@ -106,7 +106,7 @@ def _time(claim: Claim) -> Iterator[Said]:
     elif states:
         days = TOKENS / _planned(claim, Recompute.FULL).tokens_per_second / _DAY
         # With full recomputation: 8 FLOPs a parameter and token.
-        counted = 8 * parameters_total(load_model(MODEL).shape) * TOKENS / (GPUS * 140e12) / _DAY
+        counted = 8 * total_parameters(load_model(MODEL).shape) * TOKENS / (GPUS * 140e12) / _DAY
         said = (
             f"predicted for {claim.layout} with full recomputation, batch {SAMPLES:,} and 300 billion "
             f"tokens: {days:.0f} (8·N·D at 140 TFLOP/s: {counted:.0f})"
@@ -130,7 +130,7 @@ def _memory(claim: Claim) -> Iterator[Said]:
         return
     alone = claim.gpus == 1
     whole = next(each for each in load_claims() if each.gpus == 1)
-    parameters = parameters_total(load_model(MODEL).shape) / 1e9
+    parameters = total_parameters(load_model(MODEL).shape) / 1e9
     for name, each in _STATE.items():
         if alone:
             found = each * parameters

@@ -19,7 +19,7 @@ from parakit.config.flags import Flags
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind, RunSpec, spec_from_model
 from parakit.config.strategy import PUBLISHED_STRATEGIES
-from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import rank_parameters
 from parakit.logs.sources import read_scalars
@@ -66,7 +66,7 @@ def measured(rank: RankCommunication) -> Counter[Key]:
 
 def predicted(run: Run, rank: int) -> Counter[Key]:
     expected: Counter[Key] = Counter()
-    for item in communication_of_rank(configuration(run), pipeline_rank(run, rank)):
+    for item in rank_collectives(configuration(run), pipeline_rank(run, rank)):
         expected[item.group, item.operation, item.payload_bytes] += item.calls
     return expected
 
@@ -82,7 +82,7 @@ def test_every_call_of_a_steady_iteration_is_in_the_closed_form(
 @pytest.mark.parametrize("name", PARALLEL)
 def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str) -> None:
     for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
-        traffic = communication_of_rank(
+        traffic = rank_collectives(
             configuration(runs[name]), pipeline_rank(runs[name], rank.rank)
         )
         assert rank.wire_bytes == sum(item.wire_bytes for item in traffic)

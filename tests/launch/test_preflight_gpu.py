@@ -9,7 +9,7 @@ from parakit.cluster.container.docker import Container
 from parakit.cluster.container.image import find_pair
 from parakit.config.errors import LaunchError
 from parakit.config.strategy import PUBLISHED_STRATEGIES
-from parakit.costs.memory import memory_of_rank, placeholder_bytes
+from parakit.costs.memory import estimate_rank_memory, placeholder_bytes
 from parakit.launch import devices, preflight_gpu
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -60,7 +60,7 @@ def test_the_published_runs_pass_on_the_published_machine(
     launch = composed(strategy)
     check(launch)
     spec = replace(launch.spec, fused_attention=True)
-    shown = max(memory_of_rank(spec, rank).total for rank in range(spec.parallelism.pipeline))
+    shown = max(estimate_rank_memory(spec, rank).total for rank in range(spec.parallelism.pipeline))
     assert shown / 2**20 == pytest.approx(PUBLISHED_MIB[strategy], rel=0.03)
     # The allocator gives some of that back before memory runs out.
     assert peak_bytes(launch, spec.batch) < shown

@@ -16,7 +16,7 @@ from parakit.costs.activations import (
     layer_activation_bytes,
     offloaded_bytes,
 )
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 from parakit.costs.memory import activation_bytes, host_bytes
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.iteration import iteration_seconds
@@ -243,14 +243,14 @@ def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
 def test_what_megatron_refuses_has_its_sentence(
     offload: Offload, changes: dict[str, object], sentence: str
 ) -> None:
-    (found,) = violations(tiny(offload, **changes))  # type: ignore[arg-type]
+    (found,) = find_violations(tiny(offload, **changes))  # type: ignore[arg-type]
     assert sentence in found
 
 
 def test_what_megatrons_own_test_combines_is_taken() -> None:
     modules = Recompute.parse("layernorm mla_up_proj mlp moe_act")
     spec = tiny(fine(*OFFLOAD_MODULES[:7]), shape=EXPERTS, recompute=modules)
-    assert violations(spec) == ()
+    assert find_violations(spec) == ()
 
 
 def test_a_clamped_activation_keeps_what_it_was_before_unless_it_is_recomputed() -> None:

@@ -12,12 +12,12 @@ from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.stages import front_loaded_layout
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.activations import residual_bytes
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.constraints import violations
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.constraints import find_violations
 from parakit.costs.flops import token_flops
 from parakit.costs.memory import activation_bytes, embedding_bytes, logits_bytes
 from parakit.costs.operations import Operation
-from parakit.costs.tensors import parameters_total, rank_parameters
+from parakit.costs.tensors import total_parameters, rank_parameters
 from parakit.planner.dryrun.job import DryRunner
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import stage_seconds
@@ -41,7 +41,7 @@ def run(depths: int = 1, split: Parallelism = ALONE, **changes: object) -> RunSp
 
 
 def test_a_depth_is_a_layer_three_norms_and_a_projection_from_twice_the_width() -> None:
-    sizes = [parameters_total(run(depths).shape) for depths in (0, 1, 2)]
+    sizes = [total_parameters(run(depths).shape) for depths in (0, 1, 2)]
     assert sizes == [sizes[0], sizes[0] + LAYER + JOINING, sizes[0] + 2 * (LAYER + JOINING)]
 
 
@@ -92,16 +92,16 @@ def test_first_and_last_stage_add_up_the_embeddings_gradients_tied_or_not() -> N
     split = Parallelism(pipeline=2)
     for tied in (True, False):
         spec = run(1, split, shape=replace(TINY, mtp_depth=1, tied_embeddings=tied))
-        calls = [c for c in communication_of_rank(spec, 1) if c.group is Group.EMBEDDING]
+        calls = [c for c in rank_collectives(spec, 1) if c.group is Group.EMBEDDING]
         assert [(c.operation, c.payload_bytes) for c in calls] == [
             (Operation.ALL_REDUCE, 4 * TABLE)
         ]
 
 
 def test_learned_positions_are_refused_as_megatron_does() -> None:
-    refused = violations(run(1, shape=replace(LEARNED, mtp_depth=1)))
+    refused = find_violations(run(1, shape=replace(LEARNED, mtp_depth=1)))
     assert [sentence for sentence in refused if "--position-embedding-type rope" in sentence]
-    assert not violations(run(1))
+    assert not find_violations(run(1))
 
 
 def test_the_last_stage_takes_longer_by_layer_joining_embedding_and_head() -> None:

@@ -14,9 +14,9 @@ from parakit.config.model import load_model, model_names, find_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, flags_from_spec, spec_from_flags, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.memory import fullest_rank
-from parakit.costs.tensors import parameters_total, rank_parameters
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.memory import find_peak_rank
+from parakit.costs.tensors import total_parameters, rank_parameters
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import RequestError
 from parakit.planner.readings.local_readings import add_rows, row_of
@@ -326,12 +326,12 @@ def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: P
     gpt2 = {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024}
     found = find_model(config(tmp_path, **gpt2, vocab_size=50257))
     assert (found.shape.positions, found.shape.tied_embeddings, found.dropout) == (1024, True, 0.1)
-    assert round(parameters_total(found.shape) / 1e6) == 774
+    assert round(total_parameters(found.shape) / 1e6) == 774
     qwen = find_model(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
     assert qwen.shape.qkv_bias
     experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     mixtral = find_model(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
-    assert round(parameters_total(mixtral.shape) / 1e9, 1) == 46.7
+    assert round(total_parameters(mixtral.shape) / 1e9, 1) == 46.7
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
     spec = timed.candidate.spec
     assert rank_parameters(spec).experts == experts
     assert (spec.parallelism.copies_of_experts, timed.ignored) == (copies, ())
-    calls = communication_of_rank(spec)
+    calls = rank_collectives(spec)
     inside = [call.payload_bytes for call in calls if call.group is Group.EXPERT_TENSOR]
     assert max(inside, default=0) == gathered
     # A rank's 2,048 tokens go to two experts each: hidden states of 4,096 in bf16.
@@ -425,7 +425,7 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     for timed in (mixtral(strategy), mixtral(plain, flag)):
         candidate = timed.candidate
         assert candidate.spec.parallelism == validated.spec.parallelism == split
-        assert candidate.memory == fullest_rank(validated.spec)[1]
+        assert candidate.memory == find_peak_rank(validated.spec)[1]
         # The kit's launcher groups experts, and `row_of` keeps no flag that says so.
         grouped = replace(validated.cluster.execution, grouped_experts=True)
         seconds = iteration_seconds(validated.spec, replace(validated.cluster, execution=grouped))

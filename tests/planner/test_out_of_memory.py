@@ -21,7 +21,7 @@ from parakit.config.strategy import (
     parse_strategy,
     strategy_flags,
 )
-from parakit.costs.memory import fullest_rank
+from parakit.costs.memory import find_peak_rank
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import GIB
 from parakit.planner.readings.published import usual_cluster
@@ -51,7 +51,7 @@ def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: i
 
 def needed(spec: RunSpec) -> tuple[int, int]:
     """Bytes of the fullest rank by the planner, and the parameters that it holds."""
-    rank, memory = fullest_rank(spec)
+    rank, memory = find_peak_rank(spec)
     return memory.total, rank_parameters(spec, rank).total
 
 
@@ -168,7 +168,7 @@ def verdicts() -> list[tuple[str, Fit]]:
     for model, strategy, samples, flags, published in ON_GH200:
         spec = on_gh200(model, strategy, samples, flags)
         cluster = usual_cluster("gh200", spec.parallelism.world_size)
-        found.append((published, fit_of(spec, fullest_rank(spec)[1], cluster)))
+        found.append((published, fit_of(spec, find_peak_rank(spec)[1], cluster)))
     return found
 
 

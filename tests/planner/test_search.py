@@ -9,8 +9,8 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.stages import EVEN_SPLIT, StageSplit, choose_stage_split
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
-from parakit.costs.constraints import divisors, violations
-from parakit.costs.memory import fullest_rank
+from parakit.costs.constraints import divisors, find_violations
+from parakit.costs.memory import find_peak_rank
 from parakit.planner.advice import runner_up_sentence
 from parakit.planner.candidates import (
     base,
@@ -67,7 +67,7 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
                         cp_comm_type=kind,
                         stages=stages,
                     )
-                    if not violations(spec):
+                    if not find_violations(spec):
                         yield spec
 
 
@@ -84,16 +84,16 @@ def test_the_search_finds_what_trying_everything_finds(
     plan = search_configurations(request)
     every = list(every_legal_configuration(request))
     assert plan.legal == len(every)
-    fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
+    fitting = [c for c in every if find_peak_rank(c)[1].total <= request.capacity]
     fastest = min(evaluate(request, c).seconds.total for c in fitting)
     assert plan.winner is not None
     assert fastest <= plan.winner.seconds.total <= TIED * fastest
     assert plan.lightest is not None
-    assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
+    assert plan.lightest.memory.total == min(find_peak_rank(c)[1].total for c in every)
     times = [candidate.seconds.total for candidate in plan.ranked]
     assert times[1:] == sorted(times[1:])
     assert min(times) == pytest.approx(fastest)
-    assert all(not violations(candidate.spec) for candidate in plan.ranked)
+    assert all(not find_violations(candidate.spec) for candidate in plan.ranked)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
     plan = search_configurations(replace(request, template=template))
     degrees = {c.spec.parallelism.expert for c in plan.examined}
     assert degrees == {1, 2, 4}
-    assert all(not violations(c.spec) for c in plan.ranked)
+    assert all(not find_violations(c.spec) for c in plan.ranked)
 
 
 def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:

@@ -13,8 +13,8 @@ from parakit.config.files import ROOT
 from parakit.config.groups import Group, group_size
 from parakit.config.strategy import parse_strategy
 from parakit.costs.collectives.call import total_wire_bytes
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.memory import memory_of_rank
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.memory import estimate_rank_memory
 from parakit.site import in_browser
 from parakit.site.drawing.figure import DRAWN, asked, figure, page
 from parakit.site.drawing.sheet import rank_at, shown_ranks, together
@@ -51,7 +51,7 @@ def test_the_arrows_add_up_to_the_planners_bytes(
 ) -> None:
     spec = asked(model, strategy, device, devices)
     assert added_up(figure(spec, "x"), "sends") == {
-        rank.number: total_wire_bytes(communication_of_rank(spec, rank.stage))
+        rank.number: total_wire_bytes(rank_collectives(spec, rank.stage))
         for rank in shown_ranks(spec.parallelism)
     }
 
@@ -62,7 +62,7 @@ def test_the_tensors_add_up_to_the_planners_weights(
 ) -> None:
     spec = asked(model, strategy, device, devices)
     assert added_up(figure(spec, "x"), "holds") == {
-        rank.number: memory_of_rank(spec, rank.stage).weights
+        rank.number: estimate_rank_memory(spec, rank.stage).weights
         for rank in shown_ranks(spec.parallelism)
     }
 

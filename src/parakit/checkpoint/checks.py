@@ -40,7 +40,7 @@ from parakit.config.strategy import (
     strategy_flags,
     strategy_name,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
@@ -368,7 +368,7 @@ def loading(contents: Contents, strategy: str) -> Loading:
         return Loading("not judged", (), (why,))
     saved = spec.parallelism
     new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
-    refused = [*contents.problems, *violations(laid(spec, new))]
+    refused = [*contents.problems, *find_violations(laid(spec, new))]
     refused += _unloadable(contents, new)
     if not refused and is_legacy and _files_of(new) != _files_of(saved):
         refused = [

@@ -69,7 +69,7 @@ from parakit.checkpoint.whole import cut_axis
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.strategy import Parallelism, Sharding, count_devices, parse_strategy, strategy_name
 from parakit.convert import ConversionProgress, check_disk_space
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 FILE_BYTES = 1 << 30
 """About the least of a file: what a kill costs."""
@@ -179,7 +179,7 @@ def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
                 f"{strategy_name(parallelism)} has no checkpoints in Megatron's torch_dist format; name "
                 "a product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
             )
-    for reason in violations(laid(spec, new)):
+    for reason in find_violations(laid(spec, new)):
         raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
     if contents.rows % new.tensor:
         raise ReshardError(

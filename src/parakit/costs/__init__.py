@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         residual_bytes,
     )
     from parakit.costs.collectives.call import (
-        LATEST,
+        LATEST_MEGATRON,
         CollectiveCall,
-        Megatron,
+        MegatronVersion,
         sum_bytes_by_group,
         total_wire_bytes,
     )
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from parakit.costs.collectives.data import gradient_collectives
     from parakit.costs.collectives.experts import expert_collectives
     from parakit.costs.collectives.pipeline import pipeline_collectives
-    from parakit.costs.collectives.rank import busiest_collectives, communication_of_rank
+    from parakit.costs.collectives.rank import busiest_collectives, rank_collectives
     from parakit.costs.collectives.tensor import (
         batch_collectives,
         embedding_collectives,
         head_collectives,
         layer_collectives,
-        partial_gradients,
+        partial_gradient_collectives,
     )
-    from parakit.costs.constraints import CP_COMM_TYPES, NEWEST, divisors, violations
-    from parakit.costs.dispatchers import PEERS
-    from parakit.costs.flops import COUNTS, RECOMPUTED, counted_flops, mfu, model_flops, token_flops
+    from parakit.costs.constraints import CP_COMM_TYPES, NEWEST, divisors, find_violations
+    from parakit.costs.dispatchers import DEEP_EP_NVLINK_PEERS
+    from parakit.costs.flops import FLOP_CONVENTIONS, WITH_RECOMPUTE, flops_by_convention, mfu, model_flops, token_flops
     from parakit.costs.memory import (
         COMPONENTS,
         MEMORY_ASSUMPTIONS,
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
         activation_bytes,
         chunks_in_flight,
         communication_bytes,
-        fullest_rank,
-        fullest_within,
+        find_peak_rank,
+        find_peak_rank_within,
         head_bytes,
         held_parameters,
         host_bytes,
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
         layers_in_flight,
         logit_elements,
         logits_bytes,
-        memory_of_rank,
+        estimate_rank_memory,
         middle_ranks,
         offloaded_parameters,
         placeholder_bytes,
-        precision_of,
-        ranks_apart,
+        bytes_per_parameter,
+        distinct_ranks,
         workspace_bytes,
     )
-    from parakit.costs.operations import Operation, Phase, algorithm, wire_bytes
+    from parakit.costs.operations import Operation, Phase, describe_algorithm, wire_bytes
     from parakit.costs.schedules import (
-        COMPARED,
+        COMPARED_SCHEDULES,
         Event,
         Pass,
         ScheduleFigures,
@@ -75,37 +75,37 @@ if TYPE_CHECKING:
         Step,
         closed_form_activations,
         closed_form_bubble,
-        figures,
-        simulate,
+        measure_schedule,
+        simulate_schedule,
     )
-    from parakit.costs.shared_link import NODES, at_other_rate, link_seconds, stride_and_ranks
+    from parakit.costs.shared_link import NUM_NODES, seconds_at_other_rate, link_seconds, stride_and_ranks
     from parakit.costs.tensors import (
         UnevenSplitError,
         active_parameters,
-        parameters_total,
+        total_parameters,
         rank_parameters,
         rank_tensors,
-        vocabulary_sentence,
+        describe_vocabulary_change,
     )
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
-    "COMPARED",
+    "COMPARED_SCHEDULES",
     "COMPONENTS",
-    "COUNTS",
+    "FLOP_CONVENTIONS",
     "CP_COMM_TYPES",
     "FP8_RECIPE_BYTES",
-    "LATEST",
+    "LATEST_MEGATRON",
     "MEMORY_ASSUMPTIONS",
     "NEWEST",
-    "NODES",
-    "PEERS",
+    "NUM_NODES",
+    "DEEP_EP_NVLINK_PEERS",
     "PRECISIONS",
-    "RECOMPUTED",
+    "WITH_RECOMPUTE",
     "CollectiveCall",
     "Event",
-    "Megatron",
+    "MegatronVersion",
     "Operation",
     "Pass",
     "Phase",
@@ -116,8 +116,8 @@ __all__ = [
     "UnevenSplitError",
     "activation_bytes",
     "active_parameters",
-    "algorithm",
-    "at_other_rate",
+    "describe_algorithm",
+    "seconds_at_other_rate",
     "batch_collectives",
     "busiest_collectives",
     "chunk_activation_bytes",
@@ -125,16 +125,16 @@ __all__ = [
     "closed_form_activations",
     "closed_form_bubble",
     "communication_bytes",
-    "communication_of_rank",
+    "rank_collectives",
     "context_collectives",
     "control_collectives",
-    "counted_flops",
+    "flops_by_convention",
     "divisors",
     "embedding_collectives",
     "expert_collectives",
-    "figures",
-    "fullest_rank",
-    "fullest_within",
+    "measure_schedule",
+    "find_peak_rank",
+    "find_peak_rank_within",
     "gradient_collectives",
     "head_bytes",
     "head_collectives",
@@ -146,29 +146,29 @@ __all__ = [
     "link_seconds",
     "logit_elements",
     "logits_bytes",
-    "memory_of_rank",
+    "estimate_rank_memory",
     "mfu",
     "middle_ranks",
     "model_flops",
     "norm_modules",
     "offloaded_bytes",
     "offloaded_parameters",
-    "parameters_total",
-    "partial_gradients",
+    "total_parameters",
+    "partial_gradient_collectives",
     "pipeline_collectives",
     "placeholder_bytes",
-    "precision_of",
+    "bytes_per_parameter",
     "rank_parameters",
     "rank_tensors",
-    "ranks_apart",
+    "distinct_ranks",
     "residual_bytes",
-    "simulate",
+    "simulate_schedule",
     "stride_and_ranks",
     "sum_bytes_by_group",
     "token_flops",
     "total_wire_bytes",
-    "violations",
-    "vocabulary_sentence",
+    "find_violations",
+    "describe_vocabulary_change",
     "wire_bytes",
     "workspace_bytes",
 ]

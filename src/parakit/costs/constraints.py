@@ -32,7 +32,7 @@ NEWEST = (0, 16)
 _LARGEST_NAMED = 64
 
 
-def violations(
+def find_violations(
     spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
     """Every reason why Megatron refuses a run; empty if it would train.

@@ -10,7 +10,7 @@ from parakit.config.model import round_up
 from parakit.config.run import RunSpec, TokenDispatcher
 from parakit.formatting.units import MIB
 
-PEERS = 8
+DEEP_EP_NVLINK_PEERS = 8
 """Ranks that DeepEP reaches over NVLink (`csrc/kernels/configs.cuh` of v1.2.1)."""
 _CHANNELS = 10
 """Half of the processors that DeepEP takes (`--moe-deepep-num-sms`, 20)."""
@@ -49,12 +49,12 @@ def _deep_ep_bytes(spec: RunSpec, ranks: int) -> int:
     if ranks not in _HELD:
         return 0
     near, far = _HELD[ranks]
-    nodes, peers = max(1, ranks // PEERS), min(ranks, PEERS)
+    nodes, peers = max(1, ranks // DEEP_EP_NVLINK_PEERS), min(ranks, DEEP_EP_NVLINK_PEERS)
     token = 2 * _hidden(spec) + _SOURCE + _SCORES
     inside = _CHANNELS * peers * (near * token + 4 * (2 * nodes + 3))
     if nodes == 1:
         return _WORKSPACE_BYTES + round_up(inside, 128)
-    between = 2 * _CHANNELS * nodes * (far * (token + _SLOT) + 4 * (2 * PEERS + 2))
+    between = 2 * _CHANNELS * nodes * (far * (token + _SLOT) + 4 * (2 * DEEP_EP_NVLINK_PEERS + 2))
     return _WORKSPACE_BYTES + round_up(inside, 128) + round_up(between, 128)
 
 

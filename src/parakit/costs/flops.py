@@ -24,8 +24,8 @@ _DELTA_RULE = 4
 as values (`num_floating_point_operations: gdn_layer_flops`)."""
 
 
-WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED = "whole-attention", "no-vocabulary", "recomputed"
-COUNTS = (WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED)
+WHOLE_ATTENTION, NO_VOCABULARY, WITH_RECOMPUTE = "whole-attention", "no-vocabulary", "recomputed"
+FLOP_CONVENTIONS = (WHOLE_ATTENTION, NO_VOCABULARY, WITH_RECOMPUTE)
 """How others count: attention's whole square also where it is causal (arXiv:2104.04473 eq. 3, NeMo up to
 25.04), no logits, what backward computes again ("hardware FLOPs", arXiv:2205.05198 appendix A)."""
 
@@ -107,14 +107,14 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     )
 
 
-def counted_flops(spec: RunSpec, counts: Collection[str]) -> float:
+def flops_by_convention(spec: RunSpec, counts: Collection[str]) -> float:
     """FLOPs of a token, forward and backward, as a source counts them that says so with words of
     `COUNTS`; the model's own without any."""
     found, again = token_flops(spec.shape), 0.0
     scores = found.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
     logits = 0 if NO_VOCABULARY in counts else found.logits
     mlp = found.mlp + found.router
-    if RECOMPUTED in counts:
+    if WITH_RECOMPUTE in counts:
         repeats, ranks = spec.recompute.again, range(spec.parallelism.pipeline)
         again += scores if repeats("core_attn") else 0
         again += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0

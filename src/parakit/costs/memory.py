@@ -19,7 +19,7 @@ from parakit.costs.activations import (
     residual_bytes,
 )
 from parakit.costs.dispatchers import dispatcher_bytes
-from parakit.costs.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
+from parakit.costs.tensors import Parameters, layer_parameters, rank_parameters, distinct_weight_elements
 from parakit.formatting.units import MIB
 
 _FP32_BYTES = 4
@@ -166,7 +166,7 @@ _USUAL_TYPES = StateTypes()
 _TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-def precision_of(spec: RunSpec) -> Precision:
+def bytes_per_parameter(spec: RunSpec) -> Precision:
     """The dtype's, but for what the run's flags store otherwise.
 
     Gradients in bf16 are copied to fp32 for the update unless the optimizer reads them as they are. That
@@ -249,7 +249,7 @@ MEMORY_ASSUMPTIONS = (
 )
 
 
-def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
+def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     """Peak of one pipeline rank (all its TP, CP and DP ranks are alike).
 
     Raises:
@@ -265,7 +265,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
 
     Its first parts often say so.
     """
-    parameters, precision = rank_parameters(spec, pipeline_rank), precision_of(spec)
+    parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
     updated = _updated_here(parameters, spec)
     state = _state_bytes(spec, parameters, precision, updated)
     last = pipeline_rank == spec.parallelism.pipeline - 1
@@ -364,27 +364,27 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     return found + _bytes_in_flight(spec, pipeline_rank, copies)
 
 
-def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
+def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits.
 
     Where stages are unequal one between may hold more.
     """
-    found = fullest_within(spec, inf)
+    found = find_peak_rank_within(spec, inf)
     assert found is not None
     return found
 
 
-def fullest_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
+def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
     """Return the fullest pipeline rank and its peak, or None if a rank holds more than `limit` bytes."""
     by_rank = {}
-    for rank in ranks_apart(spec):
+    for rank in distinct_ranks(spec):
         if not (memory := _memory_within(spec, rank, limit)):
             return None
         by_rank[rank] = memory
     return max(by_rank.items(), key=lambda item: item[1].needed)
 
 
-def ranks_apart(spec: RunSpec) -> set[int]:
+def distinct_ranks(spec: RunSpec) -> set[int]:
     """The ends of a pipeline and, where stages are unequal, the ranks that stand for those between."""
     ends = {0, spec.parallelism.pipeline - 1}
     alike = spec.stages == EVEN_SPLIT and not spec.shape.dense_layers
@@ -475,7 +475,7 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     fused = spec.fused_norms and not spec.parallelism.sharding.is_torch_fsdp
     if spec.device is DeviceKind.CPU or not fused:
         return 0
-    return spec.element_bytes * unlike_weights(spec, pipeline_rank)
+    return spec.element_bytes * distinct_weight_elements(spec, pipeline_rank)
 
 
 def communication_bytes(spec: RunSpec) -> tuple[int, int]:
@@ -489,7 +489,7 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not sharding.wraps_modules:
         return pipeline, 0
-    precision, layer = precision_of(spec), max(layer_parameters(k).total for _, k in spec.kinds)
+    precision, layer = bytes_per_parameter(spec), max(layer_parameters(k).total for _, k in spec.kinds)
     if not sharding.shards_weights:
         return pipeline + precision.gradients * layer, 0
     layers = pipeline + 2 * layer * (precision.weights + precision.gradients)

@@ -92,7 +92,7 @@ class ChunkBuffers:
     """Under expert parallelism; without it experts are like any other weight."""
 
 
-def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
+def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
@@ -102,7 +102,7 @@ def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
     )
 
 
-def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
+def describe_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
     """What it changes to train a model over the tokens of the kit's data; empty if they are its own.
 
     Args:
@@ -112,8 +112,8 @@ def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str
     """
     if shape.vocabulary == trained:
         return ""
-    planned = parameters_total(shape, tensor)
-    actual = parameters_total(replace(shape, vocabulary=trained), tensor)
+    planned = total_parameters(shape, tensor)
+    actual = total_parameters(replace(shape, vocabulary=trained), tensor)
     return (
         f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
         f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "
@@ -132,7 +132,7 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
         for times, kind in layer.kinds
         if kind.experts
     )
-    return parameters_total(shape, tensor) - layers * idle * expert.total
+    return total_parameters(shape, tensor) - layers * idle * expert.total
 
 
 def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
@@ -168,7 +168,7 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     return _stage(spec, pipeline_rank).partial_elements
 
 
-def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
+def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
     biases are counted with them."""
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
@@ -208,15 +208,15 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
         sizes: dict[bool, list[int]] = {False: [], True: []}
         for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
             sizes[end.component in tables].append(end.elements)
-        untied, experts = buffer_of(sizes[False]), Buffer()
+        untied, experts = build_buffer(sizes[False]), Buffer()
         for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
             of_all, of_experts = _layer_buffers(kind, *degrees)
             untied, experts = untied + of_all * count, experts + of_experts * count
-        chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts))
+        chunks.append(ChunkBuffers(untied, build_buffer(sizes[True]), experts))
     return chunks
 
 
-def buffer_of(sizes: Iterable[int]) -> Buffer:
+def build_buffer(sizes: Iterable[int]) -> Buffer:
     """Tensors of these sizes."""
     sizes = tuple(sizes)
     return Buffer(sum(sizes), sum(round_up(size, ALIGNMENT) for size in sizes))
@@ -456,7 +456,7 @@ def _layer_buffers(
     for item in _layer_tensors(shape, tensor, expert, expert_tensor):
         apart = expert > 1 and item.component == "experts"
         sizes[apart] += [item.elements] * item.copies
-    return buffer_of(sizes[False]), buffer_of(sizes[True])
+    return build_buffer(sizes[False]), build_buffer(sizes[True])
 
 
 def _refuse_uneven(spec: RunSpec) -> None:

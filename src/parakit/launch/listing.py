@@ -29,10 +29,10 @@ from parakit.config.strategy import (
 )
 from parakit.costs import (
     active_parameters,
-    fullest_rank,
-    parameters_total,
+    find_peak_rank,
+    total_parameters,
     rank_parameters,
-    violations,
+    find_violations,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
@@ -71,7 +71,7 @@ def show_list(console: Console) -> None:
         f"{f'{len(gpus)} × {gpus[0].name}' if gpus else 'no GPU'}.",
         highlight=False,
     )
-    models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
+    models = sorted(map(load_model, model_names()), key=lambda model: total_parameters(model.shape))
     console.print(rich_table(_models(models, memory.available, gpus), console.width))
     console.print(_on_the_kits_data(models), highlight=False)
     console.print(_scaling(models[0]), highlight=False)
@@ -89,7 +89,7 @@ def _on_the_kits_data(models: Sequence[Model]) -> str:
     """What models with another vocabulary become over the tokens of the kit's data."""
     others = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
     trained = (replace_vocabulary(model, GPT2_VOCABULARY) for model in others)
-    sizes = (f"{model.name} {count(parameters_total(model.shape))}" for model in trained)
+    sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained)
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
         f"vocabulary have other sizes: {', '.join(sizes)}."
@@ -132,9 +132,9 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     spec = spec_from_model(model, parallelism, batch)
     if on_cpu:
         spec = adapt_to_cpu_ranks(spec)
-    if violations(spec):
+    if find_violations(spec):
         return False
-    memory = fullest_rank(spec)[1]
+    memory = find_peak_rank(spec)[1]
     if on_cpu:
         return memory.total * devices <= available_bytes
     return fit_within(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
@@ -146,7 +146,7 @@ def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) 
 
     columns = (
         Column[Model]("model", lambda m: m.name, right=False),
-        Column[Model]("parameters", lambda m: parameters_total(m.shape), count),
+        Column[Model]("parameters", lambda m: total_parameters(m.shape), count),
         Column[Model]("shape", lambda m: f"{m.shape.layers}×{m.shape.hidden}"),
         Column[Model]("heads", lambda m: m.shape.heads),
         Column[Model]("length", lambda m: m.shape.seq_length),
@@ -180,7 +180,7 @@ def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
     A narrow terminal leaves out first what differs from a smaller one in its width alone.
     """
     rows: list[ExpertsRow] = [
-        ("all", lambda model: parameters_total(model.shape)),
+        ("all", lambda model: total_parameters(model.shape)),
         ("active", lambda model: active_parameters(model.shape)),
     ]
     rows += [(f"a rank: {name}", partial(_fullest, split=split)) for name, split in _SPLITS.items()]

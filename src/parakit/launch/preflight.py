@@ -20,7 +20,7 @@ from parakit.config.flag_table import argument_names, parse_release
 from parakit.config.flags import Flags, find_misspelled_flags
 from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.costs import fullest_rank, parameters_total, violations
+from parakit.costs import find_peak_rank, total_parameters, find_violations
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -213,7 +213,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
 def _constraint_problems(launch: Launch) -> Iterator[str]:
     """Yield why Megatron of this version refuses the run's parallelism, batch or model."""
     patched = variables.PATCH_FILE in launch.environment
-    yield from violations(launch.spec, parse_release(launch.entry.megatron_version), patched)
+    yield from find_violations(launch.spec, parse_release(launch.entry.megatron_version), patched)
 
 
 def _saving_problems(launch: Launch) -> Iterator[str]:
@@ -236,7 +236,7 @@ def _room_in_memory(launch: Launch) -> Iterator[str]:
 
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
-    needed = fullest_rank(launch.spec)[1].total * launch.local_devices
+    needed = find_peak_rank(launch.spec)[1].total * launch.local_devices
     available = psutil.virtual_memory().available
     if needed > available:
         yield (
@@ -277,7 +277,7 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     to_write = start is not None and not start.is_dir() and not launch.resume_point
     saved = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
     a_parameter = (4 if to_write else 0) + checkpoints * saved
-    needed = LOG_BYTES + a_parameter * parameters_total(launch.model.shape)
+    needed = LOG_BYTES + a_parameter * total_parameters(launch.model.shape)
     room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
     yield from refusals([room])
 

@@ -22,7 +22,7 @@ from parakit.config.flag_table import parse_release
 from parakit.config.hardware import find_device
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import Batch
-from parakit.costs import PredictedMemory, divisors, fullest_rank
+from parakit.costs import PredictedMemory, divisors, find_peak_rank
 from parakit.formatting.units import gib
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
@@ -137,7 +137,7 @@ def peak_bytes(launch: Launch, batch: Batch) -> int:
 def _peak_memory(launch: Launch, batch: Batch) -> PredictedMemory:
     # Attention is fused: Transformer Engine's, or the kit's on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
-    return fullest_rank(spec)[1]
+    return find_peak_rank(spec)[1]
 
 
 def fused_problems(launch: Launch) -> Iterator[str]:

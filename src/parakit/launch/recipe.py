@@ -34,7 +34,7 @@ from parakit.convert import (
     render_entry,
     render_recipe,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 from parakit.formatting.terminal import say
 from parakit.launch.job import make_command, parse_target
 from parakit.launch.options import Options
@@ -72,7 +72,7 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     """
     if run.startswith("train-"):
         source = source_of_target(run, options)
-        for reason in violations(source.spec):
+        for reason in find_violations(source.spec):
             raise LaunchError(f"{run} makes a run that Megatron refuses: {reason}")
     else:
         source = source_of_folder(run)
@@ -124,7 +124,7 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
     reading = flags_from_fields(read_recipe(file))
     read = build_imported_recipe(reading, name, gpus)
-    for reason in violations(read.spec):
+    for reason in find_violations(read.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(read.spec)
     written = ROOT / "examples" / read.family / "models" / f"{name}.args"

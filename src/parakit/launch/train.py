@@ -25,7 +25,7 @@ from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import parse_strategy, describe_batch_scaling
-from parakit.costs import vocabulary_sentence
+from parakit.costs import describe_vocabulary_change
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -379,4 +379,4 @@ def other_vocabulary(launch: Launch) -> str:
     spec, own = launch.spec, launch.job.model
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
-    return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)
+    return describe_vocabulary_change(shape, vocabulary, spec.parallelism.tensor)

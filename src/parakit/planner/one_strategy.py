@@ -17,7 +17,7 @@ from parakit.config.hardware import device_by_key
 from parakit.config.setting import SettingError, parse_setting, refuse_renamed
 from parakit.config.stages import parse_stage_split
 from parakit.config.strategy import Batch, StrategyError, count_devices, parse_strategy
-from parakit.costs import host_bytes, violations
+from parakit.costs import host_bytes, find_violations
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
@@ -121,7 +121,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
         stages=stages,
         cp_comm_type=flags.text("--cp-comm-type", comm_types(template, split)[0]),
     )
-    if problems := violations(spec):
+    if problems := find_violations(spec):
         raise RequestError(" ".join(problems))
     if options.imbalance:
         refuse_imbalance(options.imbalance, spec.shape, split.expert)

@@ -25,11 +25,11 @@ from parakit.config.stages import virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, scale_batch, parse_strategy, strategy_name
 from parakit.costs import (
     PredictedMemory,
-    fullest_rank,
-    fullest_within,
+    find_peak_rank,
+    find_peak_rank_within,
     mfu,
     model_flops,
-    violations,
+    find_violations,
 )
 from parakit.planner.candidates import (
     base,
@@ -168,7 +168,7 @@ def search_configurations(request: Request, kept: int = KEPT, slack: float = 1.0
         for spec in variants(bound.plain):
             if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
-            if not (fullest := fullest_within(spec, capacity)):
+            if not (fullest := find_peak_rank_within(spec, capacity)):
                 continue
             examined.append(candidate := _predicted(request, spec, fullest))
             # Strategies that differ in the number of virtual stages count as one.
@@ -195,7 +195,7 @@ def evaluate(
     request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
     """Memory, time and rates of one configuration, corrected by one's own runs."""
-    return _corrected(request, _predicted(request, spec, fullest or fullest_rank(spec)))
+    return _corrected(request, _predicted(request, spec, fullest or find_peak_rank(spec)))
 
 
 def _corrected(request: Request, candidate: Candidate) -> Candidate:
@@ -277,7 +277,7 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
             continue
         legal += _count(template, split, sizes)
         smallest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
-        if not (fullest := fullest_within(smallest, max(request.capacity, least))):
+        if not (fullest := find_peak_rank_within(smallest, max(request.capacity, least))):
             continue
         held = fullest[1].total
         if held < least:
@@ -355,7 +355,7 @@ def _fitting(request: Request, plain: RunSpec, ways: Sequence[Recompute]) -> Run
     and more time."""
     for way in ways:
         chosen = replace(plain, recompute=way)
-        if fullest_within(min_memory_variant(chosen), request.capacity):
+        if find_peak_rank_within(min_memory_variant(chosen), request.capacity):
             return chosen
     return None
 
@@ -389,7 +389,7 @@ def single_axis_candidates(request: Request) -> list[Candidate]:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
         batch = scale_batch(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
-        if batch.global_batch_size == request.global_batch and not violations(spec):
+        if batch.global_batch_size == request.global_batch and not find_violations(spec):
             found.append(evaluate(request, spec))
     return sorted(found, key=lambda candidate: candidate.seconds.total)
 

@@ -22,7 +22,7 @@ from parakit.costs import (
     host_bytes,
     sum_bytes_by_group,
     total_wire_bytes,
-    vocabulary_sentence,
+    describe_vocabulary_change,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural
@@ -196,7 +196,7 @@ def _sorted(values: Mapping[str, float], written: Callable[..., str]) -> list[tu
 
 def trained_vocabulary_sentence(spec: RunSpec) -> str:
     """How the model that the command trains, on the kit's own data, differs from the planned one."""
-    return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
+    return describe_vocabulary_change(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
 def ignored_as_data(flags: Sequence[str]) -> dict[str, list[str]]:

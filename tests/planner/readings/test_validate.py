@@ -8,8 +8,8 @@ from rich.console import Console
 
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.run import Fp8Recipe, TokenDispatcher
-from parakit.costs.flops import counted_flops
-from parakit.costs.memory import fullest_rank
+from parakit.costs.flops import flops_by_convention
+from parakit.costs.memory import find_peak_rank
 from parakit.planner.readings import command
 from parakit.planner.readings.facts import origin
 from parakit.planner.readings.reading_to_spec import RefusedError, express
@@ -474,7 +474,7 @@ def test_a_micro_batch_that_is_not_stated_is_one_that_fits(tmp_path: Path) -> No
     fitting = [
         item.predicted
         for item in stated
-        if fullest_rank(item.expressed.spec)[1].needed <= 1.07 * 80 * 2**30
+        if find_peak_rank(item.expressed.spec)[1].needed <= 1.07 * 80 * 2**30
     ]
     assert found.predicted == min(fitting)
     assert found.ranged == (min(fitting), max(fitting))
@@ -498,9 +498,9 @@ def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
     run = {"recompute": "full", "value": "100"}
     model = predicted_of(tmp_path, **run, metric="model_tflops_per_gpu")
     hardware = predicted_of(tmp_path, **run, metric="hardware_tflops_per_gpu")
-    again = counted_flops(hardware.expressed.spec, {"recomputed"})
+    again = flops_by_convention(hardware.expressed.spec, {"recomputed"})
     assert hardware.predicted / model.predicted == pytest.approx(
-        again / counted_flops(model.expressed.spec, ())
+        again / flops_by_convention(model.expressed.spec, ())
     )
     assert 1.2 < hardware.predicted / model.predicted < 4 / 3
     # Also where the source's own FLOPs a token are known, which are the model's.

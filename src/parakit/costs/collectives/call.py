@@ -14,7 +14,7 @@ from parakit.config.run import RunSpec, Transport
 from parakit.costs.operations import Operation, Phase, wire_bytes
 
 
-class Megatron(StrEnum):
+class MegatronVersion(StrEnum):
     """The Megatron-LM versions whose calls are known, by what is checked out."""
 
     F4FA7D6B = "f4fa7d6b"
@@ -22,7 +22,7 @@ class Megatron(StrEnum):
     V0_19 = "core_v0.19.0"
 
 
-LATEST = Megatron.V0_19
+LATEST_MEGATRON = MegatronVersion.V0_19
 
 
 class CollectiveCall(NamedTuple):

@@ -21,7 +21,7 @@ def context_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         yield from algorithm[spec.cp_comm_type](spec)
 
 
-def boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Multi-token prediction shifts tokens, positions, labels and mask by one at each depth: both chunks
     of a rank's sequence get a token from the ranks beside it. The first and the last rank send one of
     the two (`multi_token_prediction.py: roll_tensor`, in the default group)."""

@@ -9,7 +9,7 @@ from parakit.config.groups import Group, group_size
 from parakit.config.model import round_up
 from parakit.config.run import RunSpec
 from parakit.costs.collectives.call import CollectiveCall, collective
-from parakit.costs.memory import precision_of
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
 
@@ -34,7 +34,7 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
-    width, source = precision_of(spec).gradients, f"{_BUCKETS}.start_grad_sync"
+    width, source = bytes_per_parameter(spec).gradients, f"{_BUCKETS}.start_grad_sync"
     for chunk in chunk_buffers(spec, pipeline_rank):
         for group, what, buffer in (
             (Group.DATA_CONTEXT, "gradients", chunk.untied + chunk.tied),
@@ -54,7 +54,7 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
     With expert parallelism two optimizers are chained and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
-    precision, gathers = precision_of(spec), 2 if spec.parallelism.expert > 1 else 1
+    precision, gathers = bytes_per_parameter(spec), 2 if spec.parallelism.expert > 1 else 1
     start_grad_sync, start_param_sync = (
         f"{_BUCKETS}.start_grad_sync",
         f"{_BUCKETS}.start_param_sync",
@@ -119,7 +119,7 @@ def _unit(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
     """Weights in and gradients out of one unit, `passes` times in an iteration."""
-    precision = precision_of(spec)
+    precision = bytes_per_parameter(spec)
     keeps = not (spec.parallelism.sharding.shards_weights and layered)
     gathers = passes // spec.microbatches if keeps else 2 * passes
     phase = Phase.OPTIMIZER if keeps else Phase.FORWARD

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from parakit.config.groups import Group
 from parakit.config.model import EXPERTS, MLP, MTP, ModelShape
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import CollectiveCall, Megatron, collective, layer_passes
-from parakit.costs.memory import precision_of
+from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, collective, layer_passes
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import partial_gradient_elements
 
@@ -24,7 +24,7 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 def tensor_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     """Calls over TP of one pipeline rank in one iteration."""
     first, last = pipeline_rank == 0, pipeline_rank == spec.parallelism.pipeline - 1
@@ -34,9 +34,9 @@ def tensor_collectives(
     for run in spec.stage_runs(pipeline_rank):
         yield from layer_collectives(run)
     if last:
-        yield from depth_collectives(spec)
+        yield from mtp_collectives(spec)
         yield from head_collectives(spec)
-    yield from partial_gradients(spec, pipeline_rank)
+    yield from partial_gradient_collectives(spec, pipeline_rank)
 
 
 def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -77,7 +77,7 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
 
 
-def depth_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
     and joins them with the hidden states."""
     yield from _times(spec.shape.depths, embedding_collectives(spec))
@@ -168,14 +168,14 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def batch_collectives(
-    spec: RunSpec, first: bool, last: bool, megatron: Megatron
+    spec: RunSpec, first: bool, last: bool, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
 
     0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks. Who predicts
     tokens ahead needs the tokens themselves.
     """
-    virtual = spec.parallelism.virtual_stages if megatron is Megatron.F4FA7D6B else 1
+    virtual = spec.parallelism.virtual_stages if megatron is MegatronVersion.F4FA7D6B else 1
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
     tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
@@ -189,7 +189,7 @@ def batch_collectives(
         yield _call(spec, broadcast, Phase.DATA, moved, calls, payload, source)
 
 
-def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
     if not spec.parallelism.sequence_parallel:
         return
@@ -200,7 +200,7 @@ def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveC
         Phase.GRADIENT_SYNC,
         "gradients of norms, row-parallel biases and routers",
         1,
-        precision_of(spec).gradients * elements,
+        bytes_per_parameter(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_non_tensor_model_parallel_grads",
     )
 

@@ -19,7 +19,7 @@ from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
 from parakit.config.flags import format_flags, merge_flags
 from parakit.config.model import Model, merge_training_flags
 from parakit.config.run import RunSpec, flags_from_spec
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 _WITHOUT_DEVICES = format_flags(
     {
@@ -55,7 +55,7 @@ def check(spec: RunSpec) -> None:
         DryRunError: One sentence for each reason.
     """
     parallelism = spec.parallelism
-    problems = list(violations(drop_transformer_engine(spec)))
+    problems = list(find_violations(drop_transformer_engine(spec)))
     if parallelism.sharding.wraps_modules:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "

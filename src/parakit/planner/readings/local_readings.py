@@ -24,7 +24,7 @@ from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
 from parakit.config.run import RunSpec, flags_from_spec, spec_from_flags
-from parakit.costs import UnevenSplitError, parameters_total
+from parakit.costs import UnevenSplitError, total_parameters
 from parakit.planner.readings.reading_to_spec import RefusedError, express
 from parakit.planner.readings.residual import Residual, residual
 from parakit.planner.readings.table import (
@@ -67,7 +67,7 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
         "model": spec.model,
-        "params_b": f"{parameters_total(shape) / 1e9:.4g}",
+        "params_b": f"{total_parameters(shape) / 1e9:.4g}",
         "layers": shape.layers,
         "hidden": shape.hidden,
         "heads": shape.heads,
@@ -219,7 +219,7 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
     sizes = (spec.batch.micro_batch_size, shape.seq_length)
     numbers = (spec.dtype, spec.fused_attention, spec.fp8_recipe, spec.fused)
     choices = (split.sharding, split.sequence_parallel, spec.recompute, *numbers)
-    return (parameters_total(shape), split.world_size, *degrees, *sizes), choices
+    return (total_parameters(shape), split.world_size, *degrees, *sizes), choices
 
 
 def _configuration(row: Row) -> tuple[str, ...]:

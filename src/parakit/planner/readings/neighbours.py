@@ -13,7 +13,7 @@ from math import exp, log2
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import UnevenSplitError, parameters_total
+from parakit.costs import UnevenSplitError, total_parameters
 from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
 from parakit.planner.readings.intervals import Expected, public_errors
@@ -136,7 +136,7 @@ def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
 
 def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
-    gpu, parameters = cluster.device.key.split("-")[0], parameters_total(spec.shape)
+    gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
     placed = [
         (distance, reading.line, place)
         for place, (reading, _) in enumerate(_readings())

@@ -7,7 +7,7 @@ from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
 from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.strategy import scale_batch, count_devices, parse_strategy
-from parakit.costs import parameters_total
+from parakit.costs import total_parameters
 from parakit.planner.readings.reading_to_spec import Expressed
 from parakit.planner.readings.table import Reading
 from parakit.planner.time.cluster import Cluster
@@ -52,7 +52,7 @@ def measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -
         metric="step_time_s",
         value=seconds,
         model=spec.model,
-        params_b=round(parameters_total(spec.shape) / 1e9, 2),
+        params_b=round(total_parameters(spec.shape) / 1e9, 2),
         seq=spec.shape.seq_length,
         gpu=cluster.device.key.upper(),
         gpus=split.world_size,

@@ -33,7 +33,7 @@ from parakit.config.run import (
 )
 from parakit.config.stages import EVEN_SPLIT, StageSplit, front_loaded_layout, even_layout, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs import NEWEST, PEERS, divisors, violations
+from parakit.costs import NEWEST, DEEP_EP_NVLINK_PEERS, divisors, find_violations
 from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
 from parakit.planner.readings.table import Reading
 from parakit.planner.time.cluster import Cluster
@@ -121,7 +121,7 @@ def express(reading: Reading) -> Expressed:
     # are those of every Megatron, and today's gives experts biases.
     bias = spec.shape.bias and not spec.shape.experts
     unbiased = replace(spec, shape=replace(spec.shape, bias=bias))
-    if not case and (problems := violations(unbiased, NEWEST)):
+    if not case and (problems := find_violations(unbiased, NEWEST)):
         raise RefusedError(problems[0])
     links = (source.get("network_gb_per_second"), source.get("per_node"))
     cluster = _cluster(reading.gpu, reading.gpus or 1, *links, execution)
@@ -201,7 +201,7 @@ def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
     DeepEP knows, else DeepEP."""
     if not source["deduplicated"] or reading.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
-    is_hybrid = _cluster(reading.gpu, 1).per_node > PEERS or "HybridEP" in reading.notes
+    is_hybrid = _cluster(reading.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS or "HybridEP" in reading.notes
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 

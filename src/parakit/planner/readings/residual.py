@@ -9,12 +9,12 @@ from functools import lru_cache
 from parakit.config.hardware import Device
 from parakit.config.run import RunSpec
 from parakit.costs import (
-    RECOMPUTED,
+    WITH_RECOMPUTE,
     PredictedMemory,
     UnevenSplitError,
-    counted_flops,
-    fullest_rank,
-    memory_of_rank,
+    flops_by_convention,
+    find_peak_rank,
+    estimate_rank_memory,
     model_flops,
     placeholder_bytes,
     residual_bytes,
@@ -156,7 +156,7 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
 
 
 def _fits(expressed: Expressed) -> bool:
-    memory = fullest_rank(expressed.spec)[1]
+    memory = find_peak_rank(expressed.spec)[1]
     return leaves_reserve(expressed.spec, memory, expressed.cluster)
 
 
@@ -170,8 +170,8 @@ def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> 
     if flops_a_token is None or of_hardware:  # What a source prints beside tokens is the model's.
         counts = set((reading.counts or source_facts(reading)["counts"]).split())
         if of_hardware:
-            counts.add(RECOMPUTED)
-        flops_a_token = counted_flops(spec, counts)
+            counts.add(WITH_RECOMPUTE)
+        flops_a_token = flops_by_convention(spec, counts)
     if reading.metric == "mfu_percent":
         return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
     return tokens * flops_a_token / 1e12
@@ -181,8 +181,8 @@ def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> 
 def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
     """Of the rank that a metric is read on: Megatron logs the last one's bytes, others the fullest's."""
     if metric.endswith("_bytes"):
-        return memory_of_rank(spec, spec.parallelism.pipeline - 1)
-    return fullest_rank(spec)[1]
+        return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
+    return find_peak_rank(spec)[1]
 
 
 def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:

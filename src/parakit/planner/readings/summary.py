@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import COMPONENTS, fullest_rank
+from parakit.costs import COMPONENTS, find_peak_rank
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
 from parakit.planner.readings.facts import release_of, source_facts
@@ -213,7 +213,7 @@ def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]
         if len(times) < 2:
             continue
         seconds = {item.expressed.spec: item.seconds or 0.0 for item in items}
-        spec = preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
+        spec = preferred(seconds, lambda spec: find_peak_rank(spec)[1].total)
         chosen = next(item for item in items if item.expressed.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
@@ -300,7 +300,7 @@ def _row(item: Residual, errors: Errors) -> dict[str, Any]:
     spec, cluster = item.expressed.spec, item.expressed.cluster
     is_run = item.reading.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.reading)["unjudged"]
-    memory = fullest_rank(spec)[1]
+    memory = find_peak_rank(spec)[1]
     return {
         "line": item.reading.line,
         "published": item.reading.value,

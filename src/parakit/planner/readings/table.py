@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from parakit.config.files import UnreadableFileError, read_csv_rows, read_text
-from parakit.costs import COUNTS
+from parakit.costs import FLOP_CONVENTIONS
 
 READINGS = Path(__file__).with_name("readings.csv.gz")
 
@@ -198,8 +198,8 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
         raise wrong("metric", f"one of {', '.join(METRICS)}")
     ffn, _, of_experts = cells["ffn"].partition("/")
     columns = whole("ffn", ffn)
-    if unknown := sorted(set(cells["counts"].split()) - set(COUNTS)):
-        raise wrong("counts", f"made of {', '.join(COUNTS)}, but also of {', '.join(unknown)}")
+    if unknown := sorted(set(cells["counts"].split()) - set(FLOP_CONVENTIONS)):
+        raise wrong("counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}")
     words: Any = {name: cells[name] for name in (*_WORDS, *MAY_LACK)}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
     return Reading(

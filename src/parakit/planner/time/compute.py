@@ -21,7 +21,7 @@ from parakit.costs import (
     held_parameters,
     logit_elements,
     offloaded_parameters,
-    precision_of,
+    bytes_per_parameter,
     rank_tensors,
 )
 from parakit.planner.time.rates import DeviceRates
@@ -155,7 +155,7 @@ def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Of an element of a weight's gradient, where no product adds it to those of other micro batches: it
     is read, and so are they, and written."""
     measured = rate.measured.gradient_seconds / rate.share
-    moved = spec.element_bytes + 2 * precision_of(spec).gradients
+    moved = spec.element_bytes + 2 * bytes_per_parameter(spec).gradients
     return measured + (moved / rate.bytes_per_second if rate.execution.unfused_gradients else 0.0)
 
 
@@ -208,7 +208,7 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     Raises:
         NoPeakError: What joins the device to a host that something is offloaded to is not known.
     """
-    precision = precision_of(spec)
+    precision = bytes_per_parameter(spec)
     held, gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
     if measured.parameter_seconds is not None:

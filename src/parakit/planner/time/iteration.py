@@ -19,7 +19,7 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch
 from parakit.costs import (
     FP8_RECIPE_BYTES,
-    LATEST,
+    LATEST_MEGATRON,
     CollectiveCall,
     Operation,
     Phase,
@@ -33,11 +33,11 @@ from parakit.costs import (
     keeps_quantised_weights,
     layer_collectives,
     middle_ranks,
-    partial_gradients,
+    partial_gradient_collectives,
     pipeline_collectives,
     rank_parameters,
     rank_tensors,
-    ranks_apart,
+    distinct_ranks,
 )
 from parakit.planner.time.cluster import Cluster, route
 from parakit.planner.time.compute import (
@@ -304,7 +304,7 @@ def _ends(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, MicroBatc
     """The embedding, and the output layer with the loss."""
     rate = _rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
+    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     embedded = MicroBatchSeconds(0.0, 0.0, embedding_seconds(spec, rate), embedding)
@@ -428,7 +428,7 @@ def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, floa
     ranks = spec.parallelism.data * spec.parallelism.context
     bucket = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
     share = min(1.0, bucket / max(1, rank_parameters(spec).total))
-    ends = ranks_apart(spec)
+    ends = distinct_ranks(spec)
     return share, *max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 
@@ -438,7 +438,7 @@ def _after_backward(
     """Gradients over the data-parallel ranks, updated weights over them, what else is reduced after
     backward, and the optimizer with its reductions."""
     sync = _calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
-    sync += partial_gradients(spec, rank)
+    sync += partial_gradient_collectives(spec, rank)
     moved = [] if spec.parallelism.sharding.overlaps else list(gradient_collectives(spec, rank))
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _weights_moved(spec) * _seconds(
@@ -449,7 +449,7 @@ def _after_backward(
         calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
         way = route(cluster, spec.parallelism, Group.DATA_CONTEXT)
         gathered += calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
-    reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
+    reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST_MEGATRON))
     update = optimizer_seconds(spec, _rates(spec, cluster), rank)
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 

@@ -23,7 +23,7 @@ from parakit.config.strategy import (
     count_devices,
     parse_strategy,
 )
-from parakit.costs import communication_of_rank, total_wire_bytes
+from parakit.costs import rank_collectives, total_wire_bytes
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
 from parakit.planner import PlanOptions, time_strategy
@@ -103,7 +103,7 @@ def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
     if split.sharding:
         yield _SHARDINGS[split.sharding]
     stages = sorted({rank.stage for rank in ranks})
-    sent = {stage: total_wire_bytes(communication_of_rank(spec, stage)) for stage in stages}
+    sent = {stage: total_wire_bytes(rank_collectives(spec, stage)) for stage in stages}
     kind = "CPU ranks" if spec.device is DeviceKind.CPU else "GPUs"
     yield (
         f"{spec.model} as {spec.name} on {split.world_size:,} {kind}, {spec.dtype}, micro batch "

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import batched
 
 from parakit.config.run import RunSpec
-from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
+from parakit.costs import PredictedMemory, estimate_rank_memory, bytes_per_parameter, rank_parameters
 from parakit.formatting.units import amount, count
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads
 
@@ -134,7 +134,7 @@ def _weight_rows(spec: RunSpec) -> Iterator[_Row]:
     stages = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
     for component, (name, cut) in _WEIGHTS.items():
         if any(getattr(parameters, component) for parameters in stages):
-            sizes = [getattr(each, component) * precision_of(spec).weights for each in stages]
+            sizes = [getattr(each, component) * bytes_per_parameter(spec).weights for each in stages]
             yield _Row(name, partial(_weights, spec, sizes, cut))
 
 
@@ -166,7 +166,7 @@ def _layers(spec: RunSpec, stage: int) -> list[int]:
 def _state_rows(spec: RunSpec) -> Iterator[_Row]:
     """What a rank has at its fullest, as bars of one scale; in its frame a shard of what is sharded."""
     split, sharding = spec.parallelism, spec.parallelism.sharding
-    memory = [memory_of_rank(spec, stage) for stage in range(split.pipeline)]
+    memory = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
     ranks = split.data * split.context // spec.optimizer_instances
     rows: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
         ("weights", lambda of: of.weights, sharding.shards_weights),
