@@ -96,7 +96,11 @@ def _of_child(program: str, environment: Mapping[str, str]) -> float:
 
 
 def _write_run(runs: Path, number: int) -> None:
-    model, strategy, name = load_model("gpt2-tiny"), PUBLISHED_STRATEGIES[number % len(PUBLISHED_STRATEGIES)], f"run-{number:03d}"
+    model, strategy, name = (
+        load_model("gpt2-tiny"),
+        PUBLISHED_STRATEGIES[number % len(PUBLISHED_STRATEGIES)],
+        f"run-{number:03d}",
+    )
     split = parse_strategy(strategy, 1 if strategy == PUBLISHED_STRATEGIES[0] else 2)
     spec = replace(spec_from_model(model, split, Batch(2, 8)), strategy=strategy)
     argv = (*model.flags, *flags_from_spec(spec), "--variant", str(number))

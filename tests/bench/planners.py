@@ -58,7 +58,7 @@ def calculon_job(row: Expressed) -> Job | None:
     """
     spec, cluster = row.spec, row.cluster
     shape, split = spec.shape, spec.parallelism
-    plain = not (shape.gated or shape.experts or shape.blocks or shape.latent or shape.mtp_depth)
+    plain = not (shape.gated or shape.experts or shape.blocks or shape.latent or shape.mtp_layers)
     if (
         not plain
         or spec.fp8_recipe
@@ -129,7 +129,7 @@ def simumax_job(row: Expressed) -> Job | None:
         or spec.dtype != "bf16"
         or spec.fp8_recipe
         or shape.blocks
-        or shape.mtp_depth
+        or shape.mtp_layers
         or spec.recompute != Recompute.NONE
         or spec.offload
         or split.sharding not in _SHARDINGS

@@ -14,7 +14,9 @@ def test_without_nnodes_a_run_is_on_one_machine(environment: dict[str, str]) -> 
 
 
 def test_a_node_gets_the_address_of_the_first_one() -> None:
-    assert nodes_of(read_of(NODE_SETTINGS, TWO)) == Nodes(2, 1, "10.0.0.1", 29500, Rendezvous.STATIC)
+    assert nodes_of(read_of(NODE_SETTINGS, TWO)) == Nodes(
+        2, 1, "10.0.0.1", 29500, Rendezvous.STATIC
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from parakit.config.flags import Flags
 from parakit.config.model import load_model
 
 SHAPE = replace(load_model("moe-tiny").shape, experts=8, experts_per_token=2)
-PADDED = ExpertLoad(capacity=1.25, padded=True)
+PADDED = ExpertLoad(capacity=1.25, pads_to_capacity=True)
 
 
 def test_without_a_statement_every_rank_gets_the_mean() -> None:
@@ -62,13 +62,13 @@ def test_flags_say_the_limit_and_below_zero_is_none() -> None:
 def test_a_token_goes_to_the_places_of_its_groups(
     groups: int, taken: int, places: int, reached: float
 ) -> None:
-    load = ExpertLoad(groups=groups, groups_taken=taken)
+    load = ExpertLoad(groups=groups, groups_per_token=taken)
     assert load.reached(SHAPE, places) == pytest.approx(reached)
 
 
 def test_groups_of_experts_are_read_from_flags_and_more_than_there_are_is_refused() -> None:
     words = ["--moe-router-num-groups", "4", "--moe-router-group-topk"]
-    assert parse_expert_load(Flags([*words, "2"])) == ExpertLoad(groups=4, groups_taken=2)
+    assert parse_expert_load(Flags([*words, "2"])) == ExpertLoad(groups=4, groups_per_token=2)
     assert parse_expert_load(Flags(words[:2])) == BALANCED
     with pytest.raises(ValueError, match="needs a --moe-router-num-groups of as many"):
         parse_expert_load(Flags([*words, "5"]))

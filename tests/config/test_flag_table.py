@@ -7,8 +7,19 @@ import pytest
 
 from parakit.config.experts import ExpertLoad
 from parakit.config.files import ROOT
-from parakit.config.flag_table import FLAGS, __doc__, flags_in_group, flags_with_role, flags_planned_as
-from parakit.config.flags import Flags, drop_flags_newer_than, unlisted_flags, format_fields_as_flags
+from parakit.config.flag_table import (
+    FLAGS,
+    __doc__,
+    flags_in_group,
+    flags_with_role,
+    flags_planned_as,
+)
+from parakit.config.flags import (
+    Flags,
+    drop_flags_newer_than,
+    unlisted_flags,
+    format_fields_as_flags,
+)
 from parakit.config.model import LatentAttention, LinearAttention, Mamba, ModelShape
 from parakit.config.offload import Offload
 from parakit.config.recompute import Recompute
@@ -96,5 +107,11 @@ def test_flags_are_read_and_written_through_their_fields() -> None:
 def test_a_flag_is_of_some_releases() -> None:
     words = ("--lr", "1", "--muon-nesterov", "--muon-use-nesterov", "--mine", "2")
     assert drop_flags_newer_than(words, "0.15.0rc2") == ("--lr", "1", "--mine", "2")
-    assert drop_flags_newer_than(words, "0.17.1") == ("--lr", "1", "--muon-use-nesterov", "--mine", "2")
+    assert drop_flags_newer_than(words, "0.17.1") == (
+        "--lr",
+        "1",
+        "--muon-use-nesterov",
+        "--mine",
+        "2",
+    )
     assert drop_flags_newer_than(words, "0.20.0") == ("--lr", "1", "--muon-nesterov", "--mine", "2")

@@ -181,7 +181,7 @@ def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints
     flags = Flags(read_config_flags(written(tmp_path, DEEPSEEK_V3)))
     assert flags.text("--moe-layer-freq") == "([0]*3+[1]*58)"
     assert flags.text("--mtp-num-layers") == "1"
-    assert parse_expert_load(flags) == ExpertLoad(groups=8, groups_taken=4)
+    assert parse_expert_load(flags) == ExpertLoad(groups=8, groups_per_token=4)
 
 
 def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
     left = drop_flags(words, flags_planned_as("counted", "neither", "parameters") | of_a_run)
     assert left == ()
     shape = find_model(str(tmp_path / "config.json")).shape
-    assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, True)
+    assert (shape.window, shape.windowed_fraction, shape.clamps_activations) == (128, 0.5, True)
 
 
 @pytest.mark.parametrize(

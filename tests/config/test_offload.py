@@ -2,7 +2,12 @@ import pytest
 
 from parakit.config.flags import Flags
 from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
-from parakit.config.run import DeviceKind, flags_from_printed_arguments, flags_from_spec, spec_from_flags
+from parakit.config.run import (
+    DeviceKind,
+    flags_from_printed_arguments,
+    flags_from_spec,
+    spec_from_flags,
+)
 
 FINE = "--fine-grained-activation-offloading"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
@@ -12,7 +17,10 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
     ("words", "found"),
     [
         ("", NO_OFFLOAD),
-        ("--offload-modules core_attn", NO_OFFLOAD),  # A log prints them where nothing is offloaded.
+        (
+            "--offload-modules core_attn",
+            NO_OFFLOAD,
+        ),  # A log prints them where nothing is offloaded.
         ("--cpu-offloading-num-layers 3", Offload(layers=3)),
         # In the order in which forward comes to them, whatever the order they are said in.
         (
@@ -30,7 +38,7 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
         (
             f"{FINE} --offload-modules moe_act --min-offloaded-tensor-size 9 "
             "--activation-offload-fraction 0.5 --delta-offload-bytes-across-pp-ranks 7",
-            Offload(modules=("moe_act",), smallest=9, fraction=0.5, kept_by_stage=7),
+            Offload(modules=("moe_act",), smallest=9, fraction=0.5, kept_bytes_per_stage=7),
         ),
     ],
 )

@@ -56,17 +56,19 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
         "fp8",
     ]
     spec = spec_from_flags([*SHAPE.split(), "--bf16", *words], 1, DeviceKind.GPU)
-    assert spec.state_types == StateTypes(gradients="bf16", first_moment="fp8", aware=True)
+    assert spec.state_types == StateTypes(
+        gradients="bf16", first_moment="fp8", precision_aware=True
+    )
     again = spec_from_flags([*SHAPE.split(), *flags_from_spec(spec)], 1, DeviceKind.GPU)
     assert again == spec
     printed = {"use_precision_aware_optimizer": "True", "exp_avg_dtype": "torch.bfloat16"}
     logged = Flags(flags_from_printed_arguments({**printed, "exp_avg_sq_dtype": "torch.uint8"}))
-    assert parse_state_types(logged) == StateTypes("", "", "bf16", "fp8", aware=True)
+    assert parse_state_types(logged) == StateTypes("", "", "bf16", "fp8", precision_aware=True)
     halved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
     spec = spec_from_flags([*SHAPE.split(), "--bf16", *words, *halved], 1, DeviceKind.GPU)
-    assert spec.state_types.offloaded == 0.5
+    assert spec.state_types.offloaded_fraction == 0.5
     assert spec_from_flags([*SHAPE.split(), *flags_from_spec(spec)], 1, DeviceKind.GPU) == spec
-    assert parse_state_types(Flags([*words, "--optimizer-cpu-offload"])).offloaded == 1
+    assert parse_state_types(Flags([*words, "--optimizer-cpu-offload"])).offloaded_fraction == 1
     with pytest.raises(ValueError, match="offload-fraction nan is no share of the optimizer"):
         parse_state_types(Flags([*words, *halved[:2], "nan"]))
     with pytest.raises(ValueError, match="offload needs --use-precision-aware-optimizer"):
@@ -123,7 +125,10 @@ def test_a_log_prints_modules_as_a_list() -> None:
         "recompute_granularity": "selective",
         "recompute_modules": "['layernorm', 'mla_up_proj']",
     }
-    assert str(parse_recompute(Flags(flags_from_printed_arguments(printed)))) == "layernorm mla_up_proj"
+    assert (
+        str(parse_recompute(Flags(flags_from_printed_arguments(printed))))
+        == "layernorm mla_up_proj"
+    )
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ def test_megatron_deepspeed_is_refused_by_name_as_a_backend_and_as_a_checkout(
 
 
 def test_a_variable_that_is_not_set_has_its_default() -> None:
-    found = parse_settings((settings.SEED, settings.DATA, settings.RANKS), {"SEED": "", "DATA": "owt-ds/x"})
+    found = parse_settings(
+        (settings.SEED, settings.DATA, settings.RANKS), {"SEED": "", "DATA": "owt-ds/x"}
+    )
     assert found == {"seed": 1234, "data": "owt-ds/x", "ranks": "first,last"}
     recompute = settings.RECOMPUTE._replace(default="full")
     assert parse_settings((recompute,), {}) == {"recompute": Recompute.FULL}

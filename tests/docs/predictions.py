@@ -59,7 +59,7 @@ def tensor_parallel_sentence() -> str:
     """Return how many all-reduces TP makes per layer and micro batch, and which of them are exposed."""
     spec = h200_spec("tp2")
     per_layer = {
-        (call.phase, call.hideable): call.calls // (spec.shape.layers * spec.microbatches)
+        (call.phase, call.overlappable): call.calls // (spec.shape.layers * spec.microbatches)
         for call in layer_collectives(spec)
         if call.operation is Operation.ALL_REDUCE
     }

@@ -45,7 +45,9 @@ def _parts_table() -> str:
     """Of runs with more than data parallelism, and of the pipeline with 16 micro batches."""
     found = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
     found = {
-        name: spec for name, spec in found.items() if spec.parallelism.data == 1 < count_devices(name)
+        name: spec
+        for name, spec in found.items()
+        if spec.parallelism.data == 1 < count_devices(name)
     }
     found["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
     rows = []
@@ -77,7 +79,9 @@ def memory_residuals() -> list[PublishedResidual]:
         for index, measured in enumerate(reversed(readings.values())):
             stage = index if stages > 1 else 0
             case = f"{figure.strategy}, stage {stage}" if stages > 1 else figure.strategy
-            found.append(PublishedResidual(case, measured, estimate_rank_memory(spec, stage).total / MIB))
+            found.append(
+                PublishedResidual(case, measured, estimate_rank_memory(spec, stage).total / MIB)
+            )
     return found
 
 

@@ -82,9 +82,7 @@ def test_every_call_of_a_steady_iteration_is_in_the_closed_form(
 @pytest.mark.parametrize("name", PARALLEL)
 def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str) -> None:
     for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
-        traffic = rank_collectives(
-            configuration(runs[name]), pipeline_rank(runs[name], rank.rank)
-        )
+        traffic = rank_collectives(configuration(runs[name]), pipeline_rank(runs[name], rank.rank))
         assert rank.wire_bytes == sum(item.wire_bytes for item in traffic)
 
 

@@ -113,7 +113,10 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
 def test_the_null_tokenizer_gets_the_size_that_gives_gpt2s(version: str, size: int) -> None:
     words = null_tokenizer_flags(50257, version)
     assert words == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
-    assert Flags(count_end_of_document_in_vocabulary(words, version)).integer("--vocab-size", 0) == 50257
+    assert (
+        Flags(count_end_of_document_in_vocabulary(words, version)).integer("--vocab-size", 0)
+        == 50257
+    )
 
 
 def test_a_run_of_an_older_megatron_has_the_models_vocabulary(

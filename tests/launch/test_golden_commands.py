@@ -19,7 +19,9 @@ from parakit.launch.train import compose_job
 from tests.launch.megatron_parser import MegatronParser
 
 GOLDEN = Path(__file__).parent / "golden"
-TARGETS = [f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in PUBLISHED_STRATEGIES]
+TARGETS = [
+    f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in PUBLISHED_STRATEGIES
+]
 PUBLISHED_PAIR = find_pair("25.06-py3")
 NEWER_PAIR = ImagePair("26.08-py3", "5" * 40, "0.19.0")
 RUN = "runs/RUN"

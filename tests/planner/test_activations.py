@@ -207,7 +207,9 @@ def test_whole_layers_go_while_others_compute(gone: int, forward: float, backwar
 
 def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
     model = load_model("gpt2-large")
-    spec = RunSpec(model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=OFFLOAD_MODULES[1:4]))
+    spec = RunSpec(
+        model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=OFFLOAD_MODULES[1:4])
+    )
     cluster = usual_cluster("h100", 1)
     plain = iteration_seconds(replace(spec, offload=Offload()), cluster)
     found = iteration_seconds(spec, cluster)
@@ -256,7 +258,7 @@ def test_what_megatrons_own_test_combines_is_taken() -> None:
 def test_a_clamped_activation_keeps_what_it_was_before_unless_it_is_recomputed() -> None:
     shape = replace(load_model("mixtral-8x7b").shape, seq_length=8)
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
-    clamped = replace(spec, shape=replace(shape, clamped=True))
+    clamped = replace(spec, shape=replace(shape, clamps_activations=True))
     columns = 8 * 2 * 2 * 14336
     assert layer_activation_bytes(clamped) - layer_activation_bytes(spec) == 2 * columns
     again = Recompute(frozenset({"moe_act"}))

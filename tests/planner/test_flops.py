@@ -91,7 +91,9 @@ def test_flops_as_others_count_them() -> None:
     found = token_flops(spec.shape)
     layers = found.total - found.logits
     assert flops_by_convention(spec, ()) == 3 * found.total
-    assert flops_by_convention(spec, {"whole-attention"}) == 3 * (found.total + found.attention_scores)
+    assert flops_by_convention(spec, {"whole-attention"}) == 3 * (
+        found.total + found.attention_scores
+    )
     assert flops_by_convention(spec, {"no-vocabulary"}) == 3 * layers
     assert flops_by_convention(spec, {"recomputed"}) == 3 * found.total + layers
     scores = replace(spec, recompute=Recompute.SELECTIVE)
@@ -100,7 +102,7 @@ def test_flops_as_others_count_them() -> None:
 
 def test_scores_of_a_window_are_those_of_its_tokens() -> None:
     plain = load_model("gpt2-tiny").shape
-    half = replace(plain, window=3, windowed=0.5)
+    half = replace(plain, window=3, windowed_fraction=0.5)
     per_key = 2 * plain.layers * plain.heads * plain.head_width
     assert token_flops(plain, 8).attention_scores == per_key * 8
     assert token_flops(half, 8).attention_scores == round(per_key * (8 + 5.25) / 2)

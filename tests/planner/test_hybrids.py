@@ -76,9 +76,7 @@ def test_attention_then_an_mlp_or_experts_is_a_transformers_layer(
         assert sum(rank_tensors(plain)) == rank_parameters(plain).total
         assert token_flops(hybrid.shape) == token_flops(plain.shape)
         assert estimate_rank_memory(hybrid) == estimate_rank_memory(plain)
-        sent, wanted_sent = (
-            sum_bytes_by_group(rank_collectives(run)) for run in (hybrid, plain)
-        )
+        sent, wanted_sent = (sum_bytes_by_group(rank_collectives(run)) for run in (hybrid, plain))
         logged = Group.TENSOR_CONTEXT  # The router's losses: a number a block, not a layer.
         assert {**sent, logged: 0} == {**wanted_sent, logged: 0}
         found, wanted = (iteration_seconds(run, gpus(run)) for run in (hybrid, plain))
@@ -133,7 +131,7 @@ def test_a_token_ahead_costs_its_blocks_a_projection_and_the_output_layer_again(
 def test_blocks_that_stay_in_half_precision_take_the_time_of_such_blocks() -> None:
     shape = replace(DENSE, hidden=4096, ffn_hidden=16384, blocks="*-*-", layers=1)
     half, fp8_recipe = on_gpus(shape), replace(on_gpus(shape), fp8_recipe=Fp8Recipe.MXFP8)
-    mixed, all_half = (replace(fp8_recipe, half_blocks=blocks) for blocks in ("*-", "*-*-"))
+    mixed, all_half = (replace(fp8_recipe, unquantised_blocks=blocks) for blocks in ("*-", "*-*-"))
     times = [iteration_seconds(s, gpus(s)).matmul for s in (fp8_recipe, mixed, all_half, half)]
     assert times[0] < times[1] < times[2] == pytest.approx(times[3])
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)

@@ -50,7 +50,9 @@ def test_every_published_reading_is_predicted_within_three_percent(
 
 
 def test_the_published_saving_of_sequence_parallelism_is_predicted() -> None:
-    saved = estimate_rank_memory(h200_spec("tp2")).total - estimate_rank_memory(h200_spec("sp2")).total
+    saved = (
+        estimate_rank_memory(h200_spec("tp2")).total - estimate_rank_memory(h200_spec("sp2")).total
+    )
     assert saved / MIB == pytest.approx(85969 - 71571, rel=0.02)
 
 

@@ -35,7 +35,7 @@ ALONE = Parallelism()
 
 
 def run(depths: int = 1, split: Parallelism = ALONE, **changes: object) -> RunSpec:
-    shape = replace(TINY, mtp_depth=depths)
+    shape = replace(TINY, mtp_layers=depths)
     plain = RunSpec(shape, split, Batch(1, 4 * split.data), dropout=0.0)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
@@ -56,8 +56,13 @@ def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_
 
 def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -> None:
     assert [run(1, Parallelism(pipeline=2)).stage_layers(rank) for rank in (0, 1)] == [2, 3]
-    deep = replace(TINY, layers=61, mtp_depth=1)
-    laid = run(1, Parallelism(pipeline=4, virtual_stages=4), shape=deep, stages=front_loaded_layout(61, 16, 1))
+    deep = replace(TINY, layers=61, mtp_layers=1)
+    laid = run(
+        1,
+        Parallelism(pipeline=4, virtual_stages=4),
+        shape=deep,
+        stages=front_loaded_layout(61, 16, 1),
+    )
     assert [laid.chunk_layers(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
     assert front_loaded_layout(61, 32, 1).problem(61, 8, 4) == ""
     assert front_loaded_layout(61, 40, 1).problem(61, 40, 1) == "they do not fill the stages"
@@ -91,7 +96,7 @@ def test_its_embedding_is_the_only_dropout_of_a_depth_beside_its_layers() -> Non
 def test_first_and_last_stage_add_up_the_embeddings_gradients_tied_or_not() -> None:
     split = Parallelism(pipeline=2)
     for tied in (True, False):
-        spec = run(1, split, shape=replace(TINY, mtp_depth=1, tied_embeddings=tied))
+        spec = run(1, split, shape=replace(TINY, mtp_layers=1, tied_embeddings=tied))
         calls = [c for c in rank_collectives(spec, 1) if c.group is Group.EMBEDDING]
         assert [(c.operation, c.payload_bytes) for c in calls] == [
             (Operation.ALL_REDUCE, 4 * TABLE)
@@ -99,7 +104,7 @@ def test_first_and_last_stage_add_up_the_embeddings_gradients_tied_or_not() -> N
 
 
 def test_learned_positions_are_refused_as_megatron_does() -> None:
-    refused = find_violations(run(1, shape=replace(LEARNED, mtp_depth=1)))
+    refused = find_violations(run(1, shape=replace(LEARNED, mtp_layers=1)))
     assert [sentence for sentence in refused if "--position-embedding-type rope" in sentence]
     assert not find_violations(run(1))
 
@@ -111,7 +116,7 @@ def test_the_last_stage_takes_longer_by_layer_joining_embedding_and_head() -> No
     cluster = Cluster(device, 2, 8, link_by_key(device.link), link_by_key(device.network))
     times = []
     for depths in (0, 1, 2):
-        spec = run(depths, split, shape=replace(shape, mtp_depth=depths))
+        spec = run(depths, split, shape=replace(shape, mtp_layers=depths))
         times.append([stage_seconds(spec, cluster, rank)[0] for rank in (0, 1)])
     assert times[0][0] == times[1][0] == times[2][0]
     once, twice = times[1][1] - times[0][1], times[2][1] - times[1][1]

@@ -23,7 +23,7 @@ HOST = HostRates(link_bytes_per_second=1.0, memory_bytes_per_second=10.0, source
 
 
 def offloaded(share: float, **changes: object) -> RunSpec:
-    types = StateTypes(aware=True, offloaded=share)
+    types = StateTypes(precision_aware=True, offloaded_fraction=share)
     spec = RunSpec(TINY, SPLIT, Batch(1, 1), state_types=types)
     return replace(spec, **changes)  # type: ignore[arg-type]
 

@@ -415,7 +415,11 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     planned = replace(spec_from_model(model, split, Batch(1, 16)), dropout=0.0)
     argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_from_spec(planned))
     row = row_of(
-        spec_from_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
+        spec_from_flags(argv, 8, DeviceKind.GPU, model.name),
+        argv,
+        device_by_key("h100"),
+        "run",
+        1.0,
     )
     add_rows(tmp_path / "mine.csv", [row])
     (reading,) = read_readings(tmp_path / "mine.csv")[0]

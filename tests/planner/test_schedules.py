@@ -41,7 +41,9 @@ def test_the_simulated_bubble_is_the_closed_form(timeline: SimulatedSchedule) ->
 
 @given(timelines())
 def test_the_simulated_activations_are_the_closed_form(timeline: SimulatedSchedule) -> None:
-    assert measure_schedule(timeline).activations == pytest.approx(closed_form_activations(timeline))
+    assert measure_schedule(timeline).activations == pytest.approx(
+        closed_form_activations(timeline)
+    )
 
 
 @given(timelines())

@@ -294,12 +294,12 @@ def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeReque
     request = make_request("gpt2-large", 2, "h200", 4)
     split = Parallelism(context=2)
     assert comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
-    shape = replace(request.template.shape, window=128, windowed=0.5)
-    windowed = replace(request, template=replace(request.template, shape=shape))
-    assert comm_types(windowed.template, split) == ("all_gather", "a2a")
+    shape = replace(request.template.shape, window=128, windowed_fraction=0.5)
+    windowed_fraction = replace(request, template=replace(request.template, shape=shape))
+    assert comm_types(windowed_fraction.template, split) == ("all_gather", "a2a")
     found = [
         one.spec
-        for one in search_configurations(windowed).ranked
+        for one in search_configurations(windowed_fraction).ranked
         if one.spec.parallelism.context > 1
     ]
     assert found

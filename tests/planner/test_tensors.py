@@ -50,7 +50,10 @@ def test_layers_of_one_kind_share_their_shapes_and_those_of_another_add_theirs()
     table = 8 * 104
     for layers in ((), (0,), (0, 1)):
         spec = RunSpec(replace(mixture, dense_layers=layers), Parallelism(), Batch(1, 1))
-        assert distinct_weight_elements(spec, 0) == attention + expert + (dense if layers else 0) + table
+        assert (
+            distinct_weight_elements(spec, 0)
+            == attention + expert + (dense if layers else 0) + table
+        )
 
 
 def test_two_tensor_ranks_pad_the_vocabulary_further_and_keep_norms_whole() -> None:

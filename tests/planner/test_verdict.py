@@ -54,13 +54,13 @@ def test_a_run_is_close_from_nine_tenths_of_a_device_to_all_of_it(
 def test_blocks_that_are_given_back_make_a_run_close_that_would_not_fit_with_them() -> None:
     spec, cluster = replace(tiny(), dtype="fp16"), usual_cluster("h100", 8)
     memory = estimate_rank_memory(spec)
-    within = replace(memory, returned=memory.total // 5)
+    within = replace(memory, reclaimable=memory.total // 5)
     for share, verdict in ((1.02, Fit.CLOSE), (1.2, Fit.CLOSE), (1.26, Fit.DOES_NOT_FIT)):
         device = replace(cluster.device, memory_bytes=int(within.total / share))
         assert fit_of(spec, within, replace(cluster, device=device)) is verdict
     reason = close_reason(spec, within, int(within.total / 1.02))
     assert reason.startswith(
-        f"{gib(within.returned)} GiB are blocks that PyTorch gives back only when"
+        f"{gib(within.reclaimable)} GiB are blocks that PyTorch gives back only when"
     )
 
 

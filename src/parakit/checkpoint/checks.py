@@ -135,7 +135,7 @@ def _parts_of_model(shape: ModelShape) -> set[str]:
         parts |= {"experts", "router"}
     else:
         parts.add("MLP")
-    return parts | ({"MTP"} if shape.mtp_depth else set())
+    return parts | ({"MTP"} if shape.mtp_layers else set())
 
 
 def _part_of(name: str) -> str:

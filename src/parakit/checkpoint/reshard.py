@@ -67,7 +67,13 @@ from parakit.checkpoint.parallelism import (
 )
 from parakit.checkpoint.whole import cut_axis
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.strategy import Parallelism, Sharding, count_devices, parse_strategy, strategy_name
+from parakit.config.strategy import (
+    Parallelism,
+    Sharding,
+    count_devices,
+    parse_strategy,
+    strategy_name,
+)
 from parakit.convert import ConversionProgress, check_disk_space
 from parakit.costs import find_violations
 

@@ -102,9 +102,9 @@ def parse_make_variables(
     """
     named = (*given_names(environment.get("MAKEFLAGS", "")), *given_variables)
     check_given(named, name, command)
-    used = {setting.name for setting in command.variables if not setting.in_make}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
     in_environment = {old for old, new in RENAMED.items() if new in used}
-    in_environment |= {setting.name for setting in command.variables if setting.in_make}
+    in_environment |= {setting.name for setting in command.variables if setting.make_equivalent}
     for old in sorted(in_environment):
         if environment.get(old):
             refuse_renamed(old)
@@ -221,7 +221,7 @@ def variable_words(words: Sequence[str], command: Command) -> list[str]:
             if not waiting:
                 raise SettingError(f"{name} has no value; see --help.")
             value = waiting.pop(0)
-        if not setting.in_make:
+        if not setting.make_equivalent:
             made.append(f"{setting.name}={value}")
         elif setting.kind != SWITCH:
             passed.append(f"{name}={value}")
@@ -237,7 +237,9 @@ def check_given(names: Iterable[str], target: str, command: Command) -> None:
         SettingError: One that no command knows, with the near name, or that this one does not use.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables if not setting.in_make} | {ARGS.name}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent} | {
+        ARGS.name
+    }
     for name in names:
         refuse_renamed(name)
         others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
@@ -308,7 +310,7 @@ def _completed(
 def _shown(name: str, command: Command, shown: str) -> str:
     """Return a variable's name as make or a command line has it."""
     setting = next(setting for setting in command.variables if setting.name == name)
-    if setting.in_make:
+    if setting.make_equivalent:
         return option_of(setting)
     return shown.format(name if shown.endswith("=") else name.lower())
 

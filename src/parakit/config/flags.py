@@ -202,7 +202,9 @@ def null_tokenizer_flags(entries: int, megatron_version: str) -> tuple[str, ...]
     return ("--tokenizer-type", _NULL, "--vocab-size", str(given))
 
 
-def count_end_of_document_in_vocabulary(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+def count_end_of_document_in_vocabulary(
+    words: Sequence[str], megatron_version: str
+) -> tuple[str, ...]:
     """The words for such a Megatron, with a `--vocab-size` that counts every entry of the tokenizer."""
     flags = Flags(words)
     if flags.text("--tokenizer-type") != _NULL or not flags.has("--vocab-size"):

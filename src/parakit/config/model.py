@@ -51,7 +51,7 @@ class LatentAttention:
     """Of a query and a key without the rotary part."""
     rotary_width: int
     value_width: int
-    splits_down: bool = False
+    splits_down_projections: bool = False
     """TP splits what projects to the ranks too: so Megatron's own layers, not Transformer Engine's."""
 
 
@@ -158,9 +158,9 @@ class ModelShape:
     """Softmax has a learned offset for each head."""
     window: int = 0
     """Tokens, its own among them, that one attends to in layers with a window; 0 without."""
-    windowed: float = 0.0
+    windowed_fraction: float = 0.0
     """Share of the layers that have it."""
-    clamped: bool = False
+    clamps_activations: bool = False
     """Experts' activations are clamped by kernels of PyTorch's."""
     tied_embeddings: bool = True
     experts: int = 0
@@ -186,7 +186,7 @@ class ModelShape:
     mamba: Mamba | None = None
     latent_experts: int = 0
     """Width that tokens are projected to before they are routed; 0 is the hidden state's."""
-    mtp_depth: int = 0
+    mtp_layers: int = 0
     """Depths of multi-token prediction behind the layers, each an `MTP` block and a layer; those of a
     hybrid are among its blocks."""
     mtp_is_repeated: bool = False
@@ -199,7 +199,7 @@ class ModelShape:
     @cached_property
     def _hash(self) -> int:
         widths = (self.layers, self.hidden, self.heads, self.ffn_hidden, self.seq_length)
-        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_depth))
+        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_layers))
 
     @property
     def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
@@ -260,7 +260,7 @@ class ModelShape:
     @property
     def mtp_layers_held(self) -> int:
         """Depths of multi-token prediction that have weights of their own."""
-        return min(1, self.mtp_depth) if self.mtp_is_repeated else self.mtp_depth
+        return min(1, self.mtp_layers) if self.mtp_is_repeated else self.mtp_layers
 
     @property
     def norms(self) -> int:
@@ -275,7 +275,7 @@ class ModelShape:
     @property
     def depths(self) -> int:
         """Depths of multi-token prediction: each embeds the tokens ahead and passes the output layer."""
-        return self.mtp_depth + self.blocks.count(MTP)
+        return self.mtp_layers + self.blocks.count(MTP)
 
     @property
     def predicted(self) -> int:
@@ -289,7 +289,7 @@ class ModelShape:
         window = self.window
         if not 0 < window < length:
             return length
-        return length - self.windowed * (length - window * (2 - (window - 1) / length))
+        return length - self.windowed_fraction * (length - window * (2 - (window - 1) / length))
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
@@ -417,7 +417,9 @@ def parse_batch(flags: Flags, replicas: int = 1) -> Batch:
 
 def parse_dtype(flags: Flags) -> str:
     """`fp16`, `bf16` or `fp32`."""
-    return next((half.removeprefix("--") for half in HALF_PRECISION_FLAGS if flags.has(half)), "fp32")
+    return next(
+        (half.removeprefix("--") for half in HALF_PRECISION_FLAGS if flags.has(half)), "fp32"
+    )
 
 
 def replace_vocabulary(model: Model, entries: int) -> Model:
@@ -445,7 +447,9 @@ def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
     return flags if in_half else drop_flags(flags, HALF_PRECISION_FLAGS)
 
 
-def apply_flags_to_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
+def apply_flags_to_model(
+    model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS
+) -> Model:
     """The model that `words` make of it: another shape or precision, under its name.
 
     Flags that `names` lacks are left out. Raises as `model_from_flags` does.
@@ -482,9 +486,9 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     experts = said.get("experts", 0)
     with_experts = _marked(flags, "--moe-layer-freq", layers, _each) if experts else range(layers)
     linear = flags.text("--experimental-attention-variant") == GATED_DELTA_NET
-    window, windowed = _window(flags), 1.0
+    window, windowed_fraction = _window(flags), 1.0
     if window and flags.has(_SKIPPED):
-        windowed = len(_marked(flags, _SKIPPED, layers, _others)) / layers
+        windowed_fraction = len(_marked(flags, _SKIPPED, layers, _others)) / layers
     shape = ModelShape(
         **(derived | said),
         positions=flags.integer("--max-position-embeddings") if learned else 0,
@@ -492,7 +496,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
         # Fused experts clamp in their products, which other activations do in their own kernel.
-        clamped=flags.has("--quick-geglu")
+        clamps_activations=flags.has("--quick-geglu")
         and flags.has("--activation-func-clamp-value")
         and not flags.has("--use-transformer-engine-op-fuser"),
         latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
@@ -502,7 +506,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         linear=LinearAttention(**flags.fields("linear")) if linear else None,
         linear_layers=_marked(flags, "--linear-attention-freq", layers, _others) if linear else (),
         window=window,
-        windowed=windowed if window else 0.0,
+        windowed_fraction=windowed_fraction if window else 0.0,
     )
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
@@ -613,7 +617,7 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     said = flags.fields("mamba")
     mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
     linear = LinearAttention(**flags.fields("linear"))
-    whole = replace(shape, mtp_depth=0, dense_layers=(), linear_layers=())
+    whole = replace(shape, mtp_layers=0, dense_layers=(), linear_layers=())
     return replace(whole, layers=1, blocks=blocks, mamba=mamba, linear=linear)
 
 

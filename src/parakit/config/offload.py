@@ -32,11 +32,11 @@ class Offload:
     modules: tuple[str, ...] = ()
     """In `GROUPS`' order: tensors that are saved inside these
     (`--fine-grained-activation-offloading --offload-modules`)."""
-    smallest: int = _SMALLEST
+    min_elements: int = _SMALLEST
     """Elements of the smallest tensor that goes (`--min-offloaded-tensor-size`)."""
     fraction: float = 1.0
     """Of the groups, one a module and layer, the first ones (`--activation-offload-fraction`)."""
-    kept_by_stage: int = 0
+    kept_bytes_per_stage: int = 0
     """Bytes that each pipeline rank keeps more than the one before it
     (`--delta-offload-bytes-across-pp-ranks`)."""
 
@@ -69,7 +69,7 @@ def parse_offload(flags: Flags) -> Offload:
     refuse_unknown(_MODULES, words, OFFLOAD_MODULES)
     if _FUSED in words and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
-    if min(found.smallest, found.kept_by_stage) < 0 or not 0 <= found.fraction <= 1:
+    if min(found.min_elements, found.kept_bytes_per_stage) < 0 or not 0 <= found.fraction <= 1:
         raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
     return replace(found, modules=tuple(name for name in OFFLOAD_MODULES if name in words))
 

@@ -90,10 +90,10 @@ class StateTypes:
     main_parameters: str = ""
     first_moment: str = ""
     second_moment: str = ""
-    aware: bool = False
+    precision_aware: bool = False
     """`--use-precision-aware-optimizer`: Adam reads gradients as they are, and keeps of fp32 weights
     what the half-precision ones lack."""
-    offloaded: float = 0.0
+    offloaded_fraction: float = 0.0
     """Share of the parameters whose fp32 weights and moments the host has, which updates them
     (`--optimizer-cpu-offload`); what a device keeps of the others is then in fp32 too."""
 
@@ -136,7 +136,7 @@ class RunSpec:
     dtype: str = "bf16"
     """`fp16`, `bf16` or `fp32`."""
     fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
-    half_blocks: str = ""
+    unquantised_blocks: str = ""
     """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
     state_types: StateTypes = StateTypes()
     quantised_weights: bool = False
@@ -212,7 +212,7 @@ class RunSpec:
         split latent attention otherwise than Transformer Engine's."""
         shape = self.shape
         if shape.latent and not self.fused_norms:
-            shape = replace(shape, latent=replace(shape.latent, splits_down=True))
+            shape = replace(shape, latent=replace(shape.latent, splits_down_projections=True))
         if self.parallelism.unties_embeddings:
             shape = replace(shape, tied_embeddings=False)
         return shape
@@ -224,13 +224,15 @@ class RunSpec:
         if len(shape.blocks) <= 1:
             return ((1, self),)
         found = []
-        halves = Counter(self.half_blocks)
+        halves = Counter(self.unquantised_blocks)
         for blocks, fp8_recipe in (
             (Counter(shape.blocks) - halves, self.fp8_recipe),
             (halves, Fp8Recipe.NONE),
         ):
             for block, times in blocks.items():
-                kind = replace(self, shape=shape.only(block), fp8_recipe=fp8_recipe, half_blocks="")
+                kind = replace(
+                    self, shape=shape.only(block), fp8_recipe=fp8_recipe, unquantised_blocks=""
+                )
                 found.append((times, kind))
         return tuple(found)
 
@@ -300,8 +302,8 @@ class RunSpec:
         """These layers, and the depths ahead where they are alike: those are as the last layer is."""
         found, shape = self.laid(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
-        if shape.mtp_depth and is_last and shape.layers - 1 in layers:
-            return (*found[:-1], found[-1] + shape.mtp_depth)
+        if shape.mtp_layers and is_last and shape.layers - 1 in layers:
+            return (*found[:-1], found[-1] + shape.mtp_layers)
         return found
 
     def laid(self, layers: Collection[int], pipeline_rank: int) -> tuple[int, ...]:
@@ -375,7 +377,7 @@ class RunSpec:
         """Even runs whose stages together have as many layers of each kind as this one's and compute as
         many again, in one virtual stage: for calls inside layers."""
         shape, some = self.shape, self.recompute.some_layers
-        if self.stages == EVEN_SPLIT and not (some or shape.mtp_depth or shape.dense_layers):
+        if self.stages == EVEN_SPLIT and not (some or shape.mtp_layers or shape.dense_layers):
             return (self,)
         layers, again = self.stage_layers(pipeline_rank), self.layers_again(pipeline_rank)
         dense, dense_again = self.dense_layers_of(pipeline_rank)
@@ -387,7 +389,7 @@ class RunSpec:
     def _even(self, layers: int, again: int) -> RunSpec:
         """A run with so many layers of one kind on every stage, of which so many are computed again."""
         whole = layers * self.parallelism.pipeline
-        shape = replace(self.shape, layers=whole, mtp_depth=0, dense_layers=())
+        shape = replace(self.shape, layers=whole, mtp_layers=0, dense_layers=())
         found = replace(self, stages=EVEN_SPLIT, shape=shape)
         if not self.recompute.some_layers:
             return found
@@ -400,14 +402,14 @@ class RunSpec:
     @cached_property
     def joining(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
-        shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)
+        shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_layers=0)
         return replace(self, stages=EVEN_SPLIT, shape=shape)
 
     @property
     def embeds_twice(self) -> bool:
         """Whether the first and the last of several stages hold one embedding, whose gradients they add:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
-        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
+        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_layers)
         return shared and self.parallelism.pipeline > 1
 
 
@@ -527,7 +529,11 @@ def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
     layout = (*strategy_flags(spec.flagged_parallelism), *searched_flags(spec))
-    run = (*format_fields_as_flags(spec.batch, "batch"), *format_flags(rest), *format_fields_as_flags(spec, "run"))
+    run = (
+        *format_fields_as_flags(spec.batch, "batch"),
+        *format_flags(rest),
+        *format_fields_as_flags(spec, "run"),
+    )
     return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
@@ -538,8 +544,11 @@ _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint
 
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
-    if types.aware:
-        return (*format_fields_as_flags(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
+    if types.precision_aware:
+        return (
+            *format_fields_as_flags(types, "state_types"),
+            *((_OFFLOAD,) if types.offloaded_fraction else ()),
+        )
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 

@@ -39,7 +39,14 @@ if TYPE_CHECKING:
     )
     from parakit.costs.constraints import CP_COMM_TYPES, NEWEST, divisors, find_violations
     from parakit.costs.dispatchers import DEEP_EP_NVLINK_PEERS
-    from parakit.costs.flops import FLOP_CONVENTIONS, WITH_RECOMPUTE, flops_by_convention, mfu, model_flops, token_flops
+    from parakit.costs.flops import (
+        FLOP_CONVENTIONS,
+        WITH_RECOMPUTE,
+        flops_by_convention,
+        mfu,
+        model_flops,
+        token_flops,
+    )
     from parakit.costs.memory import (
         COMPONENTS,
         MEMORY_ASSUMPTIONS,
@@ -78,7 +85,12 @@ if TYPE_CHECKING:
         measure_schedule,
         simulate_schedule,
     )
-    from parakit.costs.shared_link import NUM_NODES, seconds_at_other_rate, link_seconds, stride_and_ranks
+    from parakit.costs.shared_link import (
+        NUM_NODES,
+        seconds_at_other_rate,
+        link_seconds,
+        stride_and_ranks,
+    )
     from parakit.costs.tensors import (
         UnevenSplitError,
         active_parameters,

@@ -126,7 +126,7 @@ def _groups(spec: RunSpec) -> list[Offloaded]:
         return []
     left, copied = Counter[str](), Counter[str]()
     for tensor in _tensors(spec):
-        if tensor.elements < offload.smallest:
+        if tensor.elements < offload.min_elements:
             continue
         # Whatever is saved in a whole layer goes with it.
         savers = tensor.savers if not offload.layers else (OFFLOAD_MODULES[0],)
@@ -353,7 +353,7 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
-    if shape.clamped:
+    if shape.clamps_activations:
         yield _saved(spec, routed * first, ("moe", "moe_act"))
     if not shape.gated:
         yield _saved(spec, routed * ffn, ("moe", "moe_act"))

@@ -128,7 +128,9 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
         ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
         # The pipelines of plain PyTorch lay layers evenly alone.
-        uneven = None if parallelism.schedule else find_uneven_split(shape.layers, pipeline, virtual)
+        uneven = (
+            None if parallelism.schedule else find_uneven_split(shape.layers, pipeline, virtual)
+        )
         flags = f", or {' '.join(uneven.flags)}" if uneven else ""
         if spec.stages == EVEN_SPLIT:
             problem = f"which {stages} does not divide"
@@ -136,10 +138,10 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             split = " ".join(spec.stages.flags) or "the most even split"
             problem = f"which {split} does not lay on {stages}: {problem}"
         yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
-    elif spec.stages.layout and spec.stages.depths != shape.mtp_depth:
+    elif spec.stages.layout and spec.stages.depths != shape.mtp_layers:
         yield (
             f"{' '.join(spec.stages.flags)} has {spec.stages.depths} depths (m) of multi-token "
-            f"prediction and {model} {shape.mtp_depth}; write as many as --mtp-num-layers says."
+            f"prediction and {model} {shape.mtp_layers}; write as many as --mtp-num-layers says."
         )
 
 
@@ -155,7 +157,7 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
             f"positions; use at most {shape.positions}, or raise --max-position-embeddings."
         )
-    if shape.positions and shape.mtp_depth:
+    if shape.positions and shape.mtp_layers:
         yield "Multi-token prediction refuses learned positions; add --position-embedding-type rope."
     if context == 1:
         return
@@ -269,9 +271,9 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
-    if spec.state_types.aware and not sharding:
+    if spec.state_types.precision_aware and not sharding:
         yield "--use-precision-aware-optimizer needs the distributed optimizer; use zero1."
-    if spec.state_types.offloaded and (not sharding or sharding.wraps_modules):
+    if spec.state_types.offloaded_fraction and (not sharding or sharding.wraps_modules):
         yield "--optimizer-cpu-offload is planned for the distributed optimizer alone; use zero1."
     ranks, instances = parallelism.data * parallelism.context, spec.optimizer_instances
     if instances < 1 or ranks % instances:
@@ -310,7 +312,7 @@ def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
             f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
-    if spec.shape.mtp_depth and partly:
+    if spec.shape.mtp_layers and partly:
         yield (
             f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."

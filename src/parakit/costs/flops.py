@@ -58,9 +58,9 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
-    layers = shape.layers_by_kind(shape.mtp_depth)
+    layers = shape.layers_by_kind(shape.mtp_layers)
     every = [(count * times, kind) for count, layer in layers for times, kind in layer.kinds]
-    every.append((shape.mtp_depth, shape.only(MTP)))
+    every.append((shape.mtp_layers, shape.only(MTP)))
     kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in every]
     names = ("attention_projections", "attention_scores", "mlp", "router")
     layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}

@@ -19,7 +19,12 @@ from parakit.costs.activations import (
     residual_bytes,
 )
 from parakit.costs.dispatchers import dispatcher_bytes
-from parakit.costs.tensors import Parameters, layer_parameters, rank_parameters, distinct_weight_elements
+from parakit.costs.tensors import (
+    Parameters,
+    layer_parameters,
+    rank_parameters,
+    distinct_weight_elements,
+)
 from parakit.formatting.units import MIB
 
 _FP32_BYTES = 4
@@ -179,7 +184,7 @@ def bytes_per_parameter(spec: RunSpec) -> Precision:
     if types == _USUAL_TYPES or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
-    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     own_adam = not spec.parallelism.sharding.wraps_modules
     remainders = own_adam and not types.main_parameters and not spec.fp8_recipe
@@ -209,7 +214,7 @@ class PredictedMemory:
     allocator: int
     """Context, workspaces, dispatchers' buffers, and blocks reserved but not usable; see the
     assumptions."""
-    returned: int = 0
+    reclaimable: int = 0
     """Of the allocator's, what it gives back before it runs out: blocks that nothing is in."""
 
     @property
@@ -220,7 +225,7 @@ class PredictedMemory:
     @property
     def needed(self) -> int:
         """Bytes without which it runs out of memory."""
-        return self.total - self.returned
+        return self.total - self.reclaimable
 
     @property
     def live(self) -> int:
@@ -233,7 +238,7 @@ class PredictedMemory:
         return self.weights + self.gradients + self.main_parameters + self.optimizer_state
 
 
-COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "returned")
+COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "reclaimable")
 
 MEMORY_ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
@@ -281,7 +286,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     if activations + temporaries + communication > room:
         return None
     return PredictedMemory(
-        *state, activations, temporaries, communication, base + blocks, returned=blocks
+        *state, activations, temporaries, communication, base + blocks, reclaimable=blocks
     )
 
 
@@ -330,8 +335,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
-        if spec.shape.mtp_depth:
-            kept += spec.shape.mtp_depth * layer_activation_bytes(spec.joining)
+        if spec.shape.mtp_layers:
+            kept += spec.shape.mtp_layers * layer_activation_bytes(spec.joining)
     return kept
 
 
@@ -341,7 +346,7 @@ def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
     chunks = spec.chunk_layers(pipeline_rank)
     last = next((layers for layers in reversed(chunks) if layers), 0)
     begun = offloaded_bytes(spec, last).left - offloaded_bytes(spec, last, first=True).left
-    asked = pipeline_rank * spec.offload.kept_by_stage
+    asked = pipeline_rank * spec.offload.kept_bytes_per_stage
     if not asked:
         return begun
     gone = tuple(offloaded_bytes(spec, layers).left for layers in chunks)
@@ -420,7 +425,7 @@ def offloaded_parameters(spec: RunSpec, held: int) -> int:
     Megatron offloads whole tensors until it has the share, so up to one tensor more; of CPU ranks
     nothing.
     """
-    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded * held)
+    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded_fraction * held)
 
 
 def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
@@ -432,7 +437,7 @@ def _update_bytes(spec: RunSpec, updated: int) -> int:
     """fp32 copies of what is kept of each parameter in fewer bits, all alive in the update (Transformer
     Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`)."""
     types = spec.state_types
-    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return 0
     kept = (types.main_parameters, types.first_moment, types.second_moment)
     return _FP32_BYTES * sum(each not in ("", "fp32") for each in kept) * updated
@@ -489,7 +494,10 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not sharding.wraps_modules:
         return pipeline, 0
-    precision, layer = bytes_per_parameter(spec), max(layer_parameters(k).total for _, k in spec.kinds)
+    precision, layer = (
+        bytes_per_parameter(spec),
+        max(layer_parameters(k).total for _, k in spec.kinds),
+    )
     if not sharding.shards_weights:
         return pipeline + precision.gradients * layer, 0
     layers = pipeline + 2 * layer * (precision.weights + precision.gradients)

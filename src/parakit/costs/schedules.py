@@ -210,7 +210,7 @@ class ScheduleFigures:
 
     bubble: float
     """Idle time over working time, of a worker, (p−1)/m in closed form for GPipe and 1F1B."""
-    idle_share: float
+    idle_fraction: float
     """Idle time over all time."""
     activations: tuple[float, ...]
     """Most activations a worker holds, in whole stages' worth of micro batches."""
@@ -229,7 +229,7 @@ def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
     stale = [_staleness(events, timeline) for events in by_worker]
     return ScheduleFigures(
         bubble=idle / working,
-        idle_share=idle / timeline.length,
+        idle_fraction=idle / timeline.length,
         activations=tuple(_most_held(events) / timeline.virtual for events in by_worker),
         weight_versions=tuple(most + 1 for most in stale),
         staleness=tuple(stale),

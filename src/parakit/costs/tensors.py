@@ -174,7 +174,7 @@ def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
     held = zip(_held_layers(spec.on_stages, pipeline_rank), shape.layer_kinds, strict=True)
     kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.kinds]
-    if last and shape.mtp_depth:
+    if last and shape.mtp_layers:
         kinds.append(shape.only(MTP))
     table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
     return table * last + _unlike_elements(tuple(kinds), _degrees(spec))
@@ -243,7 +243,7 @@ def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
     embedding of both; a tied model's copy in the output layer is then in nobody's use, and is kept."""
     if not spec.embeds_twice:
         return ()
-    return ("word_embedding",) if spec.shape.mtp_depth else ("word_embedding", "output_layer")
+    return ("word_embedding",) if spec.shape.mtp_layers else ("word_embedding", "output_layer")
 
 
 def _end_tensors(
@@ -251,13 +251,13 @@ def _end_tensors(
 ) -> Iterator[_Tensor]:
     """Embeddings before the first layer; after the last the final norm, what joins depths ahead, their
     embedding on a stage of its own, and the output layer."""
-    if first or (last and shape.mtp_depth):
+    if first or (last and shape.mtp_layers):
         yield _Tensor("word_embedding", table)
         if shape.positions:
             yield _Tensor("position_embedding", shape.positions * shape.hidden)
     if last:
         yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
-        if shape.mtp_depth:
+        if shape.mtp_layers:
             yield from _layer_tensors(shape.only(MTP), tensor, 1, 1) * shape.mtp_layers_held
         if stages > 1 or not shape.tied_embeddings:
             yield _Tensor("output_layer", table)
@@ -364,7 +364,7 @@ def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> 
     heads, hidden = shape.heads // tensor, shape.hidden
     queries = heads * (latent.head_width + latent.rotary_width)
     keys_and_values = heads * (latent.head_width + latent.value_width)
-    down = tensor if latent.splits_down else 1
+    down = tensor if latent.splits_down_projections else 1
     normed = (1 if shape.rms_norm else 2) if shape.qk_norm else 0
     if latent.query_rank:
         yield _Tensor("attention", hidden * latent.query_rank // down)

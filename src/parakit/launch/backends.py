@@ -219,7 +219,10 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     if backend in (Backend.DEEPSPEED, Backend.BARE):
         yield f"BACKEND={backend} has AdamW alone; use BACKEND=native for Muon."
     uses_package = backend == Backend.MEGATRON or MUON_RULE_FLAG in launch.flags
-    if backend == Backend.MEGATRON and parse_release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
+    if (
+        backend == Backend.MEGATRON
+        and parse_release(launch.entry.megatron_version) < FIRST_MUON_RELEASE
+    ):
         yield (
             f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "
             "0.17 has; use BACKEND=native, or OPTIMIZER=adamw."

@@ -266,7 +266,10 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     )
     spec = replace(
         spec_from_flags(
-            count_end_of_document_in_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
+            count_end_of_document_in_vocabulary(flags, entry.megatron_version),
+            job.devices,
+            device,
+            model.name,
         ),
         fused=options.fused,
         link_bits_per_second=options.link_bits_per_second,

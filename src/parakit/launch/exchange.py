@@ -165,7 +165,9 @@ def _interface(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure(nodes_of(Namespace(**parse_settings(settings.NODE_SETTINGS, os.environ))))
+        measured = measure(
+            nodes_of(Namespace(**parse_settings(settings.NODE_SETTINGS, os.environ)))
+        )
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)

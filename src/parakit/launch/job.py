@@ -14,7 +14,13 @@ from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
 from parakit.config.model import Model, is_model_file, load_model, model_names, model_name_of_file
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import EXAMPLE_STRATEGIES, PUBLISHED_STRATEGIES, StrategyError, parse_strategy, strategy_flags
+from parakit.config.strategy import (
+    EXAMPLE_STRATEGIES,
+    PUBLISHED_STRATEGIES,
+    StrategyError,
+    parse_strategy,
+    strategy_flags,
+)
 from parakit.launch.options import NO_OPTIONS, Options, variables_of
 
 ALIASES = {

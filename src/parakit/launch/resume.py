@@ -158,7 +158,9 @@ def relaunch(
             data=data,
             # What its arguments say counts, whatever the kit's files say today.
             extra=merge_flags(
-                count_end_of_document_in_vocabulary(_recorded(record, parallelism), entry.megatron_version),
+                count_end_of_document_in_vocabulary(
+                    _recorded(record, parallelism), entry.megatron_version
+                ),
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),

@@ -150,7 +150,9 @@ def changed_options(options: PlanOptions, text: str) -> PlanOptions:
                     f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
                 )
             as_it_is = name == "EXTRA"
-            changed[name.lower()] = value if as_it_is else parse_setting(getattr(settings, name), value)
+            changed[name.lower()] = (
+                value if as_it_is else parse_setting(getattr(settings, name), value)
+            )
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
     return replace(options, **changed)

@@ -140,9 +140,14 @@ def expert_tensor_of(flags: Flags, model: Model) -> int:
 def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
     """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a strategy was
     given."""
-    known = flags_planned_as("counted", "neither", "one strategy") if laid else flags_planned_as("counted", "neither")
+    known = (
+        flags_planned_as("counted", "neither", "one strategy")
+        if laid
+        else flags_planned_as("counted", "neither")
+    )
     words = merge_flags(
-        drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH=")), request.extra
+        drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH=")),
+        request.extra,
     )
     return tuple(word for word in drop_flags(words, known) if word.startswith("--"))
 

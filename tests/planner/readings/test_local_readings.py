@@ -10,7 +10,13 @@ import pytest
 from parakit.config.experts import ExpertLoad
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_from_spec, spec_from_flags, spec_from_model
+from parakit.config.run import (
+    DeviceKind,
+    RunSpec,
+    flags_from_spec,
+    spec_from_flags,
+    spec_from_model,
+)
 from parakit.config.strategy import Batch, parse_strategy
 from parakit.planner.readings.local_readings import OwnRuns, Row, add_rows, own_runs, row_of
 from parakit.planner.readings.neighbours import uncertainty

@@ -378,7 +378,7 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
 def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -> None:
     # Qwen3 on B200: 235B in 25.09, 30B in 25.11.
     dropped, kept = (express(of_line(line)) for line in (438, 414))
-    assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, padded=True)
+    assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, pads_to_capacity=True)
     assert not dropped.cluster.execution.deduplicated
     assert not dropped.cluster.execution.overlap_experts
     assert kept.spec.expert_load == BALANCED
@@ -387,12 +387,12 @@ def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -
 def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
     # DeepSeek V3; Automodel's GPT-OSS 120B, whose router gives a token four neighbours.
     deepseek, neighbours = (express(of_line(line)).spec.expert_load for line in (3, 687))
-    assert (deepseek.groups, deepseek.groups_taken) == (8, 4)
-    assert (neighbours.groups, neighbours.groups_taken) == (32, 1)
+    assert (deepseek.groups, deepseek.groups_per_token) == (8, 4)
+    assert (neighbours.groups, neighbours.groups_per_token) == (32, 1)
 
 
 def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
-    assert [express(of_line(line)).spec.shape.mtp_depth for line in (3, 390)] == [1, 0]
+    assert [express(of_line(line)).spec.shape.mtp_layers for line in (3, 390)] == [1, 0]
 
 
 def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:

@@ -361,7 +361,9 @@ def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
 
 def test_a_report_of_a_hundred_runs_has_them_all_and_loads_no_torch(tmp_path):
     for k in range(100):
-        record = run_record(f"run-{k:03d}", PUBLISHED_STRATEGIES[k % 6], seed=k, dtype=("fp32", "bf16")[k % 2])
+        record = run_record(
+            f"run-{k:03d}", PUBLISHED_STRATEGIES[k % 6], seed=k, dtype=("fp32", "bf16")[k % 2]
+        )
         record = replace(record, argv=(*record.argv, "--variant", str(k)))
         times = [300.0, 200.0, *(90.0 + (7 * k + n) % 5 for n in range(98))]
         write_run(tmp_path / "runs", record, log_text(times, micro=True))

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from parakit.artifacts.io import atomic_directory, write_record
 from parakit.artifacts.torch_dist import EMBEDDING, VOCABULARY
-from parakit.config.files import format_args_file, is_plain_name, read_regular_file, relative_to_root
+from parakit.config.files import (
+    format_args_file,
+    is_plain_name,
+    read_regular_file,
+    relative_to_root,
+)
 from parakit.config.flags import merge_flags
 from parakit.config.huggingface import read_exact_config_flags, read_config
 from parakit.config.model import (

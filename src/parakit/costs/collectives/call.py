@@ -39,7 +39,7 @@ class CollectiveCall(NamedTuple):
     """Of one call: the whole tensor (gathered, before scattering, or as sent)."""
     source: str
     """Upstream file and function, or paper."""
-    hideable: bool = False
+    overlappable: bool = False
     """Whether Megatron starts it beside arithmetic that does not wait for it."""
     transport: Transport = Transport.NCCL
 
@@ -65,7 +65,7 @@ def collective(
     payload_bytes: int,
     source: str,
     *,
-    hideable: bool = False,
+    overlappable: bool = False,
 ) -> CollectiveCall:
     """Calls over a group of a run: as many ranks as its split has there, over its transport."""
     return CollectiveCall(
@@ -77,7 +77,7 @@ def collective(
         calls,
         payload_bytes,
         source,
-        hideable,
+        overlappable,
         spec.transport,
     )
 

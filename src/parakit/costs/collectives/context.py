@@ -50,7 +50,7 @@ def _ring(spec: RunSpec) -> Iterator[CollectiveCall]:
     ):
         calls, send = steps * passes, Operation.SEND
         yield collective(
-            spec, Group.CONTEXT, send, phase, what, calls, payload, _RING, hideable=True
+            spec, Group.CONTEXT, send, phase, what, calls, payload, _RING, overlappable=True
         )
 
 

@@ -66,7 +66,7 @@ def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[Collect
     The load-balancing loss is logged, as 0, also where it is no part of the loss.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
-    layers = (spec.shape.layers + spec.shape.mtp_depth) * max(1, len(spec.shape.blocks))
+    layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
     own = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
     logged = [("load-balancing loss of each layer", (*own, *everywhere))]
     if spec.shape.router_z_loss:

@@ -41,7 +41,7 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
         yield from _layer_calls(spec, Group.TENSOR_EXPERT, _gathered(spec), _GATHERING)
         return
-    if not spec.expert_load.padded:  # Else every rank knows them.
+    if not spec.expert_load.pads_to_capacity:  # Else every rank knows them.
         yield from _layer_calls(
             spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
         )

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import LATEST_MEGATRON, CollectiveCall, MegatronVersion, total_wire_bytes
+from parakit.costs.collectives.call import (
+    LATEST_MEGATRON,
+    CollectiveCall,
+    MegatronVersion,
+    total_wire_bytes,
+)
 from parakit.costs.collectives.context import mtp_boundary_collectives, context_collectives
 from parakit.costs.collectives.control import control_collectives
 from parakit.costs.collectives.data import gradient_collectives

@@ -81,8 +81,8 @@ def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
     and joins them with the hidden states."""
     yield from _times(spec.shape.depths, embedding_collectives(spec))
-    if spec.shape.mtp_depth:
-        yield from _times(spec.shape.mtp_depth, layer_collectives(spec.joining))
+    if spec.shape.mtp_layers:
+        yield from _times(spec.shape.mtp_layers, layer_collectives(spec.joining))
 
 
 def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -179,7 +179,7 @@ def batch_collectives(
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
     tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
-    if first or (last and spec.shape.mtp_depth):
+    if first or (last and spec.shape.mtp_layers):
         tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
     if last:
         tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
@@ -218,9 +218,9 @@ def _call(
     calls: int,
     payload: int,
     source: str,
-    hideable: bool = False,
+    overlappable: bool = False,
 ) -> CollectiveCall:
     group = Group.TENSOR
     return collective(
-        spec, group, operation, phase, what, calls, payload, source, hideable=hideable
+        spec, group, operation, phase, what, calls, payload, source, overlappable=overlappable
     )

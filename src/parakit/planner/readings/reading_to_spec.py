@@ -31,7 +31,13 @@ from parakit.config.run import (
     TokenDispatcher,
     spec_from_flags,
 )
-from parakit.config.stages import EVEN_SPLIT, StageSplit, front_loaded_layout, even_layout, virtual_degrees
+from parakit.config.stages import (
+    EVEN_SPLIT,
+    StageSplit,
+    front_loaded_layout,
+    even_layout,
+    virtual_degrees,
+)
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import NEWEST, DEEP_EP_NVLINK_PEERS, divisors, find_violations
 from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
@@ -184,12 +190,15 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         batch=batch,
         dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
         fp8_recipe=fp8_recipe,
-        half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
+        unquantised_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
         state_types=_state_types(source, parallelism.sharding),
         stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
         expert_load=ExpertLoad(
-            capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
+            capacity=capacity,
+            pads_to_capacity=capacity is not None,
+            groups=groups,
+            groups_per_token=taken,
         ),
         token_dispatcher=_dispatcher(reading, source),
         model=reading.model,
@@ -201,7 +210,9 @@ def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
     DeepEP knows, else DeepEP."""
     if not source["deduplicated"] or reading.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
-    is_hybrid = _cluster(reading.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS or "HybridEP" in reading.notes
+    is_hybrid = (
+        _cluster(reading.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS or "HybridEP" in reading.notes
+    )
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 
@@ -210,14 +221,14 @@ def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
     if not sharding:
         return StateTypes(gradients)
     moments = "bf16" if source["half_moments"] else ""
-    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
+    return StateTypes(gradients, "", moments, moments, precision_aware=bool(source["aware"]))
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     """How layers are laid where a source does not say: with depths of multi-token prediction as in
     Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
-    if shape.mtp_depth and stages > 1:
-        return front_loaded_layout(shape.layers, stages, shape.mtp_depth)
+    if shape.mtp_layers and stages > 1:
+        return front_loaded_layout(shape.layers, stages, shape.mtp_layers)
     return even_layout(shape.layers, stages) if shape.layers % stages else EVEN_SPLIT
 
 

@@ -199,7 +199,9 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
     ffn, _, of_experts = cells["ffn"].partition("/")
     columns = whole("ffn", ffn)
     if unknown := sorted(set(cells["counts"].split()) - set(FLOP_CONVENTIONS)):
-        raise wrong("counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}")
+        raise wrong(
+            "counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}"
+        )
     words: Any = {name: cells[name] for name in (*_WORDS, *MAY_LACK)}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
     return Reading(

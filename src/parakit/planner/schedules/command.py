@@ -82,7 +82,7 @@ def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
         "length": timeline.length,
         "bubble": measured.bubble,
         "bubble_closed_form": closed_form_bubble(timeline),
-        "idle_share": measured.idle_share,
+        "idle_share": measured.idle_fraction,
         "activations": list(measured.activations),
         "activations_closed_form": list(closed_form_activations(timeline)),
         "weight_versions": list(measured.weight_versions),
@@ -99,7 +99,7 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
     columns = (
         Column[_Measured]("schedule", lambda row: row[0].schedule.paper_name, right=False),
         Column[_Measured]("time", lambda row: row[0].length, "{:g}".format),
-        Column[_Measured]("idle", lambda row: row[1].idle_share, percent),
+        Column[_Measured]("idle", lambda row: row[1].idle_fraction, percent),
         Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
         Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
         Column[_Measured]("held, by stage", lambda row: _listed(row[1].activations), wraps=True),
@@ -172,7 +172,7 @@ def _caption(timeline: SimulatedSchedule) -> str:
     measured = measure_schedule(timeline)
     held = max(measured.activations)
     text = (
-        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_share:.0f}% of the time, at most "
+        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_fraction:.0f}% of the time, at most "
         f"{held:g} micro batches held by a stage"
     )
     versions = max(measured.weight_versions)

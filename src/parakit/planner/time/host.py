@@ -77,7 +77,7 @@ def runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
     Routing tells it how many tokens each expert gets, for which it waits; padded to a capacity they
     are known (`token_dispatcher.py: cuda_sync_point`).
     """
-    told = bool(spec.shape.experts) and not spec.expert_load.padded
+    told = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
     return cluster.calibration.launch_beside_work and not (told or cluster.execution.blocking)
 
 

@@ -288,8 +288,8 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
         samples, alone = spec.batch.micro_batch_size, replace_cached(own, data=1, expert=1)
         spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
     embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
-    if shape.mtp_depth:
-        head += _layer(spec.joining, cluster)[0] * shape.mtp_depth
+    if shape.mtp_layers:
+        head += _layer(spec.joining, cluster)[0] * shape.mtp_layers
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
         dense=_layer(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds(),
@@ -341,7 +341,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
     hides = layer.weight_gradients
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += _products(layer)
-        tensor_calls = [call._replace(hideable=True) for call in tensor_calls]
+        tensor_calls = [call._replace(overlappable=True) for call in tensor_calls]
     launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
     exchanged = _seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:
@@ -362,16 +362,16 @@ def _tensor_seconds(
 ) -> float:
     """Forward's calls are waited for; backward's run beside the weights' gradients."""
     calls = list(calls)
-    hideable = _seconds(spec, cluster, (call for call in calls if call.hideable))
-    visible = _seconds(spec, cluster, (call for call in calls if not call.hideable))
-    return visible + after_hiding(hideable, beside, cluster.constants.contention)
+    overlappable = _seconds(spec, cluster, (call for call in calls if call.overlappable))
+    visible = _seconds(spec, cluster, (call for call in calls if not call.overlappable))
+    return visible + after_hiding(overlappable, beside, cluster.constants.contention)
 
 
 def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
     """The ring's messages run beside attention on what has arrived; other algorithms wait."""
     calls = list(context_collectives(spec))
     seconds = _seconds(spec, cluster, calls)
-    if not (calls and calls[0].hideable):
+    if not (calls and calls[0].overlappable):
         return seconds
     context = spec.parallelism.context
     attention = layer.forward_attention + layer.backward_attention
@@ -479,7 +479,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     copying = copied / _rates(spec, cluster).bytes_per_second
     moving = _seconds(spec, cluster, reduced) + of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
-    alone = moving / max(1, spec.shape.layers + spec.shape.mtp_depth)
+    alone = moving / max(1, spec.shape.layers + spec.shape.mtp_layers)
     hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
     return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
 

@@ -170,7 +170,7 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
         routed = 0 if fused else shape.experts_per_token * shape.expert_ffn_hidden
         routed, shared = round(routed * spec.received_by_experts), shape.shared_expert_ffn
         activated = [(routed, ("moe", "moe_act")), (shared, ("moe", "shared_experts"))]
-        clamped = routed if shape.clamped else 0
+        clamped = routed if shape.clamps_activations else 0
     yield _Part(wide * clamped * _CLAMPED[0], wide * clamped * _CLAMPED[1], ("moe", "moe_act"))
     for ffn, modules in activated:
         yield _Part(wide * ffn * forward, wide * ffn * backward, modules)

@@ -169,7 +169,11 @@ def _conditions(run: Run) -> tuple[object, ...]:
 
 def _order(row: Configuration) -> tuple[object, ...]:
     run, spec = row.newest, row.newest.spec
-    place = EXAMPLE_STRATEGIES.index(run.strategy) if run.strategy in EXAMPLE_STRATEGIES else len(EXAMPLE_STRATEGIES)
+    place = (
+        EXAMPLE_STRATEGIES.index(run.strategy)
+        if run.strategy in EXAMPLE_STRATEGIES
+        else len(EXAMPLE_STRATEGIES)
+    )
     dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
     return run.model or "~", run.device, dtype, place, ranks, run.strategy, run.name
 

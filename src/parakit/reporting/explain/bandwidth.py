@@ -38,7 +38,9 @@ class RateCurve:
         if self.sent_seconds is None:
             return None
         rate, fastest = self.points[-1]
-        return 1e3 * seconds_at_other_rate(fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second)
+        return 1e3 * seconds_at_other_rate(
+            fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second
+        )
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:

@@ -8,7 +8,12 @@ from functools import partial
 from itertools import batched
 
 from parakit.config.run import RunSpec
-from parakit.costs import PredictedMemory, estimate_rank_memory, bytes_per_parameter, rank_parameters
+from parakit.costs import (
+    PredictedMemory,
+    estimate_rank_memory,
+    bytes_per_parameter,
+    rank_parameters,
+)
 from parakit.formatting.units import amount, count
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads
 
@@ -134,7 +139,9 @@ def _weight_rows(spec: RunSpec) -> Iterator[_Row]:
     stages = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
     for component, (name, cut) in _WEIGHTS.items():
         if any(getattr(parameters, component) for parameters in stages):
-            sizes = [getattr(each, component) * bytes_per_parameter(spec).weights for each in stages]
+            sizes = [
+                getattr(each, component) * bytes_per_parameter(spec).weights for each in stages
+            ]
             yield _Row(name, partial(_weights, spec, sizes, cut))
 
 

@@ -116,6 +116,6 @@ def _timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
     only = f" The first {drawn:,} of {every:,} micro batches are drawn." if drawn < every else ""
     text = "F and B: forward and backward of a micro batch, B twice as long; lengths are no measurement."
     if spec.parallelism.pipeline > 1:
-        idle = percent(measure_schedule(timeline).idle_share)
+        idle = percent(measure_schedule(timeline).idle_fraction)
         text += f" Under {timeline.schedule.paper_name} stages idle {idle} of the time drawn."
     return text + only
