@@ -296,7 +296,7 @@ def _plan_options(**arguments: Any) -> PlanOptions:
         ValueError: A value is not of its kind.
     """
     from parakit.config import settings
-    from parakit.config.setting import parse_setting, format_setting
+    from parakit.config.setting import format_setting, parse_setting
     from parakit.planner import PlanOptions
 
     options: dict[str, Any] = {}

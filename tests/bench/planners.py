@@ -146,7 +146,7 @@ def simumax_job(row: Expressed) -> Job | None:
         "cp_size": split.context,
         "pp_size": split.pipeline,
         "ep_size": split.expert,
-        "etp_size": split.tensor_of_experts if shape.experts else 1,
+        "etp_size": split.effective_expert_tensor if shape.experts else 1,
         "interleaving_size": split.virtual_stages,
         "enable_sequence_parallel": split.sequence_parallel,
         "zero_state": int(bool(split.sharding)),

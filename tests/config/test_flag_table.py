@@ -11,14 +11,14 @@ from parakit.config.flag_table import (
     FLAGS,
     __doc__,
     flags_in_group,
-    flags_with_role,
     flags_planned_as,
+    flags_with_role,
 )
 from parakit.config.flags import (
     Flags,
     drop_flags_newer_than,
-    unlisted_flags,
     format_fields_as_flags,
+    unlisted_flags,
 )
 from parakit.config.model import LatentAttention, LinearAttention, Mamba, ModelShape
 from parakit.config.offload import Offload

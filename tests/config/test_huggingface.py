@@ -9,7 +9,7 @@ import pytest
 from parakit.config.experts import ExpertLoad, parse_expert_load
 from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import Flags, drop_flags, merge_flags
-from parakit.config.huggingface import build_config, read_exact_config_flags, read_config_flags
+from parakit.config.huggingface import build_config, read_config_flags, read_exact_config_flags
 from parakit.config.model import find_model
 from parakit.costs.tensors import total_parameters
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING

@@ -233,9 +233,16 @@ def test_a_window_of_no_two_numbers_is_refused() -> None:
 def test_a_token_attends_to_those_of_its_window_alone() -> None:
     plain = shape_from_flags("m", Flags(DIMENSIONS))
     # Of 8 tokens with windows of 3 each sees 1, 2, 3, 3, ... tokens: 21, twice their mean is 5.25.
-    assert replace(plain, window=3, windowed_fraction=1.0).attended(8) == 5.25
-    assert replace(plain, window=3, windowed_fraction=0.5).attended(8) == (8 + 5.25) / 2
-    assert replace(plain, window=8, windowed_fraction=1.0).attended(8) == plain.attended(8) == 8
+    assert replace(plain, window=3, windowed_fraction=1.0).effective_attention_length(8) == 5.25
+    assert (
+        replace(plain, window=3, windowed_fraction=0.5).effective_attention_length(8)
+        == (8 + 5.25) / 2
+    )
+    assert (
+        replace(plain, window=8, windowed_fraction=1.0).effective_attention_length(8)
+        == plain.attended(8)
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,5 +254,5 @@ def test_a_token_attends_to_those_of_its_window_alone() -> None:
         ("--quick-geglu --activation-func-clamp-value 7 --use-transformer-engine-op-fuser", False),
     ],
 )
-def test_quick_geglu_is_clamped_by_kernels_of_its_own(words: str, clamps_activations: bool) -> None:
+def test_quick_geglu_is_clamped_by_kernels_of_its_own(words: str, clamped: bool) -> None:
     assert shape_from_flags("m", Flags([*DIMENSIONS, *words.split()])).clamps_activations is clamped

@@ -4,16 +4,16 @@ import pytest
 
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
-from parakit.config.recompute import Recompute, recompute_flags, parse_recompute
+from parakit.config.recompute import Recompute, parse_recompute, recompute_flags
 from parakit.config.run import (
     DeviceKind,
     RunSpec,
     StateTypes,
     flags_from_printed_arguments,
     flags_from_spec,
+    parse_state_types,
     spec_from_flags,
     spec_from_printed_arguments,
-    parse_state_types,
 )
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
@@ -41,7 +41,7 @@ def test_a_layout_of_stages_is_written_in_place_of_the_number_of_virtual_ones() 
     layout = ["--pipeline-model-parallel-layout", "Ett|t|tt|tL"]
     words = [*shape, "--pipeline-model-parallel-size", "2", *layout]
     spec = spec_from_flags(words, 2, DeviceKind.GPU)
-    assert [spec.chunk_layers(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
+    assert [spec.layers_per_chunk(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
     written = flags_from_spec(spec)
     assert "--num-virtual-stages-per-pipeline-rank" not in written
     assert spec_from_flags([*shape, *written], 2, DeviceKind.GPU) == spec
@@ -147,8 +147,8 @@ def test_a_log_prints_modules_as_a_list() -> None:
 def test_checkpoints_are_laid_from_the_first_layer_on(
     recompute: str, checkpoints: tuple[int, ...]
 ) -> None:
-    assert Recompute.parse(recompute).checkpoints(5) == checkpoints
-    assert Recompute.parse(recompute).checkpoints(0) == ()
+    assert Recompute.parse(recompute).layers_per_checkpoint(5) == checkpoints
+    assert Recompute.parse(recompute).layers_per_checkpoint(0) == ()
 
 
 def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None:
@@ -167,12 +167,13 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
     shape = replace(load_model("gpt2-tiny").shape, layers=14)
     stages = StageSplit(embedding=True, loss=True)
     spec = RunSpec(shape, split, Batch(1, 4), stages=stages)
-    assert spec.chunk_layers(0) == (3, 4)
+    assert spec.layers_per_chunk(0) == (3, 4)
     again = [
-        replace(spec, recompute=Recompute.parse(f"full block {n}")).layers_again(0) for n in (1, 4)
+        replace(spec, recompute=Recompute.parse(f"full block {n}")).num_recomputed_layers(0)
+        for n in (1, 4)
     ]
     assert again == [2, 7]
-    assert replace(spec, recompute=Recompute.parse("full uniform 4")).layers_again(0) == 7
+    assert replace(spec, recompute=Recompute.parse("full uniform 4")).num_recomputed_layers(0) == 7
 
 
 def test_a_module_that_megatron_lacks_is_named() -> None:

@@ -4,11 +4,11 @@ from parakit.config.flags import Flags
 from parakit.config.stages import (
     EVEN_SPLIT,
     StageSplit,
-    front_loaded_layout,
-    even_layout,
     choose_stage_split,
-    parse_stage_split,
+    even_layout,
     find_uneven_split,
+    front_loaded_layout,
+    parse_stage_split,
 )
 from parakit.config.strategy import parallelism_from_flags
 
@@ -16,7 +16,7 @@ BOTH = StageSplit(embedding=True, loss=True)
 
 
 def laid(stages: StageSplit, layers: int, pipeline: int, virtual: int = 1) -> list[tuple[int, ...]]:
-    return [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
+    return [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
 
 
 def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() -> None:
@@ -41,7 +41,7 @@ def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() ->
 def test_layers_of_each_stage(
     stages: StageSplit, layers: int, pipeline: int, virtual: int, expected: list[int]
 ) -> None:
-    assert stages.problem(layers, pipeline, virtual) == ""
+    assert stages.find_problem(layers, pipeline, virtual) == ""
     assert [sum(chunks) for chunks in laid(stages, layers, pipeline, virtual)] == expected
 
 
@@ -67,7 +67,7 @@ def test_layers_of_each_stage(
 def test_what_megatron_refuses(
     stages: StageSplit, layers: int, pipeline: int, virtual: int, words: str
 ) -> None:
-    assert words in stages.problem(layers, pipeline, virtual)
+    assert words in stages.find_problem(layers, pipeline, virtual)
 
 
 def test_61_layers_on_16_stages_leave_the_last_one_short() -> None:
@@ -91,7 +91,11 @@ def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_ther
     words = (*words, "Et*3|(tt|)*6,tmL")
     stages = parse_stage_split(Flags(words))
     assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
-    assert (stages.problem(16, 2, 4), stages.virtual(2), stages.depths) == ("", 4, 1)
+    assert (
+        stages.find_problem(16, 2, 4),
+        stages.virtual_stages_in_layout(2),
+        stages.mtp_layers_in_layout,
+    ) == ("", 4, 1)
     assert parallelism_from_flags(words, 2).virtual_stages == 4
     assert parse_stage_split(Flags((*words[:2], *stages.flags))) == stages
 

@@ -254,4 +254,4 @@ def test_experts_are_planned_over_the_tensor_ranks_that_a_flag_states() -> None:
     for job, degree in ((usual, None), (whole, 1)):
         for candidate in search_configurations(request_here(job, CPU, Calibration())).ranked:
             split = candidate.spec.parallelism
-            assert split.tensor_of_experts == (degree or split.tensor)
+            assert split.effective_expert_tensor == (degree or split.tensor)

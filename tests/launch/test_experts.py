@@ -52,8 +52,8 @@ def test_scripts_pass_the_flags_of_the_grammar(strategy: str) -> None:
 
 def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
     split = parse_strategy("ep2dp2", 4)
-    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
-    assert parse_strategy("tp2ep2", 4).copies_of_experts == 1
+    assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
+    assert parse_strategy("tp2ep2", 4).expert_data == 1
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,10 @@ def test_unfused_attention_gives_its_scores() -> None:
 
 def test_small_tensors_stay() -> None:
     elements = TOKENS * HIDDEN
-    assert offloaded_bytes(tiny(fine("qkv_linear", smallest=elements)), 1).left == 2 * _HIDDEN
-    assert offloaded_bytes(tiny(fine("qkv_linear", smallest=elements + 1)), 1) == Offloaded()
+    assert offloaded_bytes(tiny(fine("qkv_linear", min_elements=elements)), 1).freed == 2 * _HIDDEN
+    assert offloaded_bytes(tiny(fine("qkv_linear", min_elements=elements + 1)), 1) == Offloaded()
     # Softmax statistics are half as many.
-    found = offloaded_bytes(tiny(fine("core_attn", smallest=elements)), 1)
+    found = offloaded_bytes(tiny(fine("core_attn", min_elements=elements)), 1)
     assert found == Offloaded(3 * _HIDDEN, 4 * _HIDDEN)
 
 
@@ -163,7 +163,7 @@ def test_later_stages_keep_what_they_are_told_to() -> None:
 
 
 def test_whole_layers_leave_the_others_on_the_device() -> None:
-    spec = tiny(Offload(layers=3, smallest=TOKENS * HIDDEN))
+    spec = tiny(Offload(layers=3, min_elements=TOKENS * HIDDEN))
     layer = layer_activation_bytes(spec)
     gone = 3 * (layer - _STATISTICS)
     assert offloaded_bytes(spec, 4) == Offloaded(gone, gone)
@@ -194,7 +194,7 @@ def test_copies_hide_behind_the_layers_they_belong_to() -> None:
     ],
 )
 def test_whole_layers_go_while_others_compute(gone: int, forward: float, backward: float) -> None:
-    spec = tiny(Offload(layers=gone, smallest=0))
+    spec = tiny(Offload(layers=gone, min_elements=0))
     each = offloaded_bytes(spec, 4).copied / gone
     host = HostRates(each / 15, each, "")
     assert copies_waited_for(spec, 0, (40, 1e9), host) == pytest.approx(

@@ -4,7 +4,7 @@ import pytest
 
 from parakit.config.groups import Group
 from parakit.config.strategy import Parallelism
-from parakit.costs.shared_link import seconds_at_other_rate, link_seconds
+from parakit.costs.shared_link import link_seconds, seconds_at_other_rate
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from parakit.config.groups import Group
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_from_model
-from parakit.config.strategy import Batch, Parallelism, Sharding, scale_batch, parse_strategy
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, scale_batch
 from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, sum_bytes_by_group
 from parakit.costs.collectives.data import bucket_elements
 from parakit.costs.collectives.rank import rank_collectives
@@ -128,7 +128,7 @@ def gradient_payloads(traffic: tuple[CollectiveCall, ...]) -> list[int]:
     return [
         item.total_payload_bytes
         for item in traffic
-        if item.group is Group.DATA_CONTEXT and item.what == "gradients"
+        if item.group is Group.DATA_CONTEXT and item.description == "gradients"
     ]
 
 
@@ -184,7 +184,7 @@ def weights_and_gradients(strategy: str, ranks: int, device: DeviceKind) -> list
         device=device,
     )
     traffic = rank_collectives(spec)
-    return [item for item in traffic if item.what in ("weights", "gradients")]
+    return [item for item in traffic if item.description in ("weights", "gradients")]
 
 
 def test_gloo_sends_a_reduce_scatter_twice_and_an_all_gather_once() -> None:

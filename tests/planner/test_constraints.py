@@ -13,8 +13,8 @@ from parakit.config.strategy import (
     Parallelism,
     PipelineSchedule,
     Sharding,
-    scale_batch,
     parse_strategy,
+    scale_batch,
 )
 from parakit.costs.constraints import find_violations
 

@@ -11,7 +11,7 @@ from parakit.artifacts.measurements import MemoryCategory
 from parakit.config.experts import parse_expert_load
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
-from parakit.config.model import SHAPE_FLAGS, Model, apply_flags_to_model, load_model, find_model
+from parakit.config.model import SHAPE_FLAGS, Model, apply_flags_to_model, find_model, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.stages import StageSplit
@@ -130,7 +130,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
     assert recomputing.agrees
     measured, closed = recomputing.memory["activations"]
     # Ids, masks and rotary tables, and a norm's statistics where it is not recomputed.
-    of_layers = 4 * spec.tokens // spec.sequence_shards * (2 * 4 + 2 * 2 * 32)
+    of_layers = 4 * spec.micro_batch_tokens // spec.sequence_shards * (2 * 4 + 2 * 2 * 32)
     assert 0 <= measured - closed <= of_layers
     # Attention over CP keeps what the kit's own, in place of Transformer Engine's, does.
     if modules != "layernorm moe" and split.context == 1:
@@ -141,7 +141,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
             )
         )
         # Norms' statistics, and sines and cosines of 8 columns: both are of four layers.
-        random_states, statistics = 16, 4 * 2 * 4 * spec.tokens
+        random_states, statistics = 16, 4 * 2 * 4 * spec.micro_batch_tokens
         tables = 4 * 2 * 2 * 8 * spec.shape.seq_length if spec.shape.latent else 0
         assert -random_states <= dropped - closed <= statistics + tables
 

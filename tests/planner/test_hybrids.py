@@ -18,9 +18,9 @@ from parakit.costs.flops import token_flops
 from parakit.costs.memory import estimate_rank_memory
 from parakit.costs.tensors import (
     active_parameters,
-    total_parameters,
     rank_parameters,
     rank_tensors,
+    total_parameters,
 )
 from parakit.planner.readings.reading_to_spec import express
 from parakit.planner.readings.table import read_readings

@@ -12,7 +12,7 @@ import pytest
 from parakit.config.model import LINEAR, LinearAttention, ModelShape
 from parakit.config.run import DeviceKind, RunSpec, spec_from_flags
 from parakit.costs.flops import model_flops, token_flops
-from parakit.costs.tensors import total_parameters, rank_parameters, rank_tensors
+from parakit.costs.tensors import rank_parameters, rank_tensors, total_parameters
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2"

@@ -8,7 +8,7 @@ from parakit.config.experts import ExpertLoad
 from parakit.config.flags import Flags
 from parakit.config.model import LatentAttention, Model, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_from_model, parse_state_types
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, parse_state_types, spec_from_model
 from parakit.config.stages import even_layout
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.activations import (
@@ -20,15 +20,15 @@ from parakit.costs.collectives.data import gradient_collectives
 from parakit.costs.constraints import find_violations
 from parakit.costs.memory import (
     activation_bytes,
+    estimate_rank_memory,
     find_peak_rank,
     head_backward_bytes,
     layers_in_flight,
     logits_bytes,
-    estimate_rank_memory,
     placeholder_bytes,
 )
 from parakit.costs.operations import Operation
-from parakit.costs.tensors import layer_parameters, total_parameters, rank_parameters
+from parakit.costs.tensors import layer_parameters, rank_parameters, total_parameters
 from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_spec
 from tests.docs.residuals import PublishedResidual, memory_residuals
@@ -70,7 +70,7 @@ def test_a_layer_keeps_what_the_paper_counts(
     parallelism: Parallelism, fused: bool, coefficient: float
 ) -> None:
     spec = tiny(parallelism, fused_attention=fused)
-    statistics = 4 * 4 * spec.tokens // parallelism.tensor if fused else 0
+    statistics = 4 * 4 * spec.micro_batch_tokens // parallelism.tensor if fused else 0
     assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
 
 
@@ -82,10 +82,10 @@ def test_all_to_all_context_parallelism_keeps_attentions_output_on_both_sides() 
 
 def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
     plain, fp8 = tiny(), tiny(fp8_recipe=Fp8Recipe.TENSORWISE)
-    hidden = plain.tokens * TINY.hidden
+    hidden = plain.micro_batch_tokens * TINY.hidden
     # Two norms' outputs and the activated MLP become bytes; attention's output is kept once more.
-    saved = 2 * hidden + plain.tokens * TINY.ffn_hidden
-    more = plain.tokens * TINY.heads * TINY.head_width
+    saved = 2 * hidden + plain.micro_batch_tokens * TINY.ffn_hidden
+    more = plain.micro_batch_tokens * TINY.heads * TINY.head_width
     kept = [layer_activation_bytes(spec) for spec in (plain, fp8)]
     assert kept[0] - kept[1] == saved - more
     held = rank_parameters(plain)
@@ -307,7 +307,7 @@ def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() ->
     even = replace(tiny(Parallelism(data=2, expert=2)), shape=moe)
     busy = replace(even, expert_load=ExpertLoad(1.5))
     # 16 more copies a layer: what the first product reads and writes, the activation, with its share.
-    more = 4 * 2 * (even.tokens // 2) * (8 + 3 * 8)
+    more = 4 * 2 * (even.micro_batch_tokens // 2) * (8 + 3 * 8)
     assert estimate_rank_memory(busy).activations - estimate_rank_memory(even).activations == more
     assert estimate_rank_memory(busy).state == estimate_rank_memory(even).state
 

@@ -17,7 +17,7 @@ from parakit.costs.constraints import find_violations
 from parakit.costs.flops import token_flops
 from parakit.costs.memory import activation_bytes, embedding_bytes, logits_bytes
 from parakit.costs.operations import Operation
-from parakit.costs.tensors import total_parameters, rank_parameters
+from parakit.costs.tensors import rank_parameters, total_parameters
 from parakit.planner.dryrun.job import DryRunner
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import stage_seconds
@@ -55,7 +55,7 @@ def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_
 
 
 def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -> None:
-    assert [run(1, Parallelism(pipeline=2)).stage_layers(rank) for rank in (0, 1)] == [2, 3]
+    assert [run(1, Parallelism(pipeline=2)).num_layers_on_stage(rank) for rank in (0, 1)] == [2, 3]
     deep = replace(TINY, layers=61, mtp_layers=1)
     laid = run(
         1,
@@ -63,9 +63,9 @@ def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -
         shape=deep,
         stages=front_loaded_layout(61, 16, 1),
     )
-    assert [laid.chunk_layers(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
-    assert front_loaded_layout(61, 32, 1).problem(61, 8, 4) == ""
-    assert front_loaded_layout(61, 40, 1).problem(61, 40, 1) == "they do not fill the stages"
+    assert [laid.layers_per_chunk(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
+    assert front_loaded_layout(61, 32, 1).find_problem(61, 8, 4) == ""
+    assert front_loaded_layout(61, 40, 1).find_problem(61, 40, 1) == "they do not fill the stages"
 
 
 def test_a_depth_multiplies_its_layer_the_joined_projection_and_the_logits() -> None:
@@ -165,5 +165,5 @@ def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
     if kind != "moe":  # Experts are kept otherwise without Transformer Engine.
         measured, closed = found.memory["activations"]
         # Norms' statistics, rotary tables, and masks of attention, of as many layers as there are.
-        layers = spec.stage_layers(split.pipeline - 1)
+        layers = spec.num_layers_on_stage(split.pipeline - 1)
         assert 0 <= measured - closed <= 4500 * (layers + depths)

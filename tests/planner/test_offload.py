@@ -10,7 +10,7 @@ from parakit.config.run import DeviceKind, RunSpec, StateTypes
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.constraints import find_violations
 from parakit.costs.memory import estimate_rank_memory
-from parakit.costs.tensors import total_parameters, rank_tensors
+from parakit.costs.tensors import rank_tensors, total_parameters
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.compute import optimizer_seconds
 from parakit.planner.time.execution import Execution

@@ -10,13 +10,13 @@ from rich.console import Console
 
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key
-from parakit.config.model import load_model, model_names, find_model
+from parakit.config.model import find_model, load_model, model_names
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, flags_from_spec, spec_from_flags, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
 from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.memory import find_peak_rank
-from parakit.costs.tensors import total_parameters, rank_parameters
+from parakit.costs.tensors import rank_parameters, total_parameters
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import RequestError
 from parakit.planner.readings.local_readings import add_rows, row_of
@@ -385,7 +385,7 @@ def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
     timed = mixtral(strategy, extra)
     spec = timed.candidate.spec
     assert rank_parameters(spec).experts == experts
-    assert (spec.parallelism.copies_of_experts, timed.ignored) == (copies, ())
+    assert (spec.parallelism.expert_data, timed.ignored) == (copies, ())
     calls = rank_collectives(spec)
     inside = [call.payload_bytes for call in calls if call.group is Group.EXPERT_TENSOR]
     assert max(inside, default=0) == gathered
@@ -424,7 +424,7 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     add_rows(tmp_path / "mine.csv", [row])
     (reading,) = read_readings(tmp_path / "mine.csv")[0]
     validated = express(reading)
-    flag = f"--expert-tensor-parallel-size {split.tensor_of_experts}"
+    flag = f"--expert-tensor-parallel-size {split.effective_expert_tensor}"
     plain = strategy.replace("-etp1", "").replace("-etp2", "")
     for timed in (mixtral(strategy), mixtral(plain, flag)):
         candidate = timed.candidate
@@ -471,7 +471,7 @@ def test_a_search_splits_experts_as_the_flag_says(
     ranked = plan["ranked"]
     assert isinstance(ranked, list)
     splits = [Parallelism(**candidate["parallelism"]) for candidate in ranked]
-    assert all(split.tensor_of_experts == 1 for split in splits)
+    assert all(split.effective_expert_tensor == 1 for split in splits)
     over_tensor = [split for split in splits if split.data % split.expert]
     assert over_tensor, "EP lies over TP where experts are whole"
     for candidate, split in zip(ranked, splits, strict=True):

@@ -40,7 +40,7 @@ MakeRequest = Callable[..., Request]
 
 
 def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
-    """By trying all numbers and asking `violations`, without the search's shortcuts."""
+    """By trying all numbers and asking `find_violations`, without the search's shortcuts."""
     devices, batch = request.cluster.devices, request.global_batch
     degrees = divisors(devices)
     for tensor, context, pipeline in product(degrees, repeat=3):

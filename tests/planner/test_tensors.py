@@ -11,9 +11,9 @@ from parakit.costs.tensors import (
     Parameters,
     UnevenSplitError,
     active_parameters,
-    total_parameters,
-    rank_parameters,
     distinct_weight_elements,
+    rank_parameters,
+    total_parameters,
 )
 from tests.planner.conftest import TINY
 
@@ -161,11 +161,11 @@ def test_the_ranks_that_hold_one_copy_of_the_experts_hold_each_expert_once(
         sequence_parallel=tensor > 1,
     )
     stages = [held_by(shape, split, stage) for stage in range(pipeline)]
-    ranks = split.tensor_of_experts * expert
+    ranks = split.effective_expert_tensor * expert
     matrices = 3 if gated else 2
     all_experts = 6 * 8 * matrices * 384 * 1536
     assert sum(stage.experts for stage in stages) * ranks == all_experts
-    assert ranks * pipeline * split.copies_of_experts == split.world_size
+    assert ranks * pipeline * split.expert_data == split.world_size
     assert total_parameters(shape) - active_parameters(shape) == all_experts * 6 // 8
 
 

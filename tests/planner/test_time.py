@@ -100,7 +100,7 @@ def test_a_dense_layer_among_those_of_experts_takes_a_dense_models_time() -> Non
         layers = replace(shape, dense_layers=tuple(range(dense)))
         return pipeline_seconds(replace(spec, shape=layers), machines)[1]
 
-    alone = pipeline_seconds(spec.dense, machines)[1]
+    alone = pipeline_seconds(spec.with_dense_layers, machines)[1]
     layers = shape.layers
     assert total(2) == pytest.approx(total(0) + 2 * (total(1) - total(0)))
     assert total(layers) == pytest.approx(alone)

@@ -37,7 +37,7 @@ def test_weights_that_are_gathered_keep_no_copies_in_eight_bits() -> None:
 def test_blocks_that_nothing_is_in_are_given_back_before_memory_runs_out() -> None:
     spec = replace(tiny(), dtype="fp16")
     memory = estimate_rank_memory(spec)
-    logits = spec.tokens * spec.padded_vocabulary
+    logits = spec.micro_batch_tokens * spec.padded_vocabulary
     assert memory.total - memory.needed == 4 * rank_parameters(spec).total + 2 * logits
 
 

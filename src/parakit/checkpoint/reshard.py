@@ -336,7 +336,7 @@ class _Plan:
     def _ranks(self, name: str, stacked: int) -> tuple[int, int]:
         """Where the new strategy cuts a tensor, and in how many."""
         axis = cut_axis(name)
-        ranks = self._new.tensor_of_experts if ".experts." in name else self._new.tensor
+        ranks = self._new.effective_expert_tensor if ".experts." in name else self._new.tensor
         if axis is None:
             return stacked, 1
         gated = ".linear_fc1." in name and self._spec.shape.gated

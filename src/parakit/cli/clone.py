@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parakit.artifacts.run import is_run_folder
-from parakit.config.files import USER_MEASUREMENTS_FILE, ROOT
+from parakit.config.files import ROOT, USER_MEASUREMENTS_FILE
 from parakit.config.hardware import UnknownHardwareError, calibration_file_name, device_by_key
 from parakit.config.settings import CALIBRATION, GPU, ITERS, READINGS, RUN, RUNS
 

@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
-from parakit.config.setting import SettingError, parse_setting, refuse_renamed, parse_settings
+from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")

@@ -33,7 +33,7 @@ class ExpertLoad:
     groups_per_token: int = 1
     """Groups that all experts of a token are in (`--moe-router-group-topk`)."""
 
-    def sent(self, shape: ModelShape, tokens: int) -> float:
+    def send_ratio(self, shape: ModelShape, tokens: int) -> float:
         """What a rank with `tokens` tokens sends to experts, for each copy without a limit.
 
         Capacity counts in whole tokens of an expert (`moe_utils.py: get_capacity`).
@@ -45,14 +45,14 @@ class ExpertLoad:
             return min(1.0, self.capacity)
         return ceil(copies / shape.experts * self.capacity) * shape.experts / copies
 
-    def received(self, shape: ModelShape, tokens: int, ranks: int) -> float:
+    def receive_ratio(self, shape: ModelShape, tokens: int, ranks: int) -> float:
         """What the busiest of `ranks` ranks receives, for the mean of a router without limit."""
         if self.pads_to_capacity:
-            return self.sent(shape, tokens)
+            return self.send_ratio(shape, tokens)
         received = min(self.imbalance, max_imbalance(shape, ranks))
         return received if self.capacity is None else min(received, self.capacity)
 
-    def reached(self, shape: ModelShape, places: int) -> float:
+    def expected_destinations(self, shape: ModelShape, places: int) -> float:
         """How many of `places` ranks or nodes, with equal shares of the experts, have one of a token's:
         its choices fall on each place of its groups, or on each of its groups, alike."""
         chosen, taken = shape.experts_per_token, self.groups_per_token

@@ -79,13 +79,13 @@ class KnownFlag:
     group: str
     """What its `field` is of: `shape`, `parallelism`, `stages`, `execution`, …; empty without one."""
     field: str
-    flags_planned_as: str
+    planned: str
     since: str
     until: str
     native: str
     """What the native backend makes of one that is no field of its settings, or which values it has."""
 
-    def is_in(self, version: tuple[int, int]) -> bool:
+    def exists_in(self, version: tuple[int, int]) -> bool:
         """Whether a Megatron of this major and minor version has it."""
         newer = bool(self.since) and version < parse_release(self.since)
         return not newer and not (self.until and version > parse_release(self.until))

@@ -72,12 +72,12 @@ class Mamba:
         return self.heads * self.head_width
 
     @property
-    def convolved(self) -> int:
+    def convolved_channels(self) -> int:
         """Channels that pass the short convolution: x, B and C."""
         return self.width + 2 * self.groups * self.state
 
     @property
-    def projected(self) -> int:
+    def projected_columns(self) -> int:
         """Columns of the input projection: gate, x, B, C and a time step a head."""
         return self.width + self.convolved + self.heads
 
@@ -95,17 +95,17 @@ class LinearAttention:
     """Tokens that the short convolution looks at."""
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
         """Channels of all values, and of the gate on what is read of them."""
         return self.value_heads * self.value_width
 
     @property
-    def convolved(self) -> int:
+    def convolved_channels(self) -> int:
         """Channels that pass the short convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_width + self.values
+        return 2 * self.key_heads * self.key_width + self.value_channels
 
     @property
-    def projected(self) -> int:
+    def projected_columns(self) -> int:
         """Columns of the input projection: those, the gate, and two numbers a head."""
         return self.convolved + self.values + 2 * self.value_heads
 
@@ -202,14 +202,16 @@ class ModelShape:
         return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_layers))
 
     @property
-    def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
+    def block_shapes(self) -> tuple[tuple[int, ModelShape], ...]:
         """How many of a layer's blocks are of each kind, with a shape of such a block alone."""
         if len(self.blocks) <= 1:
             return ((1, self),)
-        return tuple((times, self.only(block)) for block, times in Counter(self.blocks).items())
+        return tuple(
+            (times, self.with_only_block(block)) for block, times in Counter(self.blocks).items()
+        )
 
     @lru_cache(maxsize=256)  # noqa: B019  (shapes are few)
-    def only(self, block: str) -> ModelShape:
+    def with_only_block(self, block: str) -> ModelShape:
         """A layer that is one block."""
         kept = replace(self, blocks=block)
         if block != ATTENTION:
@@ -235,17 +237,17 @@ class ModelShape:
         kinds = (
             (True, plain, rest - dense),
             (dense, plain.without_experts, rest & dense),
-            (linear, plain.linearly, linear - dense),
-            (dense and linear, plain.without_experts.linearly, linear & dense),
+            (linear, plain.with_linear_attention, linear - dense),
+            (dense and linear, plain.without_experts.with_linear_attention, linear & dense),
         )
         return tuple((kind, layers) for is_there, kind, layers in kinds if is_there)
 
     @property
-    def linearly(self) -> ModelShape:
+    def with_linear_attention(self) -> ModelShape:
         """Its layers with linear attention."""
         return replace(self, blocks=LINEAR + (EXPERTS if self.experts else MLP))
 
-    def layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
+    def count_layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
         """How many layers are of each kind, so many depths ahead among them: those have attention, and
         a dense MLP where the last layer has one."""
         counts = [len(layers) for _, layers in self.layer_kinds]
@@ -258,31 +260,31 @@ class ModelShape:
         return self.layers - 1 in self.dense_layers
 
     @property
-    def mtp_layers_held(self) -> int:
+    def stored_mtp_layers(self) -> int:
         """Depths of multi-token prediction that have weights of their own."""
         return min(1, self.mtp_layers) if self.mtp_is_repeated else self.mtp_layers
 
     @property
-    def norms(self) -> int:
+    def norms_per_layer(self) -> int:
         """Normalisations of a layer of one kind."""
         return {"": 2, MTP: 3}.get(self.blocks, 1)
 
     @property
-    def residuals(self) -> int:
+    def residual_additions(self) -> int:
         """Additions to the hidden states of a layer of one kind, each behind a dropout."""
         return {"": 2, MTP: 0}.get(self.blocks, 1)
 
     @property
-    def depths(self) -> int:
+    def total_mtp_layers(self) -> int:
         """Depths of multi-token prediction: each embeds the tokens ahead and passes the output layer."""
         return self.mtp_layers + self.blocks.count(MTP)
 
     @property
-    def predicted(self) -> int:
+    def predicted_tokens(self) -> int:
         """Tokens that are predicted at each position, each with a pass through the output layer."""
-        return 1 + self.depths
+        return 1 + self.total_mtp_layers
 
-    def attended(self, length: int) -> float:
+    def effective_attention_length(self, length: int) -> float:
         """Twice the tokens that one of a sequence of `length` attends to, in the mean over positions and
         layers: the length itself without a window (Megatron-Bridge counts so,
         `flop_utils.py: calculate_swa_context`)."""

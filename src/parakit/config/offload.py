@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parakit.config.flags import Flags, format_flags, refuse_unknown, format_fields_as_flags
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
 
 OFFLOAD_MODULES = (
     "attn_norm",

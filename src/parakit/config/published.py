@@ -109,7 +109,7 @@ class Published:
     figures: tuple[Figure, ...] = ()
     corrections: tuple[Correction, ...] = ()
 
-    def of(self, source: str) -> tuple[Figure, ...]:
+    def figures_of(self, source: str) -> tuple[Figure, ...]:
         """The figures of one write-up."""
         return tuple(figure for figure in self.figures if figure.source.key == source)
 

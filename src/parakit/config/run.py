@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 
 from parakit.config.experts import BALANCED, ExpertLoad, parse_expert_load
 from parakit.config.flag_table import flags_in_group
-from parakit.config.flags import Flags, format_flags, refuse_unknown, format_fields_as_flags
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
 from parakit.config.model import MTP, Model, ModelShape, parse_batch, parse_dtype, shape_from_flags
 from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
-from parakit.config.recompute import Recompute, recompute_flags, parse_recompute
+from parakit.config.recompute import Recompute, parse_recompute, recompute_flags
 from parakit.config.replacing import replace, replace_cached
 from parakit.config.stages import EVEN_SPLIT, StageSplit, parse_stage_split
 from parakit.config.strategy import (
@@ -218,7 +218,7 @@ class RunSpec:
         return shape
 
     @property
-    def kinds(self) -> tuple[tuple[int, RunSpec], ...]:
+    def block_specs(self) -> tuple[tuple[int, RunSpec], ...]:
         """How many of a layer's blocks are of each kind, with the run of such blocks alone."""
         shape = self.shape
         if len(shape.blocks) <= 1:
@@ -231,7 +231,10 @@ class RunSpec:
         ):
             for block, times in blocks.items():
                 kind = replace(
-                    self, shape=shape.only(block), fp8_recipe=fp8_recipe, unquantised_blocks=""
+                    self,
+                    shape=shape.with_only_block(block),
+                    fp8_recipe=fp8_recipe,
+                    unquantised_blocks="",
                 )
                 found.append((times, kind))
         return tuple(found)
@@ -246,24 +249,26 @@ class RunSpec:
         return self.batch.global_batch_size // together if together else 0
 
     @property
-    def tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Tokens of one micro batch on one rank, before sequence parallelism splits them."""
         return self.shape.seq_length // self.parallelism.context * self.batch.micro_batch_size
 
     @property
-    def sent_to_experts(self) -> float:
+    def expert_send_ratio(self) -> float:
         """Copies of its tokens that a rank sends, for each that a router without limit makes."""
         if self.expert_load == BALANCED:
             return 1.0
-        return self.expert_load.sent(self.shape, self.tokens // self.sequence_shards)
+        return self.expert_load.send_ratio(
+            self.shape, self.micro_batch_tokens // self.sequence_shards
+        )
 
     @property
-    def received_by_experts(self) -> float:
+    def expert_receive_ratio(self) -> float:
         """Copies that the busiest rank of EP receives, for the mean of a router without limit."""
         if self.expert_load == BALANCED:
             return 1.0
-        own, ranks = self.tokens // self.sequence_shards, self.parallelism.expert
-        return self.expert_load.received(self.shape, own, ranks)
+        own, ranks = self.micro_batch_tokens // self.sequence_shards, self.parallelism.expert
+        return self.expert_load.receive_ratio(self.shape, own, ranks)
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -286,53 +291,55 @@ class RunSpec:
         return self.parallelism.tensor if self.parallelism.sequence_parallel else 1
 
     @property
-    def layers_a_stage(self) -> int:
+    def layers_per_stage(self) -> int:
         """Layers on one pipeline rank, over its virtual stages; of uneven stages the fullest's."""
         return -(-self.shape.layers // self.parallelism.pipeline)
 
-    def chunk_layers(self, pipeline_rank: int) -> tuple[int, ...]:
+    def layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank; depths ahead are the last one's."""
         return self._with_depths(range(self.shape.layers), pipeline_rank)
 
-    def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
+    def dense_layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
         """Of the layers of each virtual stage of a pipeline rank those that are dense among experts'."""
         return self._with_depths(self.shape.dense_layers, pipeline_rank)
 
     def _with_depths(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
         """These layers, and the depths ahead where they are alike: those are as the last layer is."""
-        found, shape = self.laid(layers, pipeline_rank), self.shape
+        found, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
         if shape.mtp_layers and is_last and shape.layers - 1 in layers:
             return (*found[:-1], found[-1] + shape.mtp_layers)
         return found
 
-    def laid(self, layers: Collection[int], pipeline_rank: int) -> tuple[int, ...]:
+    def count_layers_per_chunk(
+        self, layers: Collection[int], pipeline_rank: int
+    ) -> tuple[int, ...]:
         """How many of these layers, from 0, each virtual stage of a pipeline rank has."""
         split, all_layers = self.parallelism, self.shape.layers
         degrees = (split.pipeline, split.virtual_stages)
         if not layers:
             return (0,) * split.virtual_stages
         if len(layers) == all_layers:
-            return self.stages.chunks(all_layers, *degrees, pipeline_rank)
+            return self.stages.layers_per_chunk(all_layers, *degrees, pipeline_rank)
         return _laid(self.stages, all_layers, frozenset(layers), *degrees)[pipeline_rank]
 
-    def stage_layers(self, pipeline_rank: int) -> int:
+    def num_layers_on_stage(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
-        return sum(self.chunk_layers(pipeline_rank))
+        return sum(self.layers_per_chunk(pipeline_rank))
 
-    def layers_again(self, pipeline_rank: int) -> int:
+    def num_recomputed_layers(self, pipeline_rank: int) -> int:
         """Layers of one pipeline rank that are computed again whole."""
-        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
         return sum(map(sum, chunks))
 
     @property
-    def on_stages(self) -> RunSpec:
+    def stage_layout_spec(self) -> RunSpec:
         """Its layers on its stages, and nothing else of it: for what depends on those alone."""
         split = self.parallelism
         return _on_stages(self.shape, self.stages, split.pipeline, split.virtual_stages)
 
     @cached_property
-    def kept(self) -> RunSpec:
+    def without_recompute(self) -> RunSpec:
         """A run that computes nothing again."""
         return replace(self, recompute=Recompute.NONE)
 
@@ -342,7 +349,7 @@ class RunSpec:
         return replace(self, cp_comm_type="") if self.cp_comm_type else self
 
     @cached_property
-    def one_layer(self) -> RunSpec:
+    def one_layer_per_stage(self) -> RunSpec:
         """The same micro batch with one layer a stage, recomputed if any is, and no more data
         parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
         own, samples = self.parallelism, self.batch.micro_batch_size
@@ -354,36 +361,39 @@ class RunSpec:
             self,
             parallelism=one,
             batch=Batch(samples, samples * data),
-            recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
+            recompute=Recompute.FULL if self.recompute.is_full else self.recompute,
             stages=EVEN_SPLIT,
             offload=NO_OFFLOAD,
         )
 
     @cached_property
-    def dense(self) -> RunSpec:
+    def with_dense_layers(self) -> RunSpec:
         """A run whose layers are all as its dense ones are."""
         return replace(self, shape=self.shape.without_experts)
 
-    def dense_layers_of(self, pipeline_rank: int) -> tuple[int, int]:
+    def count_dense_layers(self, pipeline_rank: int) -> tuple[int, int]:
         """Of the layers of a pipeline rank, and of those computed again whole, the dense: in a virtual
         stage they come before the others."""
         if not self.shape.dense_layers:
             return 0, 0
-        dense = self.chunk_dense_layers(pipeline_rank)
-        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        dense = self.dense_layers_per_chunk(pipeline_rank)
+        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
         return sum(dense), sum(map(min, dense, map(sum, chunks)))
 
-    def stage_runs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
+    def uniform_stage_specs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
         """Even runs whose stages together have as many layers of each kind as this one's and compute as
         many again, in one virtual stage: for calls inside layers."""
-        shape, some = self.shape, self.recompute.some_layers
+        shape, some = self.shape, self.recompute.is_block_method
         if self.stages == EVEN_SPLIT and not (some or shape.mtp_layers or shape.dense_layers):
             return (self,)
-        layers, again = self.stage_layers(pipeline_rank), self.layers_again(pipeline_rank)
-        dense, dense_again = self.dense_layers_of(pipeline_rank)
+        layers, again = (
+            self.num_layers_on_stage(pipeline_rank),
+            self.num_recomputed_layers(pipeline_rank),
+        )
+        dense, dense_again = self.count_dense_layers(pipeline_rank)
         kinds = [(self, layers - dense, again - dense_again)]
         if dense:
-            kinds.append((self.dense, dense, dense_again))
+            kinds.append((self.with_dense_layers, dense, dense_again))
         return tuple(run._even(count, again) for run, count, again in kinds if count)
 
     def _even(self, layers: int, again: int) -> RunSpec:
@@ -391,7 +401,7 @@ class RunSpec:
         whole = layers * self.parallelism.pipeline
         shape = replace(self.shape, layers=whole, mtp_layers=0, dense_layers=())
         found = replace(self, stages=EVEN_SPLIT, shape=shape)
-        if not self.recompute.some_layers:
+        if not self.recompute.is_block_method:
             return found
         return replace(
             found,
@@ -400,13 +410,15 @@ class RunSpec:
         )
 
     @cached_property
-    def joining(self) -> RunSpec:
+    def mtp_joining_spec(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
-        shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_layers=0)
+        shape = replace(
+            self.shape.with_only_block(MTP), layers=self.parallelism.pipeline, mtp_layers=0
+        )
         return replace(self, stages=EVEN_SPLIT, shape=shape)
 
     @property
-    def embeds_twice(self) -> bool:
+    def shares_embedding_across_stages(self) -> bool:
         """Whether the first and the last of several stages hold one embedding, whose gradients they add:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_layers)
@@ -424,7 +436,7 @@ def _laid(
     stages: StageSplit, layers: int, some: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank how many of some layers each of its virtual stages has."""
-    counts = [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
+    counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
     found: list[list[int]] = [[] for _ in counts]
     first = 0
     for stage in range(virtual):

@@ -33,7 +33,7 @@ class StageSplit:
     layers, a depth of multi-token prediction and loss on seven (`pipeline_parallel_layer_layout.py`)."""
 
     @property
-    def counted(self) -> int:
+    def counted_ends(self) -> int:
         """Layers that are none."""
         return self.embedding + self.loss
 
@@ -42,16 +42,18 @@ class StageSplit:
         """Megatron's."""
         return format_fields_as_flags(self, "stages")
 
-    def virtual(self, pipeline: int) -> int:
+    def virtual_stages_in_layout(self, pipeline: int) -> int:
         """Virtual stages of each of so many pipeline ranks in a layout; 1 without one."""
         return max(1, len(_stages_of_layout(self.layout)) // pipeline)
 
     @property
-    def depths(self) -> int:
+    def mtp_layers_in_layout(self) -> int:
         """Of multi-token prediction in a layout."""
         return sum(stage.count("m") for stage in _stages_of_layout(self.layout))
 
-    def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
+    def layers_per_chunk(
+        self, layers: int, pipeline: int, virtual: int, rank: int
+    ) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
         if self is EVEN_SPLIT:  # By far the most of a search's.
             return (layers // pipeline // virtual,) * virtual
@@ -65,12 +67,12 @@ class StageSplit:
             chunks[-1] -= 1
         return tuple(chunks)
 
-    def problem(self, layers: int, pipeline: int, virtual: int) -> str:
+    def find_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Why Megatron does not lay `layers` so; empty if it does."""
-        stages, all_layers = pipeline * virtual, layers + self.counted
+        stages, all_layers = pipeline * virtual, layers + self.counted_ends
         if self.layout:
             return self._layout_problem(layers, stages)
-        if self.counted and (self.first or self.last):
+        if self.counted_ends and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:
             return "a stage has at least one layer"
@@ -78,16 +80,18 @@ class StageSplit:
             return self._own_stages_problem(layers, pipeline, virtual)
         if all_layers % stages:
             with_ends = f"{all_layers} with embedding or loss counted"
-            return f"{with_ends if self.counted else 'they'} do not divide"
-        smallest = self.chunks(layers, pipeline, virtual, 0)[0]
-        last = self.chunks(layers, pipeline, virtual, pipeline - 1)[-1]
+            return f"{with_ends if self.counted_ends else 'they'} do not divide"
+        smallest = self.layers_per_chunk(layers, pipeline, virtual, 0)[0]
+        last = self.layers_per_chunk(layers, pipeline, virtual, pipeline - 1)[-1]
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
 
     def _layout_problem(self, layers: int, wanted: int) -> str:
         stages = _stages_of_layout(self.layout)
         text = "".join(stages)
         wrong = {
-            "a layout excludes other ways to lay layers": self.first or self.last or self.counted,
+            "a layout excludes other ways to lay layers": self.first
+            or self.last
+            or self.counted_ends,
             "it is not E, layers t, depths m of multi-token prediction and L": not re.fullmatch(
                 "Et*m*L", text
             ),
@@ -171,7 +175,7 @@ def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
 @lru_cache(maxsize=4096)
 def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
     """Numbers of virtual stages that this split admits."""
-    most = -(-(layers + stages.counted) // pipeline)
+    most = -(-(layers + stages.counted_ends) // pipeline)
     return tuple(v for v in range(1, most + 1) if not stages.problem(layers, pipeline, v))
 
 
@@ -186,11 +190,11 @@ def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | 
         StageSplit(loss=True),
         StageSplit(embedding=True),
     ):
-        ends = (counted.chunks(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
-        if not counted.problem(layers, pipeline, virtual) and all(map(sum, ends)):
+        ends = (counted.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
+        if not counted.find_problem(layers, pipeline, virtual) and all(map(sum, ends)):
             return counted
     others = -(-layers // (pipeline * virtual)) * virtual
     shorter = StageSplit(last=layers - (pipeline - 1) * others)
-    if shorter.last > 0 and not shorter.problem(layers, pipeline, virtual):
+    if shorter.last > 0 and not shorter.find_problem(layers, pipeline, virtual):
         return shorter
     return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from parakit.config.flags import Flags, format_flags, format_fields_as_flags
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags
 from parakit.config.stages import parse_stage_split
 
 
@@ -49,7 +49,7 @@ class Sharding(StrEnum):
         return self.is_megatron_fsdp or self.is_torch_fsdp
 
     @property
-    def overlaps(self) -> bool:
+    def overlaps_by_default(self) -> bool:
         """Its calls run beside arithmetic without a flag more, as both FSDPs' do."""
         return self.wraps_modules
 
@@ -155,7 +155,7 @@ class Parallelism:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
-    def tensor_of_experts(self) -> int:
+    def effective_expert_tensor(self) -> int:
         """Ranks over which each expert's matrices are split (ETP)."""
         return self.expert_tensor or self.tensor
 
@@ -169,7 +169,7 @@ class Parallelism:
         return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
 
     @property
-    def run_schedule(self) -> PipelineSchedule:
+    def executed_schedule(self) -> PipelineSchedule:
         """The schedule that is run; Megatron's is one of the two 1F1B."""
         if self.schedule:
             return self.schedule
@@ -177,7 +177,7 @@ class Parallelism:
         return PipelineSchedule.INTERLEAVED if interleaves else PipelineSchedule.ONE_F_ONE_B
 
     @property
-    def needs_a_micro_batch_a_stage(self) -> bool:
+    def needs_micro_batch_per_stage(self) -> bool:
         """Whether its schedule runs at least as many micro batches as stages."""
         two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW
         return self.pipeline > 1 and (self.virtual_stages > 1 or two_versions)
@@ -191,16 +191,16 @@ class Parallelism:
         return self.schedule.staleness(self.pipeline, stage) + 1
 
     @property
-    def copies_of_experts(self) -> int:
+    def expert_data(self) -> int:
         """Expert data parallelism: ranks that hold the same part of the same experts."""
-        return self.world_size // self.ranks_of_expert_copy
+        return self.world_size // self.ranks_per_expert_copy
 
     @property
-    def ranks_of_expert_copy(self) -> int:
+    def ranks_per_expert_copy(self) -> int:
         """Ranks that hold one copy of all experts; Megatron refuses a world that they do not divide."""
         return self.tensor_of_experts * self.expert * self.pipeline
 
-    def split_experts(self, degree: int) -> Parallelism:
+    def with_expert_tensor(self, degree: int) -> Parallelism:
         """Return the parallelism with each expert over `degree` ranks of TP.
 
         0 leaves the choice to Megatron, which takes the TP of all other layers
@@ -342,9 +342,11 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         )
     stages = parse_stage_split(flags)
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
-    layers = flags.integer("--num-layers") + stages.counted
+    layers = flags.integer("--num-layers") + stages.counted_ends
     # Megatron prints the number it derived; a command line has one of the other three.
-    virtual = flags.integer("--virtual-pipeline-model-parallel-size", stages.virtual(pipeline))
+    virtual = flags.integer(
+        "--virtual-pipeline-model-parallel-size", stages.virtual_stages_in_layout(pipeline)
+    )
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
     said.setdefault("virtual_stages", virtual)
     found = Parallelism(
@@ -353,7 +355,7 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         sharding=_sharding(flags),
     )
     return replace(
-        found.split_experts(found.expert_tensor),
+        found.with_expert_tensor(found.expert_tensor),
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
         sequence_parallel=found.sequence_parallel and tensor > 1,
         schedule=PipelineSchedule(found.schedule),
@@ -368,7 +370,7 @@ def scale_batch(own: Batch, parallelism: Parallelism) -> Batch:
     as stages gets them.
     """
     sharing = parallelism.world_size // parallelism.data
-    if parallelism.needs_a_micro_batch_a_stage:
+    if parallelism.needs_micro_batch_per_stage:
         sharing //= parallelism.pipeline
     return Batch(
         micro_batch_size=own.micro_batch_size * sharing,
@@ -439,7 +441,7 @@ def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
         # Megatron refuses experts under tensor parallelism without sequence parallelism.
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
         sharding=Sharding(sharding),
-    ).split_experts(named or expert_tensor)
+    ).with_expert_tensor(named or expert_tensor)
     return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
 
 
@@ -473,7 +475,7 @@ def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Paralleli
     if devices < 1 or devices % model_ranks:
         return parallelism
     over_others = replace(parallelism, data=devices // model_ranks)
-    if over_others.data % over_others.expert and devices % over_others.ranks_of_expert_copy == 0:
+    if over_others.data % over_others.expert and devices % over_others.ranks_per_expert_copy == 0:
         return over_others
     return parallelism
 

@@ -63,5 +63,5 @@ def _hybrid_ep_bytes(spec: RunSpec, ranks: int) -> int:
     of all experts and scales, of which dispatch and combine share the first two (branch hybrid-ep of
     DeepEP at 94a9f8f, `csrc/hybrid_ep/buffer/intranode.cu`). It is of one NVLink domain; what several
     have between them is not counted."""
-    tokens, hidden = ranks * (spec.tokens // spec.sequence_shards), _hidden(spec)
+    tokens, hidden = ranks * (spec.micro_batch_tokens // spec.sequence_shards), _hidden(spec)
     return tokens * (2 * hidden + 4 * spec.shape.experts + 4 * (hidden // 128))

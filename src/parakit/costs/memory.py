@@ -21,9 +21,9 @@ from parakit.costs.activations import (
 from parakit.costs.dispatchers import dispatcher_bytes
 from parakit.costs.tensors import (
     Parameters,
+    distinct_weight_elements,
     layer_parameters,
     rank_parameters,
-    distinct_weight_elements,
 )
 from parakit.formatting.units import MIB
 
@@ -32,7 +32,9 @@ _FP32_BYTES = 4
 
 def embedding_bytes(spec: RunSpec) -> int:
     """Kept by the embedding: its dropout's mask, one byte an element."""
-    return spec.tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
+    return (
+        spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
+    )
 
 
 def head_bytes(spec: RunSpec) -> int:
@@ -54,14 +56,14 @@ def logits_bytes(spec: RunSpec) -> int:
     """
     overwritten = (spec.fused_loss and spec.loss_impl == "te") or "cross_entropy" in spec.fused
     copied = spec.dtype != "fp32" and not overwritten
-    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted
+    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted_tokens
     return (kept + (spec.element_bytes if copied else 0)) * logit_elements(spec)
 
 
 def head_backward_bytes(spec: RunSpec) -> int:
     """Live while the output layer is differentiated: gradients of logits and of hidden states, which
     TP's ranks have whole and then reduce (`tensor_parallel/layers.py`)."""
-    whole = spec.element_bytes * spec.tokens * spec.shape.hidden
+    whole = spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
     scattered = residual_bytes(spec) if spec.sequence_shards > 1 else 0
     return spec.element_bytes * logit_elements(spec) + whole + scattered
 
@@ -324,8 +326,8 @@ def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
-    chunks = spec.chunk_layers(pipeline_rank)
-    kinds = tuple(zip(chunks, spec.chunk_dense_layers(pipeline_rank), strict=True))
+    chunks = spec.layers_per_chunk(pipeline_rank)
+    kinds = tuple(zip(chunks, spec.dense_layers_per_chunk(pipeline_rank), strict=True))
     each = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
     kept = _bytes_in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
     if spec.offload:
@@ -334,22 +336,22 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     if pipeline_rank == 0:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
+        kept += head_bytes(spec) + spec.shape.total_mtp_layers * embedding_bytes(spec)
         if spec.shape.mtp_layers:
-            kept += spec.shape.mtp_layers * layer_activation_bytes(spec.joining)
+            kept += spec.shape.mtp_layers * layer_activation_bytes(spec.mtp_joining_spec)
     return kept
 
 
 def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
     """Of what is offloaded, what a rank still has when backward begins: the last group of each module,
     in whose place come those that backward reads next, and what later stages keep."""
-    chunks = spec.chunk_layers(pipeline_rank)
+    chunks = spec.layers_per_chunk(pipeline_rank)
     last = next((layers for layers in reversed(chunks) if layers), 0)
-    begun = offloaded_bytes(spec, last).left - offloaded_bytes(spec, last, first=True).left
+    begun = offloaded_bytes(spec, last).freed - offloaded_bytes(spec, last, first=True).freed
     asked = pipeline_rank * spec.offload.kept_bytes_per_stage
     if not asked:
         return begun
-    gone = tuple(offloaded_bytes(spec, layers).left for layers in chunks)
+    gone = tuple(offloaded_bytes(spec, layers).freed for layers in chunks)
     return begun + min(asked, _bytes_in_flight(spec, pipeline_rank, gone) - begun)
 
 
@@ -364,7 +366,7 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     found = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
     if not spec.offload:
         return found
-    chunks = spec.chunk_layers(pipeline_rank)
+    chunks = spec.layers_per_chunk(pipeline_rank)
     copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
     return found + _bytes_in_flight(spec, pipeline_rank, copies)
 
@@ -402,13 +404,15 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    return _unlike_ranks(spec.on_stages)
+    return _unlike_ranks(spec.stage_layout_spec)
 
 
 @lru_cache(maxsize=4096)
 def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
-    layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
+    layers = [
+        (spec.num_layers_on_stage(rank), sum(spec.dense_layers_per_chunk(rank))) for rank in between
+    ]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
 
@@ -450,7 +454,7 @@ def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
         return parameters.total
     parallelism, instances = spec.parallelism, spec.optimizer_instances
     ranks = max(1, parallelism.data * parallelism.context // instances)
-    copies = max(1, parallelism.copies_of_experts // instances)
+    copies = max(1, parallelism.expert_data // instances)
     return -(-parameters.shared // ranks) + -(-parameters.experts // copies)
 
 
@@ -460,16 +464,20 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     shape, element = spec.shape, spec.element_bytes
     ffn = shape.ffn_hidden
     if shape.experts:
-        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.received_by_experts)
+        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.expert_receive_ratio)
     width = ffn * (3 if shape.gated else 2) // spec.parallelism.tensor
-    again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
-    most = element * spec.tokens * width + again
+    again = max(
+        recomputed_bytes(spec, layers) for layers in set(spec.layers_per_chunk(pipeline_rank))
+    )
+    most = element * spec.micro_batch_tokens * width + again
     if pipeline_rank == spec.parallelism.pipeline - 1:
         most = max(most, logits_bytes(spec))
         if spec.fused_norms:  # Without, what a dry run holds is exact so.
             most = max(most, head_backward_bytes(spec))
             # Where the output layer gathers its input under SP, kept for good.
-            most += element * spec.tokens * shape.hidden if spec.sequence_shards > 1 else 0
+            most += (
+                element * spec.micro_batch_tokens * shape.hidden if spec.sequence_shards > 1 else 0
+            )
     return most
 
 
@@ -496,7 +504,7 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
         return pipeline, 0
     precision, layer = (
         bytes_per_parameter(spec),
-        max(layer_parameters(k).total for _, k in spec.kinds),
+        max(layer_parameters(k).total for _, k in spec.block_specs),
     )
     if not sharding.shards_weights:
         return pipeline + precision.gradients * layer, 0

@@ -58,7 +58,7 @@ def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     """
     tensor, context = parallelism.tensor, parallelism.context
     replicas = tensor * context * parallelism.data
-    expert_tensor = parallelism.tensor_of_experts
+    expert_tensor = parallelism.effective_expert_tensor
     strides = {
         Group.TENSOR: 1,
         Group.EXPERT_TENSOR: 1,

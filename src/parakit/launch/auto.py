@@ -17,7 +17,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, searched_flags, adapt_to_cpu_ranks, spec_from_model
+from parakit.config.run import DeviceKind, adapt_to_cpu_ranks, searched_flags, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
 from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, conditions, device_here

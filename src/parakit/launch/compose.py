@@ -28,11 +28,11 @@ from parakit.config.model import (
     Model,
     apply_flags_to_model,
     imported_weights_folder,
-    replace_vocabulary,
     merge_training_flags,
+    replace_vocabulary,
 )
 from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
-from parakit.config.strategy import UNTIED, scale_batch, parallelism_from_flags
+from parakit.config.strategy import UNTIED, parallelism_from_flags, scale_batch
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import code_of, find_entry

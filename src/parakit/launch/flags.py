@@ -9,7 +9,7 @@ from parakit.artifacts.run import MegatronEntry
 from parakit.config import variables
 from parakit.config.files import read_args_file, relative_to_root
 from parakit.config.flag_table import parse_release
-from parakit.config.flags import format_flags, drop_flags_newer_than
+from parakit.config.flags import drop_flags_newer_than, format_flags
 from parakit.config.huggingface import EXACT_GELU, TANH_GELU
 from parakit.config.model import Model
 from parakit.config.run import DeviceKind, OptimizerName

@@ -12,7 +12,7 @@ from functools import cached_property
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
-from parakit.config.model import Model, is_model_file, load_model, model_names, model_name_of_file
+from parakit.config.model import Model, is_model_file, load_model, model_name_of_file, model_names
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import (
     EXAMPLE_STRATEGIES,

@@ -20,19 +20,19 @@ from parakit.config.model import (
 from parakit.config.run import adapt_to_cpu_ranks, spec_from_model
 from parakit.config.strategy import (
     BATCH_RULE,
-    PUBLISHED_STRATEGIES,
     EXPERT_STRATEGIES,
+    PUBLISHED_STRATEGIES,
     Parallelism,
-    scale_batch,
     count_devices,
     parse_strategy,
+    scale_batch,
 )
 from parakit.costs import (
     active_parameters,
     find_peak_rank,
-    total_parameters,
-    rank_parameters,
     find_violations,
+    rank_parameters,
+    total_parameters,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib

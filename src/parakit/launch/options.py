@@ -15,7 +15,7 @@ from parakit.cluster import Nodes, Slurm, nodes_of, slurm_of, wandb_login
 from parakit.config import settings
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
-from parakit.config.setting import SettingError, parse_setting, format_setting, parse_settings
+from parakit.config.setting import SettingError, format_setting, parse_setting, parse_settings
 from parakit.config.settings import Setting
 from parakit.launch.network import parse_rate, rate_text
 

@@ -20,7 +20,7 @@ from parakit.config.flag_table import argument_names, parse_release
 from parakit.config.flags import Flags, find_misspelled_flags
 from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.costs import find_peak_rank, total_parameters, find_violations
+from parakit.costs import find_peak_rank, find_violations, total_parameters
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,

@@ -205,6 +205,6 @@ def _refuse_another_strategy(spec: RunSpec) -> None:
     """Refuse a strategy that no target names."""
     name = spec.name
     named = parse_strategy(name, spec.parallelism.world_size)
-    if named.split_experts(spec.parallelism.expert_tensor) != spec.parallelism:
+    if named.with_expert_tensor(spec.parallelism.expert_tensor) != spec.parallelism:
         asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
         raise LaunchError(f"The recipe's strategy ({asked}) has no target; {name} is {here}.")

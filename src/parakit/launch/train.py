@@ -24,7 +24,7 @@ from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import parse_strategy, describe_batch_scaling
+from parakit.config.strategy import describe_batch_scaling, parse_strategy
 from parakit.costs import describe_vocabulary_change
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,

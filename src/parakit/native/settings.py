@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
 from parakit.config.flag_table import FLAGS, KnownFlag, flags_for_native
-from parakit.config.model import round_up, default_ffn_hidden
+from parakit.config.model import default_ffn_hidden, round_up
 from parakit.config.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"

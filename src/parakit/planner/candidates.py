@@ -34,7 +34,7 @@ def splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor, pipeline, context)
-                yield from _split_experts(shape, plain.split_experts(expert_tensor))
+                yield from _split_experts(shape, plain.with_expert_tensor(expert_tensor))
 
 
 def micro_batches(
@@ -121,7 +121,7 @@ def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelis
     if shape.experts and plain.tensor > 1:
         choices = choices[1:]
     # Experts over fewer ranks of TP leave the others to EP.
-    ranks, split = plain.data * plain.tensor, plain.tensor_of_experts
+    ranks, split = plain.data * plain.tensor, plain.effective_expert_tensor
     if shape.experts and (ranks % split or shape.expert_ffn_hidden % split):
         return
     for expert in divisors(shape.experts) if shape.experts else [1]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from parakit.config.experts import parse_expert_load, max_imbalance
-from parakit.config.flag_table import FLAGS, flags_with_role, flags_planned_as
+from parakit.config.experts import max_imbalance, parse_expert_load
+from parakit.config.flag_table import FLAGS, flags_planned_as, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled_flags
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import (

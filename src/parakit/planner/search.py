@@ -22,14 +22,14 @@ from parakit.config.recompute import Recompute
 from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, scale_batch, parse_strategy, strategy_name
+from parakit.config.strategy import Batch, Parallelism, parse_strategy, scale_batch, strategy_name
 from parakit.costs import (
     PredictedMemory,
     find_peak_rank,
     find_peak_rank_within,
+    find_violations,
     mfu,
     model_flops,
-    find_violations,
 )
 from parakit.planner.candidates import (
     base,

@@ -19,10 +19,10 @@ from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
     busiest_collectives,
+    describe_vocabulary_change,
     host_bytes,
     sum_bytes_by_group,
     total_wire_bytes,
-    describe_vocabulary_change,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural

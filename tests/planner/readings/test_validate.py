@@ -407,7 +407,7 @@ def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
 
 def test_experts_are_split_over_tp_where_their_source_says_so() -> None:
     # Grok 1 on GB200 and H100, both TP 4 and EP 8.
-    ways = [express(of_line(line)).spec.parallelism.tensor_of_experts for line in (655, 3318)]
+    ways = [express(of_line(line)).spec.parallelism.effective_expert_tensor for line in (655, 3318)]
     assert ways == [4, 1]
 
 
@@ -415,8 +415,8 @@ def test_attention_that_no_kernel_of_its_time_trains_is_unfused_and_computed_aga
     # DeepSeek V3 of dgxc on GB200 and H100.
     blackwell, hopper = (express(of_line(line)).spec for line in (3309, 3308))
     assert (blackwell.fused_attention, hopper.fused_attention) == (False, True)
-    assert blackwell.recompute.again("core_attn")
-    assert hopper.recompute.again("mla_up_proj")
+    assert blackwell.recompute.recomputes("core_attn")
+    assert hopper.recompute.recomputes("mla_up_proj")
 
 
 def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:

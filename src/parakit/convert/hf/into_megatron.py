@@ -28,7 +28,7 @@ from parakit.config.files import (
     relative_to_root,
 )
 from parakit.config.flags import merge_flags
-from parakit.config.huggingface import read_exact_config_flags, read_config
+from parakit.config.huggingface import read_config, read_exact_config_flags
 from parakit.config.model import (
     HUB,
     IMPORTED_WEIGHTS,

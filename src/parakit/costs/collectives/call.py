@@ -32,7 +32,7 @@ class CollectiveCall(NamedTuple):
     ranks: int
     operation: Operation
     phase: Phase
-    what: str
+    description: str
     """What is moved, in a few words."""
     calls: int
     payload_bytes: int
@@ -85,10 +85,10 @@ def collective(
 def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
     """Passes on one rank in an iteration through what these modules of a layer hold: forward (recomputed
     ones too), backward."""
-    layers = spec.layers_a_stage
-    again = layers if spec.recompute.again(*modules) else 0
-    if spec.recompute.some_layers:
-        again = sum(spec.recompute.checkpoints(layers))
+    layers = spec.layers_per_stage
+    again = layers if spec.recompute.recomputes(*modules) else 0
+    if spec.recompute.is_block_method:
+        again = sum(spec.recompute.layers_per_checkpoint(layers))
     return (layers + again) * spec.microbatches, layers * spec.microbatches
 
 

@@ -27,7 +27,7 @@ def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     the two (`multi_token_prediction.py: roll_tensor`, in the default group)."""
     if spec.parallelism.context == 1:
         return
-    calls = min(2, spec.parallelism.context - 1) * spec.shape.depths * spec.microbatches
+    calls = min(2, spec.parallelism.context - 1) * spec.shape.total_mtp_layers * spec.microbatches
     samples = spec.batch.micro_batch_size
     source = "multi_token_prediction.py: roll_tensor"
     for what, tensors, width in (

@@ -33,7 +33,7 @@ def control_collectives(
     if pipeline_rank == spec.parallelism.pipeline - 1:
         step, loss = "training/training.py: train_step", "loss and its token count"
         yield _reduced(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
-        if depths := spec.shape.depths:
+        if depths := spec.shape.total_mtp_layers:
             ahead = "losses, right and all guesses of tokens ahead"
             yield _reduced(spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3)
     if spec.shape.experts:

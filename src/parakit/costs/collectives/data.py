@@ -90,10 +90,10 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
     update.
     """
-    parallelism, (dense, _) = spec.parallelism, spec.dense_layers_of(pipeline_rank)
-    layers = spec.stage_layers(pipeline_rank) - dense
+    parallelism, (dense, _) = spec.parallelism, spec.count_dense_layers(pipeline_rank)
+    layers = spec.num_layers_on_stage(pipeline_rank) - dense
     rank, layer = rank_parameters(spec, pipeline_rank), layer_parameters(spec)
-    among_experts = layer_parameters(spec.dense).total if dense else 0
+    among_experts = layer_parameters(spec.with_dense_layers).total if dense else 0
     experts = layer.experts if parallelism.expert > 1 else 0
     outside = rank.total - layers * layer.total - dense * among_experts
     shared = layer.total - experts

@@ -29,7 +29,7 @@ _Row = tuple[Operation, Phase, str, int]
 def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Calls over EP, and over the TP ranks that share each expert."""
     if len(spec.shape.blocks) > 1:
-        for times, kind in spec.kinds:
+        for times, kind in spec.block_specs:
             yield from (
                 call._replace(calls=times * call.calls) for call in expert_collectives(kind)
             )
@@ -51,13 +51,13 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     probabilities = _out_and_back("routing probabilities", chosen)
     yield from _layer_calls(spec, Group.EXPERT, tokens, _EXCHANGING, times=2)
     yield from _layer_calls(spec, Group.EXPERT, probabilities, _EXCHANGING)
-    if spec.parallelism.tensor_of_experts > 1:
+    if spec.parallelism.effective_expert_tensor > 1:
         yield from _layer_calls(spec, Group.EXPERT_TENSOR, _split_experts(spec), _EXCHANGING)
 
 
 def routed_tokens(spec: RunSpec) -> int:
     """Copies of tokens that a rank sends or receives in one micro batch, whichever is more."""
-    copies = spec.tokens // spec.sequence_shards * spec.shape.experts_per_token
+    copies = spec.micro_batch_tokens // spec.sequence_shards * spec.shape.experts_per_token
     return round(copies * max(spec.sent_to_experts, spec.received_by_experts))
 
 
@@ -106,7 +106,7 @@ def _out_and_back(what: str, payload: int) -> list[_Row]:
 def _gathered(spec: RunSpec) -> list[_Row]:
     """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
     ranks, element = group_size(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
-    tokens = ranks * (spec.tokens // spec.sequence_shards)
+    tokens = ranks * (spec.micro_batch_tokens // spec.sequence_shards)
     states, choices = tokens * spec.shape.hidden * element, tokens * spec.shape.experts
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     return [
@@ -126,7 +126,7 @@ def _split_experts(spec: RunSpec) -> list[_Row]:
     gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
     (`megatron_patches/cpu/variable_size_collectives.py`).
     """
-    chosen = spec.parallelism.tensor_of_experts * routed_tokens(spec) * spec.element_bytes
+    chosen = spec.parallelism.effective_expert_tensor * routed_tokens(spec) * spec.element_bytes
     tokens = chosen * spec.shape.hidden
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     if spec.transport is Transport.GLOO:

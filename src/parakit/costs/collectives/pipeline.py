@@ -34,7 +34,7 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 def tied_embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """The first and the last stage add up their gradients of the embedding that both hold."""
-    if not spec.embeds_twice:
+    if not spec.shares_embedding_across_stages:
         return
     elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
     yield collective(

@@ -15,7 +15,7 @@ from parakit.costs.collectives.call import (
     MegatronVersion,
     total_wire_bytes,
 )
-from parakit.costs.collectives.context import mtp_boundary_collectives, context_collectives
+from parakit.costs.collectives.context import context_collectives, mtp_boundary_collectives
 from parakit.costs.collectives.control import control_collectives
 from parakit.costs.collectives.data import gradient_collectives
 from parakit.costs.collectives.experts import expert_collectives
@@ -46,7 +46,7 @@ def _all_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     yield from tensor_collectives(spec, pipeline_rank, megatron)
-    for run in spec.stage_runs(pipeline_rank):
+    for run in spec.uniform_stage_specs(pipeline_rank):
         yield from context_collectives(run)
         yield from expert_collectives(run)
     if pipeline_rank == spec.parallelism.pipeline - 1:

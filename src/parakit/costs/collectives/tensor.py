@@ -31,7 +31,7 @@ def tensor_collectives(
     yield from batch_collectives(spec, first, last, megatron)
     if first:
         yield from embedding_collectives(spec)
-    for run in spec.stage_runs(pipeline_rank):
+    for run in spec.uniform_stage_specs(pipeline_rank):
         yield from layer_collectives(run)
     if last:
         yield from mtp_collectives(spec)
@@ -49,7 +49,7 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.parallelism.tensor == 1:
         return
     if len(spec.shape.blocks) > 1:
-        for times, kind in spec.kinds:
+        for times, kind in spec.block_specs:
             yield from _times(times, layer_collectives(kind))
         return
     if spec.shape.blocks == MTP:
@@ -80,9 +80,9 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
     and joins them with the hidden states."""
-    yield from _times(spec.shape.depths, embedding_collectives(spec))
+    yield from _times(spec.shape.total_mtp_layers, embedding_collectives(spec))
     if spec.shape.mtp_layers:
-        yield from _times(spec.shape.mtp_layers, layer_collectives(spec.joining))
+        yield from _times(spec.shape.mtp_layers, layer_collectives(spec.mtp_joining_spec))
 
 
 def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -151,18 +151,18 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
             (_GATHER, _BACKWARD, "input of the output layer again"),
             (_SCATTER, _BACKWARD, "input gradients of the output layer"),
         ]
-    calls, depths = spec.microbatches * spec.shape.predicted, spec.shape.depths
+    calls, depths = spec.microbatches * spec.shape.predicted_tokens, spec.shape.total_mtp_layers
     for operation, phase, what in rows:
         beside = phase is _BACKWARD
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), _LINEAR, beside)
     # Maximum, target's logit and sum of exponentials: three fp32 numbers a token.
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
-    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.tokens
+    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.micro_batch_tokens
     yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
     if not depths:
         return
     source = "transformer/multi_token_prediction.py: _vocab_parallel_argmax"
-    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.tokens
+    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.micro_batch_tokens
     for what, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
         yield _call(spec, _GATHER, _FORWARD, what, each, width * guesses, source)
 

@@ -82,7 +82,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
     rows = tuple(map(_Row, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    figures = markdown_table(Table(_FIGURES, published.of(SOURCE)))
+    figures = markdown_table(Table(_FIGURES, published.figures_of(SOURCE)))
     return page(
         "moe",
         model=model,

@@ -6,7 +6,7 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
 from parakit.config.run import RunSpec, spec_from_model
-from parakit.config.strategy import scale_batch, count_devices, parse_strategy
+from parakit.config.strategy import count_devices, parse_strategy, scale_batch
 from parakit.costs import total_parameters
 from parakit.planner.readings.reading_to_spec import Expressed
 from parakit.planner.readings.table import Reading
@@ -18,7 +18,7 @@ KIT = "examples/gpt3/published.yaml"
 
 def h200_figures() -> tuple[Figure, ...]:
     """The published gpt2-large runs."""
-    return load_published().of(MAIN_SOURCE)
+    return load_published().figures_of(MAIN_SOURCE)
 
 
 def h200_spec(strategy: str) -> RunSpec:

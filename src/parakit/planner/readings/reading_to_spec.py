@@ -34,12 +34,12 @@ from parakit.config.run import (
 from parakit.config.stages import (
     EVEN_SPLIT,
     StageSplit,
-    front_loaded_layout,
     even_layout,
+    front_loaded_layout,
     virtual_degrees,
 )
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs import NEWEST, DEEP_EP_NVLINK_PEERS, divisors, find_violations
+from parakit.costs import DEEP_EP_NVLINK_PEERS, NEWEST, divisors, find_violations
 from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
 from parakit.planner.readings.table import Reading
 from parakit.planner.time.cluster import Cluster
@@ -317,7 +317,7 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
         sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
         sharding=sharding if data * context > 1 else Sharding.NONE,
     )
-    return parallelism.split_experts(expert_tensor), Batch(micro, batch)
+    return parallelism.with_expert_tensor(expert_tensor), Batch(micro, batch)
 
 
 def _recompute(stated: str, fused: bool) -> Recompute:

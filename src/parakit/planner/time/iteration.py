@@ -26,6 +26,7 @@ from parakit.costs import (
     batch_collectives,
     context_collectives,
     control_collectives,
+    distinct_ranks,
     embedding_collectives,
     expert_collectives,
     gradient_collectives,
@@ -37,7 +38,6 @@ from parakit.costs import (
     pipeline_collectives,
     rank_parameters,
     rank_tensors,
-    distinct_ranks,
 )
 from parakit.planner.time.cluster import Cluster, route
 from parakit.planner.time.compute import (
@@ -215,22 +215,22 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
 
 def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
     """What all stages are made of, and the same where layers are not computed again."""
-    pieces = _pieces(spec.one_layer, cluster)
-    if not spec.recompute.some_layers:
+    pieces = _pieces(spec.one_layer_per_stage, cluster)
+    if not spec.recompute.is_block_method:
         return pieces, pieces
-    return pieces, _pieces(spec.kept.one_layer, cluster)
+    return pieces, _pieces(spec.without_recompute.one_layer_per_stage, cluster)
 
 
 def _stage(
     spec: RunSpec, cluster: Cluster, pipeline_rank: int, made_of: tuple[_Pieces, _Pieces]
 ) -> _Parts:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
-    (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
-    dense = sum(spec.chunk_dense_layers(pipeline_rank))
+    (pieces, kept), layers = made_of, spec.num_layers_on_stage(pipeline_rank)
+    dense = sum(spec.dense_layers_per_chunk(pipeline_rank))
     again, dense_again = layers, dense
-    if spec.recompute.some_layers:
-        again = spec.layers_again(pipeline_rank)
-        _, dense_again = spec.dense_layers_of(pipeline_rank)
+    if spec.recompute.is_block_method:
+        again = spec.num_recomputed_layers(pipeline_rank)
+        _, dense_again = spec.count_dense_layers(pipeline_rank)
     parts: list[tuple[int, MicroBatchSeconds]] = [(again - dense_again, pieces.layer)]
     if again < layers:
         parts.append((layers - again - dense + dense_again, kept.layer))
@@ -279,7 +279,7 @@ def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    kinds = [(times, *_layer(kind, cluster)) for times, kind in spec.kinds]
+    kinds = [(times, *_layer(kind, cluster)) for times, kind in spec.block_specs]
     forward = sum(times * layer.forward for times, _, layer in kinds)
     backward = sum(times * layer.backward for times, _, layer in kinds)
     layers = (seconds * times for times, seconds, _ in kinds)
@@ -289,10 +289,12 @@ def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
         spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
     embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
     if shape.mtp_layers:
-        head += _layer(spec.joining, cluster)[0] * shape.mtp_layers
+        head += _layer(spec.mtp_joining_spec, cluster)[0] * shape.mtp_layers
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
-        dense=_layer(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds(),
+        dense=_layer(spec.with_dense_layers, cluster)[0]
+        if shape.dense_layers
+        else MicroBatchSeconds(),
         forward_share=forward / (forward + backward) if forward else 0.0,
         embedding=embedding,
         head=head,
@@ -309,7 +311,7 @@ def _ends(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, MicroBatc
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     embedded = MicroBatchSeconds(0.0, 0.0, embedding_seconds(spec, rate), embedding)
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch)
-    own += embedded * spec.shape.depths
+    own += embedded * spec.shape.total_mtp_layers
     return embedded + MicroBatchSeconds(tensor_parallel=batch), own
 
 
@@ -348,7 +350,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
         # A token goes once to a rank, or once over the network to a node, that has any of its experts.
         nodes = -(-spec.parallelism.expert // cluster.per_node)
         places = nodes if nodes > 1 else spec.parallelism.expert
-        reached = spec.expert_load.reached(spec.shape, places)
+        reached = spec.expert_load.expected_destinations(spec.shape, places)
         exchanged *= min(1.0, reached / spec.shape.experts_per_token)
     return _tensor_seconds(spec, cluster, tensor_calls, hides), launches, exchanged
 
@@ -402,7 +404,7 @@ def synchronisation_seconds(
     parallelism = spec.parallelism
     if not spec.stages.layout:
         parallelism = replace_cached(parallelism, virtual_stages=1)
-    overlapped = parallelism.sharding.overlaps
+    overlapped = parallelism.sharding.overlaps_by_default
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(
         spec,
@@ -439,7 +441,11 @@ def _after_backward(
     backward, and the optimizer with its reductions."""
     sync = _calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
     sync += partial_gradient_collectives(spec, rank)
-    moved = [] if spec.parallelism.sharding.overlaps else list(gradient_collectives(spec, rank))
+    moved = (
+        []
+        if spec.parallelism.sharding.overlaps_by_default
+        else list(gradient_collectives(spec, rank))
+    )
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _weights_moved(spec) * _seconds(
         spec, cluster, _calls_in_phase(moved, Phase.OPTIMIZER)
@@ -465,7 +471,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
 
     They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
     """
-    if not spec.parallelism.sharding.overlaps:
+    if not spec.parallelism.sharding.overlaps_by_default:
         return 0.0
     calls, of_weights = list(gradient_collectives(spec, 0)), _weights_moved(spec)
     reduced, gathered = (

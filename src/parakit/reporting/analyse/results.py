@@ -8,7 +8,7 @@ from typing import Any
 
 from parakit.config.run import Backend, RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import UnevenSplitError, total_parameters, rank_parameters
+from parakit.costs import UnevenSplitError, rank_parameters, total_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
 from parakit.logs import Run

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.run import Backend
-from parakit.costs import NUM_NODES, seconds_at_other_rate, link_seconds
+from parakit.costs import NUM_NODES, link_seconds, seconds_at_other_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, colour, grid

@@ -11,9 +11,9 @@ from parakit.costs import (
     LATEST_MEGATRON,
     MegatronVersion,
     communication_bytes,
+    estimate_rank_memory,
     held_parameters,
     logits_bytes,
-    estimate_rank_memory,
     rank_parameters,
 )
 from parakit.formatting.units import amount

@@ -119,7 +119,7 @@ def compare_calls(
     rows = tuple(
         CallRow(
             *key,
-            what="; ".join(dict.fromkeys(item.what for item in named[key])),
+            what="; ".join(dict.fromkeys(item.description for item in named[key])),
             measured_calls=sum(call.calls for call in made[key]),
             predicted_calls=sum(item.calls for item in named[key]),
             measured_wire_bytes=sum(call.wire_bytes for call in made[key]),

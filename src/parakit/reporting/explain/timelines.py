@@ -98,7 +98,11 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
 def _steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
     if split.pipeline == 1:
         return {way: [Step(way, n) for n in range(microbatches)] for way in _PASSES.values()}
-    worker, schedule, virtual = split.pipeline_rank(rank), split.run_schedule, split.virtual_stages
+    worker, schedule, virtual = (
+        split.pipeline_rank(rank),
+        split.executed_schedule,
+        split.virtual_stages,
+    )
     timeline = simulate_schedule(schedule, split.pipeline, microbatches, virtual=virtual)
     events = sorted(timeline.events, key=lambda event: event.start)
     own = [event.step for event in events if event.worker == worker]

@@ -19,9 +19,9 @@ from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import (
     EXAMPLE_STRATEGIES,
     Parallelism,
-    scale_batch,
     count_devices,
     parse_strategy,
+    scale_batch,
 )
 from parakit.costs import rank_collectives, total_wire_bytes
 from parakit.formatting.html import environment

@@ -10,8 +10,8 @@ from itertools import batched
 from parakit.config.run import RunSpec
 from parakit.costs import (
     PredictedMemory,
-    estimate_rank_memory,
     bytes_per_parameter,
+    estimate_rank_memory,
     rank_parameters,
 )
 from parakit.formatting.units import amount, count
@@ -162,7 +162,7 @@ def _layers(spec: RunSpec, stage: int) -> list[int]:
     """Which layers a stage holds: with virtual stages several stretches of them."""
     found: list[int] = []
     first = 0
-    counts = [spec.chunk_layers(each) for each in range(spec.parallelism.pipeline)]
+    counts = [spec.layers_per_chunk(each) for each in range(spec.parallelism.pipeline)]
     for chunk in zip(*counts, strict=True):
         for each, layers in enumerate(chunk):
             found += range(first, first + layers) if each == stage else ()

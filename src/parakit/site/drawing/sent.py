@@ -61,7 +61,7 @@ def _lines(spec: RunSpec, stages: Iterable[int]) -> list[_Sent]:
     found: dict[tuple[Phase, Group, Operation, str], _Sent] = {}
     for stage in stages:
         for call in rank_collectives(spec, stage):
-            key = (call.phase, call.group, call.operation, call.what)
+            key = (call.phase, call.group, call.operation, call.description)
             if call.phase is Phase.DATA:
                 key = (*key[:3], "the batch, which TP rank 0 reads")
             elif is_few(call):
@@ -96,7 +96,7 @@ def sent(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 
 def _over(split: Parallelism, group: Group) -> str:
     degrees = {"TP": split.tensor, "CP": split.context, "DP": split.data, "EP": split.expert}
-    degrees["TP of experts"] = split.tensor_of_experts
+    degrees["TP of experts"] = split.effective_expert_tensor
     words = [word for word in _OVER.get(group, ()) if degrees.get(word, 2) > 1]
     return f" over {joined(words)}" if words else ""
 

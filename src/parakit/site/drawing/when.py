@@ -12,8 +12,8 @@ from parakit.costs import (
     Pass,
     Phase,
     SimulatedSchedule,
-    rank_collectives,
     measure_schedule,
+    rank_collectives,
     simulate_schedule,
     sum_bytes_by_group,
 )
@@ -33,7 +33,7 @@ def when(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
     drawn = min(spec.microbatches, most - most % split.pipeline)
     virtual = split.virtual_stages
-    timeline = simulate_schedule(split.run_schedule, split.pipeline, drawn, virtual=virtual)
+    timeline = simulate_schedule(split.executed_schedule, split.pipeline, drawn, virtual=virtual)
     sheet.text(0, 12, "one iteration", "title")
     sheet.y = 22
     start, end = 58, WIDTH - 74
