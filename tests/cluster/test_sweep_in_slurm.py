@@ -120,7 +120,7 @@ def test_elements_get_what_the_sweep_was_given(
     assert {"RUN_FOLDER", "RUNTIME"} < set(got)
     assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
     theirs, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
-    launch = compose_job(target.under(theirs))
+    launch = compose_job(target.with_options(theirs))
     assert launch.arguments(str(folders[0])) == read_run(folders[0]).argv
     assert launch.saving == asked.saving
     assert launch.job.options.hang_timeout_seconds == 60

@@ -14,12 +14,17 @@ from parakit.costs.operations import Operation, Phase
 from parakit.experiments.zero_prediction import STUDY, Predicted, over_links, predict, scaling_table
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, joined
-from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
+from parakit.planner.advice import (
+    FAMILIES_OF_OTHER_TRAINERS,
+    StrategyFamily,
+    find_best_of_each_family,
+    strategy_family,
+)
 from parakit.planner.options import PlanOptions
-from parakit.planner.readings.neighbours import uncertainty
+from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.readings.published import h200_spec
 from parakit.planner.search import Candidate, Request, search_configurations
-from parakit.planner.ties import TIED
+from parakit.planner.ties import TIE_RATIO
 from parakit.planner.time.cluster import Cluster
 
 PREDICTED = (
@@ -80,7 +85,7 @@ def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> s
     assert winner is not None
     compared = next(
         candidate
-        for kind, candidate in best_of_each_family(request).items()
+        for kind, candidate in find_best_of_each_family(request).items()
         if other in (kind, candidate.strategy)
     )
     ratio = compared.seconds.total / winner.seconds.total
@@ -139,9 +144,9 @@ class SizeRow:
         """Which is faster by more than the planner's error."""
         if self.ratio is None:
             return "the only one" if self.plain or self.split else "neither fits"
-        if self.ratio > TIED:
+        if self.ratio > TIE_RATIO:
             return "data parallel"
-        return "split" if self.ratio < 1 / TIED else "within noise"
+        return "split" if self.ratio < 1 / TIE_RATIO else "within noise"
 
     def time(self, candidate: Candidate | None) -> str:
         """Strategy and time."""
@@ -184,12 +189,19 @@ def size_rows() -> tuple[SizeRow, ...]:
 
 def _size_row(model: str, gpus: int) -> SizeRow:
     request = request_of(model, gpus, SIZE_GPU)
-    pure = best_of_each_family(request)
-    unsplit = [pure[kind] for kind in pure if kind in PLAIN]
+    pure = find_best_of_each_family(request)
+    unsplit = [pure[kind] for kind in pure if kind in FAMILIES_OF_OTHER_TRAINERS]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
     # Strategies that split nothing are fewer than the search keeps.
     ranked = search_configurations(request).ranked
-    split = next((one for one in ranked if family_of(one.spec.parallelism) not in PLAIN), None)
+    split = next(
+        (
+            one
+            for one in ranked
+            if strategy_family(one.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
+        ),
+        None,
+    )
     return SizeRow(request, min(plain, key=lambda c: c.seconds.total, default=None), split)
 
 
@@ -197,6 +209,9 @@ def _time(request: Request, candidate: Candidate) -> str:
     """With the interval that the errors of measurements like it leave, if there are enough."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
-    ends = uncertainty(candidate.spec, request.cluster, request.own).interval() or (None, None)
+    ends = estimate_uncertainty(candidate.spec, request.cluster, request.own_runs).interval() or (
+        None,
+        None,
+    )
     low, high = (end and factor * end for end in ends)
     return f"{bracketed(factor * seconds, low, high, shape)} {unit}"

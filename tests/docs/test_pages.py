@@ -9,7 +9,7 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_figures
-from parakit.planner.readings.table import READINGS, read_rows
+from parakit.planner.readings.table import MEASUREMENTS_FILE, read_rows
 from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import CLAIMS, GUIDE, PAGES, PLANNER, placed, renewed
@@ -98,7 +98,7 @@ def test_no_blind_row_is_among_those_that_are_fitted() -> None:
     columns = ("url_or_path", "model", "gpu", "gpus", "metric", "value")
     fitted, blind = (
         {tuple(row[column] for column in columns) for _, row in read_rows(path)[1]}
-        for path in (READINGS, BLIND)
+        for path in (MEASUREMENTS_FILE, BLIND)
     )
     assert len(blind) == 31
     assert not blind & fitted

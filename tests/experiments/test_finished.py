@@ -27,7 +27,7 @@ def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
 ) -> None:
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
     targets = [parse_target(f"train-{name}-gpt2-tiny-2cpu") for name in (trained, asked)]
-    made, wanted = (compose_job(t.under(options)) for t in targets)
+    made, wanted = (compose_job(t.with_options(options)) for t in targets)
     folder = create_run_folder(made, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
     assert finished_runs(wanted) == ([folder] if found else [])
@@ -38,7 +38,7 @@ def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
 ) -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
-    launch = compose_job(target.under(options))
+    launch = compose_job(target.with_options(options))
     folder = create_run_folder(launch, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
     record = records.read_run(folder)

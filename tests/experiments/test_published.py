@@ -55,8 +55,8 @@ class Machine:
 
 @pytest.fixture
 def machine(two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr("parakit.launch.run_folder.kit_commit", lambda: None)
-    monkeypatch.setattr(runtime_module, "transformer_engine_imports", lambda: True)
+    monkeypatch.setattr("parakit.launch.run_folder.read_kit_commit", lambda: None)
+    monkeypatch.setattr(runtime_module, "can_import_transformer_engine", lambda: True)
     return Machine(monkeypatch)
 
 

@@ -6,7 +6,7 @@ from parakit.config.run import Backend, DeviceKind
 from parakit.experiments.tables.overtaking import SizePoint, crossover, fastest, verdicts
 from parakit.experiments.tables.sweep import draw_sweep, render
 from parakit.formatting.units import parameters
-from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate
+from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate_time
 from tests.experiments.factory import measured, pair
 from tests.reporting.factory import report_row
 
@@ -135,7 +135,7 @@ def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
     cells = []
     for backend, (wall, processor) in times.items():
         samples = [processor + 0.01 * n for n in range(21)]
-        row = report_row(ms=wall, backend=backend, processor=estimate([samples]))
+        row = report_row(ms=wall, backend=backend, processor=estimate_time([samples]))
         cells.append(replace(measured(backend, wall), row=row))
     text = render("s", cells, [])
     assert "- On 1 CPU rank megatron is faster than native" in text

@@ -26,7 +26,7 @@ from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.operations import Operation, Phase, describe_algorithm
 from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.report import Report, build_report
-from parakit.reporting.explain.closed_form import configuration_of_run
+from parakit.reporting.explain.closed_form import require_closed_form_spec
 from tests.reporting.factory import log_text, run_record, write_run
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)
@@ -42,7 +42,7 @@ def write(
 
 def load(folder: Path) -> tuple[Run, RunSpec]:
     run = load_folder(folder)
-    return run, configuration_of_run(run)
+    return run, require_closed_form_spec(run)
 
 
 def report_of(*folders: Path) -> Report:

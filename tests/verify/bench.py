@@ -305,7 +305,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
                 continue
             pair = cell.pair(Options())
             injected = replace(pair.job.options, patch_file=read_patch_file(str(bug.path)))
-            pair = replace(pair, job=pair.job.under(injected))
+            pair = replace(pair, job=pair.job.with_options(injected))
             verdict = bench.verifier.verify(pair).verdict
             names = " ".join(one.name for one in levels)
             said = verdict.sentence.replace("|", "/")

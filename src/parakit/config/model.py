@@ -79,7 +79,7 @@ class Mamba:
     @property
     def projected_columns(self) -> int:
         """Columns of the input projection: gate, x, B, C and a time step a head."""
-        return self.width + self.convolved + self.heads
+        return self.width + self.convolved_channels + self.heads
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class LinearAttention:
     @property
     def projected_columns(self) -> int:
         """Columns of the input projection: those, the gate, and two numbers a head."""
-        return self.convolved + self.values + 2 * self.value_heads
+        return self.convolved_channels + self.value_channels + 2 * self.value_heads
 
 
 GATED_DELTA_NET = "gated_delta_net"

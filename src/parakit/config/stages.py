@@ -176,7 +176,7 @@ def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
 def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
     """Numbers of virtual stages that this split admits."""
     most = -(-(layers + stages.counted_ends) // pipeline)
-    return tuple(v for v in range(1, most + 1) if not stages.problem(layers, pipeline, v))
+    return tuple(v for v in range(1, most + 1) if not stages.find_problem(layers, pipeline, v))
 
 
 def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:

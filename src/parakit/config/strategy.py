@@ -198,7 +198,7 @@ class Parallelism:
     @property
     def ranks_per_expert_copy(self) -> int:
         """Ranks that hold one copy of all experts; Megatron refuses a world that they do not divide."""
-        return self.tensor_of_experts * self.expert * self.pipeline
+        return self.effective_expert_tensor * self.expert * self.pipeline
 
     def with_expert_tensor(self, degree: int) -> Parallelism:
         """Return the parallelism with each expert over `degree` ranks of TP.

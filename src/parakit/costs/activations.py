@@ -142,7 +142,7 @@ def _groups(spec: RunSpec) -> list[Offloaded]:
 
 def residual_bytes(spec: RunSpec) -> int:
     """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
-    return spec.element_bytes * spec.tokens * spec.shape.hidden // spec.sequence_shards
+    return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
 
 
 class _Tensor(NamedTuple):

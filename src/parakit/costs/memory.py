@@ -44,7 +44,7 @@ def head_bytes(spec: RunSpec) -> int:
 
 def logit_elements(spec: RunSpec) -> int:
     """Logits of one micro batch on one rank of the last stage; the vocabulary is split over TP."""
-    return spec.tokens * spec.padded_vocabulary // spec.parallelism.tensor
+    return spec.micro_batch_tokens * spec.padded_vocabulary // spec.parallelism.tensor
 
 
 def logits_bytes(spec: RunSpec) -> int:
@@ -75,7 +75,7 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
     rank 0.
     """
-    return _bytes_in_flight(spec, pipeline_rank, spec.chunk_layers(pipeline_rank))
+    return _bytes_in_flight(spec, pipeline_rank, spec.layers_per_chunk(pipeline_rank))
 
 
 def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:

@@ -98,11 +98,11 @@ def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
     return ends.total + sum(
         count * _parameters(_layer_tensors(kind, 1, 1, 1)).total
-        for count, kind in shape.layers_by_kind(shape.mtp_layers_held)
+        for count, kind in shape.count_layers_by_kind(shape.stored_mtp_layers)
     )
 
 
-def describe_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
+def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
     """What it changes to train a model over the tokens of the kit's data; empty if they are its own.
 
     Args:

@@ -20,13 +20,13 @@ from parakit.launch import (
     SAMPLE,
     Launch,
     call_module,
-    check,
+    check_launch,
     choose_runtime,
-    command_line,
     compose_job,
+    format_command_line,
     make_sample,
 )
-from parakit.reporting import Entry, rows_of
+from parakit.reporting import Entry, build_entries_from_folders
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Study:
     @cached_property
     def rows(self) -> list[Entry]:
         """The report's, of each cell that has a run, in order."""
-        return list(filter(None, rows_of([result.folders for result in self.results])))
+        return list(
+            filter(None, build_entries_from_folders([result.folders for result in self.results]))
+        )
 
     @property
     def all_well(self) -> bool:
@@ -111,7 +113,7 @@ class Output:
     begin: Callable[[Study], None] | None = None
     """Say what is about to be trained."""
     shown: Callable[[Planned], str] = lambda planned: "\n".join(
-        map(command_line, planned.launches.values())
+        map(format_command_line, planned.launches.values())
     )
     """What DRY_RUN=1 prints."""
     also_interrupted: bool = False
@@ -199,7 +201,7 @@ def _checked(planned: Planned, experiment: Experiment) -> Planned:
     """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
 
     def look_at(cell: Cell) -> Launch:
-        check(planned.launches[cell])
+        check_launch(planned.launches[cell])
         return planned.launches[cell]
 
     launches, problems = _tried(look_at, planned.launches)

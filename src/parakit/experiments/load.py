@@ -33,7 +33,7 @@ from parakit.experiments.definition import (
     VariableValue,
 )
 from parakit.launch import (
-    OF_A_RUN,
+    RUN_SETTINGS,
     Job,
     Options,
     options_from_texts,
@@ -219,7 +219,7 @@ class _Loader:
         if file.apart:
             own["runs"] = options.runs / file.report / entry.label
         repeats = entry.repeats or options.repeats
-        return Cell(job.under(replace(options, **own)), entry.label, entry.why, repeats)
+        return Cell(job.with_options(replace(options, **own)), entry.label, entry.why, repeats)
 
     def _own(self, entry: _Entry) -> dict[str, Any]:
         """An entry's variables over its base's; EXTRA comes behind, FUSED is joined."""
@@ -285,7 +285,7 @@ def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[s
         for key, value in variables.items()
     }
     read, unset = options_from_texts(texts), Options()
-    known = {setting.name for setting in OF_A_RUN}
+    known = {setting.name for setting in RUN_SETTINGS}
     for key in texts:
         others = {other: text for other, text in texts.items() if other != key}
         if key not in known:

@@ -16,7 +16,7 @@ from rich.console import Console
 from parakit.artifacts import run as records
 from parakit.artifacts.identity import Identity, identify_run
 from parakit.artifacts.run import RunRecord, Status, decode_run
-from parakit.cluster import job_states
+from parakit.cluster import query_job_states
 from parakit.config.errors import LaunchError
 from parakit.config.run import Backend
 from parakit.experiments.definition import Cell, Experiment
@@ -24,15 +24,15 @@ from parakit.formatting.terminal import say
 from parakit.launch import (
     Launch,
     WarmPool,
-    computed_by,
-    ensure_start_checkpoint,
+    choose_image,
+    ensure_initial_checkpoint,
     execute_launch,
-    follow,
-    identity_here,
-    image_asked,
-    outcome,
-    over_nodes,
-    read_job,
+    format_outcome,
+    identify_computation,
+    identify_launch,
+    read_job_record,
+    read_run_statuses,
+    spread_over_nodes,
     submit_array,
 )
 from parakit.logs import find_run_folders
@@ -139,14 +139,14 @@ class Runner:
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
         began, folder = time.monotonic(), None
         try:
-            launch = launch.forked(self._warm) if self.experiment.file.warm else launch
-            ensure_start_checkpoint(launch, self.console)
+            launch = launch.fork_from_pool(self._warm) if self.experiment.file.warm else launch
+            ensure_initial_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute_launch(limited, launch.job.options.runs, self.console, title)
         except LaunchError as error:
             said = problem = str(error)
         else:
-            said = outcome(folder, status)
+            said = format_outcome(folder, status)
             problem = "" if status.status is Status.OK else f"{status.status}: {status.reason}"
         seconds = time.monotonic() - began
         longest = self._longest_seconds.get(launch.iterations, 0.0)
@@ -192,7 +192,7 @@ def finished_runs(launch: Launch) -> list[Path]:
     same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
     """
     folders = _folders_like(launch)
-    wanted = identity_here(launch, launch.job.options.runs) if folders else None
+    wanted = identify_launch(launch, launch.job.options.runs) if folders else None
     return [folder for folder in folders if wanted and _is_same(folder, wanted)]
 
 
@@ -203,14 +203,14 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         LaunchError: Slurm is not here, does not answer, or refuses a job.
     """
     (runs,) = {launch.job.options.runs for launch in launches.values()}
-    jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job(folder))]
-    if job_states(jobs) is None:
+    jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job_record(folder))]
+    if query_job_states(jobs) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
             "what is on its way cannot be distinguished from what is missing; repeat the command once "
             "it does."
         )
-    seen = {one.run: one.state for one in follow(runs)}
+    seen = {one.run: one.state for one in read_run_statuses(runs)}
     groups: dict[str, list[Launch]] = {}
     for cell, launch in launches.items():
         slurm = launch.job.options.slurm
@@ -219,15 +219,15 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
         wanted = cell.repeats - len(_find_runs_in_state(ON_THE_WAY, seen, launch))
         if wanted > 0:
-            spread = over_nodes(launch, nodes)
-            groups.setdefault(launch.job.place, []).extend([spread] * wanted)
+            spread = spread_over_nodes(launch, nodes)
+            groups.setdefault(launch.job.device_suffix, []).extend([spread] * wanted)
     for place, each in groups.items():
         submit_array(f"sweep-{place}", each, console)
 
 
 def finished_in_slurm(launch: Launch) -> list[Path]:
     """Runs of this cell that a job made and that ended well, newest first."""
-    seen = {one.run: one.state for one in follow(launch.job.options.runs)}
+    seen = {one.run: one.state for one in read_run_statuses(launch.job.options.runs)}
     return _find_runs_in_state((Status.OK.value,), seen, launch)
 
 
@@ -246,7 +246,7 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
 
     What it is asked for is composed here, as it was then; `run.json` is what the nodes made of it.
     """
-    job = read_job(folder)
+    job = read_job_record(folder)
     if job is None or job.submitted is None:
         return False
     try:
@@ -255,8 +255,8 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
         alike = len({identify_run(attempt).training for attempt in _attempts_of(folder)}) == 1
     except (OSError, ValueError):
         return False
-    same_image = job.image == image_asked(launch)
-    same_work = identify_run(asked).training == computed_by(launch)
+    same_image = job.image == choose_image(launch)
+    same_work = identify_run(asked).training == identify_computation(launch)
     return alike and same_work and asked.entry == launch.entry and same_image
 
 

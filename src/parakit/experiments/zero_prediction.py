@@ -20,7 +20,14 @@ from parakit.config.model import find_model
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
-from parakit.planner import TIED, PlanOptions, TimedStrategy, are_tied, plan_options, time_strategy
+from parakit.planner import (
+    TIE_RATIO,
+    PlanOptions,
+    TimedStrategy,
+    are_tied,
+    plan_options,
+    time_strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
     said: dict[str, list[str]] = {}
     for name, share in shares.items():
         limits = (STUDY.scales, STUDY.poorly)
-        near = [limit for limit in limits if limit / TIED < share < limit * TIED]
+        near = [limit for limit in limits if limit / TIE_RATIO < share < limit * TIE_RATIO]
         if near:
             verdict = f"within noise of {near[0]:.0%}"
         elif STUDY.poorly <= share < STUDY.scales:

@@ -62,7 +62,7 @@ def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_o
     untied = "--untie-embeddings-and-output-weights"
     both = composed("fsdp2-gpt2-tiny-2cpu")
     assert all(untied in one.flags for one in both.launches)
-    assert both.strategy.start_checkpoint == both.reference.start_checkpoint
+    assert both.strategy.initial_checkpoint == both.reference.initial_checkpoint
     assert not any(untied in one.flags for one in composed("tp2-gpt2-tiny-2cpu").launches)
 
 
@@ -192,7 +192,7 @@ def test_another_megatron_begins_with_the_weights_of_the_reference(
     pair = composed("tp2-gpt2-tiny-2cpu", reference="tp2", megatron_lm=fork)
     assert pair.mode is not None
     assert pair.mode.startswith("Megatron 0.18.2 against Megatron 0.")
-    assert pair.strategy.start_checkpoint == pair.reference.start_checkpoint
+    assert pair.strategy.initial_checkpoint == pair.reference.initial_checkpoint
     loaded = [Flags(one.flags).text("--load") for one in (pair.strategy, pair.reference)]
     assert loaded[0] == loaded[1]
 

@@ -85,4 +85,4 @@ def _exchanged(spec: RunSpec) -> Iterator[CollectiveCall]:
 def _heads_bytes(spec: RunSpec, heads: int) -> int:
     """Bytes of `heads` heads of one micro batch on one rank."""
     width = heads * spec.shape.head_width // spec.parallelism.tensor
-    return spec.element_bytes * spec.tokens * width
+    return spec.element_bytes * spec.micro_batch_tokens * width

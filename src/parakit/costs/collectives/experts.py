@@ -58,7 +58,7 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 def routed_tokens(spec: RunSpec) -> int:
     """Copies of tokens that a rank sends or receives in one micro batch, whichever is more."""
     copies = spec.micro_batch_tokens // spec.sequence_shards * spec.shape.experts_per_token
-    return round(copies * max(spec.sent_to_experts, spec.received_by_experts))
+    return round(copies * max(spec.expert_send_ratio, spec.expert_receive_ratio))
 
 
 def _layer_calls(

@@ -207,7 +207,7 @@ def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[
 
 def hidden_bytes(spec: RunSpec) -> int:
     """U: the hidden states of one micro batch on one CP rank, whole over TP."""
-    return spec.element_bytes * spec.tokens * spec.shape.hidden
+    return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
 
 
 def _call(

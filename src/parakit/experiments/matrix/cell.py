@@ -16,7 +16,14 @@ from parakit.config.run import DeviceKind, OptimizerName
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.matrix.definition import Family, Layout, Level
 from parakit.experiments.verify.pairs import MICRO_BATCH, PREFIX, LaunchPair
-from parakit.launch import NO_OPTIONS, SMALL_SAMPLE, Job, Options, make_command, read_patch_file
+from parakit.launch import (
+    NO_OPTIONS,
+    SMALL_SAMPLE,
+    Job,
+    Options,
+    format_make_command,
+    read_patch_file,
+)
 from parakit.verify import Finding
 
 _VARIABLES = (
@@ -110,7 +117,7 @@ class MatrixCell:
         """What repeats it alone."""
         pair = self.pair()
         given = {**pair.variables, "MEGATRON_LM": megatron_lm}
-        return make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
+        return format_make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
 
     def only(self, levels: Iterable[Level]) -> MatrixCell:
         """The same strategy with some levels, and what these need."""

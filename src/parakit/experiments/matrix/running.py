@@ -29,7 +29,7 @@ from parakit.experiments.matrix.outcome import (
 )
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
-from parakit.launch import Options, find_entry, kit_commit
+from parakit.launch import Options, find_entry, read_kit_commit
 from parakit.verify import Finding, refuse_comparison
 
 Verify = Callable[[MatrixCell], CellRecord]
@@ -99,7 +99,7 @@ class CellVerifier:
             **found,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             megatron=f"{entry.megatron_version}{commit}",
-            kit=kit_commit() or "",
+            kit=read_kit_commit() or "",
             more=cell.more,
             patch=cell.patch,
         )

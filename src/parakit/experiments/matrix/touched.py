@@ -110,7 +110,7 @@ def recorded(
             scratch.mkdir()
             pair = cell.pair(replace(options, runs=folder))
             asked = replace(pair.job.options, iterations=1, patch_file=recorder)
-            verified = compose_pair(replace(pair, job=pair.job.under(asked)))
+            verified = compose_pair(replace(pair, job=pair.job.with_options(asked)))
             try:
                 ranks.ensure_start(verified.reference)
             except LaunchError:

@@ -11,7 +11,7 @@ from parakit.experiments.tables import bullets, page
 from parakit.experiments.tables.zero import in_ms, ratio
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import change, known, megabytes, rounded, signed_percent
-from parakit.reporting import Entry, compare, time_text
+from parakit.reporting import Entry, compare_times, format_time
 
 _PAIRS = (
     (("megatron", "dp2"), ("native", "dp2")),
@@ -38,7 +38,7 @@ def verdicts(rows: Sequence[Entry]) -> list[str]:
         one, two = by_pair.get(reference), by_pair.get(other)
         if one and two and one.estimate and two.estimate:
             names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
-            over = compare(one.estimate, two.estimate)
+            over = compare_times(one.estimate, two.estimate)
             speed = f"{abs(1 - 1 / over.ratio):.1%} {'faster' if over.ratio < 1 else 'slower'}"
             end = " on this machine" if over.verdict.is_clear else f", which is {over.verdict}"
             sentences.append(f"{names}: {speed}{end}.")
@@ -54,8 +54,8 @@ def _columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Strategy", lambda row: row.strategy),
         Column("Status", lambda row: row.status),
         Column("Parity", lambda row: "" if row is bare else row.parity.verdict),
-        Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
-        Column("Passes alone", lambda row: row.pass_seconds, in_ms),
+        Column("ms/iteration [95%]", lambda row: row.estimate, format_time),
+        Column("Passes alone", lambda row: row.pass_seconds_without_communication, in_ms),
         Column("Overhead", lambda row: row.overhead, signed_percent),
         Column("Against bare", against_bare, partial(change, decimals=1)),
         Column("Samples/s", lambda row: row.samples_per_second, rounded),

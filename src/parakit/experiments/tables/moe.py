@@ -28,7 +28,13 @@ from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import DASH, bracketed, known, rounded
 from parakit.logs import Run
-from parakit.reporting import Entry, Estimate, compare, conditions, pooled
+from parakit.reporting import (
+    Entry,
+    Estimate,
+    compare_times,
+    describe_conditions,
+    estimate_pooled_runs,
+)
 
 SOURCE = "000"
 TOLERANCE = 1e-5
@@ -77,7 +83,7 @@ def render(model: str, runs: Group, notes: Sequence[str]) -> str:
         ),
         *_scores(runs),
         *notes,
-        *conditions(_runs(runs)),
+        *describe_conditions(_runs(runs)),
     ]
     rows = tuple(map(_Row, kinds.values(), found))
     published = load_published()
@@ -190,10 +196,10 @@ def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
     sentences = []
     for (backend, strategy, optimizer, activation), group in kinds.items():
         other = kinds.get(("native", strategy, optimizer, activation))
-        one, two = pooled(_runs(group)), pooled(_runs(other or ()))
+        one, two = estimate_pooled_runs(_runs(group)), estimate_pooled_runs(_runs(other or ()))
         if backend != "megatron" or one is None or two is None:
             continue
-        result = compare(one, two)
+        result = compare_times(one, two)
         span = f", {result.span}" if result.span else ""
         verdict = result.verdict.against("Megatron")
         parts = {"strategy": strategy, "optimizer": optimizer, "verdict": verdict, "span": span}
@@ -228,7 +234,7 @@ _COLUMNS: tuple[Column[_Row], ...] = (
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),
     Column("Activation", lambda row: row.group[0].activation or DASH),
-    Column("Iterations/s [95%]", lambda row: pooled(_runs(row.group)), _rate),
+    Column("Iterations/s [95%]", lambda row: estimate_pooled_runs(_runs(row.group)), _rate),
     _scores_column("Run, start included", lambda run: run.run.status.wall_seconds, "{:.0f} s"),
     _scores_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
     _scores_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),

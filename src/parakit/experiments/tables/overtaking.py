@@ -14,7 +14,7 @@ from parakit.costs import total_parameters
 from parakit.experiments.runner import CellResult
 from parakit.formatting.units import joined, parameters, plural
 from parakit.launch import Job
-from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare
+from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare_times
 
 Devices = tuple[int, DeviceKind]
 
@@ -115,7 +115,7 @@ def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
     if reference.estimate is None or other.estimate is None:
         return None
     weight = reference.tokens_per_iteration / other.tokens_per_iteration
-    return compare(reference.estimate, other.estimate, weight)
+    return compare_times(reference.estimate, other.estimate, weight)
 
 
 def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swept]]:

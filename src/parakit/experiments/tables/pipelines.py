@@ -11,7 +11,7 @@ from parakit.experiments.tables import bullets, page, sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, joined, known, megabytes, percent
-from parakit.reporting import Entry, ideal_bubble, time_text
+from parakit.reporting import Entry, format_time, ideal_bubble
 
 CLOSE = 1e-3
 """Losses of runs that compute the same differ by rounding, far less than this share."""
@@ -115,7 +115,7 @@ def _columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
         Column("Staleness", _staleness),
         Column("Weights by stage", _weights),
         Column("Bubble (schedule's)", _bubble),
-        Column("ms/iteration [95%]", lambda row: row.estimate, time_text),
+        Column("ms/iteration [95%]", lambda row: row.estimate, format_time),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),
     )
 

@@ -19,7 +19,16 @@ from parakit.experiments.tables.overtaking import Swept, compare_tokens, fastest
 from parakit.formatting.table import Column, Table, markdown_table, markdown_text
 from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import DASH, count, interval, loss, number, parameters
-from parakit.reporting import WIDTH_INCHES, Chart, Estimate, colour, conditions, draw, grid, rows_of
+from parakit.reporting import (
+    WIDTH_INCHES,
+    Chart,
+    Estimate,
+    add_grid,
+    build_entries_from_folders,
+    describe_conditions,
+    draw_chart,
+    entry_colour,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +74,7 @@ def encode_sweep_cells(planned: Planned) -> str:
 
 def finish(study: Study) -> int:
     """Write what there is and say it; 0 if all is there."""
-    rows = rows_of([result.runs for result in study.results])
+    rows = build_entries_from_folders([result.runs for result in study.results])
     results = [
         Swept(result, row, row.estimate if row else None)
         for result, row in zip(study.results, rows, strict=True)
@@ -110,13 +119,13 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
             f"{missing} of {len(results)} cells are not complete; the same command resumes."
         )
     rows = [result.row for result in results if result.row]
-    return [*said, *conditions(run for row in rows for run in row.configuration.runs)]
+    return [*said, *describe_conditions(run for row in rows for run in row.configuration.runs)]
 
 
 def _use_processor_time(result: Swept) -> Swept:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
     known = result.row if result.job.device is DeviceKind.CPU else None
-    return replace(result, estimate=known.processor if known else None)
+    return replace(result, estimate=known.processor_ms if known else None)
 
 
 def _time(found: Estimate | None) -> str:
@@ -143,7 +152,7 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     return (
         Column("Model", lambda one: one.job.model.name),
         Column("Parameters", lambda one: one.parameters, parameters),
-        Column("Devices", lambda one: one.job.place),
+        Column("Devices", lambda one: one.job.device_suffix),
         Column("Strategy", lambda one: one.job.strategy),
         Column("Batch (micro/global)", lambda one: str(one.result.launch.spec.batch)),
         Column("Backend", lambda one: one.backend),
@@ -193,7 +202,7 @@ def draw_sweep(results: Sequence[Swept]) -> Chart | None:
         "Tokens a second over all devices at the median iteration, with 95% intervals; where a "
         "backend has several strategies on as many devices, its fastest."
     )
-    return draw("sweep", "Throughput by model size", text, partial(_paint, results=results))
+    return draw_chart("sweep", "Throughput by model size", text, partial(_paint, results=results))
 
 
 def _paint(figure: Figure, results: Sequence[Swept]) -> None:
@@ -210,7 +219,7 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
                 [high - rate for rate, (_, high) in zip(rates, spans, strict=True)],
             ],
             label=f"{backend}, {devices[0]} {devices[1]}",
-            color=colour(place),
+            color=entry_colour(place),
             marker=_MARKERS[place % len(_MARKERS)],
             markersize=5,
             capsize=3,
@@ -225,4 +234,4 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
     axes.set_xticks([], minor=True)
     axes.set_ylabel("tokens a second")
     axes.legend()
-    grid(axes)
+    add_grid(axes)

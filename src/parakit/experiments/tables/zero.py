@@ -20,7 +20,7 @@ from parakit.formatting.units import (
     rounded,
     times,
 )
-from parakit.reporting import Entry, compare, time_text
+from parakit.reporting import Entry, compare_times, format_time
 
 SOURCE = "002"
 
@@ -79,7 +79,7 @@ def verdicts(rows: Sequence[Entry]) -> list[str]:
     if not timed:
         return said
     fastest, best = min(timed, key=lambda each: each[1].median)
-    close = [row for row, found in timed if not compare(best, found).verdict.is_clear]
+    close = [row for row, found in timed if not compare_times(best, found).verdict.is_clear]
     others = [_name(row) for row in close if row is not fastest]
     weighed = [row for row in close if row.peak_bytes]
     used = min(weighed, key=lambda row: row.peak_bytes or 0, default=fastest)
@@ -112,7 +112,7 @@ def _speedup(method: _Method) -> str:
     one, two = baseline.estimate if baseline else None, row.estimate
     if one is None or two is None:
         return DASH
-    found = compare(one, two)
+    found = compare_times(one, two)
     text = times(1 / found.ratio)
     return text if found.verdict.is_clear or row is baseline else f"{text}, {found.verdict}"
 
@@ -141,7 +141,9 @@ def _beside(
 
 def _share(name: str, place: int, phase: str) -> Column[_Method]:
     def measured(method: _Method) -> str:
-        return percent(method.row.shares[place] if method.row.shares else None)
+        return percent(
+            method.row.published_fractions[place] if method.row.published_fractions else None
+        )
 
     return _beside(name, measured, lambda figure: figure.shares.get(phase), percent)
 
@@ -159,7 +161,7 @@ _PERFORMANCE = (
     ),
     _beside(
         "ms/iteration [95%]",
-        lambda method: time_text(method.row.estimate),
+        lambda method: format_time(method.row.estimate),
         lambda figure: next(iter(figure.iteration_ms), None),
         known("{:g}"),
     ),

@@ -34,14 +34,14 @@ from parakit.launch import (
     Launch,
     Options,
     WarmPool,
-    check,
-    dry_run,
-    ensure_start_checkpoint,
+    check_launch,
+    describe_chosen_split,
+    describe_vocabulary_change,
+    ensure_initial_checkpoint,
     execute_launch,
-    make_command,
+    format_make_command,
     make_sample,
-    other_split,
-    other_vocabulary,
+    print_dry_run,
 )
 from parakit.verify import (
     Capture,
@@ -120,7 +120,7 @@ def verify(
     """
     verification = compose_pair(pair_of(target, given, options))
     if options.dry_run:
-        return max(map(dry_run, verification.launches))
+        return max(map(print_dry_run, verification.launches))
     folder = options.runs / f"{utc_stamp()}-{verification.pair.target}"
     return carried_out(verification, console, folder, also).verdict.exit_code
 
@@ -143,18 +143,21 @@ def carried_out(
         LaunchError: It cannot run here; nothing was written.
     """
     launches, pair = verification.launches, verification.pair
-    for sentence in (other_vocabulary(verification.strategy), other_split(verification.strategy)):
+    for sentence in (
+        describe_vocabulary_change(verification.strategy),
+        describe_chosen_split(verification.strategy),
+    ):
         if sentence:
             say(console, sentence, "yellow")
     for launch in launches:
         make_sample(launch.data, console)
-        check(launch)
+        check_launch(launch)
     results = folder / VERIFY_FOLDER / pair.job.name
 
     with WarmPool() as pool:
         verification = verification.forked(pool)
         for launch in verification.launches:
-            ensure_start_checkpoint(launch, console)
+            ensure_initial_checkpoint(launch, console)
         with _scratch(folder) as scratch:
 
             def trained(part: str, launch: Launch) -> str:
@@ -172,7 +175,7 @@ def carried_out(
         reference=pair.other,
         layout=pair.job.strategy,
         mode=verification.mode,
-        command=make_command(pair.target, pair.variables),
+        command=format_make_command(pair.target, pair.variables),
     )
     judgement = replace(judgement, verdict=verdict)
     _write(results, judgement)  # Without the tensors there is room again.

@@ -32,10 +32,10 @@ from parakit.launch import (
     NO_TRANSFORMERS,
     Job,
     Options,
-    check,
+    check_launch,
     compose_job,
     execute_launch,
-    folder_of,
+    fetch_model_folder,
     parse_target,
 )
 
@@ -105,7 +105,7 @@ def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
     from parakit.convert import CONFIGS, write_model
 
     if given is not None:
-        folder = folder_of(given)
+        folder = fetch_model_folder(given)
         yield folder, folder.resolve().name.lower()
         return
     for family, config in CONFIGS.items():
@@ -142,7 +142,7 @@ class _Prover:
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
         for strategy in self.strategies:
-            pair = LaunchPair(job.laid(*strategy), HF, self.extra_b)
+            pair = LaunchPair(job.with_strategy(*strategy), HF, self.extra_b)
             verification, own = compose_pair(pair), self.folder / pair.job.name
             self.console.print(f"{pair.job.name}: {verification.mode}", highlight=False)
             verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
@@ -166,8 +166,8 @@ class _Prover:
         )
         name, steps, losses = job.model.name, f"{STEPS} steps", []
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
-            launch = compose_job(job.under(replace(own, backend=backend)))
-            check(launch)
+            launch = compose_job(job.with_options(replace(own, backend=backend)))
+            check_launch(launch)
             run, status = execute_launch(launch, self.folder, self.console, f"{steps}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"

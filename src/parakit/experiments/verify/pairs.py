@@ -133,8 +133,11 @@ class Verification:
 
     def forked(self, pool: WarmPool) -> Verification:
         """The same with ranks from a process that has imported Megatron: that is most of a short run."""
-        strategy, reference = self.strategy.forked(pool), self.reference.forked(pool)
-        saving = self.saving.forked(pool) if self.saving else None
+        strategy, reference = (
+            self.strategy.fork_from_pool(pool),
+            self.reference.fork_from_pool(pool),
+        )
+        saving = self.saving.fork_from_pool(pool) if self.saving else None
         return replace(self, strategy=strategy, reference=reference, saving=saving)
 
     @property
@@ -209,7 +212,7 @@ def compose_pair(pair: LaunchPair) -> Verification:
         dropout = 0.0  # Other strategies draw other masks; EXTRA= still has its own.
     # What torch FSDP2 needs; another strategy would have other weights without.
     untied = (UNTIED,) if UNTIED in job.flags else ()
-    alike = job.under(
+    alike = job.with_options(
         replace(
             options,
             dropout=dropout,
@@ -223,7 +226,7 @@ def compose_pair(pair: LaunchPair) -> Verification:
             extra=(*untied, *(("--bf16",) if pair.is_bf16 else ()), *options.extra),
         )
     )
-    own = alike.under(
+    own = alike.with_options(
         replace(
             alike.options,
             extra=(*alike.options.extra, *pair.flags),
@@ -234,7 +237,7 @@ def compose_pair(pair: LaunchPair) -> Verification:
     strategy = _share_initial_weights(reference, compose_job(own))
     saving = None
     if pair.saving:
-        there = own.laid(pair.saving, _devices(pair.saving, job))
+        there = own.with_strategy(pair.saving, _devices(pair.saving, job))
         saving = _share_initial_weights(reference, compose_job(there))
     verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
     for launch in verification.launches:
@@ -263,7 +266,7 @@ def _micro_batches(pair: LaunchPair) -> int:
 
 def _reference(named: str, job: Job) -> Launch:
     if named not in WRITTEN_AGAIN:
-        launch = compose_job(job.laid(named, _devices(named, job)))
+        launch = compose_job(job.with_strategy(named, _devices(named, job)))
         if launch.spec.parallelism.sharding.is_megatron_fsdp:
             raise LaunchError(
                 f"The reference {named} keeps its weights in flat buffers, where the response to a "
@@ -277,7 +280,7 @@ def _reference(named: str, job: Job) -> Launch:
             "DTYPE= out."
         )
     again = replace(job.options, backend=WRITTEN_AGAIN[named], patch_file=None)
-    return compose_job(job.laid("baseline", 1).under(again))
+    return compose_job(job.with_strategy("baseline", 1).with_options(again))
 
 
 def _padded_as(strategy: Launch, reference: Launch) -> Launch:
@@ -297,13 +300,13 @@ def _devices(strategy: str, job: Job) -> int:
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
     """The launch, from the reference's starting weights where its Megatron would make others."""
-    ours, theirs = launch.start_checkpoint, reference.start_checkpoint
+    ours, theirs = launch.initial_checkpoint, reference.initial_checkpoint
     if ours is None or theirs is None or launch.model.flags != reference.model.flags:
         return launch
     old, new = relative_to_root(ours), relative_to_root(theirs)
     return replace(
         launch,
-        start_checkpoint=theirs,
+        initial_checkpoint=theirs,
         flags=tuple(new if word == old else word for word in launch.flags),
         environment={
             name: new if value == old else value for name, value in launch.environment.items()

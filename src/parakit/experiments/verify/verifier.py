@@ -18,17 +18,17 @@ from parakit.config import variables
 from parakit.experiments.verify.command import SharedReferences, judged, keep_log
 from parakit.experiments.verify.pairs import LaunchPair, compose_pair
 from parakit.launch import (
-    CPU_RANK,
+    CPU_RANK_ENVIRONMENT,
     Launch,
     Options,
     WarmMegatron,
-    ensure_start_checkpoint,
+    ensure_initial_checkpoint,
     find_entry,
 )
 from parakit.logs import diagnose_log, scrape_log
 from parakit.verify import Judgement
 
-START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
+START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK_ENVIRONMENT}
 """What must be set before torch is imported."""
 
 
@@ -59,7 +59,7 @@ class ForkedRanks:
         environment = {**os.environ, **START, **launch.environment, **(also or {})}
         seconds = self.start_seconds + self.iteration_seconds * launch.iterations
         with log.open("wb") as file:
-            arguments = (self.warm.entry, *launch.flags_on_data)
+            arguments = (self.warm.entry, *launch.flags_with_sample_indices)
             return self.warm.run(launch.devices, arguments, environment, file, seconds)
 
     def ensure_start(self, launch: Launch) -> None:
@@ -68,7 +68,7 @@ class ForkedRanks:
         Raises:
             LaunchError: Megatron did not write them.
         """
-        ensure_start_checkpoint(launch, Console(quiet=True), self.exit_code)
+        ensure_initial_checkpoint(launch, Console(quiet=True), self.exit_code)
 
     def close(self) -> None:
         """End the process that forks."""
@@ -95,7 +95,7 @@ class Verifier:
         Raises:
             LaunchError: The two would do different work.
         """
-        job = pair.job.under(replace(pair.job.options, runs=self.folder))
+        job = pair.job.with_options(replace(pair.job.options, runs=self.folder))
         verification = compose_pair(replace(pair, job=job))
         self.ranks.ensure_start(verification.reference)
         if not both:

@@ -80,7 +80,7 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
     return LayerBytes(
         int(sum(part.forward for part in parts)),
         int(sum(part.backward for part in parts)),
-        int(sum(part.forward for part in parts if spec.recompute.again(*part.modules))),
+        int(sum(part.forward for part in parts if spec.recompute.recomputes(*part.modules))),
     )
 
 

@@ -11,7 +11,7 @@ from parakit.config.run import Backend
 from parakit.costs import NUM_NODES, link_seconds, seconds_at_other_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
+from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,7 +97,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
     for place, curve in enumerate(curves):
-        hue = colour(place)
+        hue = entry_colour(place)
         dots = [(rate / _GIGA, time) for rate, time in curve.points]
         look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
         axes.plot(*zip(*dots, strict=True), color=hue, label=curve.name, **look)
@@ -117,7 +117,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("Gbit/s between the two halves of the ranks (logarithmic)")
     axes.set_ylabel("ms an iteration")
-    grid(axes)
+    add_grid(axes)
     figure.legend(loc="outside right upper", handlelength=2.4)
 
 

@@ -31,7 +31,7 @@ from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
 from parakit.data import EVAL_ITERATIONS_FLAG, SPLIT_FLAG
-from parakit.launch.compose import Launch, compose
+from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
@@ -40,12 +40,12 @@ from parakit.logs import diagnose_log
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
 
-Run = Callable[[Launch, Path], int]
+RunLaunch = Callable[[Launch, Path], int]
 """Trains a launch on one rank, whose output goes to a log; its exit code."""
 
 
-def ensure_start_checkpoint(
-    launch: Launch, console: Console, run: Run | None = None
+def ensure_initial_checkpoint(
+    launch: Launch, console: Console, run: RunLaunch | None = None
 ) -> Path | None:
     """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
 
@@ -57,7 +57,7 @@ def ensure_start_checkpoint(
     Raises:
         LaunchError: Megatron did not write it; the message names its log.
     """
-    path = launch.start_checkpoint
+    path = launch.initial_checkpoint
     if path is None or launch.resume_point:  # Which loads what it saved.
         return None
     is_there = path.is_dir()
@@ -89,7 +89,7 @@ def ensure_start_checkpoint(
     return path
 
 
-def _write(path: Path, launch: Launch, run: Run) -> None:
+def _write(path: Path, launch: Launch, run: RunLaunch) -> None:
     try:
         with atomic_directory(path) as partial:
             log = partial / LOG_FILE
@@ -187,7 +187,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
         patch_file=None,
     )
     job = Job("baseline", launch.model, 1, launch.spec.device, alone)
-    composed = compose(job, launch.runtime)
+    composed = compose_launch(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
     noise = {variables.START_NOISE: str(alone.seed)} if alone.noisy_start else {}
     return replace(composed, warm=launch.warm, environment=composed.environment | noise)
