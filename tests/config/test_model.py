@@ -240,7 +240,7 @@ def test_a_token_attends_to_those_of_its_window_alone() -> None:
     )
     assert (
         replace(plain, window=8, windowed_fraction=1.0).effective_attention_length(8)
-        == plain.attended(8)
+        == plain.effective_attention_length(8)
         == 8
     )
 

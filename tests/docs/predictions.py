@@ -11,7 +11,13 @@ from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, Parallelism, scale_batch
 from parakit.costs.collectives.tensor import layer_collectives
 from parakit.costs.operations import Operation, Phase
-from parakit.experiments.zero_prediction import STUDY, Predicted, over_links, predict, scaling_table
+from parakit.experiments.zero_prediction import (
+    SETTINGS,
+    PredictedMethod,
+    format_links_table,
+    format_scaling_table,
+    predict_methods,
+)
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, joined
 from parakit.planner.advice import (
@@ -102,7 +108,7 @@ def _over_a_slow_link(model: str) -> str:
     assert plain.timed is not None
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
     return (
-        f"{model} on 2 {REPORT_GPU.upper()} over {STUDY.links[SLOW_LINK]}: "
+        f"{model} on 2 {REPORT_GPU.upper()} over {SETTINGS.links[SLOW_LINK]}: "
         f"`{pipeline.timed.candidate.strategy}` {pipeline.time} ms; "
         f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
     )
@@ -112,15 +118,17 @@ def report_tables() -> list[str]:
     """Markdown: the DeepSpeed report's large model over links, and on many nodes."""
     model = REPORT_MODELS[-1]
     return [
-        over_links(_report(model, 2, tuple(STUDY.links))),
-        scaling_table([one for n in STUDY.nodes for one in _report(model, n, tuple(STUDY.links))]),
+        format_links_table(_report(model, 2, tuple(SETTINGS.links))),
+        format_scaling_table(
+            [one for n in SETTINGS.nodes for one in _report(model, n, tuple(SETTINGS.links))]
+        ),
     ]
 
 
 @cache
-def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[Predicted, ...]:
+def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[PredictedMethod, ...]:
     options = PlanOptions(model, REPORT_GPU, dtype=REPORT_DTYPE)
-    return predict(options, (nodes,), links)
+    return predict_methods(options, (nodes,), links)
 
 
 @dataclass(frozen=True)

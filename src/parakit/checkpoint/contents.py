@@ -238,7 +238,7 @@ def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
             yield f"{name} lacks the piece at {list(lacking[0])}."
         if flaw := _covering_flaw(tensor):
             yield f"The pieces of {name} {flaw}."
-    for file, parts in stored.by_file.items():
+    for file, parts in stored.parts_by_file.items():
         path = folder / file
         if flaw := describe_file_problem(path):
             yield f"{file} {flaw}, with {len(parts)} pieces."

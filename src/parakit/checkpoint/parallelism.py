@@ -161,7 +161,7 @@ def _value(tensor: Any) -> float:
     """Of a tensor of one fp32 element, or a number."""
     if not isinstance(tensor, StandIn):
         return float(tensor)
-    (found,) = struct.unpack("<f", tensor.given[0].data[:4])
+    (found,) = struct.unpack("<f", tensor.arguments[0].data[:4])
     return float(found)
 
 

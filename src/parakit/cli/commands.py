@@ -90,7 +90,7 @@ BENCH = Command(
     (BENCH_NAME,),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
-_EXPERIMENT = "parakit.experiments.commands:run_named"
+_EXPERIMENT = "parakit.experiments.commands:run_named_experiment"
 _CLONE = "parakit.cli.clone"
 
 # fmt: off
@@ -99,7 +99,7 @@ SECTIONS = {
         Command("setup", "", ".venv from requirements.txt, with hashes; other targets do it too"),
         Command("demo", _EXPERIMENT, "six strategies of gpt2-tiny on CPU ranks, and a report", TRAINING,
             fixed=(("name", "demo"),), is_usual=True),
-        Command("parity", "parakit.experiments.commands:parity",
+        Command("parity", "parakit.experiments.commands:run_parity_check",
             "every strategy's losses agree: MEGATRON_LM= VERIFY=",
             (*TRAINING, _meaning(v.VERIFY,
              "1 finds the first wrong tensor of a strategy whose losses differ", kind=v.SWITCH,
@@ -135,10 +135,10 @@ SECTIONS = {
             "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
         Command("trace-*", f"{_CLONE}:train_and_trace",
             "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
-        Command("verify-matrix", "parakit.experiments.matrix.commands:matrix",
+        Command("verify-matrix", "parakit.experiments.matrix.commands:verify_matrix",
             "features × strategies, each pair verified; resumable: FEATURES= CHANGED= MINUTES=",
             (*_CELLS, v.CHANGED, v.EXECUTED)),
-        Command("verify-fuzz", "parakit.experiments.matrix.commands:fuzz",
+        Command("verify-fuzz", "parakit.experiments.matrix.commands:run_fuzz",
             "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
         Command("verify-history", "tests.verify.history:verify_history",
             "Megatron-LM's own merged fixes, each wrong before and held after", (v.MEGATRON_LM,)),
@@ -203,7 +203,7 @@ SECTIONS = {
             "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
-        Command("sweep", "parakit.experiments.commands:sweep_of_axes",
+        Command("sweep", "parakit.experiments.commands:run_sweep",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
             (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
@@ -253,7 +253,7 @@ SECTIONS = {
             required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
     ),
     "Checkpoints, without a GPU": (
-        Command("inspect", "parakit.experiments.captures:inspect",
+        Command("inspect", "parakit.experiments.captures:inspect_checkpoint_or_capture",
             "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
             (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
              _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
@@ -292,7 +292,7 @@ BENCHES = (
         example='ARGS="--calculon ../calculon --simumax ../SimuMax"'),
     Command("bench NAME=verify", "tests.verify.bench:main",
         "injected bugs that verify must find, and healthy strategies", on_host=True),
-    Command("bench NAME=bf16", "parakit.experiments.matrix.commands:bf16",
+    Command("bench NAME=bf16", "parakit.experiments.matrix.commands:run_bf16_bench",
         "what bf16 costs: 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
         (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
     Command("bench NAME=loss-curve", _EXPERIMENT,

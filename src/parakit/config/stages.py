@@ -121,7 +121,7 @@ class StageSplit:
         if self.last and rank == pipeline - 1:
             return self.last
         stages = pipeline - (self.first > 0) - (self.last > 0)
-        return (layers - self.first - self.last + self.counted) // max(1, stages)
+        return (layers - self.first - self.last + self.counted_ends) // max(1, stages)
 
 
 EVEN_SPLIT = StageSplit()
