@@ -38,7 +38,7 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
         (
             f"{FINE} --offload-modules moe_act --min-offloaded-tensor-size 9 "
             "--activation-offload-fraction 0.5 --delta-offload-bytes-across-pp-ranks 7",
-            Offload(modules=("moe_act",), smallest=9, fraction=0.5, kept_bytes_per_stage=7),
+            Offload(modules=("moe_act",), min_elements=9, fraction=0.5, kept_bytes_per_stage=7),
         ),
     ],
 )
