@@ -91,7 +91,7 @@ def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> 
 def drop_flags_newer_than(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
     """The words without flags that such a Megatron does not have."""
     here = parse_release(megatron_version)
-    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.is_in(here)})
+    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.exists_in(here)})
 
 
 def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:

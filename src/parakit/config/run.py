@@ -571,7 +571,7 @@ def parse_state_types(flags: Flags) -> StateTypes:
         ValueError: A type that Megatron does not have, or an offload that it refuses.
     """
     given = flags.fields("state_types")
-    aware, offloaded = given["aware"], given.get("offloaded", 0.0)
+    aware, offloaded = given["precision_aware"], given.get("offloaded_fraction", 0.0)
     if not 0 <= offloaded <= 1:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
