@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.artifacts.run import CALLS_SUFFIX, STACKS_SIGNAL
 from parakit.config import variables
 from parakit.config.flag_table import release
@@ -113,7 +113,7 @@ def _write_on_signals(stacks: TextIO, path: Path, sigterm_pipe: int) -> None:
                 stacks.flush()
         if not is_written and os.fstat(stacks.fileno()).st_size:
             is_written = True
-            write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+            write_atomically(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
         if is_ending:
             faulthandler.unregister(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -130,7 +130,7 @@ def _write_calls_of_failure(
     if frames and "/torch/distributed/" in frames[-1].filename:
         # The launcher deletes the folder when it has written the run's end.
         with suppress(OSError):
-            write_whole(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
+            write_atomically(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
     excepthook(kind, error, trace)
 
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 
 from parakit.cli.commands import Command
-from parakit.cli.dispatch import called
+from parakit.cli.dispatch import call_handler
 from parakit.cli.options import find_bench, find_command, parse_arguments, parse_make_variables
 from parakit.config.setting import values
 from parakit.config.settings import Setting
@@ -31,7 +31,7 @@ def command_named(target: str) -> Command:
 def run(target: str, variables: Mapping[str, str] = {}) -> int:
     """`make TARGET VARIABLES`, whose refusals are raised."""
     command = command_named(target)
-    return called(command, target, parse_make_variables(target, command, variables))
+    return call_handler(command, target, parse_make_variables(target, command, variables))
 
 
 def asked_of_plan(words: Sequence[str]) -> PlanOptions:

@@ -195,15 +195,15 @@ def _names_imported(package: str, source: str) -> set[str]:
 
 def test_the_report_asks_the_planner_for_predictions_and_measurements_alone() -> None:
     assert _names_imported("reporting", "planner") == {
-        "ReadingsError",
+        "MeasurementsError",
         "RecordedRun",
         "RefusedError",
         "RequestError",
-        "Row",
+        "MeasurementRow",
         "Uncertainty",
         "add_rows",
         "predict_recorded_run",
-        "row_of",
+        "build_measurement_row",
     }
 
 

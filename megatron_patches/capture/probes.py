@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from parakit.artifacts.capture import (
-    CALLED_BY,
+    CALLER_SEPARATOR,
     LOSS,
     MODEL,
-    OF_EACH_TOKEN,
-    RECOMPUTED,
+    PER_TOKEN_LOSS,
+    RECOMPUTED_PREFIX,
     CapturedModule,
     CaptureStage,
-    Site,
+    TensorKey,
 )
 from parakit.capturing import Sink, tap
 
@@ -131,7 +131,7 @@ class Probes:
             if isinstance(output, torch.Tensor):
                 if name == MODEL and output.ndim == 2:
                     # The model returned losses [b, s] and not logits [b, s, vocabulary].
-                    return self._probe(output, CaptureStage.LOSS, LOSS, OF_EACH_TOKEN, call)
+                    return self._probe(output, CaptureStage.LOSS, LOSS, PER_TOKEN_LOSS, call)
                 return self._probe(output, CaptureStage.OUTPUTS, name, "output", call)
             if isinstance(output, (tuple, list)):
                 probed = (
@@ -170,14 +170,14 @@ class Probes:
         """Return `value` with a tap for it and its gradient; values that are no activations unchanged."""
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return value
-        slot += CALLED_BY + call.caller if call.caller else ""
+        slot += CALLER_SEPARATOR + call.caller if call.caller else ""
         backward, position = CaptureStage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
-        gradient_site = Site(backward, name, slot, *position)
-        value_site = Site(stage, name, slot, *position)
+        gradient_tensor_key = TensorKey(backward, name, slot, *position)
+        value_tensor_key = TensorKey(stage, name, slot, *position)
         if call.recomputed:
             # A recomputed value belongs to the backward pass.
-            value_site = Site(backward, name, f"{RECOMPUTED}{slot}", *position)
-        return tap(self._sink, value, [(value_site, gradient_site)])
+            value_tensor_key = TensorKey(backward, name, f"{RECOMPUTED_PREFIX}{slot}", *position)
+        return tap(self._sink, value, [(value_tensor_key, gradient_tensor_key)])
 
 
 def global_names(

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from megatron_patches.capture.probes import list_modules
-from parakit.artifacts.capture import CHOICE, SCORES, CaptureStage, Site
+from parakit.artifacts.capture import CHOICE, SCORES, CaptureStage, TensorKey
 from parakit.capturing import Sink
 
 
@@ -135,12 +135,12 @@ class _Choices:
         """
         micro_batch = len(self._replacements)
 
-        def make_site(slot: str) -> Site:
-            return Site(CaptureStage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
+        def make_tensor_key(slot: str) -> TensorKey:
+            return TensorKey(CaptureStage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
 
-        self._sink.write(make_site(SCORES), scores)
+        self._sink.write(make_tensor_key(SCORES), scores)
         is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
-        replacement = self._sink.choose(make_site(CHOICE), is_chosen)
+        replacement = self._sink.choose(make_tensor_key(CHOICE), is_chosen)
         if replacement is None or replacement.shape != is_chosen.shape:
             return None
         return replacement.nonzero()[:, 1].view(chosen.shape).to(chosen.device)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
-from parakit.accounting import is_megatron_fsdp, optimizers
+from parakit.accounting import is_megatron_fsdp, list_optimizers
 from parakit.artifacts.capture import (
-    REACH,
     START_BUFFER,
     START_WEIGHT,
+    UPDATE_MAGNITUDE,
     CaptureStage,
     InitialPiece,
 )
@@ -55,7 +55,7 @@ class InitialState:
             if id(parameter) in self._reach:
                 magnitude = self._reach[id(parameter)]
                 for piece in self._parameters.pieces(parameter, magnitude, part.start):
-                    sink.write_piece(CaptureStage.WEIGHTS, REACH, piece)
+                    sink.write_piece(CaptureStage.WEIGHTS, UPDATE_MAGNITUDE, piece)
         self._last.clear()
         self._reach.clear()
         is_changed = False
@@ -139,7 +139,7 @@ class Snapshot:
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
         """Copy weights, buffers, optimizer states, scheduler, loss scalers and random states."""
-        megatron_optimizers = optimizers(optimizer)
+        megatron_optimizers = list_optimizers(optimizer)
         torch_optimizers = [getattr(outer, "optimizer", outer) for outer in megatron_optimizers]
         tensors: list[torch.Tensor] = []
         for chunk in chunks:

@@ -38,22 +38,22 @@ from megatron_patches.registry import Patch, Replacement, wrap_original
 from parakit.accounting import is_megatron_fsdp
 from parakit.artifacts.capture import (
     BUFFER,
-    COUNTED,
     COUNTS,
-    EARLIER,
+    EARLIER_ITERATION_PREFIX,
+    GRADIENT_PART_PREFIX,
     INDEX_FILE,
     INITIAL_FILE,
     LOSS,
     MODEL,
-    PART,
+    NORM_RANKS_PREFIX,
     RATE_SLOTS,
     RESPONSES_FILE,
     UNOBSERVED_FILE,
-    UPDATE,
+    UPDATE_SUFFIX,
     CaptureStage,
     CaptureWriter,
     InitialPiece,
-    Site,
+    TensorKey,
 )
 from parakit.capturing import (
     Recording,
@@ -113,7 +113,7 @@ def _capture_step(
         perturb_weights(watch.parameters, f"{drift} {iteration}")
     # Another choice of a router in an earlier iteration has changed the optimizer's state, so choices are
     # captured in all iterations.
-    earlier = f"{EARLIER}{iteration} "
+    earlier = f"{EARLIER_ITERATION_PREFIX}{iteration} "
     with capture_routing(watch.chunks, watch.names, watch.recording, earlier):
         return call(forward_step)
 
@@ -182,7 +182,7 @@ class _Watch:
             (self.folder / INITIAL_FILE).write_bytes(msgspec.json.encode(_INITIAL))
         if os.environ.get(variables.CAPTURE_PARTS):
             for parameter in self.parameters.parameters:
-                slot = f"{PART}the iteration before"
+                slot = f"{GRADIENT_PART_PREFIX}the iteration before"
                 self._write_gradient(self.recording, slot, parameter)
             self.num_begun = 0
         snapshot = None
@@ -273,9 +273,13 @@ class _Watch:
                 slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
                 # If nothing is clipped, some of Megatron's optimizers compute no norm and return 0.
                 if norm is not None and (norms or float(norm) > 0):
-                    sink.write(Site(CaptureStage.NORM, "grad_norm", slot), fp64_scalar(float(norm)))
+                    sink.write(
+                        TensorKey(CaptureStage.NORM, "grad_norm", slot), fp64_scalar(float(norm))
+                    )
             for ranks, piece in membership.pieces():
-                sink.write_piece(CaptureStage.NORM, COUNTED + " ".join(map(str, ranks)), piece)
+                sink.write_piece(
+                    CaptureStage.NORM, NORM_RANKS_PREFIX + " ".join(map(str, ranks)), piece
+                )
             return step_result
 
         with (
@@ -320,8 +324,10 @@ class _Watch:
                 # Three values are the loss, the number of tokens and what is logged; two lack the tokens.
                 reported = result[:2] if len(result) == 3 else result[:1]
                 for index, value in enumerate(reported):
-                    site = Site(CaptureStage.LOSS, LOSS, "tokens" if index else "sum", micro_batch)
-                    sink.write(site, value.detach().clone())
+                    tensor_key = TensorKey(
+                        CaptureStage.LOSS, LOSS, "tokens" if index else "sum", micro_batch
+                    )
+                    sink.write(tensor_key, value.detach().clone())
                 return result
 
             # The loss function is a partial with the loss mask as an argument.
@@ -329,7 +335,7 @@ class _Watch:
             masks = (value for value in loss_arguments if isinstance(value, torch.Tensor))
             for index, mask in enumerate(masks):
                 sink.write(
-                    Site(CaptureStage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask
+                    TensorKey(CaptureStage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask
                 )
             return output, compute_loss_and_report
 
@@ -369,7 +375,7 @@ class _Watch:
             gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
             before = self.last_gradients.get(id(parameter))
             if before is not None:
-                slot = f"{PART}micro batch {self.num_begun - 1}"
+                slot = f"{GRADIENT_PART_PREFIX}micro batch {self.num_begun - 1}"
                 self._write(
                     self.recording, CaptureStage.LOCAL_GRADIENTS, slot, parameter, gradient - before
                 )
@@ -394,7 +400,7 @@ class _Watch:
         for name, module in list_modules(self.chunks, self.names):
             counts = getattr(module, "local_tokens_per_expert", None)
             if isinstance(counts, torch.Tensor):
-                sink.write(Site(CaptureStage.OUTPUTS, name, COUNTS), counts)
+                sink.write(TensorKey(CaptureStage.OUTPUTS, name, COUNTS), counts)
 
     def _write_states(self, sink: Sink, before: dict[tuple[int, str], torch.Tensor]) -> None:
         """Write the optimizer's states, weights and buffers, and how the update changed weights.
@@ -408,15 +414,17 @@ class _Watch:
                     self._write(sink, stage, name, parameter, values, part.start)
                 else:
                     # A single number is the count of steps.
-                    site = Site(stage, self.parameters.name(parameter), name)
-                    sink.write(site, fp64_scalar(values))
+                    tensor_key = TensorKey(stage, self.parameters.name(parameter), name)
+                    sink.write(tensor_key, fp64_scalar(values))
                 old_values = before.get((id(parameter), name))
                 if old_values is not None:
                     update = values.detach().float() - old_values.float()
-                    self._write(sink, stage, f"{name} {UPDATE}", parameter, update, part.start)
+                    self._write(
+                        sink, stage, f"{name} {UPDATE_SUFFIX}", parameter, update, part.start
+                    )
         for parameter in self.parameters.parameters:
             update = parameter.detach().float() - before[id(parameter), "weight"].float()
-            self._write(sink, CaptureStage.WEIGHTS, UPDATE, parameter, update)
+            self._write(sink, CaptureStage.WEIGHTS, UPDATE_SUFFIX, parameter, update)
             self._write(sink, CaptureStage.WEIGHTS, "weight", parameter, parameter.data)
         for buffer in self.parameters.buffers:
             self._write(sink, CaptureStage.WEIGHTS, BUFFER, buffer, buffer)
@@ -426,21 +434,23 @@ class _Watch:
 
         They must be the same on every rank, and in a resumed run the same as without the interruption.
         """
-        steps = Site(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
+        steps = TensorKey(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
         self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))
         for parameter, part in self.parameters.parts(self.optimizer):
             for key, slot in _RATES.items():
-                site = Site(CaptureStage.OPTIMIZER_STATE, self.parameters.name(parameter), slot)
-                self.recording.write(site, fp64_scalar(float(part.group[key])))
+                tensor_key = TensorKey(
+                    CaptureStage.OPTIMIZER_STATE, self.parameters.name(parameter), slot
+                )
+                self.recording.write(tensor_key, fp64_scalar(float(part.group[key])))
 
-    def _measure_states(self) -> Iterator[tuple[Site, float]]:
+    def _measure_states(self) -> Iterator[tuple[TensorKey, float]]:
         """Yield the optimizer states of earlier iterations with their norms, piece by piece."""
         for parameter, part in self.parameters.parts(self.optimizer):
             for name, values in part.states.items():
                 if name != "param" and values.numel() > 1:
                     for piece in self.parameters.pieces(parameter, values, part.start):
-                        site = Site(CaptureStage.OPTIMIZER_STATE, piece.name, name)
-                        yield site, norm_without_nan(piece.values)
+                        tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, piece.name, name)
+                        yield tensor_key, norm_without_nan(piece.values)
 
     def _copy_weights(self) -> dict[tuple[int, str], torch.Tensor]:
         """Return copies of all weights (`weight`) and master copies (`param`), by parameter id and name."""

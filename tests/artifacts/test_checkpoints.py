@@ -2,7 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.checkpoints import check, find_checkpoints, prune, verify
+from parakit.artifacts.checkpoints import (
+    check_unchanged,
+    find_checkpoints,
+    remove_old_checkpoints,
+    verify_and_record,
+)
 from parakit.artifacts.torch_dist import DamagedCheckpointError
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 
@@ -21,11 +26,11 @@ def test_a_proven_checkpoint_that_changes_is_refused_by_the_file(
 ) -> None:
     path = write(tmp_path, 5)
     [checkpoint] = find_checkpoints(tmp_path)
-    verify(checkpoint)
-    check(checkpoint)
+    verify_and_record(checkpoint)
+    check_unchanged(checkpoint)
     damage(path)
     with pytest.raises(DamagedCheckpointError, match=r"\.distcp is not what was saved"):
-        check(checkpoint)
+        check_unchanged(checkpoint)
 
 
 def test_one_that_was_never_proven_is_proven_when_it_is_asked_for(
@@ -34,7 +39,7 @@ def test_one_that_was_never_proven_is_proven_when_it_is_asked_for(
     write(tmp_path, 5)
     [checkpoint] = find_checkpoints(tmp_path)
     assert not checkpoint.is_verified
-    check(checkpoint)
+    check_unchanged(checkpoint)
     assert checkpoint.is_verified
 
 
@@ -42,8 +47,8 @@ def test_only_what_is_older_than_the_newest_proven_ones_goes(tmp_path: Path, wri
     for iteration in (1, 2, 3, 4):
         write(tmp_path, iteration)
     stored = find_checkpoints(tmp_path)
-    assert prune(stored, keep=2) == ()
+    assert remove_old_checkpoints(stored, keep=2) == ()
     for checkpoint in stored[1:3]:
-        verify(checkpoint)
-    assert [checkpoint.iteration for checkpoint in prune(stored, keep=2)] == [1]
+        verify_and_record(checkpoint)
+    assert [checkpoint.iteration for checkpoint in remove_old_checkpoints(stored, keep=2)] == [1]
     assert iterations(tmp_path) == [4, 3, 2]

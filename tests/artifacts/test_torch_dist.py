@@ -15,13 +15,13 @@ from parakit.artifacts.torch_dist import (
     ReadingStoppedError,
     StoredPart,
     StoredTensor,
+    hash_weights,
     is_finished,
     read_box,
     read_metadata,
     read_piece,
     read_tensor,
     verify_readable,
-    weights_hash,
 )
 from parakit.artifacts.torch_dist_writer import add_piece
 
@@ -178,7 +178,7 @@ def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_pa
             warnings.simplefilter("ignore")  # That this is a single process.
             writer = checkpoint.FileSystemWriter(tmp_path / name)
             checkpoint.save(states, storage_writer=writer, no_dist=True)
-        return weights_hash(tmp_path / name)
+        return hash_weights(tmp_path / name)
 
     first = saved("a", 1.0, "runs/a")
     assert saved("b", 1.0, "another/folder") == first

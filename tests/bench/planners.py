@@ -26,11 +26,16 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import Sharding
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import GIB, percent
-from parakit.planner.calibration import stated_calibration
-from parakit.planner.readings.reading_to_spec import Expressed
-from parakit.planner.readings.residual import Residual, left_out, residual, residuals
-from parakit.planner.readings.summary import MEMORY, kind_of
-from parakit.planner.readings.table import READINGS, read_readings
+from parakit.planner.calibration import calibrate_from_stated_products
+from parakit.planner.readings.reading_to_spec import MeasuredRun
+from parakit.planner.readings.residual import (
+    Residual,
+    compute_residual,
+    compute_residuals,
+    use_constants_without_source,
+)
+from parakit.planner.readings.summary import MEMORY, metric_kind
+from parakit.planner.readings.table import MEASUREMENTS_FILE, read_measurements
 from tests.planner.papers import paper_runs
 
 SIMUMAX_ROWS = Path(__file__).with_name("simumax_b200.csv")
@@ -50,7 +55,7 @@ Answer = tuple[float, float]
 """Seconds of an iteration and bytes of the fullest rank."""
 
 
-def calculon_job(row: Expressed) -> Job | None:
+def calculon_job(row: MeasuredRun) -> Job | None:
     """What Calculon is asked; None where it cannot say what ran.
 
     It knows no gated MLP, no experts, no CP, no fused attention, no dropout, no vocabulary and no uneven
@@ -119,7 +124,7 @@ def _recomputed(recompute: Recompute) -> str | None:
     return {"none": "none", "full": "full"}.get(str(recompute))
 
 
-def simumax_job(row: Expressed) -> Job | None:
+def simumax_job(row: MeasuredRun) -> Job | None:
     """What SimuMax is asked; None where it cannot say what ran: its B200 has rates in bf16 alone, its
     context parallelism is all-to-all."""
     spec, cluster = row.spec, row.cluster
@@ -302,16 +307,21 @@ def published() -> list[Residual]:
     """Times and peaks of published runs, SimuMax' own and those of arXiv:2205.05198 among them, as ours
     predicts them without their sources. Megatron's functional tests are left out: the host sets their
     steps."""
-    rows = chain.from_iterable(read_readings(path)[0] for path in (READINGS, SIMUMAX_ROWS))
+    rows = chain.from_iterable(
+        read_measurements(path)[0] for path in (MEASUREMENTS_FILE, SIMUMAX_ROWS)
+    )
     wanted = [
         row
         for row in rows
         if row.source != _TESTS
-        and (row.metric in _DIRECT or kind_of(row.metric) == MEMORY)
+        and (row.metric in _DIRECT or metric_kind(row.metric) == MEMORY)
         and row.metric != "memory_allocated_bytes"
     ]
-    papers = [residual(left_out(run, run.reading.source)) for run in paper_runs()]
-    return [*residuals(wanted).predicted, *papers]
+    papers = [
+        compute_residual(use_constants_without_source(run, run.measurement.source))
+        for run in paper_runs()
+    ]
+    return [*compute_residuals(wanted).predicted, *papers]
 
 
 def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Iterator[Compared]:
@@ -321,7 +331,7 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
     for row in rows:
         kinds[_kind(row)] += 1
     for planner, checkout in checkouts.items():
-        jobs = [(row, job) for row in rows if (job := planner.job(row.expressed))]
+        jobs = [(row, job) for row in rows if (job := planner.job(row.measured_run))]
         answers = asked(planner, checkout, [job for _, job in jobs])
         found: dict[str, list[tuple[float, Residual]]] = defaultdict(list)
         for (row, _), answer in zip(jobs, answers, strict=True):
@@ -337,29 +347,31 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
 
 
 def _with_rate(row: Residual, text: str) -> Residual:
-    expressed, cluster = row.expressed, row.expressed.cluster
-    calibration = stated_calibration(text, cluster, expressed.spec.dtype)
-    return residual(replace(expressed, cluster=replace(cluster, calibration=calibration)))
+    measured_run, cluster = row.measured_run, row.measured_run.cluster
+    calibration = calibrate_from_stated_products(text, cluster, measured_run.spec.dtype)
+    return compute_residual(
+        replace(measured_run, cluster=replace(cluster, calibration=calibration))
+    )
 
 
 def _kind(row: Residual) -> str:
-    what = "mixtures" if row.expressed.spec.shape.experts else "dense"
-    return f"{kind_of(row.reading.metric)}, {row.reading.source.partition(' (')[0]}, {what}"
+    what = "mixtures" if row.measured_run.spec.shape.experts else "dense"
+    return f"{metric_kind(row.measurement.metric)}, {row.measurement.source.partition(' (')[0]}, {what}"
 
 
 def _error(row: Residual, answer: Answer) -> float:
     """As `Residual.error`; another planner's memory is what is allocated."""
     seconds, held = answer
-    if kind_of(row.reading.metric) != MEMORY:
+    if metric_kind(row.measurement.metric) != MEMORY:
         return seconds / row.published_seconds - 1
     unit = (
         GIB
-        if row.reading.metric.endswith("gib")
+        if row.measurement.metric.endswith("gib")
         else 1e9
-        if row.reading.metric.endswith("gb")
+        if row.measurement.metric.endswith("gb")
         else 1
     )
-    return held / unit / row.reading.value - 1
+    return held / unit / row.measurement.value - 1
 
 
 def table(found: Iterable[Compared]) -> Table[Compared]:

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from parakit.formatting.table import markdown_table
-from parakit.planner.readings.residual import Residual, residuals
-from parakit.planner.readings.summary import MEMORY, kind_of
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.residual import Residual, compute_residuals
+from parakit.planner.readings.summary import MEMORY, metric_kind
+from parakit.planner.readings.table import read_measurements
 from tests.bench.planners import (
     CALCULON,
     SIMUMAX,
@@ -26,7 +26,7 @@ PLANNED_MEMORY = {"dense": 0.02, "mixtures": 0.05}
 
 @pytest.fixture(scope="module")
 def rows() -> tuple[Residual, ...]:
-    return residuals(read_readings(SIMUMAX_ROWS)[0]).predicted
+    return compute_residuals(read_measurements(SIMUMAX_ROWS)[0]).predicted
 
 
 @pytest.mark.parametrize(("what", "wanted"), PLANNED_MEMORY.items())
@@ -36,8 +36,8 @@ def test_memory_that_simumax_measured_is_predicted(
     errors = [
         abs(row.error)
         for row in rows
-        if kind_of(row.reading.metric) == MEMORY
-        and bool(row.expressed.spec.shape.experts) is (what == "mixtures")
+        if metric_kind(row.measurement.metric) == MEMORY
+        and bool(row.measured_run.spec.shape.experts) is (what == "mixtures")
     ]
     assert len(errors) == {"dense": 15, "mixtures": 4}[what]
     assert max(errors) < wanted / 2
@@ -90,13 +90,13 @@ def test_calculon_is_asked_what_it_can_express(rows: tuple[Residual, ...]) -> No
     assert {job["exe"]["activation_recompute"] for job in jobs} == {"full", "attn_only"}
     assert {job["exe"]["tensor_par_comm_type"] for job in jobs} == {"ar", "rs_ag"}
     # Gated MLPs, and another device.
-    assert not any(calculon_job(row.expressed) for row in rows)
+    assert not any(calculon_job(row.measured_run) for row in rows)
 
 
 def test_simumax_is_asked_all_of_its_own_rows_and_none_of_an_a100(
     rows: tuple[Residual, ...],
 ) -> None:
-    jobs = [simumax_job(row.expressed) for row in rows]
+    jobs = [simumax_job(row.measured_run) for row in rows]
     assert all(jobs)
     assert not any(simumax_job(run) for run in paper_runs())
     mixture = next(job for job in jobs if job and "expert_num" in job["model"])

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from parakit.config.files import ROOT
-from parakit.planner.readings.residual import Residual, residuals
-from parakit.planner.readings.summary import MEMORY, ErrorGroup, kind_of
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.residual import Residual, compute_residuals
+from parakit.planner.readings.summary import MEMORY, ErrorGroup, metric_kind
+from parakit.planner.readings.table import read_measurements
 
 BLIND = ROOT / "src" / "parakit" / "planner" / "readings" / "blind" / "2026-11-28.csv"
 """Nothing is fitted to these rows, and 'make validate' reads them where READINGS= names the file."""
@@ -16,7 +16,7 @@ BLIND = ROOT / "src" / "parakit" / "planner" / "readings" / "blind" / "2026-11-2
 
 def blind_groups() -> dict[str, ErrorGroup]:
     """Return the errors by kind; kinds of the table in the planner's README have its names."""
-    found = residuals(*read_readings(BLIND))
+    found = compute_residuals(*read_measurements(BLIND))
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in found.predicted:
         members[_kind(item)].append(item)
@@ -29,12 +29,16 @@ def _group(kind: str, items: Iterable[Residual]) -> ErrorGroup:
 
 
 def _kind(item: Residual) -> str:
-    reading, spec, device = item.reading, item.expressed.spec, item.expressed.cluster.device
-    if kind_of(reading.metric) == MEMORY:
+    measurement, spec, device = (
+        item.measurement,
+        item.measured_run.spec,
+        item.measured_run.cluster.device,
+    )
+    if metric_kind(measurement.metric) == MEMORY:
         return "peak memory"
-    if "packed" in reading.notes:
+    if "packed" in measurement.notes:
         return "packed documents"
-    if reading.source.startswith("NVIDIA/NeMo MLPerf"):
+    if measurement.source.startswith("NVIDIA/NeMo MLPerf"):
         return "MLPerf, dense"
     if device.generation == "hopper":
         return "MoE, H100" if spec.shape.experts else "H100 BF16 recipes"

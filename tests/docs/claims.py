@@ -17,8 +17,8 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import devices_of, parse_strategy
 from parakit.costs.tensors import parameters_total
 from parakit.formatting.table import markdown_rows
-from parakit.planner.candidates import base
-from parakit.planner.search import Candidate, evaluate
+from parakit.planner.candidates import build_unsharded_spec
+from parakit.planner.search import Candidate, evaluate_configuration
 from tests.docs.predictions import request_of
 
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
@@ -218,4 +218,6 @@ def _planned(claim: Claim, recompute: Recompute) -> Candidate:
     split = parse_strategy(layout, gpus)
     samples = 2 * gpus if SAMPLES % split.data else SAMPLES
     request = request_of(claim.model or MODEL, gpus, GPU, samples)
-    return evaluate(request, base(request.template, split, 1, recompute))
+    return evaluate_configuration(
+        request, build_unsharded_spec(request.template, split, 1, recompute)
+    )

@@ -25,23 +25,30 @@ from tests.docs.residuals import h200_tables, paper_table
 _WIDTH = 124
 
 
-def _of_the_guide() -> Iterator[str]:
+def render_guide_texts() -> Iterator[str]:
+    """Yield the predictions of `docs/guide.md`, one sentence each."""
     yield from predictions()
     yield tensor_parallel_sentence()
+
+
+def render_claim_texts() -> Iterator[str]:
+    """Yield the tables of `docs/claims.md` and the sentence on the crossover, without the slow rules."""
     yield claims_table()
     rows = size_rows()
     yield from (size_table(rows), size_sentence(rows), *report_tables())
 
 
-def _of_the_published_measurements() -> Iterator[str]:
+def render_published_texts() -> Iterator[str]:
+    """Yield the table of papers in the README of the published measurements."""
     yield paper_table()
 
 
-GUIDE, PLANNER = (ROOT / "docs" / name for name in ("guide.md", "planner.md"))
+GUIDE, CLAIMS, PLANNER = (ROOT / "docs" / name for name in ("guide.md", "claims.md", "planner.md"))
 PAGES: dict[Path, Callable[[], Iterator[str]]] = {
-    GUIDE: _of_the_guide,
+    GUIDE: render_guide_texts,
+    CLAIMS: render_claim_texts,
     ROOT / "examples" / "gpt3" / "README.md": h200_tables,
-    ROOT / "src" / "parakit" / "planner" / "readings" / "README.md": _of_the_published_measurements,
+    ROOT / "src" / "parakit" / "planner" / "readings" / "README.md": render_published_texts,
 }
 """Pages with the texts that they copy."""
 

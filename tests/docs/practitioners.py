@@ -9,12 +9,16 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import Batch, Parallelism
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration
-from parakit.planner.advice import saved
+from parakit.planner.advice import describe_saving
 from parakit.planner.readings.published import kit_runs
-from parakit.planner.readings.reading_to_spec import RefusedError, express
-from parakit.planner.readings.residual import Residual, left_out, residual
-from parakit.planner.readings.table import Reading, read_readings
-from parakit.planner.search import Candidate, Request, evaluate, search_configurations
+from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
+from parakit.planner.readings.residual import (
+    Residual,
+    compute_residual,
+    use_constants_without_source,
+)
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
+from parakit.planner.search import Candidate, Request, evaluate_configuration, search_configurations
 
 Question = tuple[str, int, str, str, int]
 QUESTIONS: tuple[Question, ...] = (
@@ -42,11 +46,9 @@ class Answer:
     @property
     def question(self) -> str:
         """Model, devices, precision and sequence."""
-        reading = self.published.reading
+        measurement = self.published.measurement
         length = self.theirs.spec.shape.seq_length
-        return (
-            f"{reading.model}, {reading.gpus:,} {reading.gpu}, {reading.dtype}, {length:,} tokens"
-        )
+        return f"{measurement.model}, {measurement.gpus:,} {measurement.gpu}, {measurement.dtype}, {length:,} tokens"
 
     @property
     def ratio(self) -> float:
@@ -62,7 +64,7 @@ class Answer:
             return "tied"
         if self.ratio > 1:
             return "theirs is outside of what is searched"
-        return f"ours {saved(self.ours, self.theirs)}"
+        return f"ours {describe_saving(self.ours, self.theirs)}"
 
 
 def practitioners_table() -> str:
@@ -75,7 +77,7 @@ def practitioners_table() -> str:
         Column[Answer]("the search's", lambda row: layout(row.ours), right=False),
         Column[Answer]("its time over theirs", lambda row: row.ratio, lambda r: f"{r:.2f}"),
         Column[Answer]("why", lambda row: row.why, right=False),
-        Column[Answer]("source", lambda row: row.published.reading.source, right=False),
+        Column[Answer]("source", lambda row: row.published.measurement.source, right=False),
     )
     return markdown_table(Table(columns, tuple(map(answer, QUESTIONS))))
 
@@ -90,37 +92,46 @@ def layout(candidate: Candidate) -> str:
 def answer(question: Question) -> Answer:
     """The fastest published run of a question, and the search with its batch and its execution."""
     published = min(_predicted(question), key=_seconds_a_token)
-    spec, cluster = published.expressed.spec, published.expressed.cluster
+    spec, cluster = published.measured_run.spec, published.measured_run.cluster
     plain = replace(
         spec,
         parallelism=Parallelism(),
         batch=Batch(1, spec.batch.global_batch_size),
         recompute=Recompute(),
     )
-    model = replace(load_model("gpt2-large"), name=published.reading.model, shape=spec.shape)
+    model = replace(load_model("gpt2-large"), name=published.measurement.model, shape=spec.shape)
     request = Request(model, cluster, spec.batch.global_batch_size, plain)
     ours = search_configurations(request).winner
     assert ours is not None
-    return Answer(published, evaluate(request, spec), ours)
+    return Answer(published, evaluate_configuration(request, spec), ours)
 
 
 def _predicted(question: Question) -> list[Residual]:
-    found, own = [], [(run.reading, run) for run in kit_runs()]
+    found, own = [], [(run.measurement, run) for run in kit_runs()]
     *asked, length = question
-    for reading, known in (*((reading, None) for reading in read_readings()[0]), *own):
-        stated = [reading.model, reading.gpus, reading.gpu, reading.dtype.upper()]
-        if stated != asked or (length and reading.seq != length) or not _is_timed(reading):
+    for measurement, known in (
+        *((measurement, None) for measurement in read_measurements()[0]),
+        *own,
+    ):
+        stated = [measurement.model, measurement.gpus, measurement.gpu, measurement.dtype.upper()]
+        if stated != asked or (length and measurement.seq != length) or not _is_timed(measurement):
             continue
         try:
-            found.append(residual(left_out(known or express(reading), reading.source)))
+            found.append(
+                compute_residual(
+                    use_constants_without_source(
+                        known or convert_measurement(measurement), measurement.source
+                    )
+                )
+            )
         except RefusedError:
             continue
     return found
 
 
-def _is_timed(reading: Reading) -> bool:
-    return reading.metric in ("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu")
+def _is_timed(measurement: PublishedMeasurement) -> bool:
+    return measurement.metric in ("step_time_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu")
 
 
 def _seconds_a_token(item: Residual) -> float:
-    return item.published_seconds / item.expressed.spec.tokens_per_iteration
+    return item.published_seconds / item.measured_run.spec.tokens_per_iteration

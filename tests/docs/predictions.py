@@ -11,15 +11,26 @@ from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism, batch_for
 from parakit.costs.collectives.tensor import layer_collectives
 from parakit.costs.operations import Operation, Phase
-from parakit.experiments.zero_prediction import STUDY, Predicted, over_links, predict, scaling_table
+from parakit.experiments.zero_prediction import (
+    SETTINGS,
+    PredictedMethod,
+    format_links_table,
+    format_scaling_table,
+    predict_methods,
+)
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import bracketed, joined
-from parakit.planner.advice import PLAIN, StrategyFamily, best_of_each_family, family_of
+from parakit.planner.advice import (
+    FAMILIES_OF_OTHER_TRAINERS,
+    StrategyFamily,
+    find_best_of_each_family,
+    strategy_family,
+)
 from parakit.planner.options import PlanOptions
-from parakit.planner.readings.neighbours import uncertainty
+from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.readings.published import h200_spec
 from parakit.planner.search import Candidate, Request, search_configurations
-from parakit.planner.ties import TIED
+from parakit.planner.ties import TIE_RATIO
 from parakit.planner.time.cluster import Cluster
 
 PREDICTED = (
@@ -80,7 +91,7 @@ def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> s
     assert winner is not None
     compared = next(
         candidate
-        for kind, candidate in best_of_each_family(request).items()
+        for kind, candidate in find_best_of_each_family(request).items()
         if other in (kind, candidate.strategy)
     )
     ratio = compared.seconds.total / winner.seconds.total
@@ -97,7 +108,7 @@ def _over_a_slow_link(model: str) -> str:
     assert plain.timed is not None
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
     return (
-        f"{model} on 2 {REPORT_GPU.upper()} over {STUDY.links[SLOW_LINK]}: "
+        f"{model} on 2 {REPORT_GPU.upper()} over {SETTINGS.links[SLOW_LINK]}: "
         f"`{pipeline.timed.candidate.strategy}` {pipeline.time} ms; "
         f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
     )
@@ -107,15 +118,17 @@ def report_tables() -> list[str]:
     """Markdown: the DeepSpeed report's large model over links, and on many nodes."""
     model = REPORT_MODELS[-1]
     return [
-        over_links(_report(model, 2, tuple(STUDY.links))),
-        scaling_table([one for n in STUDY.nodes for one in _report(model, n, tuple(STUDY.links))]),
+        format_links_table(_report(model, 2, tuple(SETTINGS.links))),
+        format_scaling_table(
+            [one for n in SETTINGS.nodes for one in _report(model, n, tuple(SETTINGS.links))]
+        ),
     ]
 
 
 @cache
-def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[Predicted, ...]:
+def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[PredictedMethod, ...]:
     options = PlanOptions(model, REPORT_GPU, dtype=REPORT_DTYPE)
-    return predict(options, (nodes,), links)
+    return predict_methods(options, (nodes,), links)
 
 
 @dataclass(frozen=True)
@@ -139,9 +152,9 @@ class SizeRow:
         """Which is faster by more than the planner's error."""
         if self.ratio is None:
             return "the only one" if self.plain or self.split else "neither fits"
-        if self.ratio > TIED:
+        if self.ratio > TIE_RATIO:
             return "data parallel"
-        return "split" if self.ratio < 1 / TIED else "within noise"
+        return "split" if self.ratio < 1 / TIE_RATIO else "within noise"
 
     def time(self, candidate: Candidate | None) -> str:
         """Strategy and time."""
@@ -184,12 +197,19 @@ def size_rows() -> tuple[SizeRow, ...]:
 
 def _size_row(model: str, gpus: int) -> SizeRow:
     request = request_of(model, gpus, SIZE_GPU)
-    pure = best_of_each_family(request)
-    unsplit = [pure[kind] for kind in pure if kind in PLAIN]
+    pure = find_best_of_each_family(request)
+    unsplit = [pure[kind] for kind in pure if kind in FAMILIES_OF_OTHER_TRAINERS]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
     # Strategies that split nothing are fewer than the search keeps.
     ranked = search_configurations(request).ranked
-    split = next((one for one in ranked if family_of(one.spec.parallelism) not in PLAIN), None)
+    split = next(
+        (
+            one
+            for one in ranked
+            if strategy_family(one.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
+        ),
+        None,
+    )
     return SizeRow(request, min(plain, key=lambda c: c.seconds.total, default=None), split)
 
 
@@ -197,6 +217,9 @@ def _time(request: Request, candidate: Candidate) -> str:
     """With the interval that the errors of measurements like it leave, if there are enough."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
-    ends = uncertainty(candidate.spec, request.cluster, request.own).interval() or (None, None)
+    ends = estimate_uncertainty(candidate.spec, request.cluster, request.own_runs).interval() or (
+        None,
+        None,
+    )
     low, high = (end and factor * end for end in ends)
     return f"{bracketed(factor * seconds, low, high, shape)} {unit}"

@@ -31,13 +31,13 @@ class PublishedResidual:
 def paper_table() -> str:
     """Markdown of a paper's times."""
     paper = load_paper()
-    return _table(f"{paper.source}, A100, s an iteration", paper_residuals(paper), 2)
+    return _table(f"{paper.source}, A100, s per iteration", paper_residuals(paper), 2)
 
 
 def h200_tables() -> Iterator[str]:
     """Markdown of the gpt2-large runs: memory, times, and what of them is predicted to take how long."""
-    yield _table("gpt2-large, H200, MiB a device", memory_residuals(), 0)
-    yield _table("gpt2-large, H200, ms an iteration", h200_residuals(), 1)
+    yield _table("gpt2-large, H200, MiB per device", memory_residuals(), 0)
+    yield _table("gpt2-large, H200, ms per iteration", h200_residuals(), 1)
     yield _parts_table()
 
 
@@ -62,13 +62,13 @@ def _parts_table() -> str:
         "exposed TP or CP",
         "messages",
         "bubble",
-        "MiB a stage",
+        "MiB per stage",
     )
     return markdown_rows(["gpt2-large, H200, predicted ms", *names], rows)
 
 
 def memory_residuals() -> list[PublishedResidual]:
-    """MiB a device, a row for each pipeline stage; ranks that read alike to 10 MiB are one reading."""
+    """Return memory in MiB per device, one row per pipeline stage; ranks that agree to 10 MiB are one row."""
     found = []
     for figure in h200_figures():
         spec = h200_spec(figure.strategy)
@@ -82,7 +82,7 @@ def memory_residuals() -> list[PublishedResidual]:
 
 
 def h200_residuals() -> list[PublishedResidual]:
-    """Milliseconds an iteration."""
+    """Return milliseconds per iteration, one row per published run."""
     found = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
@@ -93,7 +93,7 @@ def h200_residuals() -> list[PublishedResidual]:
 
 
 def paper_residuals(paper: Paper) -> list[PublishedResidual]:
-    """Seconds an iteration."""
+    """Return seconds per iteration, two rows per case of the paper."""
     found = []
     for case in paper.cases:
         devices = case.tensor * case.pipeline

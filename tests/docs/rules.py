@@ -8,9 +8,9 @@ from parakit.config.hardware import device_by_key
 from parakit.costs.tensors import parameters_total
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration, gib
-from parakit.planner.advice import StrategyFamily, best_of_each_family
+from parakit.planner.advice import StrategyFamily, find_best_of_each_family
 from parakit.planner.options import PlanOptions
-from parakit.planner.request import request_from_options
+from parakit.planner.request import build_request
 from parakit.planner.search import Candidate, search_configurations
 
 GPU = "a100"
@@ -45,11 +45,11 @@ def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
 
 def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
-    request = request_from_options(asked)
+    request = build_request(asked)
     fastest = min(
         search_configurations(request).ranked, key=lambda found: found.seconds.total, default=None
     )
-    sharded = best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
+    sharded = find_best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None
     billions = parameters_total(request.template.shape) / 1e9
     size = f"{model}, {billions:.2f}B" if billions < 10 else f"{model}, {billions:,.0f}B"

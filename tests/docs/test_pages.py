@@ -9,10 +9,10 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_figures
-from parakit.planner.readings.table import READINGS, read_rows
+from parakit.planner.readings.table import MEASUREMENTS_FILE, read_rows
 from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
-from tests.docs.pages import GUIDE, PAGES, PLANNER, placed, renewed
+from tests.docs.pages import CLAIMS, GUIDE, PAGES, PLANNER, placed, renewed
 from tests.docs.practitioners import practitioners_table
 from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
@@ -23,14 +23,14 @@ _SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"}
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_page_holds_the_figures_of_today(page: Path) -> None:
     check_golden(page, renewed(page, PAGES[page]()))
 
 
 @pytest.mark.slow
 def test_the_rules_of_thumb_are_those_of_today() -> None:
-    check_golden(GUIDE, renewed(GUIDE, [rules_table(CASES)]))
+    check_golden(CLAIMS, renewed(CLAIMS, [rules_table(CASES)]))
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_what_practitioners_chose_stands_beside_what_the_search_finds_today() ->
 
 
 def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:
-    assert rules_table(CASES[:5]) in GUIDE.read_text(encoding="utf-8")
+    assert rules_table(CASES[:5]) in CLAIMS.read_text(encoding="utf-8")
 
 
 def test_a_text_takes_the_place_of_the_one_that_begins_alike() -> None:
@@ -65,7 +65,7 @@ def test_memory_of_the_published_runs_is_stated_in_mib_and_converted_to_gb() -> 
     converted = f"{baseline:,} MiB are {baseline * MIB / 1e9:.1f} GB"
     assert converted in " ".join(lab_guide.split())
     header = next(line for line in lab_guide.splitlines() if line.startswith("| target |"))
-    assert header.split(" | ")[4] == "MiB a GPU"
+    assert header.split(" | ")[4] == "MiB per GPU"
     for strategy, memories in published.items():
         row = next(line for line in lab_guide.splitlines() if f"`train-{strategy}-gpt2-l" in line)
         assert row.split(" | ")[4].split(" / ")[0] == f"{memories[0]:,}"
@@ -98,7 +98,7 @@ def test_no_blind_row_is_among_those_that_are_fitted() -> None:
     columns = ("url_or_path", "model", "gpu", "gpus", "metric", "value")
     fitted, blind = (
         {tuple(row[column] for column in columns) for _, row in read_rows(path)[1]}
-        for path in (READINGS, BLIND)
+        for path in (MEASUREMENTS_FILE, BLIND)
     )
     assert len(blind) == 31
     assert not blind & fitted

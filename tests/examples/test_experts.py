@@ -14,7 +14,7 @@ from parakit.artifacts.measurements import (
     MemoryRecord,
     RankCommunication,
     RoutingRecord,
-    read_ledger,
+    read_measurements,
 )
 from parakit.artifacts.run import Status
 from parakit.config.model import load_model
@@ -24,8 +24,8 @@ from parakit.costs.memory import activation_bytes
 from parakit.costs.operations import Operation
 from parakit.costs.tensors import rank_parameters
 from parakit.logs.runs import load_folder
-from parakit.reporting.explain.closed_form import configuration_of_run
-from parakit.reporting.explain.routing import iterations_of, loads
+from parakit.reporting.explain.closed_form import require_closed_form_spec
+from parakit.reporting.explain.routing import compute_rank_loads, merge_routing_of_ranks
 from tests.examples.runs import ITERATIONS, Run, Trainer
 
 SHAPE = load_model("moe-tiny").shape
@@ -52,7 +52,7 @@ def split(train: Trainer) -> Callable[[str], Run]:
 
 
 def configuration(run: Run) -> RunSpec:
-    return configuration_of_run(load_folder(run.folder))
+    return require_closed_form_spec(load_folder(run.folder))
 
 
 def sent(rank: RankCommunication) -> Counter[Key]:
@@ -77,7 +77,7 @@ def predicted(run: Run, rank: int) -> Counter[Key]:
 def routed(run: Run) -> dict[tuple[str, str, str], list[int]]:
     """Calls and bytes over all ranks of what a router decides, as measured."""
     found: dict[tuple[str, str, str], list[int]] = {}
-    for rank in read_ledger(run.folder, CommunicationRecord).ranks:
+    for rank in read_measurements(run.folder, CommunicationRecord).ranks:
         for row in rank.calls:
             if row.group in ("ep", "expert_tp") and row.ranks > 1:
                 entry = found.setdefault((row.group, row.operation, row.phase), [0, 0])
@@ -108,7 +108,7 @@ def test_two_expert_ranks_print_one_ranks_losses(experts: Run, ep2: Run) -> None
 def test_each_expert_rank_holds_half_of_the_experts(experts: Run, ep2: Run) -> None:
     assert experts.parameters == {(0, 0): 666_176}
     assert ep2.parameters == {(0, 0): 404_032}
-    for rank in read_ledger(ep2.folder, MemoryRecord).ranks:
+    for rank in read_measurements(ep2.folder, MemoryRecord).ranks:
         held = rank_parameters(configuration(ep2))
         assert held.experts == 4 * 4 * 2 * 64 * 128
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held.total
@@ -121,14 +121,14 @@ def test_what_layers_of_experts_keep_is_the_closed_form_over_all_ranks(
     experts: Run, ep2: Run
 ) -> None:
     for run in (experts, ep2):
-        ranks = read_ledger(run.folder, MemoryRecord).ranks
+        ranks = read_measurements(run.folder, MemoryRecord).ranks
         kept = sum(rank.categories[MemoryCategory.ACTIVATIONS] for rank in ranks)
         # Rotary tables, norms' statistics, masks, and where each token went.
         assert 1 <= kept / len(ranks) / activation_bytes(configuration(run)) < 1.07
 
 
 def test_every_call_of_expert_parallelism_is_in_the_closed_form(ep2: Run) -> None:
-    for rank in read_ledger(ep2.folder, CommunicationRecord).ranks:
+    for rank in read_measurements(ep2.folder, CommunicationRecord).ranks:
         assert rank.steady_iterations >= ITERATIONS - 3
         assert sent(rank) == predicted(ep2, rank.rank)
 
@@ -143,8 +143,10 @@ def test_what_goes_to_experts_is_the_closed_form_summed_over_their_ranks(ep2: Ru
 
 
 def test_bytes_to_experts_are_those_that_the_routers_chose(ep2: Run) -> None:
-    routing = {rank.rank: rank.layers for rank in read_ledger(ep2.folder, RoutingRecord).ranks}
-    for rank in read_ledger(ep2.folder, CommunicationRecord).ranks:
+    routing = {
+        rank.rank: rank.layers for rank in read_measurements(ep2.folder, RoutingRecord).ranks
+    }
+    for rank in read_measurements(ep2.folder, CommunicationRecord).ranks:
         away = mean_copies(routing[rank.rank], range(4, 8) if rank.rank == 0 else range(4))
         from_others = mean_copies(
             routing[1 - rank.rank], range(4) if rank.rank == 0 else range(4, 8)
@@ -164,7 +166,7 @@ def mean_copies(rows: tuple[LayerRouting, ...], experts: range) -> float:
 def test_routing_says_what_megatron_prints(experts: Run, ep2: Run) -> None:
     for run in (experts, ep2):
         lines = {line.iteration: line for line in run.log.iterations if not line.averaged}
-        for found in iterations_of(read_ledger(run.folder, RoutingRecord)):
+        for found in merge_routing_of_ranks(read_measurements(run.folder, RoutingRecord)):
             if found.iteration not in lines:
                 continue
             printed = lines[found.iteration].extra_metrics or {}
@@ -175,7 +177,10 @@ def test_routing_says_what_megatron_prints(experts: Run, ep2: Run) -> None:
 
 
 def test_both_runs_route_every_token_alike(experts: Run, ep2: Run) -> None:
-    one, two = (iterations_of(read_ledger(run.folder, RoutingRecord)) for run in (experts, ep2))
+    one, two = (
+        merge_routing_of_ranks(read_measurements(run.folder, RoutingRecord))
+        for run in (experts, ep2)
+    )
     assert [found.iteration for found in one] == list(range(1, ITERATIONS + 1))
     for first, second in zip(one, two, strict=True):
         assert first.tokens == second.tokens
@@ -184,9 +189,11 @@ def test_both_runs_route_every_token_alike(experts: Run, ep2: Run) -> None:
 
 
 def test_the_work_of_the_ranks_is_all_the_work(ep2: Run) -> None:
-    found = loads(read_ledger(ep2.folder, RoutingRecord), ep2.record.spec.parallelism, None)
+    found = compute_rank_loads(
+        read_measurements(ep2.folder, RoutingRecord), ep2.record.spec.parallelism, None
+    )
     assert sum(load.tokens for load in found) == pytest.approx(4 * COPIES)
-    assert sum(load.of_mean for load in found) == pytest.approx(2)
+    assert sum(load.ratio_to_mean for load in found) == pytest.approx(2)
 
 
 @pytest.mark.slow
@@ -197,7 +204,9 @@ def test_every_other_split_prints_one_ranks_losses(
     run = split(name)
     assert run.status.status is Status.OK
     assert run.losses == pytest.approx(experts.losses, abs=1.1e-5)
-    one, many = (iterations_of(read_ledger(r.folder, RoutingRecord)) for r in (experts, run))
+    one, many = (
+        merge_routing_of_ranks(read_measurements(r.folder, RoutingRecord)) for r in (experts, run)
+    )
     # Sums of other order may turn a close choice: no more than a few of all tokens.
     for first, second in zip(one, many, strict=True):
         for layer, tokens in first.tokens.items():
@@ -212,14 +221,14 @@ def test_calls_and_memory_on_four_ranks_are_the_closed_form(
 ) -> None:
     run = split(name)
     form = configuration(run)
-    for rank in read_ledger(run.folder, CommunicationRecord).ranks:
+    for rank in read_measurements(run.folder, CommunicationRecord).ranks:
         assert sent(rank) == predicted(run, rank.rank)
     measured, expected = routed(run), routed_in_closed_form(run)
     assert measured.keys() == expected.keys()
     for key, (calls, payload) in expected.items():
         assert measured[key][0] == calls
         assert measured[key][1] == pytest.approx(payload, abs=calls)
-    for memory in read_ledger(run.folder, MemoryRecord).ranks:
+    for memory in read_measurements(run.folder, MemoryRecord).ranks:
         held = rank_parameters(form, form.parallelism.pipeline_rank(memory.rank))
         assert memory.categories[MemoryCategory.WEIGHTS] == 4 * held.total
 
@@ -230,7 +239,7 @@ def test_all_gather_prints_the_same_losses_and_makes_the_calls_of_its_closed_for
 ) -> None:
     gathered = train("train-ep2-moe-tiny-2cpu", extra=("--moe-token-dispatcher-type", "allgather"))
     assert gathered.losses == pytest.approx(experts.losses, abs=1.1e-5)
-    for rank in read_ledger(gathered.folder, CommunicationRecord).ranks:
+    for rank in read_measurements(gathered.folder, CommunicationRecord).ranks:
         assert sent(rank) == predicted(gathered, rank.rank)
         assert {row.group for row in rank.calls} & set(ROUTED_GROUPS) == {"tp_ep"}
 
@@ -241,7 +250,7 @@ def test_what_capacity_drops_is_counted(train: Trainer, padding: tuple[str, ...]
     extra = ("--moe-expert-capacity-factor", "1.0", *padding)
     run = train("train-ep2-moe-tiny-2cpu", extra=extra, shared_start=False)
     assert run.status.status is Status.OK
-    for found in iterations_of(read_ledger(run.folder, RoutingRecord)):
+    for found in merge_routing_of_ranks(read_measurements(run.folder, RoutingRecord)):
         assert found.dropped > 0
         assert found.computed + found.dropped == 4 * COPIES
         # A micro batch of two sequences may give each expert an eighth of its 256 copies.
@@ -257,5 +266,5 @@ def test_experts_in_their_own_split_are_whole_on_every_rank(experts: Run, train:
     assert run.record.spec.parallelism.expert_tensor == 1
     form = configuration(run)
     assert set(run.parameters.values()) == {rank_parameters(form).total}
-    for rank in read_ledger(run.folder, CommunicationRecord).ranks:
+    for rank in read_measurements(run.folder, CommunicationRecord).ranks:
         assert sent(rank) == predicted(run, rank.rank)

@@ -12,7 +12,7 @@ from parakit.artifacts.measurements import (
     MemoryRecord,
     RankCommunication,
     TimeRecord,
-    read_ledger,
+    read_measurements,
 )
 from parakit.artifacts.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
 from parakit.config.flags import Flags
@@ -75,13 +75,13 @@ def predicted(run: Run, rank: int) -> Counter[Key]:
 def test_every_call_of_a_steady_iteration_is_in_the_closed_form(
     runs: dict[str, Run], name: str
 ) -> None:
-    for rank in read_ledger(runs[name].folder, CommunicationRecord).ranks:
+    for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
         assert measured(rank) == predicted(runs[name], rank.rank)
 
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str) -> None:
-    for rank in read_ledger(runs[name].folder, CommunicationRecord).ranks:
+    for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
         traffic = communication_of_rank(
             configuration(runs[name]), pipeline_rank(runs[name], rank.rank)
         )
@@ -92,7 +92,7 @@ def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str
 def test_all_iterations_but_the_first_and_the_last_are_steady(
     runs: dict[str, Run], name: str
 ) -> None:
-    for rank in read_ledger(runs[name].folder, CommunicationRecord).ranks:
+    for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
         # The first starts groups, the last never sees the next begin.
         assert rank.steady_iterations + rank.other_iterations == ITERATIONS - 1
         assert rank.steady_iterations >= ITERATIONS - 3
@@ -103,7 +103,7 @@ def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
     runs: dict[str, Run], name: str
 ) -> None:
     run = runs[name]
-    for rank in read_ledger(run.folder, MemoryRecord).ranks:
+    for rank in read_measurements(run.folder, MemoryRecord).ranks:
         held = rank_parameters(configuration(run), pipeline_rank(run, rank.rank)).total
         assert rank.categories[MemoryCategory.WEIGHTS] == 4 * held
         gradients = rank.categories[MemoryCategory.GRADIENTS]
@@ -116,21 +116,21 @@ def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
 
 @pytest.mark.parametrize("name", ["baseline", *PARALLEL])
 def test_categories_sum_to_the_peak(runs: dict[str, Run], name: str) -> None:
-    for rank in read_ledger(runs[name].folder, MemoryRecord).ranks:
+    for rank in read_measurements(runs[name].folder, MemoryRecord).ranks:
         assert sum(rank.categories.values()) == rank.peak_bytes
         assert rank.peak_bytes == max(rank.phase_peak_bytes.values())
 
 
 def test_sequence_parallelism_halves_what_norms_keep(runs: dict[str, Run]) -> None:
     kept = {
-        n: read_ledger(runs[n].folder, MemoryRecord).ranks[0].activations_by_layer
+        n: read_measurements(runs[n].folder, MemoryRecord).ranks[0].activations_by_layer
         for n in ("tp2", "sp2")
     }
     assert kept["sp2"]["decoder.final_layernorm"] * 2 == kept["tp2"]["decoder.final_layernorm"]
 
 
 def test_only_the_last_stage_of_a_pipeline_holds_logits(runs: dict[str, Run]) -> None:
-    first, last = read_ledger(runs["pp2"].folder, MemoryRecord).ranks
+    first, last = read_measurements(runs["pp2"].folder, MemoryRecord).ranks
     assert first.categories[MemoryCategory.LOGITS] == 0
     one_micro_batch = 4 * 2 * 64 * PADDED
     assert last.categories[MemoryCategory.LOGITS] in (one_micro_batch, 2 * one_micro_batch)
@@ -138,7 +138,7 @@ def test_only_the_last_stage_of_a_pipeline_holds_logits(runs: dict[str, Run]) ->
 
 @pytest.mark.parametrize("name", ["baseline", *PARALLEL])
 def test_phases_sum_to_the_iteration(runs: dict[str, Run], name: str) -> None:
-    for rank in read_ledger(runs[name].folder, TimeRecord).ranks:
+    for rank in read_measurements(runs[name].folder, TimeRecord).ranks:
         assert sum(rank.phase_seconds.values()) == pytest.approx(rank.iteration_seconds, rel=0.02)
         assert rank.phase_seconds[Phase.FORWARD] > 0
         assert rank.phase_seconds[Phase.BACKWARD] > 0
@@ -152,7 +152,7 @@ def test_a_pipeline_stage_waits_for_its_neighbour_and_other_ranks_for_none(
     waiting = {
         name: [
             rank.phase_seconds.get(Phase.PIPELINE, 0) > 0
-            for rank in read_ledger(run.folder, TimeRecord).ranks
+            for rank in read_measurements(run.folder, TimeRecord).ranks
         ]
         for name, run in runs.items()
     }
@@ -171,8 +171,8 @@ def test_the_trace_shows_both_ranks_and_every_micro_batch(runs: dict[str, Run]) 
 def test_tensorboard_shows_what_an_iteration_costs(runs: dict[str, Run], name: str) -> None:
     found = read_scalars(runs[name].folder / TENSORBOARD_FOLDER)
     # Megatron writes on the last rank. The first iteration starts groups, the second measures memory.
-    communication = read_ledger(runs[name].folder, CommunicationRecord).ranks[-1]
-    memory = read_ledger(runs[name].folder, MemoryRecord).ranks[-1]
+    communication = read_measurements(runs[name].folder, CommunicationRecord).ranks[-1]
+    memory = read_measurements(runs[name].folder, MemoryRecord).ranks[-1]
     steps = list(range(3, ITERATIONS))
     assert found["ledger/sent-bytes"] == dict.fromkeys(steps, communication.wire_bytes)
     assert found["ledger/peak-memory-bytes"] == dict.fromkeys(steps, memory.peak_bytes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parakit.artifacts.measurements import CommunicationRecord, RoutingRecord, read_ledger
+from parakit.artifacts.measurements import CommunicationRecord, RoutingRecord, read_measurements
 from parakit.artifacts.run import Status
 from parakit.config.run import Backend, OptimizerName
 from parakit.costs.operations import Operation
@@ -41,7 +41,7 @@ def test_experts_over_two_ranks_are_the_same_model(
 
 
 def test_tokens_travel_by_all_to_all_and_the_ledger_sees_it(spread_experts: Run) -> None:
-    record = read_ledger(spread_experts.folder, CommunicationRecord)
+    record = read_measurements(spread_experts.folder, CommunicationRecord)
     exchanges = [
         call
         for call in record.ranks[0].calls
@@ -56,7 +56,7 @@ def test_routing_is_recorded_and_nothing_is_dropped(
     tokens_of_layer = []
     for run in (native_experts, spread_experts):
         rows = [
-            row for rank in read_ledger(run.folder, RoutingRecord).ranks for row in rank.layers
+            row for rank in read_measurements(run.folder, RoutingRecord).ranks for row in rank.layers
             if (row.iteration, row.layer) == (1, 1)
         ]  # fmt: skip
         assert all(row.dropped_tokens == 0 for row in rows)

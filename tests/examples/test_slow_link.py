@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from parakit.artifacts.measurements import CommunicationRecord, read_ledger
+from parakit.artifacts.measurements import CommunicationRecord, read_measurements
 from parakit.artifacts.run import Status
 from parakit.costs.shared_link import link_seconds
 from parakit.launch.network import parse_rate
@@ -25,7 +25,7 @@ def milliseconds(run: Run) -> list[float]:
 
 
 def link_milliseconds(run: Run) -> float:
-    ranks = read_ledger(run.folder, CommunicationRecord).ranks
+    ranks = read_measurements(run.folder, CommunicationRecord).ranks
     return 1e3 * max(link_seconds(r.calls, run.record.spec.parallelism, LINK) for r in ranks)
 
 

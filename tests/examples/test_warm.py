@@ -10,7 +10,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from parakit.artifacts.measurements import CommunicationRecord, read_ledger
+from parakit.artifacts.measurements import CommunicationRecord, read_measurements
 from parakit.artifacts.run import Status
 from parakit.experiments.verify.verifier import ForkedRanks
 from tests.examples.runs import Run, Trainer
@@ -53,7 +53,7 @@ def _sent(run: Run) -> list[set[tuple[object, ...]]]:
             (calls.group, calls.operation, calls.phase, calls.calls, calls.payload_bytes)
             for calls in rank.calls
         }
-        for rank in read_ledger(run.folder, CommunicationRecord).ranks
+        for rank in read_measurements(run.folder, CommunicationRecord).ranks
     ]
 
 

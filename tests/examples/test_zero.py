@@ -6,7 +6,7 @@ from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
-    read_ledger,
+    read_measurements,
 )
 from parakit.artifacts.run import Status
 from parakit.costs.operations import Operation
@@ -33,7 +33,7 @@ def test_zero3_gathers_every_layers_weights_for_forward_and_again_for_backward(z
     layer = 4 * 50_176
     gathers = {
         row.phase.value: row.calls
-        for row in read_ledger(zero3.folder, CommunicationRecord).ranks[0].calls
+        for row in read_measurements(zero3.folder, CommunicationRecord).ranks[0].calls
         if row.operation is Operation.ALL_GATHER and row.payload_bytes == layer
     }
     # Two micro batches a rank, four layers; after the first the update's own gather stands in once.
@@ -42,7 +42,7 @@ def test_zero3_gathers_every_layers_weights_for_forward_and_again_for_backward(z
 
 
 def assert_calls_are_in_the_closed_form(run: Run) -> None:
-    for rank in read_ledger(run.folder, CommunicationRecord).ranks:
+    for rank in read_measurements(run.folder, CommunicationRecord).ranks:
         assert measured(rank) == predicted(run, rank.rank)
 
 
@@ -58,7 +58,7 @@ count is no tensor (megatron_patches/no_te/adam_step.py)."""
 
 
 def held(run: Run, category: MemoryCategory) -> list[int]:
-    return [rank.categories[category] for rank in read_ledger(run.folder, MemoryRecord).ranks]
+    return [rank.categories[category] for rank in read_measurements(run.folder, MemoryRecord).ranks]
 
 
 def assert_sharded_as_stage_says(run: Run, stage: int) -> None:

@@ -23,13 +23,13 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from parakit.artifacts.run import HUNG
+from parakit.artifacts.run import HANG_REASON_PREFIX
 from parakit.config.files import ROOT
 from parakit.hang.diagnosis import HangDiagnosis
 from parakit.hang.dumps import UnreadableDumpError
 from parakit.hang.gather import gather_evidence
 from parakit.hang.order import find_mismatch
-from parakit.hang.verdict import judge
+from parakit.hang.verdict import judge_hang
 from parakit.launch import execute as execution
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -38,7 +38,7 @@ from parakit.launch.supervise import hang
 from parakit.launch.supervise.hang import HangWatch, collect_stacks
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
-from parakit.logs.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose_log
 from tests.small import SMALL, folded
 
 LAYOUTS = (
@@ -145,7 +145,7 @@ class Bench:
             patch_file=read_patch_file(str(self.fault)),
             hang_timeout_seconds=SLOW_SECONDS if case.kind == "slow" else QUIET_SECONDS,
         )
-        launch = compose_job(parse_target(case.target).under(options))
+        launch = compose_job(parse_target(case.target).with_options(options))
         while len(self.warm) <= slot:
             self.warm.append(WarmMegatron(launch.entry.path, launch.environment))
         return replace(launch, warm=self.warm[slot])
@@ -294,16 +294,16 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"outcome": "no run"}
     run = folder / row["run"]
     status = json.loads((run / "status.json").read_text())
-    is_hang = status["reason"].startswith(HUNG)
+    is_hang = status["reason"].startswith(HANG_REASON_PREFIX)
     if not is_hang and status["status"] == "crashed":
-        ended = diagnose(run / "log.txt", 1, False)
+        ended = diagnose_log(run / "log.txt", 1, False)
         status |= {"reason": ended.reason, "rank": ended.rank}
     row = row | {"status": status["status"], "reason": status["reason"], "named": status["rank"]}
     is_seen = False
     try:
         evidence = gather_evidence([run])
         is_seen = find_mismatch(evidence) is not None
-        row |= {"said": HangDiagnosis(judge(evidence), evidence).to_dict()}
+        row |= {"said": HangDiagnosis(judge_hang(evidence), evidence).to_dict()}
     except UnreadableDumpError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}

@@ -12,9 +12,9 @@ import pytest
 from parakit.artifacts.run import LOG_FILE, Status
 from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import read_watchdog
-from parakit.hang.verdict import HangKind, HangVerdict, judge
+from parakit.hang.verdict import HangKind, HangVerdict, judge_hang
 from parakit.launch.supervise.exit_status import classify_exit
-from parakit.logs.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose_log
 
 RECORDED = Path(__file__).parent / "nccl.tar.xz"
 
@@ -28,7 +28,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verdict(*places: Path) -> HangVerdict:
-    return judge(gather_evidence(places))
+    return judge_hang(gather_evidence(places))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_timeouts_line_that_counts_within_a_group_accuses_no_rank() -> None:
 @pytest.mark.parametrize("case", ["skip-active-only", "sleep-active-only"])
 def test_what_the_watchdog_brought_about_is_not_taken_for_the_cause(cases: Path, case: str) -> None:
     """After a timeout the loss was NaN, and torchrun killed a rank that did not end."""
-    found = diagnose(cases / case / LOG_FILE, 1, interrupted=False)
+    found = diagnose_log(cases / case / LOG_FILE, 1, interrupted=False)
     assert (found.status, found.rank) == (Status.CRASHED, None)
     assert "NCCL timeout: it waited 60 s in ALLREDUCE no. " in found.reason
 
@@ -140,6 +140,6 @@ def test_what_came_before_a_timeout_is_its_cause(
     log = tmp_path / LOG_FILE
     what = f"  what():  [Rank 1] {CAUGHT.replace('SeqNum=610, ', '')}"
     log.write_text("\n".join((*before, what, "")))
-    found = diagnose(log, 1, interrupted=False)
+    found = diagnose_log(log, 1, interrupted=False)
     assert found.status is Status.CRASHED
     assert reason in found.reason

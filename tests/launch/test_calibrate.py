@@ -8,8 +8,8 @@ from parakit.config.errors import LaunchError
 from parakit.config.hardware import calibration_file, device_by_key
 from parakit.config.run import DeviceKind
 from parakit.launch import calibrate
-from parakit.launch.calibrate import WORKLOADS, calibrate_here
-from parakit.planner.calibration import calibration_of
+from parakit.launch.calibrate import WORKLOADS, calibrate_machine
+from parakit.planner.calibration import load_device_calibration
 from tests.given import given
 
 CPU = device_by_key("cpu")
@@ -28,7 +28,7 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(calibrate, "visible_gpus", tuple)
     with pytest.raises(LaunchError, match=message):
-        calibrate_here(devices, tmp_path, Console(quiet=True))
+        calibrate_machine(devices, tmp_path, Console(quiet=True))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,9 +46,9 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
         seconds_each=0.001,
     )
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)
-    assert calibrate_here("1cpu", tmp_path, Console(width=100)) == 0
+    assert calibrate_machine("1cpu", tmp_path, Console(width=100)) == 0
     said = capsys.readouterr().out
-    kept = calibration_of(tmp_path, CPU)
+    kept = load_device_calibration(tmp_path, CPU)
     assert kept.matmul is not None
     assert [line.split()[:3] for line in said.splitlines() if "matmul" in line] == [
         ["matmul", "0.50", f"{kept.matmul:.2f}"]

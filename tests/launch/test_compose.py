@@ -18,8 +18,8 @@ from parakit.config.strategy import (
     parse_strategy,
     strategy_flags,
 )
-from parakit.launch.compose import Launch, compose
-from parakit.launch.flags import start_flags
+from parakit.launch.compose import Launch, compose_launch
+from parakit.launch.flags import initial_checkpoint_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
@@ -27,7 +27,7 @@ from parakit.launch.train import compose_job
 
 def composed(name: str, **options: object) -> Launch:
     target = parse_target(name)
-    return compose_job(target.under(replace(Options(), **options)))  # type: ignore[arg-type]
+    return compose_job(target.with_options(replace(Options(), **options)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", NAMED)
@@ -91,16 +91,16 @@ def test_a_run_longer_than_its_model_s_file_says_has_the_samples_for_it() -> Non
 
 
 def test_cpu_runs_share_their_start_by_default_and_gpu_runs_do_not() -> None:
-    tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").start_checkpoint for s in ("dp2", "tp2")]
+    tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").initial_checkpoint for s in ("dp2", "tp2")]
     assert tiny[0] == tiny[1] is not None
-    assert composed("train-dp2-gpt2-tiny-2cpu", shared_start=False).start_checkpoint is None
-    assert composed("train-dp2-gpt2-tiny-2cpu", seed=7).start_checkpoint != tiny[0]
-    assert composed("train-dp2-gpt2-large-2gpu").start_checkpoint is None
+    assert composed("train-dp2-gpt2-tiny-2cpu", shared_start=False).initial_checkpoint is None
+    assert composed("train-dp2-gpt2-tiny-2cpu", seed=7).initial_checkpoint != tiny[0]
+    assert composed("train-dp2-gpt2-large-2gpu").initial_checkpoint is None
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(tensor: int) -> None:
-    flags = Flags(start_flags(Path("c"), Parallelism(tensor=tensor), 128))
+    flags = Flags(initial_checkpoint_flags(Path("c"), Parallelism(tensor=tensor), 128))
     multiple = flags.integer("--make-vocab-size-divisible-by", 0)
     shape = replace(load_model("gpt2-tiny").shape, vocabulary_multiple=multiple)
     assert shape.padded_vocabulary(tensor) == 50304
@@ -138,10 +138,10 @@ def test_fsdp_leaves_the_connection_limit_unset() -> None:
 def test_degrees_set_by_hand_count_in_the_record() -> None:
     extra = Options(extra=("--context-parallel-size", "2"))
     job = Job("dp4", load_model("gpt2-tiny"), 4, DeviceKind.CPU, extra)
-    launch = compose(job)
+    launch = compose_launch(job)
     assert (launch.spec.parallelism.data, launch.spec.parallelism.context) == (2, 2)
     with pytest.raises(StrategyError, match="does not divide 3"):
-        compose(job.laid("dp3", 3))
+        compose_launch(job.with_strategy("dp3", 3))
 
 
 def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_a_shape_in_extra_is_the_runs_own_with_starting_weights_of_its_own() -> 
     plain = composed("train-pp2-gpt2-tiny-2cpu")
     shallow = composed("train-pp2-gpt2-tiny-2cpu", extra=("--num-layers", "2"))
     assert (plain.model.shape.layers, shallow.model.shape.layers) == (4, 2)
-    assert shallow.start_checkpoint != plain.start_checkpoint
+    assert shallow.initial_checkpoint != plain.initial_checkpoint
     same = composed("train-tp2-gpt2-tiny-2cpu", extra=("--num-layers", "2"))
-    assert same.start_checkpoint == shallow.start_checkpoint
+    assert same.initial_checkpoint == shallow.initial_checkpoint
 
 
 def test_torch_fsdp2_runs_without_the_fusion_that_upstream_refuses_with_it() -> None:

@@ -49,7 +49,7 @@ def arguments(target: str, runtime: str, version: str, checkout: Path) -> tuple[
         options = Options(megatron_lm=checkout if version == "f4fa7d6b" else None)
         chosen = Runtime()
     parsed = parse_target(target)
-    return arguments_of(compose_job(parsed.under(options), chosen))
+    return arguments_of(compose_job(parsed.with_options(options), chosen))
 
 
 def arguments_of(launch: Launch) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from parakit.config.run import Backend
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.preflight_attention import attention_problems
 from parakit.launch.runtime import ON_HOST, Runtime
 from parakit.launch.train import compose_job
@@ -29,7 +29,7 @@ def composed(tmp_path: Path) -> Composer:
             extra=tuple(extra.split()),
             **changes,  # type: ignore[arg-type]
         )
-        return compose_job(parse_target(name).under(options), runtime)
+        return compose_job(parse_target(name).with_options(options), runtime)
 
     return compose_named
 
@@ -111,7 +111,7 @@ def test_a_training_target_is_refused_before_anything_is_written(
     composed: Composer, tmp_path: Path
 ) -> None:
     with pytest.raises(LaunchError, match=r"^--cp-comm-type a2a chooses"):
-        check(composed(ON_CPU, "--cp-comm-type a2a"))
+        check_launch(composed(ON_CPU, "--cp-comm-type a2a"))
     assert not (tmp_path / "runs").exists()
 
 

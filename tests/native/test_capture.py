@@ -8,7 +8,7 @@ import torch
 
 from parakit.artifacts.capture import (
     CaptureStage,
-    Site,
+    TensorKey,
     read_index,
     read_rank,
 )
@@ -69,11 +69,11 @@ def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> 
     (one,) = captured(folder, *DENSE).ranks
     name = "decoder.layers.1.mlp.linear_fc1"
     given, made = (
-        one.first_records[Site(CaptureStage.OUTPUTS, name, slot, 1)]
+        one.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 1)]
         for slot in ("input.input_", "output.0")
     )
     assert (given.shape, made.shape) == ((8, 2, 16), (8, 2, 64))
-    weight = one.first_records[Site(CaptureStage.WEIGHTS, f"{name}.weight", "weight")]
+    weight = one.first_records[TensorKey(CaptureStage.WEIGHTS, f"{name}.weight", "weight")]
     assert weight.placement is not None
     assert (
         weight.placement.key,
@@ -83,7 +83,7 @@ def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> 
         *("decoder.layers.mlp.linear_fc1.weight", (2, 64, 16)),
         (1, 0, 0),
     )
-    gradient = one.first_records[Site(CaptureStage.ACTIVATION_GRADIENTS, name, "output.0", 1)]
+    gradient = one.first_records[TensorKey(CaptureStage.ACTIVATION_GRADIENTS, name, "output.0", 1)]
     assert gradient.shape == made.shape
 
 
@@ -108,7 +108,7 @@ def test_capture_has_the_update_of_each_weight_and_its_response(folder: Path) ->
     capture = captured(folder, *DENSE)
     (one,) = capture.ranks
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    moved = one.values(one.first_records[Site(CaptureStage.WEIGHTS, name, "update")])
+    moved = one.values(one.first_records[TensorKey(CaptureStage.WEIGHTS, name, "update")])
     assert 0.009 < abs(moved).max() < 0.011  # Adam's first steps are as long as the learning rate.
     assert capture.responses()[CaptureStage.WEIGHTS, name, "update"] > 0
 
@@ -117,18 +117,18 @@ def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(folder: Path) ->
     (one,) = captured(folder, *EXPERTS).ranks
     layer = "decoder.layers.0.mlp"
     hidden, chosen = (
-        one.values(one.first_records[Site(CaptureStage.OUTPUTS, name, slot, 0)])
+        one.values(one.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 0)])
         for name, slot in ((f"{layer}.router", "input.input"), (f"{layer}.router", "output.1"))
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
     for expert in range(4):
-        site = Site(
+        tensor_key = TensorKey(
             CaptureStage.OUTPUTS,
             f"{layer}.experts.local_experts.{expert}",
             "input.hidden_states",
             0,
         )
-        assert (one.values(one.first_records[site]) == rows[chosen[:, expert]]).all()
+        assert (one.values(one.first_records[tensor_key]) == rows[chosen[:, expert]]).all()
 
 
 def test_every_parameter_has_a_unique_megatron_name() -> None:

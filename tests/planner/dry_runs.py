@@ -9,8 +9,8 @@ from parakit.config.model import Model, model_from_flags
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.planner.dryrun.comparison import CheckedRank, compare
-from parakit.planner.dryrun.job import DryRunner, check, flags_of
+from parakit.planner.dryrun.comparison import CheckedRank, compare_rank
+from parakit.planner.dryrun.job import DryRunner, encode_flags, refuse_unsupported
 
 _SMALL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -46,12 +46,12 @@ def small_model(kind: str = "gpt", layers: int = 4) -> Model:
 
 
 def run_case(runner: DryRunner, case: Case) -> CheckedRank:
-    check(case.spec)
+    refuse_unsupported(case.spec)
     flags, world = (
-        flags_of(case.model, case.spec),
+        encode_flags(case.model, case.spec),
         case.spec.parallelism.world_size,
     )
-    return compare(case.spec, runner.run(RankJob(flags, world, case.rank)))
+    return compare_rank(case.spec, runner.run(RankJob(flags, world, case.rank)))
 
 
 @st.composite

@@ -20,7 +20,7 @@ from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 BF16 = (
     *((16384, 16384, 16384), (8192, 8192, 8192), (4096, 4096, 4096), (2048, 2048, 2048)),
@@ -109,7 +109,7 @@ def compare(measured: dict[str, dict[str, float]], key: str) -> list[tuple[str, 
     """Kind and shape, seconds, and the error of what the formulas say, as a ratio less 1."""
     device = device_by_key(key)
     link = link_by_key(device.link)
-    rate = rates(Cluster(device, 1, 1, link, link), "bf16", Fp8Recipe.TENSORWISE)
+    rate = compute_device_rates(Cluster(device, 1, 1, link, link), "bf16", Fp8Recipe.TENSORWISE)
     rows = []
     for kind in KINDS:
         for name, took in measured[kind].items():

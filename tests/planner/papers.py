@@ -12,8 +12,8 @@ from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.readings.published import measured_run, usual_cluster
-from parakit.planner.readings.reading_to_spec import Expressed
+from parakit.planner.readings.published import build_measured_run, usual_cluster
+from parakit.planner.readings.reading_to_spec import MeasuredRun
 
 PAPERS_FILE = ROOT / "examples" / "gpt3" / "papers.yaml"
 
@@ -80,7 +80,7 @@ def paper_specs(paper: Paper, case: PaperCase) -> tuple[RunSpec, RunSpec]:
     return full, replace(full, parallelism=sequence, recompute=Recompute.SELECTIVE)
 
 
-def paper_runs() -> list[Expressed]:
+def paper_runs() -> list[MeasuredRun]:
     """The eight of arXiv:2205.05198."""
     found = []
     paper = load_paper()
@@ -88,5 +88,5 @@ def paper_runs() -> list[Expressed]:
         cluster = usual_cluster(paper.device, case.tensor * case.pipeline)
         measured = (case.full_seconds, case.selective_seconds)
         for spec, seconds in zip(paper_specs(paper, case), measured, strict=True):
-            found.append(measured_run(paper.source, spec, cluster, seconds))
+            found.append(build_measured_run(paper.source, spec, cluster, seconds))
     return found

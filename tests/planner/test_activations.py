@@ -20,7 +20,7 @@ from parakit.costs.constraints import violations
 from parakit.costs.memory import activation_bytes, host_bytes
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.iteration import iteration_seconds
-from parakit.planner.time.offload import copies_waited_for
+from parakit.planner.time.offload import exposed_copy_seconds
 from parakit.planner.time.rates import NoPeakError
 from tests.planner.conftest import TINY
 
@@ -176,9 +176,9 @@ HOST = HostRates(link_bytes_per_second=2.0, memory_bytes_per_second=1.0, source=
 def test_copies_hide_behind_the_layers_they_belong_to() -> None:
     spec = tiny(fine("qkv_linear"))
     copying = 4 * 2 * float(_HIDDEN)  # Four layers at 1 byte/s, what the host's memory takes.
-    wait = copies_waited_for(spec, 0, (copying, 2 * copying), HOST)
+    wait = exposed_copy_seconds(spec, 0, (copying, 2 * copying), HOST)
     assert wait == 0
-    assert copies_waited_for(spec, 0, (copying - 3, copying - 2), HOST) == pytest.approx(5)
+    assert exposed_copy_seconds(spec, 0, (copying - 3, copying - 2), HOST) == pytest.approx(5)
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,10 @@ def test_whole_layers_go_while_others_compute(gone: int, forward: float, backwar
     spec = tiny(Offload(layers=gone, smallest=0))
     each = offloaded_bytes(spec, 4).copied / gone
     host = HostRates(each / 15, each, "")
-    assert copies_waited_for(spec, 0, (40, 1e9), host) == pytest.approx(
+    assert exposed_copy_seconds(spec, 0, (40, 1e9), host) == pytest.approx(
         forward + (45 if gone == 3 else 0)
     )
-    assert copies_waited_for(spec, 0, (1e9, 80), host) == pytest.approx(
+    assert exposed_copy_seconds(spec, 0, (1e9, 80), host) == pytest.approx(
         backward + (45 if gone == 3 else 0)
     )
 

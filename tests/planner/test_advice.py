@@ -8,12 +8,12 @@ from parakit.config.strategy import Parallelism, Sharding
 from parakit.planner.advice import (
     StrategyFamily,
     advice_sentences,
-    best_of_each_family,
-    binding,
-    family_of,
+    describe_saving,
+    find_best_of_each_family,
+    name_bottleneck,
     no_fit_sentence,
     runner_up_sentence,
-    saved,
+    strategy_family,
 )
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.iteration import TIME_COMPONENTS
@@ -34,7 +34,7 @@ MakeRequest = Callable[..., Request]
     ],
 )
 def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: StrategyFamily) -> None:
-    assert family_of(parallelism) is kind
+    assert strategy_family(parallelism) is kind
 
 
 def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRequest) -> None:
@@ -67,17 +67,17 @@ def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) ->
     for part in TIME_COMPONENTS:
         longer: dict[str, Any] = {part: getattr(winner.seconds, part) + 1.0}
         slower = replace(winner, seconds=replace(winner.seconds, **longer))
-        assert saved(winner, slower).startswith("saves 1,000.0 ms of ")
+        assert describe_saving(winner, slower).startswith("saves 1,000.0 ms of ")
 
 
 def test_a_slow_network_is_what_binds(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-1.3b", 8, "rtx4090", 64, per_node=1))
-    assert binding(plan).startswith("ethernet-10g (")
+    assert name_bottleneck(plan).startswith("ethernet-10g (")
 
 
 def test_memory_binds_where_the_device_is_full(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-13b", 8, "a100", 512))
-    assert binding(plan) == "memory"
+    assert name_bottleneck(plan) == "memory"
     assert "The bottleneck is memory" in advice_sentences(plan)[-1]
 
 
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_with_how_much_is_missing(make_request: Mak
 
 def test_each_pure_family_is_represented_by_its_best(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 64)
-    kinds = best_of_each_family(request)
+    kinds = find_best_of_each_family(request)
     pure = {
         StrategyFamily.DATA,
         StrategyFamily.SHARDED_DATA,
@@ -100,4 +100,4 @@ def test_each_pure_family_is_represented_by_its_best(make_request: MakeRequest) 
     assert set(kinds) == pure
     small = replace(request.cluster.device, memory_bytes=2**30)
     cramped = replace(request, cluster=replace(request.cluster, device=small))
-    assert not any(candidate.fits for candidate in best_of_each_family(cramped).values())
+    assert not any(candidate.fits for candidate in find_best_of_each_family(cramped).values())

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from parakit.planner.advise import answers
-from parakit.planner.request import request_from_options
+from parakit.planner.advise import answer_questions
+from parakit.planner.request import build_request
 from parakit.planner.search import search_configurations
 from tests.given import asked_of_plan
 from tests.program import run_plan as main
 
 
 def advised(*words: str) -> dict[str, str]:
-    plan = search_configurations(request_from_options(asked_of_plan(words)))
-    found = answers(plan)
+    plan = search_configurations(build_request(asked_of_plan(words)))
+    found = answer_questions(plan)
     assert len(found) == 10
     return found
 

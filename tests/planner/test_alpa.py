@@ -11,15 +11,21 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_of_model
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.alpa import Cost, alpa, best_stages, compare_with_alpa, submeshes
+from parakit.planner.alpa import (
+    StageCost,
+    compare_with_alpa,
+    find_best_stages,
+    list_submeshes,
+    run_alpa,
+)
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 
 ROOMY = 1000
 
 
-def cost(seconds: float, fixed: int = 0, flight: int = 0) -> Cost:
-    return Cost(seconds, fixed, flight, Parallelism())
+def cost(seconds: float, fixed: int = 0, flight: int = 0) -> StageCost:
+    return StageCost(seconds, fixed, flight, Parallelism())
 
 
 def every_way(units: int, meshes: list[int], devices: int) -> Iterator[list[tuple[int, int, int]]]:
@@ -56,14 +62,14 @@ def test_the_program_finds_what_trying_everything_finds(seed: int) -> None:
         return sum(seconds) + (count - 1) * max(seconds)
 
     tried = min(map(total, every_way(units, meshes, devices)))
-    found = best_stages(units, meshes, devices, count, capacity, lambda *key: ways[key])
+    found = find_best_stages(units, meshes, devices, count, capacity, lambda *key: ways[key])
     assert (found[0] if found else float("inf")) == pytest.approx(tried)
 
 
 def test_a_stage_of_more_work_gets_more_devices() -> None:
     # Units of 1, 1 and 6 seconds on one device; a submesh divides them: 1 + 1 + 6/2, slowest 3.
     work = [1.0, 1.0, 6.0]
-    found = best_stages(
+    found = find_best_stages(
         3, [1, 2], 4, 10, ROOMY, lambda first, end, mesh: [cost(sum(work[first:end]) / mesh)]
     )
     assert found is not None
@@ -72,8 +78,8 @@ def test_a_stage_of_more_work_gets_more_devices() -> None:
 
 
 def test_submeshes_are_powers_of_two_in_a_node_and_whole_nodes() -> None:
-    assert submeshes(4, 4) == [1, 2, 4]
-    assert submeshes(24, 8) == [1, 2, 4, 8, 16, 24]
+    assert list_submeshes(4, 4) == [1, 2, 4]
+    assert list_submeshes(24, 8) == [1, 2, 4, 8, 16, 24]
 
 
 def request(devices: int) -> Request:
@@ -86,7 +92,7 @@ def request(devices: int) -> Request:
 
 def test_what_megatron_can_run_is_timed_as_the_planner_times_it() -> None:
     asked = request(2)
-    found, plan = alpa(asked), search_configurations(asked)
+    found, plan = run_alpa(asked), search_configurations(asked)
     winner = plan.winner
     assert found is not None
     assert winner is not None
@@ -100,4 +106,4 @@ def test_a_large_cluster_is_refused() -> None:
     asked = request(2)
     larger = replace(asked, cluster=replace(asked.cluster, devices=64))
     with pytest.raises(ValueError, match="up to 16 devices, and here are 64; leave ALPA= out"):
-        alpa(larger)
+        run_alpa(larger)

@@ -3,19 +3,19 @@ from dataclasses import replace
 import pytest
 
 from parakit.config.run import Fp8Recipe
-from parakit.planner.calibration import stated_calibration
+from parakit.planner.calibration import calibrate_from_stated_products
 from parakit.planner.options import RequestError
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.compute import product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 H100 = usual_cluster("h100", 8)
 
 
 def reached(text: str, size: int, recipe: Fp8Recipe = Fp8Recipe.NONE) -> float:
     """FLOP/s of a square product on a machine that is said to reach this."""
-    cluster = replace(H100, calibration=stated_calibration(text, H100, "bf16"))
-    rate = rates(cluster, "bf16", recipe)
+    cluster = replace(H100, calibration=calibrate_from_stated_products(text, H100, "bf16"))
+    rate = compute_device_rates(cluster, "bf16", recipe)
     return 2 * size**3 / product_seconds(size, size, size, 2, rate, 1, bool(recipe))
 
 
@@ -25,7 +25,7 @@ def test_a_stated_product_is_then_predicted_as_stated() -> None:
 
 
 def test_attention_and_fp8_change_by_the_factor_of_a_stated_product() -> None:
-    found = stated_calibration("600 TFLOP/s on 8k x 8k x 8k", H100, "bf16")
+    found = calibrate_from_stated_products("600 TFLOP/s on 8k x 8k x 8k", H100, "bf16")
     assert found.matmul is not None
     factor = found.matmul / H100.constants.matmul
     assert factor < 1
@@ -36,7 +36,7 @@ def test_attention_and_fp8_change_by_the_factor_of_a_stated_product() -> None:
 def test_an_fp8_product_says_nothing_of_others() -> None:
     text = "1200 TFLOP/s on 8k x 8k x 8k in fp8"
     assert reached(text, 8192, Fp8Recipe.TENSORWISE) == pytest.approx(1200e12, rel=1e-6)
-    found = stated_calibration(text, H100, "bf16")
+    found = calibrate_from_stated_products(text, H100, "bf16")
     assert (found.matmul, found.attention) == (None, None)
 
 
@@ -64,4 +64,4 @@ def test_what_is_stated_stands_before_what_follows_from_another_product() -> Non
 )
 def test_what_no_machine_reaches_is_refused(text: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        stated_calibration(text, H100, "bf16")
+        calibrate_from_stated_products(text, H100, "bf16")

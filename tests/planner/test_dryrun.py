@@ -19,9 +19,15 @@ from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.operations import Operation, Phase
 from parakit.dryrun.patches import even_loads
 from parakit.planner.dryrun.command import _spec as spec_of
-from parakit.planner.dryrun.command import encode_dry_run, print_comparisons, verdict
+from parakit.planner.dryrun.command import comparison_sentence, encode_dry_run, print_comparisons
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
-from parakit.planner.dryrun.job import DryRunError, DryRunner, check, flags_of, ranks_named
+from parakit.planner.dryrun.job import (
+    DryRunError,
+    DryRunner,
+    encode_flags,
+    parse_ranks,
+    refuse_unsupported,
+)
 from tests.given import given
 from tests.planner.dry_runs import Case, run_case, small_model
 from tests.program import run_plan as main
@@ -35,7 +41,7 @@ def configured(model: Model, split: Parallelism, batch: Batch, **changes: object
 
 
 def of_ranks(runner: DryRunner, model: Model, spec: RunSpec, ranks: str) -> list[CheckedRank]:
-    named = ranks_named(ranks, spec)
+    named = parse_ranks(ranks, spec)
     return [run_case(runner, Case(model, spec, rank)) for rank in named]
 
 
@@ -316,7 +322,7 @@ def test_what_cannot_be_faked_is_one_sentence(
 ) -> None:
     spec = configured(TINY, split, Batch(1, 12), **changes)
     with pytest.raises(DryRunError, match=message) as refusal:
-        check(spec)
+        refuse_unsupported(spec)
     assert "\n" not in str(refusal.value)
 
 
@@ -345,12 +351,12 @@ def test_bad_requests_are_refused_before_a_process_starts(
 def test_ranks_are_those_of_the_pipeline_s_stages() -> None:
     split = Parallelism(data=8, tensor=8, pipeline=16)
     spec = configured(load_model("gpt3-175b"), split, Batch(1, 256))
-    assert ranks_named("first,middle,last,7,0", spec) == (0, 512, 1023, 7)
+    assert parse_ranks("first,middle,last,7,0", spec) == (0, 512, 1023, 7)
 
 
 def test_flags_keep_the_model_s_precision_that_cpu_runs_drop() -> None:
     model = load_model("gpt3-175b")
-    flags = flags_of(model, configured(model, Parallelism(tensor=8), Batch(1, 1)))
+    flags = encode_flags(model, configured(model, Parallelism(tensor=8), Batch(1, 1)))
     assert "--bf16" in flags
     assert "--fake-process-group" in flags
 
@@ -402,12 +408,13 @@ def test_experts_in_their_own_split_or_with_sharded_state_make_the_calls_named(
 def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> None:
     spec = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
     (comparison,) = of_ranks(dry_runner, TINY, spec, "last")
-    assert verdict(comparison).startswith("Parameters and all ")
+    assert comparison_sentence(comparison).startswith("Parameters and all ")
     (rank,) = encode_dry_run(TINY, spec, [comparison])["ranks"]
     assert sum(call["wire_bytes"] for call in rank["calls"]) == rank["wire_bytes"]
     wrong = replace(comparison, differences=(CallDifference("tp", "all_reduce", 8, 1, 2),))
-    assert "tp all_reduce of 8 bytes: 1 calls in the dry run, 2 in the closed form" in verdict(
-        wrong
+    assert (
+        "tp all_reduce of 8 bytes: 1 calls in the dry run, 2 in the closed form"
+        in comparison_sentence(wrong)
     )
 
 

@@ -22,9 +22,9 @@ from parakit.costs.tensors import (
     rank_parameters,
     rank_tensors,
 )
-from parakit.planner.readings.reading_to_spec import express
-from parakit.planner.readings.table import read_readings
-from parakit.planner.request import request_from_options
+from parakit.planner.readings.reading_to_spec import convert_measurement
+from parakit.planner.readings.table import read_measurements
+from parakit.planner.request import build_request
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
@@ -117,8 +117,8 @@ def test_a_mixer_is_split_by_heads_and_its_block_calls_tp_once_each_way() -> Non
     ],
 )
 def test_published_hybrids_have_their_parameters(model: str, total: int, active: int) -> None:
-    reading = next(r for r in read_readings()[0] if r.model == model)
-    shape = express(reading).spec.shape
+    measurement = next(r for r in read_measurements()[0] if r.model == model)
+    shape = convert_measurement(measurement).spec.shape
     main = replace(shape, blocks=shape.blocks.partition("/")[0])
     assert (parameters_total(main), active_parameters(main)) == (total, active)
 
@@ -157,7 +157,7 @@ HYBRID_ARGS = f"""--num-layers 5
 def planned(file: Path, *words: str) -> Request:
     file.write_text(HYBRID_ARGS)
     given = ["--model", str(file), "--gpus", "4", "--gpu", "h100", *words]
-    return request_from_options(asked_of_plan(given))
+    return build_request(asked_of_plan(given))
 
 
 def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 
 from parakit.config.hardware import device_by_key
-from parakit.planner.largest import largest_models
+from parakit.planner.largest import find_largest_models
 from tests.program import run_plan as main
 
 
 def sizes(devices: int, recompute: str = "none") -> dict[str, int]:
-    found = largest_models(device_by_key("h100"), devices)
+    found = find_largest_models(device_by_key("h100"), devices)
     return {each.strategy: each.parameters for each in found if each.recompute == recompute}
 
 

@@ -14,7 +14,7 @@ from parakit.costs.tensors import parameters_total, rank_tensors
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.compute import optimizer_seconds
 from parakit.planner.time.execution import Execution
-from parakit.planner.time.rates import DeviceRates, NoPeakError, rates
+from parakit.planner.time.rates import DeviceRates, NoPeakError, compute_device_rates
 from tests.planner.conftest import TINY
 
 SPLIT = Parallelism(sharding=Sharding.ZERO1)
@@ -30,7 +30,7 @@ def offloaded(share: float, **changes: object) -> RunSpec:
 
 def rate(host: HostRates | None, **execution: bool) -> DeviceRates:
     cluster = replace(usual_cluster("h100", 1), execution=Execution(**execution))
-    return replace(rates(cluster, "bf16"), host=host, bytes_per_second=1e30)
+    return replace(compute_device_rates(cluster, "bf16"), host=host, bytes_per_second=1e30)
 
 
 @pytest.mark.filterwarnings("ignore")  # Of imports without Transformer Engine.

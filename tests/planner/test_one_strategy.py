@@ -19,11 +19,11 @@ from parakit.costs.memory import fullest_rank
 from parakit.costs.tensors import parameters_total, rank_parameters
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import RequestError
-from parakit.planner.readings.local_readings import add_rows, row_of
-from parakit.planner.readings.reading_to_spec import express
-from parakit.planner.readings.table import read_readings
-from parakit.planner.request import ignored_flags
-from parakit.planner.search import Request, evaluate, search_configurations
+from parakit.planner.readings.local_readings import add_rows, build_measurement_row
+from parakit.planner.readings.reading_to_spec import convert_measurement
+from parakit.planner.readings.table import read_measurements
+from parakit.planner.request import list_ignored_flags
+from parakit.planner.search import Request, evaluate_configuration, search_configurations
 from parakit.planner.time.iteration import iteration_seconds
 from tests.given import asked_of_plan, run
 from tests.program import run_plan as main
@@ -58,7 +58,9 @@ def test_one_layout_is_timed_as_the_search_would_time_it(
     spec = replace(spec, recompute=Recompute.FULL)
     layout = found["layout"]
     assert isinstance(layout, dict)
-    assert layout["iteration_seconds"] == pytest.approx(evaluate(request, spec).seconds.total)
+    assert layout["iteration_seconds"] == pytest.approx(
+        evaluate_configuration(request, spec).seconds.total
+    )
     assert layout["recompute"] == "full"
     assert found["what_if"] is None
 
@@ -300,7 +302,7 @@ def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
     make_request: Callable[..., Request], model: str
 ) -> None:
     request = make_request(model, 2, "h200", 64)
-    assert ignored_flags(request, laid=True) == ()
+    assert list_ignored_flags(request, laid=True) == ()
 
 
 def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -414,12 +416,12 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     model, split = load_model("mixtral-8x7b"), parse_strategy(strategy, 8)
     planned = replace(spec_of_model(model, split, Batch(1, 16)), dropout=0.0)
     argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_of_spec(planned))
-    row = row_of(
+    row = build_measurement_row(
         spec_of_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
     )
     add_rows(tmp_path / "mine.csv", [row])
-    (reading,) = read_readings(tmp_path / "mine.csv")[0]
-    validated = express(reading)
+    (measurement,) = read_measurements(tmp_path / "mine.csv")[0]
+    validated = convert_measurement(measurement)
     flag = f"--expert-tensor-parallel-size {split.tensor_of_experts}"
     plain = strategy.replace("-etp1", "").replace("-etp2", "")
     for timed in (mixtral(strategy), mixtral(plain, flag)):

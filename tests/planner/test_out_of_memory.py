@@ -25,10 +25,10 @@ from parakit.costs.memory import fullest_rank
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import GIB
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.verdict import CLOSE, Fit, fit_of
+from parakit.planner.verdict import CLOSE_FRACTION, Fit, judge_fit_on_cluster
 
 HIDDEN_LAYERS = {"181b": (14336, 72), "184b": (12288, 100), "206b": (14336, 82)}
-FITTING = device_by_key("a100").memory_bytes * CLOSE
+FITTING = device_by_key("a100").memory_bytes * CLOSE_FRACTION
 
 
 def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: int) -> RunSpec:
@@ -168,7 +168,7 @@ def verdicts() -> list[tuple[str, Fit]]:
     for model, strategy, samples, flags, published in ON_GH200:
         spec = on_gh200(model, strategy, samples, flags)
         cluster = usual_cluster("gh200", spec.parallelism.world_size)
-        found.append((published, fit_of(spec, fullest_rank(spec)[1], cluster)))
+        found.append((published, judge_fit_on_cluster(spec, fullest_rank(spec)[1], cluster)))
     return found
 
 

@@ -9,17 +9,17 @@ from parakit.config.files import ROOT
 from parakit.costs.memory import fullest_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
-from parakit.planner.readings.residual import Residuals, residuals
+from parakit.planner.readings.residual import Residuals, compute_residuals
 from parakit.planner.readings.summary import (
-    choices,
-    errors_of,
+    collect_errors,
+    evaluate_choices,
     group_by_coverage,
     group_by_kind,
     group_by_split,
 )
-from parakit.planner.readings.table import read_readings
-from parakit.planner.time.constants import NAMES, constants_of
-from parakit.planner.verdict import Fit, fit_of
+from parakit.planner.readings.table import read_measurements
+from parakit.planner.time.constants import CONSTANT_NAMES, load_constants
+from parakit.planner.verdict import Fit, judge_fit_on_cluster
 from tests.planner.readings.fit import BOUNDS
 
 README = (ROOT / "src" / "parakit" / "planner" / "README.md").read_text()
@@ -43,8 +43,8 @@ def number(cell: str) -> float:
 
 @pytest.fixture(scope="module")
 def predicted() -> Residuals:
-    readings, unreadable = read_readings()
-    return residuals(readings, unreadable)
+    readings, unreadable = read_measurements()
+    return compute_residuals(readings, unreadable)
 
 
 def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
@@ -68,7 +68,7 @@ def test_the_number_of_predicted_measurements_is_that_of_today(predicted: Residu
 
 
 def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
-    regrets = [choice.regret for choice in choices(predicted)]
+    regrets = [choice.regret for choice in evaluate_choices(predicted)]
     text = " ".join(README.split())
     assert (
         f"in {len(regrets)} groups of published measurements that differ in strategy alone" in text
@@ -77,11 +77,11 @@ def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
 
 
 def test_the_constants_are_those_of_the_file() -> None:
-    for name in NAMES:
+    for name in CONSTANT_NAMES:
         (line,) = (line for line in MEASUREMENTS.splitlines() if f"(`{name}`) |" in line)
         _, *fitted, bounds = cells(line)
         for cell, generation in zip(fitted, ("ampere", "hopper", "blackwell"), strict=True):
-            value = getattr(constants_of(generation), name)
+            value = getattr(load_constants(generation), name)
             assert number(cell) == pytest.approx(value, rel=0.02, abs=1e-9)
         assert [number(part) for part in bounds.split(" to ")] == pytest.approx(BOUNDS[name])
 
@@ -90,16 +90,20 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
     verdicts: dict[str, list[Fit]] = {"dense": [], "mixtures": [], "sharded weights": []}
     seen = set()
     for item in predicted.predicted:
-        spec, cluster, source = item.expressed.spec, item.expressed.cluster, item.reading.source
+        spec, cluster, source = (
+            item.measured_run.spec,
+            item.measured_run.cluster,
+            item.measurement.source,
+        )
         run = (spec, cluster.device.key)
         if item.seconds is None or run in seen or source.startswith("VIA-Research/vTrain"):
             continue
-        if source_facts(item.reading)["unjudged"]:
+        if source_facts(item.measurement)["unjudged"]:
             continue
         seen.add(run)
         sharded = spec.parallelism.sharding.shards_weights
         kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
-        verdicts[kind].append(fit_of(spec, fullest_rank(spec)[1], cluster))
+        verdicts[kind].append(judge_fit_on_cluster(spec, fullest_rank(spec)[1], cluster))
     for kind, least, most in (
         ("dense", 500, 0.02),
         ("mixtures", 150, 0.05),
@@ -119,11 +123,11 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
 
 
 def test_the_errors_of_plans_are_those_of_today(predicted: Residuals) -> None:
-    assert errors_of(predicted).table() == ERRORS_FILE.read_text()
+    assert collect_errors(predicted).table() == ERRORS_FILE.read_text()
 
 
 def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
-    for kind in group_by_coverage(predicted, errors_of(predicted)):
+    for kind in group_by_coverage(predicted, collect_errors(predicted)):
         (line,) = (
             line for line in README.splitlines() if line.startswith(f"| {kind.name}, inside |")
         )

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from parakit.planner.recipes import ALL, DEFAULTS, TUNED, switches
+from parakit.planner.recipes import ALL, DEFAULTS, TUNED, list_switches
 from tests.planner.conftest import MakeRequest
 from tests.program import run_plan as main
 
@@ -13,7 +13,7 @@ WORDS = "--model llama3-8b --gpus 16 --gpu h100 --global-batch 64"
 
 
 def names(recipe: str, make_request: MakeRequest, model: str, gpu: str) -> set[str]:
-    return {switch.name for switch in switches(recipe, make_request(model, 8, gpu, 64))}
+    return {switch.name for switch in list_switches(recipe, make_request(model, 8, gpu, 64))}
 
 
 def test_a_device_and_a_model_have_their_switches(make_request: MakeRequest) -> None:

@@ -13,26 +13,26 @@ from parakit.costs.constraints import divisors, violations
 from parakit.costs.memory import fullest_rank
 from parakit.planner.advice import runner_up_sentence
 from parakit.planner.candidates import (
-    base,
-    comm_types,
-    micro_batches,
-    splits,
-    variants,
-    virtual_stages,
+    build_unsharded_spec,
+    enumerate_splits,
+    enumerate_variants,
+    list_cp_comm_types,
+    list_micro_batch_sizes,
+    list_virtual_stages,
 )
 from parakit.planner.search import (
-    WHOLE_TILES,
+    LEAST_SAMPLE_TIME_RATIO,
     Request,
-    devices_needed,
-    evaluate,
-    frontier,
-    scaling,
+    compare_with_fewest_devices,
+    estimate_training_days,
+    evaluate_configuration,
+    evaluate_single_axis_strategies,
+    find_devices_needed,
     search_configurations,
-    single_axis_candidates,
-    training_days,
+    select_pareto_frontier,
 )
 from parakit.planner.show import make_command, trained_vocabulary_sentence
-from parakit.planner.ties import TIED
+from parakit.planner.ties import TIE_RATIO
 from parakit.planner.time.iteration import pipeline_seconds
 from parakit.planner.verdict import Fit
 
@@ -85,9 +85,9 @@ def test_the_search_finds_what_trying_everything_finds(
     every = list(every_legal_configuration(request))
     assert plan.legal == len(every)
     fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
-    fastest = min(evaluate(request, c).seconds.total for c in fitting)
+    fastest = min(evaluate_configuration(request, c).seconds.total for c in fitting)
     assert plan.winner is not None
-    assert fastest <= plan.winner.seconds.total <= TIED * fastest
+    assert fastest <= plan.winner.seconds.total <= TIE_RATIO * fastest
     assert plan.lightest is not None
     assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
     times = [candidate.seconds.total for candidate in plan.ranked]
@@ -109,12 +109,12 @@ def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once
 ) -> None:
     request = make_request(model, devices, gpu, batch)
     template = request.template
-    for split in list(splits(template.shape, devices))[::7]:
-        sizes = micro_batches(split, batch)
-        specs = (base(template, split, size, Recompute.NONE) for size in sizes)
+    for split in list(enumerate_splits(template.shape, devices))[::7]:
+        sizes = list_micro_batch_sizes(split, batch)
+        specs = (build_unsharded_spec(template, split, size, Recompute.NONE) for size in sizes)
         each = [pipeline_seconds(spec, request.cluster)[0].total for spec in specs]
         for (small, less), (large, more) in combinations(zip(sizes, each, strict=True), 2):
-            share = 1 - 1e-9 if large % small == 0 else WHOLE_TILES
+            share = 1 - 1e-9 if large % small == 0 else LEAST_SAMPLE_TIME_RATIO
             assert less / small >= share * more / large
 
 
@@ -141,16 +141,16 @@ def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None
 
 
 def test_the_named_strategies_come_in_the_published_order(make_request: MakeRequest) -> None:
-    named = single_axis_candidates(make_request("gpt2-large", 2, "h200", 64))
+    named = evaluate_single_axis_strategies(make_request("gpt2-large", 2, "h200", 64))
     assert [candidate.strategy for candidate in named] == ["dp2", "cp2", "sp2", "tp2", "pp2"]
     times = {candidate.strategy: candidate.seconds.total for candidate in named}
     assert times["tp2"] == pytest.approx(times["sp2"], rel=0.025)
 
 
 def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> None:
-    named = single_axis_candidates(make_request("gpt2-xl", 2, "h200", 32))
+    named = evaluate_single_axis_strategies(make_request("gpt2-xl", 2, "h200", 32))
     assert {candidate.strategy for candidate in named} == {"dp2", "cp2", "pp2"}
-    assert single_axis_candidates(make_request("gpt2-large", 2, "h200", 60)) == []
+    assert evaluate_single_axis_strategies(make_request("gpt2-large", 2, "h200", 60)) == []
 
 
 def test_175b_on_1024_devices_is_split_in_every_dimension(make_request: MakeRequest) -> None:
@@ -196,7 +196,7 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
 
 def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt2-large", 2, "h200", 16), slack=2.0)
-    edge = frontier(plan.examined)
+    edge = select_pareto_frontier(plan.examined)
     assert edge[0].seconds.total == min(c.seconds.total for c in plan.examined)
     assert edge[-1].memory.total == min(c.memory.total for c in plan.examined)
     sizes = [c.memory.total for c in edge]
@@ -224,7 +224,7 @@ def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRe
     assert plan.winner is None
     assert plan.lightest is not None
     assert not plan.lightest.fits
-    needed = devices_needed(request)
+    needed = find_devices_needed(request)
     assert needed is not None
     assert needed > 64
 
@@ -240,11 +240,11 @@ def test_scaling_is_against_the_fewest_devices_that_hold_the_model(
     make_request: MakeRequest,
 ) -> None:
     plan = search_configurations(make_request("gpt3-13b", 8, "h200", 64))
-    scaled = scaling(plan)
+    scaled = compare_with_fewest_devices(plan)
     assert scaled is not None
     assert scaled.devices in {1, 2, 4}
     assert 0.5 < scaled.efficiency < 1.2
-    days = training_days(plan, 300e9)
+    days = estimate_training_days(plan, 300e9)
     assert plan.winner is not None
     assert days == pytest.approx(300e9 / plan.winner.tokens_per_second / 86400)
 
@@ -293,10 +293,10 @@ def test_the_command_names_the_parameters_that_it_does_not_train(make_request: M
 def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 4)
     split = Parallelism(context=2)
-    assert comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
+    assert list_cp_comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
     shape = replace(request.template.shape, window=128, windowed=0.5)
     windowed = replace(request, template=replace(request.template, shape=shape))
-    assert comm_types(windowed.template, split) == ("all_gather", "a2a")
+    assert list_cp_comm_types(windowed.template, split) == ("all_gather", "a2a")
     found = [
         one.spec
         for one in search_configurations(windowed).ranked
@@ -310,9 +310,9 @@ def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
     shape = small_shape()
     odd = RunSpec(shape, Parallelism(pipeline=2), Batch(1, 3))
     even = replace(odd, batch=Batch(1, 4))
-    assert virtual_stages(odd.shape, odd.parallelism, odd.microbatches) == (1,)
-    assert virtual_stages(even.shape, even.parallelism, even.microbatches) == (1, 2, 3, 6)
-    assert len(list(variants(even))) == 4
+    assert list_virtual_stages(odd.shape, odd.parallelism, odd.microbatches) == (1,)
+    assert list_virtual_stages(even.shape, even.parallelism, even.microbatches) == (1, 2, 3, 6)
+    assert len(list(enumerate_variants(even))) == 4
 
 
 def small_shape() -> ModelShape:
@@ -333,4 +333,6 @@ def test_what_is_faster_by_more_than_noise_is_taken_however_it_splits(
 ) -> None:
     plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
     assert plan.winner is not None
-    assert plan.winner.seconds.total <= TIED * min(found.seconds.total for found in plan.ranked)
+    assert plan.winner.seconds.total <= TIE_RATIO * min(
+        found.seconds.total for found in plan.ranked
+    )

@@ -12,7 +12,7 @@ from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import product_seconds
 from parakit.planner.time.iteration import iteration_seconds, pipeline_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 SHAPE = ModelShape(4, 64, 4, 4, 16, 256, 64, 64)
 MEASURED = Calibration(
@@ -109,7 +109,7 @@ def test_experts_that_run_one_after_another_are_each_launched() -> None:
 
 
 def test_a_core_multiplies_few_rows_at_its_usual_rate() -> None:
-    rate = rates(on(1, 2), "fp32")
+    rate = compute_device_rates(on(1, 2), "fp32")
     one, eight = (product_seconds(rows, 512, 512, 0, rate) for rows in (16, 128))
     assert eight == pytest.approx(8 * one)
 
@@ -155,10 +155,10 @@ def test_gathered_weights_move_at_the_rate_of_a_gather() -> None:
 
 
 def test_cpu_ranks_and_megatrons_own_layers_gather_keys_and_values_alone() -> None:
-    from parakit.planner.candidates import comm_types
+    from parakit.planner.candidates import list_cp_comm_types
 
     split = Parallelism(context=2)
     spec = RunSpec(SHAPE, split, Batch(1, 4))
     for gathers in (replace(spec, device=DeviceKind.CPU), replace(spec, fused_norms=False)):
-        assert comm_types(gathers, split) == ("all_gather",)
-    assert "p2p" in comm_types(spec, split)
+        assert list_cp_comm_types(gathers, split) == ("all_gather",)
+    assert "p2p" in list_cp_comm_types(spec, split)

@@ -15,13 +15,13 @@ from parakit.costs.collectives.call import CollectiveCall
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import rank_parameters
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.time.cluster import Cluster, route
+from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.compute import layer_seconds, product_seconds
-from parakit.planner.time.constants import constants_of
+from parakit.planner.time.constants import load_constants
 from parakit.planner.time.execution import Execution
 from parakit.planner.time.host import launch_seconds
 from parakit.planner.time.iteration import IterationSeconds, _slowest_update, iteration_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 from parakit.planner.time.traffic import layer_bytes, softmax_is_fused
 from tests.planner.readings.fit import BOUNDS, FITTED, start_of
 
@@ -38,7 +38,7 @@ def seconds(split: Parallelism, cluster: Cluster, batch: Batch | None = None) ->
 
 
 def test_a_last_wave_of_tiles_takes_as_long_as_a_whole_one() -> None:
-    rate = replace(rates(on(), "bf16"), bytes_per_second=1e30, fill=0.0)
+    rate = replace(compute_device_rates(on(), "bf16"), bytes_per_second=1e30, fill=0.0)
     # 256 x 128 is the best tile and 132 processors compute one each.
     whole, one_more = (product_seconds(256 * 132, 65536, 128 * n, 2, rate) for n in (1, 2))
     assert one_more == pytest.approx(2 * whole, rel=0.01)
@@ -46,14 +46,14 @@ def test_a_last_wave_of_tiles_takes_as_long_as_a_whole_one() -> None:
 
 
 def test_few_tiles_with_a_long_inner_dimension_are_computed_in_parts() -> None:
-    rate = rates(on(), "bf16")
+    rate = compute_device_rates(on(), "bf16")
     few = product_seconds(1280, 32768, 1280, 2, rate)
     one_wave = 2 * 256 * 128 * 132 * (32768 + rate.fill) / rate.flops
     assert few < 0.75 * one_wave
 
 
 def test_a_product_takes_its_arithmetic_or_its_operands_whichever_is_more() -> None:
-    rate = rates(on(), "bf16")
+    rate = compute_device_rates(on(), "bf16")
     thin = product_seconds(8192, 128, 8192, 2, rate)
     operands = 2 * (2 * 8192 * 128 + 8192 * 8192) / rate.bytes_per_second
     assert thin == pytest.approx(operands, rel=0.1)
@@ -62,14 +62,14 @@ def test_a_product_takes_its_arithmetic_or_its_operands_whichever_is_more() -> N
 
 
 def test_a_products_rate_falls_with_its_inner_dimension() -> None:
-    rate = replace(rates(on(), "bf16"), bytes_per_second=1e30)
+    rate = replace(compute_device_rates(on(), "bf16"), bytes_per_second=1e30)
     short, long = (product_seconds(256 * 132, k, 128 * 256, 2, rate) / k for k in (512, 8192))
     expected = (1 + rate.fill / 512) / (1 + rate.fill / 8192)
     assert short / long == pytest.approx(expected, rel=0.01)
 
 
 def test_one_kernel_of_many_small_products_fills_the_device() -> None:
-    rate = rates(on(), "bf16")
+    rate = compute_device_rates(on(), "bf16")
     apart = 66 * product_seconds(256, 4096, 128, 2, rate)
     assert product_seconds(256, 4096, 128, 2, rate, copies=66) < apart / 4
 
@@ -144,9 +144,9 @@ def test_a_busier_rank_of_experts_multiplies_and_receives_more_but_not_over_ep_1
 def test_behind_an_oversubscribed_switch_only_calls_between_nodes_have_less_of_the_link() -> None:
     plain, shared = (replace(on(64), oversubscription=factor) for factor in (1.0, 4.0))
     split = Parallelism(tensor=8, data=4, pipeline=2, sequence_parallel=True)
-    assert route(shared, split, Group.TENSOR) == route(plain, split, Group.TENSOR)
+    assert find_route(shared, split, Group.TENSOR) == find_route(plain, split, Group.TENSOR)
     for group in (Group.DATA_CONTEXT, Group.PIPELINE):
-        ways = [route(cluster, split, group) for cluster in (plain, shared)]
+        ways = [find_route(cluster, split, group) for cluster in (plain, shared)]
         assert ways[1] == replace(
             ways[0],
             bytes_per_second=ways[0].bytes_per_second / 4,
@@ -204,17 +204,17 @@ def test_backward_computes_again_what_its_modules_hold(
     spec = RunSpec(
         SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse(modules)
     )
-    layer = layer_seconds(spec, rates(on(), "bf16"))
-    assert layer.matmul_again == pytest.approx(products * layer.forward_matmul, rel=0.02)
-    assert layer.attention_again == attention * layer.forward_attention
-    assert (layer.memory_again == layer.forward_memory) is (modules == "full")
+    layer = layer_seconds(spec, compute_device_rates(on(), "bf16"))
+    assert layer.matmul_recompute == pytest.approx(products * layer.forward_matmul, rel=0.02)
+    assert layer.attention_recompute == attention * layer.forward_attention
+    assert (layer.memory_recompute == layer.forward_memory) is (modules == "full")
 
 
 def test_norms_that_stand_alone_are_read_and_written_again() -> None:
     spec = RunSpec(
         SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse("layernorm")
     )
-    rate = rates(on(), "bf16")
+    rate = compute_device_rates(on(), "bf16")
     assert layer_bytes(spec, rate).again == 0
     alone = layer_bytes(replace(spec, fused_norms=False), rate)
     norms = 2 * 2 * 2 * SHAPE.hidden * SHAPE.seq_length
@@ -248,7 +248,7 @@ def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
 def attention(device: str, width: int, **changes: object) -> float:
     shape = replace(SHAPE, heads=16, query_groups=16, head_width=width, **changes)  # type: ignore[arg-type]
     spec = RunSpec(shape, Parallelism(), Batch(1, 1), dropout=0.0)
-    rate = rates(usual_cluster(device, 1), "bf16")
+    rate = compute_device_rates(usual_cluster(device, 1), "bf16")
     return layer_seconds(spec, rate).forward_attention
 
 
@@ -267,7 +267,8 @@ def test_blackwells_own_attention_does_not_train_heads_of_192() -> None:
 def test_an_activation_of_pytorchs_own_kernels_is_nine_more_passes() -> None:
     spec = RunSpec(SHAPE, Parallelism(tensor=2), Batch(1, 1), "bf16", dropout=0.0)
     (forward, backward, _), (more_forward, more_backward, _) = (
-        layer_bytes(spec, rates(on(2, eager_activation=way), "bf16")) for way in (False, True)
+        layer_bytes(spec, compute_device_rates(on(2, eager_activation=way), "bf16"))
+        for way in (False, True)
     )
     a_pass = 2 * SHAPE.seq_length * SHAPE.ffn_hidden // 2
     assert (more_forward - forward, more_backward - backward) == (2 * a_pass, 7 * a_pass)
@@ -289,7 +290,7 @@ def test_more_devices_wait_longer_for_their_slowest() -> None:
 
 def test_calls_of_more_ranks_have_more_steps_and_trees_bound_them() -> None:
     two, eight, far = (
-        route(on(64), Parallelism(data=64 // n, tensor=n), Group.TENSOR) for n in (2, 8, 32)
+        find_route(on(64), Parallelism(data=64 // n, tensor=n), Group.TENSOR) for n in (2, 8, 32)
     )
     assert two.ring_seconds < eight.ring_seconds
     assert far.tree_seconds < far.ring_seconds
@@ -332,7 +333,7 @@ def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
 
 def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None:
     shape = replace(load_model("mixtral-8x7b").shape, layers=1)
-    rate = rates(on(), "bf16")
+    rate = compute_device_rates(on(), "bf16")
     moved = 4096 * shape.experts_per_token * shape.hidden * 2
 
     def more(expert: int, **changes: object) -> int:
@@ -351,7 +352,7 @@ def bytes_of_experts(execution: Execution, **changes: object) -> tuple[int, int]
     shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
     shape = replace(shape, **changes)  # type: ignore[arg-type]
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
-    return layer_bytes(spec, replace(rates(on(), "bf16"), execution=execution))[:2]
+    return layer_bytes(spec, replace(compute_device_rates(on(), "bf16"), execution=execution))[:2]
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,7 @@ def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() ->
     shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
     again = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
     again = replace(again, recompute=Recompute(frozenset({"moe_act"})))
-    rate = rates(on(), "bf16")
+    rate = compute_device_rates(on(), "bf16")
     repeated = [
         layer_bytes(replace(again, shape=replace(shape, clamped=way)), rate).again
         for way in (False, True)
@@ -391,7 +392,7 @@ def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() ->
 
 
 def test_a_window_takes_attention_s_time_of_the_layers_that_have_it() -> None:
-    rate = rates(on(1), "bf16")
+    rate = compute_device_rates(on(1), "bf16")
 
     def taken(window: int, share: float) -> float:
         shape = replace(SHAPE, seq_length=4096, window=window, windowed=share)
@@ -411,7 +412,7 @@ def test_a_scale_from_earlier_iterations_spares_a_reading_of_every_operand() -> 
     spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), "bf16", dropout=0.0)
 
     def moved(kind: Fp8Recipe) -> float:
-        rate = rates(on(1), "bf16", kind)
+        rate = compute_device_rates(on(1), "bf16", kind)
         found = layer_seconds(replace(spec, fp8_recipe=kind), rate)
         return found.backward_memory * rate.bytes_per_second
 
@@ -435,22 +436,22 @@ def test_broadcast_weights_go_once_around_the_ring_for_every_tensor() -> None:
     gathered, sent = (
         seconds(split, on(16, broadcast_parameters=way)).gradient_sync for way in (False, True)
     )
-    ring = route(on(16), split, Group.DATA_CONTEXT).ring_seconds
+    ring = find_route(on(16), split, Group.DATA_CONTEXT).ring_seconds
     assert sent - gathered == pytest.approx(16 * (ring + 5e-6), rel=1e-6)
 
 
 @pytest.mark.parametrize("generation", FITTED)
 def test_every_constant_lies_within_its_physical_bounds(generation: str) -> None:
-    for constants in (constants_of(generation), start_of(generation)):
+    for constants in (load_constants(generation), start_of(generation)):
         for name, value in asdict(constants).items():
             low, high = BOUNDS[name]
             assert low <= value <= max(high, 0.95), name
 
 
 def test_every_device_has_constants() -> None:
-    assert all(constants_of(device.generation) for device in load_hardware().devices.values())
+    assert all(load_constants(device.generation) for device in load_hardware().devices.values())
 
 
 def test_leaving_a_source_out_changes_the_constants_and_an_unknown_one_does_not() -> None:
-    assert constants_of("ampere", "VIA-Research/vTrain multi-node") != constants_of("ampere")
-    assert constants_of("ampere", "nobody") == constants_of("ampere")
+    assert load_constants("ampere", "VIA-Research/vTrain multi-node") != load_constants("ampere")
+    assert load_constants("ampere", "nobody") == load_constants("ampere")

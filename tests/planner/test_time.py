@@ -11,14 +11,14 @@ from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.memory import fullest_rank
 from parakit.planner.readings.published import h200_figures, h200_spec
-from parakit.planner.time.cluster import Calibration, Cluster, route
+from parakit.planner.time.cluster import Calibration, Cluster, find_route
 from parakit.planner.time.iteration import (
     IterationSeconds,
-    after_hiding,
+    exposed_seconds,
     iteration_seconds,
     pipeline_seconds,
 )
-from parakit.planner.time.rates import NoPeakError, rates
+from parakit.planner.time.rates import NoPeakError, compute_device_rates
 from tests.docs.residuals import PublishedResidual, h200_residuals, paper_residuals
 from tests.planner.papers import load_paper
 
@@ -116,9 +116,9 @@ def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:
 
 
 def test_hidden_communication_costs_only_its_contention() -> None:
-    assert after_hiding(1.0, 4.0, 0.25) == 0.25
-    assert after_hiding(5.0, 4.0, 0.25) == 2.0
-    assert after_hiding(5.0, 0.0, 0.25) == 5.0
+    assert exposed_seconds(1.0, 4.0, 0.25) == 0.25
+    assert exposed_seconds(5.0, 4.0, 0.25) == 2.0
+    assert exposed_seconds(5.0, 0.0, 0.25) == 5.0
 
 
 def test_the_distributed_optimizer_divides_the_optimizers_time() -> None:
@@ -142,7 +142,7 @@ def test_a_dtype_the_device_lacks_is_refused() -> None:
 def test_no_device_multiplies_faster_than_its_peak(name: str) -> None:
     peaks = device_by_key(name).peak_tflops
     dtype = next(iter(peaks))
-    assert rates(cluster(name, 1), dtype).flops <= peaks[dtype] * 1e12 * (1 + 1e-9)
+    assert compute_device_rates(cluster(name, 1), dtype).flops <= peaks[dtype] * 1e12 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_no_device_multiplies_faster_than_its_peak(name: str) -> None:
 )
 def test_groups_get_the_link_they_span(group: Group, link: str, ports: int) -> None:
     machines = cluster("h200", 32, link=1.0)
-    way = route(machines, Parallelism(data=4, tensor=4, pipeline=2), group)
+    way = find_route(machines, Parallelism(data=4, tensor=4, pipeline=2), group)
     assert way.link == link
     expected = 450e9 if link == "nvlink4" else ports * 50e9
     assert way.bytes_per_second == expected

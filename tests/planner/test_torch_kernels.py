@@ -10,13 +10,13 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import Batch, Parallelism
-from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.compute import head_seconds, layer_seconds, optimizer_seconds
 from parakit.planner.time.execution import Execution
 from parakit.planner.time.host import iteration_host_seconds
 from parakit.planner.time.iteration import iteration_seconds
-from parakit.planner.time.rates import DeviceRates, rates
+from parakit.planner.time.rates import DeviceRates, compute_device_rates
 from parakit.planner.time.traffic import layer_bytes
 
 HOST = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "host.args")
@@ -34,11 +34,11 @@ def run(*fused: str, dtype: str = "fp16") -> RunSpec:
 def cluster(words: tuple[str, ...] | list[str] = HOST, key: str = "h200") -> Cluster:
     device = device_by_key(key)
     link = link_by_key(device.link)
-    return Cluster(device, 1, 1, link, link, execution=execution_of_flags(Flags(words)))
+    return Cluster(device, 1, 1, link, link, execution=parse_execution(Flags(words)))
 
 
 def rate(words: tuple[str, ...] | list[str] = HOST) -> DeviceRates:
-    return rates(cluster(words), "fp16")
+    return compute_device_rates(cluster(words), "fp16")
 
 
 def added(*fused: str) -> tuple[int, int]:
@@ -48,13 +48,13 @@ def added(*fused: str) -> tuple[int, int]:
 
 
 def test_the_flags_of_a_host_without_it_say_so_and_apexs_norms_are_another_matter() -> None:
-    assert execution_of_flags(Flags(HOST)) == Execution(
+    assert parse_execution(Flags(HOST)) == Execution(
         grouped_experts=False, torch_kernels=True, unfused_gradients=True, unfused_rotary=True
     )
-    assert not execution_of_flags(Flags(["--transformer-impl", "local"])).torch_kernels
-    assert not execution_of_flags(Flags(["--no-persist-layer-norm"])).torch_kernels
+    assert not parse_execution(Flags(["--transformer-impl", "local"])).torch_kernels
+    assert not parse_execution(Flags(["--no-persist-layer-norm"])).torch_kernels
     sharded = ["--no-gradient-accumulation-fusion", "--use-megatron-fsdp"]
-    assert not execution_of_flags(Flags(sharded)).unfused_gradients
+    assert not parse_execution(Flags(sharded)).unfused_gradients
 
 
 def test_a_layer_moves_more_for_norms_bias_and_gradients_of_queries_keys_and_values() -> None:
@@ -85,8 +85,8 @@ def test_an_update_in_passes_moves_80_bytes_a_parameter_for_28() -> None:
 
 @pytest.mark.parametrize(("dtype", "moved"), [("fp16", 6), ("bf16", 10)])
 def test_a_gradient_that_no_product_adds_is_read_and_added(dtype: str, moved: int) -> None:
-    alone, fused = ["--no-gradient-accumulation-fusion"], rates(cluster([]), dtype)
-    bare = rates(cluster(alone), dtype)
+    alone, fused = ["--no-gradient-accumulation-fusion"], compute_device_rates(cluster([]), dtype)
+    bare = compute_device_rates(cluster(alone), dtype)
     spec = run(dtype=dtype)
     weights = 12 * 1280**2
     more = layer_seconds(spec, bare).backward_memory - layer_seconds(spec, fused).backward_memory
@@ -105,7 +105,7 @@ def test_norms_of_gradients_one_by_one_take_the_host_longer() -> None:
 
 
 def test_a_core_has_the_kernels_that_it_is_measured_with() -> None:
-    found = rates(cluster(key="cpu"), "fp32")
+    found = compute_device_rates(cluster(key="cpu"), "fp32")
     host = found.execution
     assert [host.torch_kernels, host.unfused_gradients, host.unfused_rotary] == 3 * [False]
 

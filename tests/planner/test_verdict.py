@@ -8,7 +8,7 @@ from parakit.costs.memory import memory_of_rank
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import gib
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.verdict import Fit, close_reason, fit_of, needed_bytes
+from parakit.planner.verdict import Fit, explain_close_fit, judge_fit_on_cluster, needed_bytes
 from tests.planner.test_memory import tiny
 
 
@@ -57,8 +57,8 @@ def test_blocks_that_are_given_back_make_a_run_close_that_would_not_fit_with_the
     within = replace(memory, returned=memory.total // 5)
     for share, verdict in ((1.02, Fit.CLOSE), (1.2, Fit.CLOSE), (1.26, Fit.DOES_NOT_FIT)):
         device = replace(cluster.device, memory_bytes=int(within.total / share))
-        assert fit_of(spec, within, replace(cluster, device=device)) is verdict
-    reason = close_reason(spec, within, int(within.total / 1.02))
+        assert judge_fit_on_cluster(spec, within, replace(cluster, device=device)) is verdict
+    reason = explain_close_fit(spec, within, int(within.total / 1.02))
     assert reason.startswith(
         f"{gib(within.returned)} GiB are blocks that PyTorch gives back only when"
     )
@@ -76,7 +76,7 @@ def _verdict(spec: RunSpec, share: float) -> Fit:
     """Of a run that is predicted to need this share of its device."""
     cluster, memory = usual_cluster("h100", 8), memory_of_rank(spec)
     device = replace(cluster.device, memory_bytes=int(memory.needed / share))
-    return fit_of(spec, memory, replace(cluster, device=device))
+    return judge_fit_on_cluster(spec, memory, replace(cluster, device=device))
 
 
 def test_frozen_weights_have_no_gradients_and_states() -> None:

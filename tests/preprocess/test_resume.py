@@ -85,7 +85,7 @@ def stop_after(monkeypatch, commits):
     """Let the tool die, as from a kill, right after so many commits."""
     from tools.preprocess import parts
 
-    written, done = parts.made_whole, 0
+    written, done = parts.atomic_directory, 0
 
     @contextmanager
     def dying(folder, durable):
@@ -96,7 +96,7 @@ def stop_after(monkeypatch, commits):
         if done == commits:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts, "made_whole", dying)
+    monkeypatch.setattr(parts, "atomic_directory", dying)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy
 from parakit.logs.runs import Run
 from parakit.logs.scraped import ScrapedLog
 from parakit.logs.window import Window
-from parakit.reporting.analyse.configurations import Configuration, pooled
+from parakit.reporting.analyse.configurations import Configuration, estimate_pooled_runs
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import Parity
 
@@ -167,7 +167,9 @@ def report_row(
         window=Window(tuple(samples_ms)),
         record=replace(run_record(strategy), spec=trained),
     )
-    row = Entry(strategy, Configuration((run,), pooled([run])), Parity(parity), Published())
+    row = Entry(
+        strategy, Configuration((run,), estimate_pooled_runs([run])), Parity(parity), Published()
+    )
     assert all(isinstance(getattr(Entry, name), cached_property) for name in figures), figures
     vars(row).update(figures)
     return row

@@ -10,7 +10,7 @@ from pathlib import Path
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import (
-    Calls,
+    CallSummary,
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
@@ -26,7 +26,7 @@ from parakit.costs.collectives.rank import communication_of_rank
 from parakit.costs.operations import Operation, Phase, algorithm
 from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.report import Report, build_report
-from parakit.reporting.explain.closed_form import configuration_of_run
+from parakit.reporting.explain.closed_form import require_closed_form_spec
 from tests.reporting.factory import log_text, run_record, write_run
 
 ALL_CATEGORIES = dict.fromkeys(MemoryCategory, 0)
@@ -42,7 +42,7 @@ def write(
 
 def load(folder: Path) -> tuple[Run, RunSpec]:
     run = load_folder(folder)
-    return run, configuration_of_run(run)
+    return run, require_closed_form_spec(run)
 
 
 def report_of(*folders: Path) -> Report:
@@ -71,10 +71,10 @@ def rank_communication(configuration: RunSpec, rank: int) -> RankCommunication:
 
 def call(
     group: str, operation: str, payload: int, calls: int = 1, phase: Phase = Phase.FORWARD
-) -> Calls:
+) -> CallSummary:
     kind = Operation(operation)
     passes = 2 if kind in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.SEND) else 1
-    return Calls(
+    return CallSummary(
         group, 2, kind, phase, "float32", calls, payload, calls * (passes * payload // 2),
         algorithm(kind, Transport.GLOO), 0.001, 0.002,
     )  # fmt: skip

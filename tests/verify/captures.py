@@ -15,11 +15,11 @@ from parakit.artifacts.capture import (
     CaptureStage,
     CaptureWriter,
     Placement,
-    Site,
+    TensorKey,
 )
 from parakit.verify.captured import Array, Capture, read_capture
 
-Tensors = list[tuple[Site, Array] | tuple[Site, Array, Placement]]
+Tensors = list[tuple[TensorKey, Array] | tuple[TensorKey, Array, Placement]]
 SEQUENCE, BATCH, HIDDEN = 8, 2, 6
 MODULE = "decoder.layers.0.mlp.linear_fc2"
 KEY = "decoder.layers.mlp.linear_fc2.weight"
@@ -49,9 +49,9 @@ def output(
     micro_batch: int = 0,
     stage: CaptureStage = CaptureStage.OUTPUTS,
     slot: str = "output",
-) -> Site:
+) -> TensorKey:
     """Where a module's output is."""
-    return Site(stage, name, slot, micro_batch)
+    return TensorKey(stage, name, slot, micro_batch)
 
 
 def place(offset: tuple[int, ...], shape: tuple[int, ...] = (1, 4, 3)) -> Placement:
@@ -65,12 +65,15 @@ def write(
     """Write a capture in which every tensor has one response, and read it back."""
     for described, tensors in ranks:
         writer = CaptureWriter(folder / f"rank-{described.rank}")
-        for site, values, *placed in tensors:
+        for tensor_key, values, *placed in tensors:
             held = np.ascontiguousarray(values)
             bytes_of = memoryview(held.ravel().view(np.uint8))
-            writer.add(site, str(held.dtype), held.shape, bytes_of, *placed)
+            writer.add(tensor_key, str(held.dtype), held.shape, bytes_of, *placed)
         writer.close(described)
-        responses = {f"{site.stage}|{site.name}|{site.slot}": response for site, *_ in tensors}
+        responses = {
+            f"{tensor_key.stage}|{tensor_key.name}|{tensor_key.slot}": response
+            for tensor_key, *_ in tensors
+        }
         (folder / f"rank-{described.rank}" / RESPONSES_FILE).write_text(json.dumps(responses))
     return read_capture(folder)
 

@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.artifacts.capture import CaptureStage, Site
+from parakit.artifacts.capture import CaptureStage, TensorKey
 from parakit.verify.align import ActivationAligner
 from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
 
 
-def aligned(tmp_path, layout_rank, ours, theirs, site=None, **reference):
-    site = site or output()
-    reference, layout = pair(tmp_path, [(layout_rank, [(site, ours)])], theirs, **reference)
+def aligned(tmp_path, layout_rank, ours, theirs, tensor_key=None, **reference):
+    tensor_key = tensor_key or output()
+    reference, layout = pair(tmp_path, [(layout_rank, [(tensor_key, ours)])], theirs, **reference)
     one = layout.ranks[0]
     return ActivationAligner(reference, layout).align(one, one.records[0])
 
@@ -66,28 +66,32 @@ def test_gate_and_value_of_a_gated_layer_are_split_separately(tmp_path, module):
 
 
 def test_expert_rows_come_from_every_rank_that_sends_tokens(tmp_path):
-    site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
+    tensor_key = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     first, second = random(3, HIDDEN), random(5, HIDDEN, seed=1)
-    theirs = [(site, first), (output(site.name, 1), second)]
+    theirs = [(tensor_key, first), (output(tensor_key.name, 1), second)]
     here = rank(data=(1, 2), expert=(1, 2), expert_sources=((0, 0, 0), (1, 0, 0)))
-    found = aligned(tmp_path, here, np.concatenate([first, second]), theirs, site, micro_batches=2)
+    found = aligned(
+        tmp_path, here, np.concatenate([first, second]), theirs, tensor_key, micro_batches=2
+    )
     assert np.array_equal(found.reference, np.concatenate([first, second]))
 
 
 def test_gradients_are_scaled_to_the_layouts_number_of_micro_batches(tmp_path):
-    site = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
+    tensor_key = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     whole = random(SEQUENCE, BATCH, HIDDEN)
-    found = aligned(tmp_path, rank(data=(0, 2)), whole * 2, [(site, whole)], site, micro_batches=2)
+    found = aligned(
+        tmp_path, rank(data=(0, 2)), whole * 2, [(tensor_key, whole)], tensor_key, micro_batches=2
+    )
     assert np.allclose(found.reference, whole * 2)
 
 
 def test_loss_is_summed_over_context_parallel_ranks(tmp_path):
-    site = Site(CaptureStage.LOSS, "loss", "sum", 0)
+    tensor_key = TensorKey(CaptureStage.LOSS, "loss", "sum", 0)
     parts = [
-        (rank(number, context=(number, 2), world_size=2), [(site, np.float32(number + 1))])
+        (rank(number, context=(number, 2), world_size=2), [(tensor_key, np.float32(number + 1))])
         for number in range(2)
     ]
-    reference = write(tmp_path / "reference", [(rank(), [(site, np.float32(3))])])
+    reference = write(tmp_path / "reference", [(rank(), [(tensor_key, np.float32(3))])])
     layout = write(tmp_path / "layout", parts)
     one = layout.ranks[0]
     assert ActivationAligner(reference, layout).align(one, one.records[0]).ours == 3
@@ -146,7 +150,8 @@ def test_micro_batches_of_another_size_are_aligned_by_sample_number(
 def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_differ(tmp_path):
     def sums(count, values):
         return [
-            (Site(CaptureStage.LOSS, "loss", "sum", n), np.float32(values[n])) for n in range(count)
+            (TensorKey(CaptureStage.LOSS, "loss", "sum", n), np.float32(values[n]))
+            for n in range(count)
         ]
 
     reference = write(tmp_path / "r", [(rank(micro_batches=2), sums(2, [10, 20]))])
@@ -159,19 +164,21 @@ def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_diff
 
 
 def test_gradients_are_scaled_to_the_size_of_a_micro_batch(tmp_path):
-    site = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
+    tensor_key = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     whole = random(SEQUENCE, BATCH, HIDDEN)
     # The mean over twice as many tokens, of half as many micro batches.
     here, ours = rank(micro_batch_size=2 * BATCH), np.concatenate([whole, whole], 1)
-    theirs = [(site, whole), (output(micro_batch=1, stage=site.stage), whole)]
-    found = aligned(tmp_path, here, ours, theirs, site, micro_batches=2)
+    theirs = [(tensor_key, whole), (output(micro_batch=1, stage=tensor_key.stage), whole)]
+    found = aligned(tmp_path, here, ours, theirs, tensor_key, micro_batches=2)
     assert np.allclose(found.reference, ours)
 
 
 def test_expert_rows_of_other_micro_batch_sizes_are_not_aligned(tmp_path):
-    site = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
+    tensor_key = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     here = rank(micro_batch_size=1)
-    found = aligned(tmp_path, here, random(3, HIDDEN), [(site, random(5, HIDDEN))], site)
+    found = aligned(
+        tmp_path, here, random(3, HIDDEN), [(tensor_key, random(5, HIDDEN))], tensor_key
+    )
     assert found.obstacle == (
         "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
     )
@@ -179,18 +186,20 @@ def test_expert_rows_of_other_micro_batch_sizes_are_not_aligned(tmp_path):
 
 def test_expert_rows_are_selected_by_the_tokens_of_a_context_parallel_rank(tmp_path):
     layer = "decoder.layers.0.mlp"
-    site = output(f"{layer}.experts.local_experts.1.linear_fc1")
+    tensor_key = output(f"{layer}.experts.local_experts.1.linear_fc1")
     routed = np.arange(SEQUENCE * BATCH) % 3 == 0  # Tokens 0, 3, …, 15; a position has two tokens.
     chosen = np.stack([~routed, routed], 1)
     whole = random(int(routed.sum()), HIDDEN)
-    theirs = [(output(f"{layer}.router", slot="output.1"), chosen), (site, whole)]
+    theirs = [(output(f"{layer}.router", slot="output.1"), chosen), (tensor_key, whole)]
     sources = ((0, 0, 0), (0, 1, 0))
     # Context rank 0 has positions 0, 1, 6, 7 (tokens 0-3 and 12-15), rank 1 the others.
     rows = [0, 1, 4, 5, 2, 3]
     here = rank(context=(1, 2), expert=(1, 2), expert_sources=sources)
-    assert np.array_equal(aligned(tmp_path, here, whole[rows], theirs, site).reference, whole[rows])
+    assert np.array_equal(
+        aligned(tmp_path, here, whole[rows], theirs, tensor_key).reference, whole[rows]
+    )
     alone = rank(context=(1, 2), expert_sources=sources[1:])
-    found = aligned(tmp_path / "alone", alone, whole[[2, 3]], theirs, site)
+    found = aligned(tmp_path / "alone", alone, whole[[2, 3]], theirs, tensor_key)
     assert np.array_equal(found.reference, whole[[2, 3]])
 
 
@@ -198,7 +207,7 @@ def test_expert_rows_are_in_the_order_of_the_sending_ranks(
     tmp_path,
 ):
     layer = "decoder.layers.0.mlp"
-    site = output(f"{layer}.experts.local_experts.0.linear_fc1")
+    tensor_key = output(f"{layer}.experts.local_experts.0.linear_fc1")
     chosen = np.arange(SEQUENCE * BATCH) % 2 == 0  # The first of the two tokens of every position.
     wholes = [random(SEQUENCE, HIDDEN, seed=number) for number in range(2)]
     theirs = [
@@ -206,14 +215,14 @@ def test_expert_rows_are_in_the_order_of_the_sending_ranks(
         for number, whole in enumerate(wholes)
         for one in (
             (output(f"{layer}.router", number, slot="output.1"), chosen[:, None]),
-            (output(site.name, number), whole),
+            (output(tensor_key.name, number), whole),
         )
     ]
     # Of both data-parallel ranks the first half of the sequence, then of both the second.
     sources = ((0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1))
     ours = np.concatenate([whole[half] for half in (slice(4), slice(4, 8)) for whole in wholes])
     here = rank(tensor=(0, 2), sequence_parallel=True, data=(0, 2), expert_sources=sources)
-    found = aligned(tmp_path, here, ours, theirs, site, micro_batches=2)
+    found = aligned(tmp_path, here, ours, theirs, tensor_key, micro_batches=2)
     assert np.array_equal(found.reference, ours)
 
 
@@ -239,10 +248,12 @@ def test_embedding_output_is_transposed_to_sequence_first_before_it_is_split(tmp
 
 
 def test_same_rank_is_compared_if_the_reference_has_the_same_layout(tmp_path):
-    site = output("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1")
+    tensor_key = output("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1")
     split = {"expert": (1, 2), "data": (1, 2), "world_size": 2}
     both = [
-        write(tmp_path / name, [(rank(n, **split), [(site, random(n + 2))]) for n in range(2)])
+        write(
+            tmp_path / name, [(rank(n, **split), [(tensor_key, random(n + 2))]) for n in range(2)]
+        )
         for name in ("reference", "layout")
     ]
     for one in both[1].ranks:

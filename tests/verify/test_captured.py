@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from parakit.verify.captured import order_sites
+from parakit.verify.captured import order_tensor_keys
 from tests.verify.captures import output, rank, write
 
 
@@ -19,5 +19,8 @@ def test_experts_of_a_later_rank_are_ordered_after_those_of_the_first_rank(tmp_p
         )
         for n, found in names.items()
     ]
-    ordered = [site.name.removeprefix(f"{layer}.") for site in order_sites(write(tmp_path, ranks))]
+    ordered = [
+        tensor_key.name.removeprefix(f"{layer}.")
+        for tensor_key in order_tensor_keys(write(tmp_path, ranks))
+    ]
     assert ordered == ["router", "experts.local_experts.0", "experts.local_experts.1", layer]

@@ -6,15 +6,15 @@ import pytest
 from parakit.artifacts.capture import (
     COUNTS,
     LOSS,
-    REACH,
     RESPONSES_FILE,
     START_WEIGHT,
-    UNOBSERVED,
     UNOBSERVED_FILE,
+    UNOBSERVED_GRADIENT,
+    UPDATE_MAGNITUDE,
     CapturedModule,
     CaptureStage,
     Placement,
-    Site,
+    TensorKey,
 )
 from parakit.verify.compare import compare, measure_drift
 from parakit.verify.tolerance import RESPONSES
@@ -35,7 +35,7 @@ WHOLE = random(4, 3)
 
 
 def weights(stage=CaptureStage.WEIGHTS, slot="weight"):
-    return Site(stage, WEIGHT, slot)
+    return TensorKey(stage, WEIGHT, slot)
 
 
 def split(stage, *values):
@@ -72,11 +72,13 @@ def test_error_below_the_measured_tolerance_holds_and_error_above_differs(tmp_pa
 
 
 def test_loss_tolerance_covers_the_rounding_of_a_sum_over_tokens(tmp_path):
-    site = Site(CaptureStage.LOSS, LOSS, "sum", 0)
+    tensor_key = TensorKey(CaptureStage.LOSS, LOSS, "sum", 0)
     epsilon = np.finfo(np.float32).eps
 
     def losses(folder, value):
-        return write(tmp_path / folder, [(rank(), [(site, np.float32([value]))])], response=0.0)
+        return write(
+            tmp_path / folder, [(rank(), [(tensor_key, np.float32([value]))])], response=0.0
+        )
 
     reference = losses("r", 1.0)  # Of 16 tokens.
     assert not compare(reference, losses("a", 1 + 5 * epsilon)).wrong()
@@ -168,8 +170,8 @@ def test_a_reference_of_several_ranks_averages_local_gradients_as_the_layout_doe
 
 def test_step_of_a_tied_copy_is_compared_with_the_step_of_its_parameter(tmp_path):
     def tensors(name, steps):
-        weight = (Site(CaptureStage.WEIGHTS, name, "weight"), random(4, 3), place((0, 0, 0)))
-        return [weight, (Site(CaptureStage.OPTIMIZER_STATE, name, "step"), np.array([steps]))]
+        weight = (TensorKey(CaptureStage.WEIGHTS, name, "weight"), random(4, 3), place((0, 0, 0)))
+        return [weight, (TensorKey(CaptureStage.OPTIMIZER_STATE, name, "step"), np.array([steps]))]
 
     ours = [
         (rank(0, pipeline=(0, 2), world_size=2), tensors(WEIGHT, 2)),
@@ -182,7 +184,7 @@ def test_step_of_a_tied_copy_is_compared_with_the_step_of_its_parameter(tmp_path
 
 
 def test_steps_of_a_parameter_that_the_references_first_rank_lacks_are_compared(tmp_path):
-    step = Site(CaptureStage.OPTIMIZER_STATE, WEIGHT, "step")
+    step = TensorKey(CaptureStage.OPTIMIZER_STATE, WEIGHT, "step")
 
     def stages(count):
         return [
@@ -199,7 +201,7 @@ def test_gate_and_value_of_a_weight_are_compared_as_one_parameter(tmp_path):
     for stage in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.WEIGHTS):
         halves = [
             (
-                Site(stage, f"{WEIGHT}[{n}]", "weight"),
+                TensorKey(stage, f"{WEIGHT}[{n}]", "weight"),
                 WHOLE[2 * n : 2 * n + 2],
                 place((0, 2 * n, 0)),
             )
@@ -213,8 +215,8 @@ def test_gate_and_value_of_a_weight_are_compared_as_one_parameter(tmp_path):
 
 def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_path):
     returned, used = (
-        Site(CaptureStage.NORM, "grad_norm", "returned"),
-        Site(CaptureStage.NORM, "grad_norm", "used"),
+        TensorKey(CaptureStage.NORM, "grad_norm", "returned"),
+        TensorKey(CaptureStage.NORM, "grad_norm", "used"),
     )
     ours = [(rank(), [(returned, np.array([2.0])), (used, np.array([2.5]))])]
     (wrong,) = found(tmp_path, ours, [(returned, np.array([2.0]))]).wrong()
@@ -224,7 +226,7 @@ def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_pat
 def test_norm_that_one_optimizer_alone_computes_is_skipped_without_clipping(
     tmp_path,
 ):
-    returned = Site(CaptureStage.NORM, "grad_norm", "returned")
+    returned = TensorKey(CaptureStage.NORM, "grad_norm", "returned")
     zero, norm = [(returned, np.array([0.0]))], [(returned, np.array([2.0]))]
     compared = found(tmp_path / "off", [(rank(clip_gradient=0.0), zero)], norm, clip_gradient=0.0)
     assert not compared.wrong()
@@ -328,8 +330,11 @@ def test_routing_choice_within_rounding_is_counted_and_any_other_differs(tmp_pat
 def test_choices_of_an_earlier_iteration_are_counted_and_not_compared(tmp_path):
     def earlier(*best):
         return [
-            (Site(site.stage, site.name, f"iteration 1 {site.slot}", 0), values)
-            for site, values in routed(*best)
+            (
+                TensorKey(tensor_key.stage, tensor_key.name, f"iteration 1 {tensor_key.slot}", 0),
+                values,
+            )
+            for tensor_key, values in routed(*best)
         ]
 
     result = found(tmp_path, [(rank(), earlier(1, 1))], earlier(0, 0))
@@ -340,7 +345,7 @@ def updated(moved, average=WHOLE):
     """A weight that moved, and the square of its gradient."""
     at = place((0, 0, 0))
     return [
-        (Site(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"), average**2, at),
+        (TensorKey(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"), average**2, at),
         (weights(), 1000 * WHOLE, at),
         (weights(slot="update"), moved, at),
     ]
@@ -371,7 +376,7 @@ def test_update_that_is_all_rounding_may_have_any_direction_but_not_be_far_large
 @pytest.mark.parametrize(("reached", "differs"), [(0.0, True), (1.0, False)])
 def test_update_that_is_all_rounding_is_compared_with_earlier_updates(tmp_path, reached, differs):
     moved = np.full_like(WHOLE, 0.01)
-    reach = (weights(slot=REACH), np.full_like(WHOLE, reached), place((0, 0, 0)))
+    reach = (weights(slot=UPDATE_MAGNITUDE), np.full_like(WHOLE, reached), place((0, 0, 0)))
     theirs = [(rank(), [*updated(moved), reach])]
     reference = write(tmp_path / "reference", theirs, response=0.3)
     layout = write(tmp_path / "layout", [(rank(), updated(10 * moved))])
@@ -395,25 +400,25 @@ def test_weight_that_starts_at_zero_may_be_moved_by_an_update_of_rounding(tmp_pa
 
 
 def test_weight_without_second_moment_gets_the_largest_response_of_its_slot(tmp_path):
-    other = Site(CaptureStage.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight", "weight")
+    other = TensorKey(CaptureStage.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight", "weight")
     both = [(weights(), WHOLE, place((0, 0, 0))), (other, WHOLE, place((1, 0, 0)))]
     reference = write(tmp_path / "r", [(rank(), both)])
     key = f"{other.stage}|{other.name}|{other.slot}"
     (tmp_path / "r" / "rank-0" / RESPONSES_FILE).write_text(json.dumps({key: 1e-3}))
-    apart = [(site, values * np.float32(1.002), at) for site, values, at in both]
+    apart = [(tensor_key, values * np.float32(1.002), at) for tensor_key, values, at in both]
     assert not compare(reference, write(tmp_path / "a", [(rank(), apart)])).wrong()
 
 
 def heads(name, slot, *shares):
     """Gradients of keys on as many tensor-parallel ranks, which have a head of the sequence each."""
-    site = Site(
+    tensor_key = TensorKey(
         CaptureStage.ACTIVATION_GRADIENTS, f"decoder.layers.0.self_attention.{name}", slot, 0
     )
     ranks = [
-        (rank(number, tensor=(number, len(shares)), world_size=len(shares)), [(site, share)])
+        (rank(number, tensor=(number, len(shares)), world_size=len(shares)), [(tensor_key, share)])
         for number, share in enumerate(shares)
     ]
-    return ranks, site
+    return ranks, tensor_key
 
 
 def test_ranks_that_share_a_key_head_have_terms_of_its_gradient(tmp_path):
@@ -425,16 +430,18 @@ def test_ranks_that_share_a_key_head_have_terms_of_its_gradient(tmp_path):
         ("core_attention", "input.value"),
         ("k_layernorm", "output"),
     ):
-        ours, site = heads(name, slot, first - share, share, second - share, share)
-        assert not found(tmp_path / f"{name} {slot}", ours, [(site, both)]).wrong()
-        lacking, site = heads(name, slot, first - share, share, second - share, 0 * share)
-        (wrong,) = found(tmp_path / f"- {name} {slot}", lacking, [(site, both)]).wrong()
+        ours, tensor_key = heads(name, slot, first - share, share, second - share, share)
+        assert not found(tmp_path / f"{name} {slot}", ours, [(tensor_key, both)]).wrong()
+        lacking, tensor_key = heads(name, slot, first - share, share, second - share, 0 * share)
+        (wrong,) = found(tmp_path / f"- {name} {slot}", lacking, [(tensor_key, both)]).wrong()
         assert wrong.wrong_ranks == {2, 3}
 
 
 def test_query_gradients_are_not_summed_over_ranks(tmp_path):
-    ours, site = heads("core_attention", "input.query", *2 * [random(SEQUENCE, BATCH, 1, 4) / 2])
-    (wrong,) = found(tmp_path, ours, [(site, 2 * ours[0][1][0][1])]).wrong()
+    ours, tensor_key = heads(
+        "core_attention", "input.query", *2 * [random(SEQUENCE, BATCH, 1, 4) / 2]
+    )
+    (wrong,) = found(tmp_path, ours, [(tensor_key, 2 * ours[0][1][0][1])]).wrong()
     assert wrong.wrong_ranks == {0, 1}
 
 
@@ -443,9 +450,9 @@ def test_missing_optimizer_state_of_an_existing_parameter_is_wrong(tmp_path):
     at = Placement("decoder.layers.mlp.linear_fc1.weight", (1, 4, 3), (0, 0, 0))
     theirs = [
         (weights(stage, "exp_avg"), WHOLE, place((0, 0, 0))),
-        (Site(stage, f"{other}.weight", "exp_avg"), WHOLE, at),
+        (TensorKey(stage, f"{other}.weight", "exp_avg"), WHOLE, at),
         *whole(),
-        (Site(CaptureStage.WEIGHTS, f"{other}.weight", "weight"), WHOLE, at),
+        (TensorKey(CaptureStage.WEIGHTS, f"{other}.weight", "weight"), WHOLE, at),
     ]
     (wrong,) = found(tmp_path, [(rank(), theirs[:1] + theirs[2:])], theirs).wrong()
     assert (wrong.key, wrong.uncovered) == ((stage, f"{other}.weight", "exp_avg"), 12)
@@ -463,7 +470,7 @@ def begun(off, reach=0.01):
     """A weight that the iteration begins with, and how far the reference's updates reached."""
     at = place((0, 0, 0))
     return [
-        (weights(slot=REACH), np.full_like(WHOLE, 1) * np.float32(reach), at),
+        (weights(slot=UPDATE_MAGNITUDE), np.full_like(WHOLE, 1) * np.float32(reach), at),
         (weights(slot=START_WEIGHT), WHOLE + np.float32(off), at),
     ]
 
@@ -531,32 +538,35 @@ def test_fp16_overflow_is_skipped_if_the_reference_skips_its_step(tmp_path):
 @pytest.mark.parametrize("changed", [0.5 * RESPONSES * 1e-6, 0.5])
 def test_gradient_that_changes_without_probes_is_wrong(tmp_path, changed):
     at = place((0, 0, 0))
-    sites = [
+    tensor_keys = [
         weights(CaptureStage.REDUCED_GRADIENTS, "gradient"),
         weights(CaptureStage.OPTIMIZER_STATE, "exp_avg"),
         weights(slot=START_WEIGHT),
     ]
     reference, ours = (
-        write(tmp_path / name, [(rank(), [(site, WHOLE + off, at) for site in sites])])
+        write(
+            tmp_path / name,
+            [(rank(), [(tensor_key, WHOLE + off, at) for tensor_key in tensor_keys])],
+        )
         for name, off in (("reference", 0), ("ours", 1))
     )
     key = f"{CaptureStage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
     (ours.ranks[0].folder / UNOBSERVED_FILE).write_text(json.dumps({key: changed}))
     names = [one.key[2] for one in compare(reference, ours).wrong()]
-    unobserved = [UNOBSERVED] if changed == 0.5 else []
+    unobserved = [UNOBSERVED_GRADIENT] if changed == 0.5 else []
     assert names == [START_WEIGHT, "gradient", *unobserved, "exp_avg"]
 
 
 def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
     router, counts = "decoder.layers.0.mlp.router", np.array([3.0, 5.0], np.float32)
-    site = Site(CaptureStage.OUTPUTS, router, COUNTS)
+    tensor_key = TensorKey(CaptureStage.OUTPUTS, router, COUNTS)
 
     def judged(name, *ours, **split):
         ranks = [
-            (rank(number, world_size=2, **dict.fromkeys(split, (number, 2))), [(site, one)])
+            (rank(number, world_size=2, **dict.fromkeys(split, (number, 2))), [(tensor_key, one)])
             for number, one in enumerate(ours)
         ]
-        return found(tmp_path / name, ranks, [(site, counts)]).wrong()
+        return found(tmp_path / name, ranks, [(tensor_key, counts)]).wrong()
 
     assert not judged("data", counts - 1, 0 * counts + 1, data=2)
     assert not judged("tensor", counts, counts, tensor=2)
@@ -566,7 +576,7 @@ def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
 
 def test_zero_weight_without_updates_must_start_at_zero(tmp_path):
     at = place((0, 0, 0))
-    zeros = [(weights(slot=slot), 0 * WHOLE, at) for slot in (REACH, START_WEIGHT)]
+    zeros = [(weights(slot=slot), 0 * WHOLE, at) for slot in (UPDATE_MAGNITUDE, START_WEIGHT)]
     assert not found(tmp_path, [(rank(), zeros)], zeros).wrong()
     other = [(weights(slot=START_WEIGHT), 0 * WHOLE + 1e-9, at)]
     assert found(tmp_path / "o", [(rank(), other)], zeros).wrong()

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import COUNTED, CaptureStage, Placement, Site
+from parakit.artifacts.capture import NORM_RANKS_PREFIX, CaptureStage, Placement, TensorKey
 from parakit.verify.compare import compare
 from parakit.verify.norm import check_norm_counts
 from tests.verify.captures import KEY, WEIGHT, place, rank, write
 
-GRADIENT = Site(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+GRADIENT = TensorKey(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 
 
 def counting(number, groups, *counted, **described):
@@ -14,10 +14,10 @@ def counting(number, groups, *counted, **described):
     held, placement = np.ones((2, 3), np.float32), place((0, 2 * number, 0))
     tensors = [(GRADIENT, held, placement)]
     for group, times in zip(groups, counted, strict=True):
-        slot = COUNTED + " ".join(map(str, group))
+        slot = NORM_RANKS_PREFIX + " ".join(map(str, group))
         if times is not None:
             values = np.full((2, 3), times, np.uint8)
-            tensors.append((Site(CaptureStage.NORM, WEIGHT, slot), values, placement))
+            tensors.append((TensorKey(CaptureStage.NORM, WEIGHT, slot), values, placement))
     return rank(number, **{"world_size": 2, "norm_groups": groups, **described}), tensors
 
 
@@ -50,7 +50,9 @@ def test_norm_not_summed_over_the_ranks_of_other_parts_lacks_these_parts(tmp_pat
 def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_path):
     ranks = [counting(n, ((n,),), 1 - n or None) for n in range(2)]
     for _, tensors in ranks:  # Both have the whole of it, as of tied embeddings.
-        tensors[:] = [(site, values, place((0, 0, 0), (1, 2, 3))) for site, values, _ in tensors]
+        tensors[:] = [
+            (tensor_key, values, place((0, 0, 0), (1, 2, 3))) for tensor_key, values, _ in tensors
+        ]
     (found,) = check_norm_counts(write(tmp_path / "c", ranks))
     assert (found.kind, found.ranks) == (
         "not counted in the norm of rank 1: rank 0 not in its group",
@@ -59,7 +61,7 @@ def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_p
 
 
 def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tmp_path):
-    local = Site(CaptureStage.LOCAL_GRADIENTS, WEIGHT, "gradient")
+    local = TensorKey(CaptureStage.LOCAL_GRADIENTS, WEIGHT, "gradient")
     here, tensors = counting(0, ((0,),), None, world_size=1)
     tensors[:] = [(local, tensors[0][1], place((0, 0, 0), (1, 2, 3)))]
     capture = write(tmp_path / "c", [(here, tensors)])
@@ -80,7 +82,7 @@ def test_norm_is_not_checked_if_no_rank_computes_it(tmp_path):
 
 def test_part_missing_from_the_norm_comes_before_the_norms_value(tmp_path):
     ranks = [counting(n, ((0, 1),), 1 - n or None, tensor=(n, 2)) for n in range(2)]
-    value = Site(CaptureStage.NORM, "grad_norm", "returned")
+    value = TensorKey(CaptureStage.NORM, "grad_norm", "returned")
     for _, tensors in ranks:
         tensors.append((value, np.array([1.0])))
     whole = Placement(KEY, (1, 4, 3), (0, 0, 0))

@@ -10,7 +10,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import CapturedModule, CaptureStage, Placement, Site
+from parakit.artifacts.capture import CapturedModule, CaptureStage, Placement, TensorKey
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
 from parakit.verify.map import COLUMNS, build_map_rows
@@ -40,7 +40,7 @@ def capture(folder, spoiled=()):
         if (stage, name, slot) in spoiled:
             tensor[4:] *= 3  # The later half of the sequence.
         micro_batch = None if placed else 0
-        tensors.append((Site(stage, name, slot, micro_batch), tensor, *placed))
+        tensors.append((TensorKey(stage, name, slot, micro_batch), tensor, *placed))
 
     for name in MODULES:
         add(CaptureStage.OUTPUTS, name, "input.0")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import PART, CaptureStage, Site
+from parakit.artifacts.capture import GRADIENT_PART_PREFIX, CaptureStage, TensorKey
 from parakit.verify.comparison import ComparedTensor
 from parakit.verify.kinds import classify_by_parts
 from parakit.verify.parts import BEFORE, explain_by_parts, needs_parts
@@ -41,11 +41,11 @@ def test_several_wrong_parts_are_named_and_an_extra_part_is_named_alone():
     )
 
 
-GRADIENT = Site(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+GRADIENT = TensorKey(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 
 
 def reduced(folder, values, *more):
-    """A rank alone with one reduced gradient, and further (site, values) of its place."""
+    """A rank alone with one reduced gradient, and further (tensor key, values) of its place."""
     tensors = [(GRADIENT, values, place((0, 0, 0)))]
     return write(folder, [(rank(), [*tensors, *((*one, place((0, 0, 0))) for one in more)])])
 
@@ -64,7 +64,12 @@ def test_lost_micro_batch_is_named(tmp_path):
     reference = reduced(tmp_path / "reference", MAIN + AUXILIARY)
     ours = reduced(tmp_path / "ours", AUXILIARY)
     parts = [
-        (Site(CaptureStage.LOCAL_GRADIENTS, WEIGHT, f"{PART}micro batch {n}"), values)
+        (
+            TensorKey(
+                CaptureStage.LOCAL_GRADIENTS, WEIGHT, f"{GRADIENT_PART_PREFIX}micro batch {n}"
+            ),
+            values,
+        )
         for n, values in enumerate((MAIN, AUXILIARY))
     ]
     given = reduced(tmp_path / "parts", MAIN + AUXILIARY, *parts)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parakit.artifacts.capture import CaptureStage, Placement, Site
+from parakit.artifacts.capture import CaptureStage, Placement, TensorKey
 from parakit.verify.reassemble import reassemble_to_one_rank
 from parakit.verify.verdict import judge
 from tests.verify.captures import (
@@ -19,7 +19,7 @@ from tests.verify.captures import (
     write,
 )
 
-LOCAL = Site(CaptureStage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
+LOCAL = TensorKey(CaptureStage.LOCAL_GRADIENTS, f"{MODULE}.weight", "gradient")
 LONG = 16
 """No part of it is as long as another dimension."""
 
@@ -39,7 +39,7 @@ def one_rank(folder, ranks):
 
 
 def tensors_in(one):
-    return {record.site: one.values(record) for record in one.records}
+    return {record.tensor_key: one.values(record) for record in one.records}
 
 
 @settings(max_examples=40)
@@ -90,14 +90,14 @@ def test_parts_of_sequence_and_hidden_size_are_joined(
 
 
 def test_gates_are_joined_before_values(tmp_path):
-    site = output("decoder.layers.0.mlp.linear_fc1", slot="output.0")
+    tensor_key = output("decoder.layers.0.mlp.linear_fc1", slot="output.0")
     whole = random(SEQUENCE, BATCH, 8)
     ranks = [
         (
             rank(n, tensor=(n, 2), gated=True, world_size=2),
             [
                 (
-                    site,
+                    tensor_key,
                     np.concatenate(
                         [whole[..., 2 * n :][..., :2], whole[..., 4 + 2 * n :][..., :2]], 2
                     ),
@@ -106,7 +106,7 @@ def test_gates_are_joined_before_values(tmp_path):
         )
         for n in range(2)
     ]
-    assert np.array_equal(tensors_in(one_rank(tmp_path, ranks))[site], whole)
+    assert np.array_equal(tensors_in(one_rank(tmp_path, ranks))[tensor_key], whole)
 
 
 def test_micro_batches_of_data_parallel_ranks_and_their_gradients_are_those_of_one_rank(tmp_path):
@@ -128,15 +128,17 @@ def test_micro_batches_of_data_parallel_ranks_and_their_gradients_are_those_of_o
 
 
 def test_loss_is_joined_as_a_sum_over_context_parallel_ranks(tmp_path):
-    site = Site(CaptureStage.LOSS, "loss", "sum", 0)
-    ranks = [(rank(n, context=(n, 2), world_size=2), [(site, np.float32(n + 1))]) for n in range(2)]
-    assert tensors_in(one_rank(tmp_path, ranks))[site] == 3
+    tensor_key = TensorKey(CaptureStage.LOSS, "loss", "sum", 0)
+    ranks = [
+        (rank(n, context=(n, 2), world_size=2), [(tensor_key, np.float32(n + 1))]) for n in range(2)
+    ]
+    assert tensors_in(one_rank(tmp_path, ranks))[tensor_key] == 3
 
 
 @pytest.mark.parametrize("shape", ["data", "context", "sequence"])
 def test_expert_rows_are_joined_in_the_order_of_tokens(tmp_path, shape):
     layer = "decoder.layers.0.mlp"
-    router, site = (
+    router, tensor_key = (
         output(f"{layer}.router", slot="output.1"),
         output(f"{layer}.experts.local_experts.1.linear_fc2", slot="output.0"),
     )
@@ -166,7 +168,7 @@ def test_expert_rows_are_joined_in_the_order_of_tokens(tmp_path, shape):
         chosen = routed[batch][tokens(number)]
         tensors = [(router, np.stack([~chosen, chosen], 1))]
         if number == 1:  # Only the second rank has the expert.
-            tensors.append((site, np.concatenate(rows)))
+            tensors.append((tensor_key, np.concatenate(rows)))
         described = rank(
             number,
             world_size=2,
@@ -178,7 +180,7 @@ def test_expert_rows_are_joined_in_the_order_of_tokens(tmp_path, shape):
         ranks.append((described, tensors))
     found = tensors_in(one_rank(tmp_path, ranks))
     for batch in batches:
-        numbered = msgspec.structs.replace(site, micro_batch=batch)
+        numbered = msgspec.structs.replace(tensor_key, micro_batch=batch)
         assert np.array_equal(found[numbered], wholes[batch][routed[batch]])
 
 
@@ -191,12 +193,16 @@ def test_layers_of_a_pipeline_follow_one_another_forward_and_backward(tmp_path):
         ]
         back = [output(s.name, stage=CaptureStage.ACTIVATION_GRADIENTS) for s in there[::-1]]
         described = rank(stage, pipeline=(stage, 2), virtual_stages=2, world_size=2)
-        return described, [(site, random(SEQUENCE, BATCH, HIDDEN)) for site in (*there, *back)]
+        return described, [
+            (tensor_key, random(SEQUENCE, BATCH, HIDDEN)) for tensor_key in (*there, *back)
+        ]
 
     first, last = on(0, [0, 2], "", "embedding"), on(1, [1, 3], "", "loss")
     forward, back = [], []
     for record in one_rank(tmp_path, [first, last]).records:
-        (forward if record.site.stage is CaptureStage.OUTPUTS else back).append(record.site.name)
+        (forward if record.tensor_key.stage is CaptureStage.OUTPUTS else back).append(
+            record.tensor_key.name
+        )
     layers = [f"decoder.layers.{n}" for n in range(4)]
     assert [name for name in forward if name in layers] == layers
     assert [name for name in back if name in layers] == layers[::-1]
@@ -230,10 +236,13 @@ def test_expert_gradient_is_averaged_over_all_ranks_that_send_tokens(tmp_path):
 
 
 def test_weights_are_joined_with_the_placement_of_the_full_parameter(tmp_path):
-    site = Site(CaptureStage.WEIGHTS, f"{MODULE}.weight", "weight")
+    tensor_key = TensorKey(CaptureStage.WEIGHTS, f"{MODULE}.weight", "weight")
     whole = random(4, 3)
     ranks = [
-        (rank(n, tensor=(n, 2), world_size=2), [(site, whole[2 * n :][:2], place((0, 2 * n, 0)))])
+        (
+            rank(n, tensor=(n, 2), world_size=2),
+            [(tensor_key, whole[2 * n :][:2], place((0, 2 * n, 0)))],
+        )
         for n in range(2)
     ]
     (record,) = one_rank(tmp_path, ranks).records
@@ -271,11 +280,11 @@ def test_tensor_that_cannot_be_joined_is_listed_and_the_others_are_compared(tmp_
 
 def test_error_of_sequence_parallelism_is_found_with_a_tensor_parallel_reference(tmp_path):
     whole = random(SEQUENCE, BATCH, HIDDEN)
-    site = output("decoder.layers.0.mlp.linear_fc1")
+    tensor_key = output("decoder.layers.0.mlp.linear_fc1")
     reference = write(
         tmp_path / "reference",
         [
-            (rank(n, tensor=(n, 2), world_size=2), [(site, np.split(whole, 2, 2)[n])])
+            (rank(n, tensor=(n, 2), world_size=2), [(tensor_key, np.split(whole, 2, 2)[n])])
             for n in range(2)
         ],
     )
@@ -284,13 +293,17 @@ def test_error_of_sequence_parallelism_is_found_with_a_tensor_parallel_reference
         [
             (
                 rank(n, tensor=(n, 2), sequence_parallel=True, world_size=2),
-                [(site, (1 + n) * np.split(whole, 2, 2)[n])],
+                [(tensor_key, (1 + n) * np.split(whole, 2, 2)[n])],
             )
             for n in range(2)
         ],
     )
     verdict = judge(reassemble_to_one_rank(reference, layout, tmp_path / "one"), layout).verdict
-    assert (verdict.module, verdict.ranks, verdict.factor) == (site.name, (1,), pytest.approx(2))
+    assert (verdict.module, verdict.ranks, verdict.factor) == (
+        tensor_key.name,
+        (1,),
+        pytest.approx(2),
+    )
 
 
 def test_reference_of_the_same_layout_is_returned_unchanged(tmp_path):

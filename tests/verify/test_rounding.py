@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import RECOMPUTED, CaptureStage
+from parakit.artifacts.capture import RECOMPUTED_PREFIX, CaptureStage
 from parakit.verify.tolerance import (
     RESPONSES,
     Tolerances,
@@ -75,7 +75,7 @@ def test_what_is_recomputed_may_differ_as_much_as_in_the_first_forward_pass(tmp_
     # The strategy alone recomputes the module, so the reference has measured the first pass alone.
     reference = write(tmp_path, [(rank(), [(output(), random(8, 2, 6))])], response=1e-3)
     record = reference.ranks[0].records[0]
-    recomputed = (CaptureStage.ACTIVATION_GRADIENTS, MODULE, f"{RECOMPUTED}output")
+    recomputed = (CaptureStage.ACTIVATION_GRADIENTS, MODULE, f"{RECOMPUTED_PREFIX}output")
     assert Tolerances(reference).tolerance_for(recomputed, record) == pytest.approx(
         RESPONSES * 1e-3
     )

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from parakit.artifacts.capture import RANK_FILE, START_WEIGHT, CaptureStage, Site
+from parakit.artifacts.capture import RANK_FILE, START_WEIGHT, CaptureStage, TensorKey
 from parakit.verify.captured import VerifyError, read_capture
 from parakit.verify.tolerance import RESPONSES
 from parakit.verify.verdict import (
@@ -77,15 +77,21 @@ def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tm
     first, around, norm, layer = (output(name) for name in modules)
     norms = (output(modules[2], slot="input.x"), norm)
     gradients = [
-        Site(stage, f"{name}.weight", "gradient")
+        TensorKey(stage, f"{name}.weight", "gradient")
         for stage in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.REDUCED_GRADIENTS)
         for name in (MODULE, "decoder.final_layernorm")
     ]
-    held = [(site, WHOLE) for site in (first, around, *norms, layer)]
-    placed = [(site, random(4, 3), place((n, 0, 0), (9, 4, 3))) for n, site in enumerate(gradients)]
+    held = [(tensor_key, WHOLE) for tensor_key in (first, around, *norms, layer)]
+    placed = [
+        (tensor_key, random(4, 3), place((n, 0, 0), (9, 4, 3)))
+        for n, tensor_key in enumerate(gradients)
+    ]
 
     def run(name, *wrong):
-        ours = [(site, values + (site in wrong), *at) for site, values, *at in (*held, *placed)]
+        ours = [
+            (tensor_key, values + (tensor_key in wrong), *at)
+            for tensor_key, values, *at in (*held, *placed)
+        ]
         return write(tmp_path / name, [(rank(), ours)])
 
     reference = run("reference")
@@ -147,11 +153,11 @@ def test_wrong_input_is_charged_to_the_calling_module(tmp_path):
 
 
 def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
-    begin = Site(CaptureStage.WEIGHTS, WEIGHT, START_WEIGHT)
+    begin = TensorKey(CaptureStage.WEIGHTS, WEIGHT, START_WEIGHT)
     parts = [
         (begin, np.ones((4, 3), np.float32), place((0, 0, 0))),
         (
-            Site(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"),
+            TensorKey(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg_sq"),
             WHOLE[:4, 0, :3] ** 2,
             place((0, 0, 0)),
         ),
@@ -170,7 +176,7 @@ def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
     assert judgement.begins_before
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
     (given,) = read_capture(tmp_path / "given").ranks
-    assert [record.site for record in given.records] == [begin]
+    assert [record.tensor_key for record in given.records] == [begin]
     assert (given.values(given.records[0]) == 1).all()
 
 
@@ -191,18 +197,18 @@ def test_error_that_no_module_makes_is_wrong_only_above_twice_the_tolerance(
 
 
 def test_wrong_input_of_a_layer_is_charged_to_the_layer(tmp_path):
-    site = output(LATER, slot="input.x")
-    judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
+    tensor_key = output(LATER, slot="input.x")
+    judgement = judge(*pair(tmp_path, [(rank(), [(tensor_key, WHOLE + 1)])], [(tensor_key, WHOLE)]))
     assert judgement.verdict.module == LATER
 
 
 def test_forced_tensor_is_the_part_that_the_rank_holds(tmp_path):
-    site = output(slot="input.x")
+    tensor_key = output(slot="input.x")
     ours = [
-        (rank(n, tensor=(n, 2), world_size=2), [(site, np.zeros((8, 2, 3), np.float32))])
+        (rank(n, tensor=(n, 2), world_size=2), [(tensor_key, np.zeros((8, 2, 3), np.float32))])
         for n in range(2)
     ]
-    reference, layout = pair(tmp_path, ours, [(site, WHOLE)])
+    reference, layout = pair(tmp_path, ours, [(tensor_key, WHOLE)])
     write_forced(reference, layout, tmp_path / "given")
     given = read_capture(tmp_path / "given")
     assert np.array_equal(given.ranks[1].values(given.ranks[1].records[0]), WHOLE[..., 3:])
@@ -219,10 +225,12 @@ def test_other_micro_batch_sizes_are_refused_if_token_counts_are_unequal(
     tmp_path, per_token, refused_for
 ):
     def tokens(*numbers):
-        sites = [
-            Site(CaptureStage.LOSS, "loss", "tokens", number) for number in range(len(numbers))
+        tensor_keys = [
+            TensorKey(CaptureStage.LOSS, "loss", "tokens", number) for number in range(len(numbers))
         ]
-        return [(site, np.float32(n)) for site, n in zip(sites, numbers, strict=True)]
+        return [
+            (tensor_key, np.float32(n)) for tensor_key, n in zip(tensor_keys, numbers, strict=True)
+        ]
 
     shared = {"per_token_loss": per_token}
     ours = [(rank(micro_batch_size=4, **shared), tokens(21))]
@@ -248,11 +256,11 @@ def test_nothing_compared_exits_with_two():
 
 
 def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
-    site = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
+    tensor_key = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     bits = np.array([0x3F80, 0x4049], np.uint16)  # 1 and 3.140625
     writer_values = bits.view(np.uint16)
     for name in ("reference", "layout"):
-        write(tmp_path / name, [(rank(dtype="bfloat16"), [(site, writer_values)])])
+        write(tmp_path / name, [(rank(dtype="bfloat16"), [(tensor_key, writer_values)])])
         index = tmp_path / name / "rank-0" / "index.jsonl"
         index.write_text(index.read_text().replace("uint16", "bfloat16"))
     reference, layout = read_capture(tmp_path / "reference"), read_capture(tmp_path / "layout")
@@ -295,15 +303,15 @@ def test_source_of_a_tensor_without_module_is_that_of_its_function(
         CaptureStage.OPTIMIZER_STATE.value: "step",
         "learning rate": "groups",
     }
-    values, site = random(4, 3), Site(stage, WEIGHT, slot)
+    values, tensor_key = random(4, 3), TensorKey(stage, WEIGHT, slot)
     ours = [
         (
             rank(number, data=(number, data), world_size=data, functions=functions),
-            [(site, values + 1, place((0, 0, 0)))],
+            [(tensor_key, values + 1, place((0, 0, 0)))],
         )
         for number in range(data)
     ]
-    theirs = [(site, values, place((0, 0, 0)))]
+    theirs = [(tensor_key, values, place((0, 0, 0)))]
     captures = pair(tmp_path, ours, theirs, micro_batches=data)
     assert judge(*captures).verdict.source == name
 
@@ -320,8 +328,8 @@ def test_dropout_is_refused_if_the_layouts_draw_different_masks(
 
 
 def test_wrong_loss_after_right_outputs_needs_no_second_run(tmp_path):
-    site = output("loss", stage=CaptureStage.LOSS, slot="of each token")
-    judgement = judge(*pair(tmp_path, [(rank(), [(site, WHOLE + 1)])], [(site, WHOLE)]))
+    tensor_key = output("loss", stage=CaptureStage.LOSS, slot="of each token")
+    judgement = judge(*pair(tmp_path, [(rank(), [(tensor_key, WHOLE + 1)])], [(tensor_key, WHOLE)]))
     assert judgement.verdict.stage is CaptureStage.LOSS
     assert not judgement.may_have_spread
 
@@ -336,17 +344,17 @@ def test_model_without_any_aligned_module_is_refused(tmp_path):
 
 def test_routing_flips_force_only_the_choices_of_experts(tmp_path):
     router = "decoder.layers.0.mlp.router"
-    sites = [output(router, slot=slot) for slot in ("input.x", "scores", "choice")]
+    tensor_keys = [output(router, slot=slot) for slot in ("input.x", "scores", "choice")]
 
     def tensors(best):
-        return list(zip(sites, (WHOLE, np.ones((1, 2), np.float32), best), strict=True))
+        return list(zip(tensor_keys, (WHOLE, np.ones((1, 2), np.float32), best), strict=True))
 
     first, second = np.array([[True, False]]), np.array([[False, True]])
     reference, layout = pair(tmp_path, [(rank(), tensors(second))], tensors(first))
     assert judge(reference, layout).needs_same_start
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
     (given,) = read_capture(tmp_path / "given").ranks
-    assert [record.site for record in given.records] == sites[2:]
+    assert [record.tensor_key for record in given.records] == tensor_keys[2:]
     assert np.array_equal(given.values(given.records[0]), first)
 
 
@@ -365,8 +373,8 @@ def test_steps_that_one_run_alone_skips_in_fp16_are_not_compared(
     """Where a gradient is far from fp16's largest number, one that is infinite is wrong."""
 
     def run(name, scales, values):
-        site = Site(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
-        gradient = (site, np.full((4, 3), values, np.float32), place((0, 0, 0)))
+        tensor_key = TensorKey(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
+        gradient = (tensor_key, np.full((4, 3), values, np.float32), place((0, 0, 0)))
         described = rank(dtype="float16", loss_scales=scales)
         return write(tmp_path / name, [(described, [(output(), WHOLE), gradient])])
 

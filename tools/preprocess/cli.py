@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.data import (
     Dataset,
     DatasetError,
@@ -200,7 +200,7 @@ def write_sample(path: Path, unique: bool = False) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
+    write_atomically(path, content)
 
 
 def _add_hub_flags(add: Add) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parakit.artifacts.io import written_whole
+from parakit.artifacts.io import atomic_write
 from parakit.data import (
     HUB_CACHES,
     HUB_PREFIX,
@@ -74,7 +74,7 @@ class Hub:
         try:
             lines.parent.mkdir(parents=True, exist_ok=True)
             table = datasets.load_dataset(self.name, self.config, split=self.split)
-            with written_whole(lines) as stream:
+            with atomic_write(lines) as stream:
                 for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
                     rows = (json.dumps({key: value}, ensure_ascii=False) for value in batch[key])
                     stream.writelines(row.encode() + b"\n" for row in rows)

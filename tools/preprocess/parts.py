@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.artifacts.io import flush_to_disk, made_whole, write_record
+from parakit.artifacts.io import atomic_directory, flush_to_disk, write_record
 from parakit.data import (
     DatasetError,
     DocumentIndex,
@@ -50,7 +50,7 @@ def write_parts(
     """Write the next blocks, each with the place where it ends, and append their parts' ends."""
     identity = replace(identity, inputs=())  # of which there may be thousands
     while not (parts and parts[-1].final):
-        with made_whole(_part_folder(folder, len(parts)), durable=True) as unfinished:
+        with atomic_directory(_part_folder(folder, len(parts)), durable=True) as unfinished:
             end = _write_part(unfinished, blocks, identity, engine)
             write_record(unfinished / "part.json", end, durable=True)
         parts.append(end)

@@ -34,13 +34,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from parakit.artifacts.capture import (
     RESPONSES_FILE,
     START_WEIGHT,
-    UPDATE,
+    UPDATE_SUFFIX,
     CapturedModule,
     CapturedRank,
     CaptureStage,
     CaptureWriter,
     Placement,
-    Site,
+    TensorKey,
 )
 from parakit.capturing.sinks import (
     Piece,
@@ -268,11 +268,11 @@ class _Step:
         if not isinstance(value, Tensor):
             return value
         call = self._calls[name]
-        site = Site(stage, name, slot, micro_batch=self.micro_batch, call=call)
-        gradient_site = Site(
+        tensor_key = TensorKey(stage, name, slot, micro_batch=self.micro_batch, call=call)
+        gradient_tensor_key = TensorKey(
             CaptureStage.ACTIVATION_GRADIENTS, name, slot, micro_batch=self.micro_batch, call=call
         )
-        return tap(self.sink, value, [(site, gradient_site)], _gather_full_tensor)
+        return tap(self.sink, value, [(tensor_key, gradient_tensor_key)], _gather_full_tensor)
 
     def _before_update(self, *_: object) -> None:
         """Pass the gradients to the sink, and copy the weights before the optimizer changes them."""
@@ -295,13 +295,15 @@ class _Step:
             for piece in self.pieces(values_by_parameter.get):
                 # A scalar state is the number of steps.
                 if piece.values.ndim == 0:
-                    site = Site(CaptureStage.OPTIMIZER_STATE, piece.name, slot)
-                    self.sink.write(site, fp64_scalar(piece.values))
+                    tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, piece.name, slot)
+                    self.sink.write(tensor_key, fp64_scalar(piece.values))
                 else:
                     self.sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
         for weight in self.pieces(_get_weight):
             change = weight.values - self._weights_before_update[weight.name]
-            self.sink.write_piece(CaptureStage.WEIGHTS, UPDATE, replace(weight, values=change))
+            self.sink.write_piece(
+                CaptureStage.WEIGHTS, UPDATE_SUFFIX, replace(weight, values=change)
+            )
             self.sink.write_piece(CaptureStage.WEIGHTS, "weight", weight)
 
     def pieces(self, get_values: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:

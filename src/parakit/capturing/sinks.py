@@ -8,7 +8,7 @@ state and weight. A sink is one of two classes:
 * `RoundingProbe` compares the tensors of a repeated iteration with the written ones, and keeps how far
   rounding errors moved each tensor.
 
-A `Site` (`parakit.artifacts.capture`) is the key of a tensor: stage, module or parameter, slot and micro batch.
+A `TensorKey` (`parakit.artifacts.capture`) is the key of a tensor: stage, module or parameter, slot and micro batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy
 import torch
 
 from parakit.artifacts.capture import (
-    STRETCH,
+    ELEMENTS_PER_CHUNK,
     TENSORS_FILE,
-    UPDATE,
+    UPDATE_SUFFIX,
     CaptureStage,
     CaptureWriter,
     Placement,
-    Site,
+    TensorKey,
     TensorRecord,
     read_index,
 )
@@ -54,7 +54,7 @@ class Piece:
 class KnownTensors:
     """Tensors of one micro batch's forward pass, by their memory, each with a value noted by the caller.
 
-    `Recording` finds here whether a tensor has been written already under another site.
+    `Recording` finds here whether a tensor has been written already under another key.
     """
 
     def __init__(self) -> None:
@@ -97,27 +97,30 @@ def _sum_of_elements(tensor: torch.Tensor) -> float:
 def _split_flat(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the flattened tensor in chunks of at most STRETCH elements, which fit into the cache."""
     flat = tensor.reshape(-1)
-    return [flat[begin : begin + STRETCH] for begin in range(0, flat.numel(), STRETCH)]
+    return [
+        flat[begin : begin + ELEMENTS_PER_CHUNK]
+        for begin in range(0, flat.numel(), ELEMENTS_PER_CHUNK)
+    ]
 
 
 class StoredTensors:
-    """Tensors of one rank's capture by site; values are read from the file on demand."""
+    """Tensors of one rank's capture by their keys; values are read from the file on demand."""
 
-    def __init__(self, folder: Path, records: dict[Site, TensorRecord] | None = None) -> None:
+    def __init__(self, folder: Path, records: dict[TensorKey, TensorRecord] | None = None) -> None:
         """Open the tensors of a rank's folder; `records` is the index, read from the folder if None."""
         if records is None:
-            records = {record.site: record for record in read_index(folder)}
+            records = {record.tensor_key: record for record in read_index(folder)}
         self._records = records
         size = (folder / TENSORS_FILE).stat().st_size
         # Mode "c" (copy on write) is needed because torch warns of memory that is read-only.
         self._bytes = numpy.memmap(folder / TENSORS_FILE, mode="c") if size else None
 
-    def get(self, site: Site) -> torch.Tensor | None:
-        """Return the stored tensor on the CPU, or None if the capture has no tensor of this site.
+    def get(self, tensor_key: TensorKey) -> torch.Tensor | None:
+        """Return the stored tensor on the CPU, or None if the capture has no tensor of this key.
 
         The values are mapped from the file, so the caller must not change them.
         """
-        record = self._records.get(site)
+        record = self._records.get(tensor_key)
         if record is None:
             return None
         dtype: torch.dtype = getattr(torch, record.dtype)
@@ -144,44 +147,50 @@ class Recording:
         """Forget the tensors of the previous micro batch; call this before each forward pass."""
         self._known.clear()
 
-    def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, tensor_key: TensorKey, tensor: torch.Tensor) -> torch.Tensor | None:
         """Write a tensor of the forward pass; return its replacement, or None if there is none.
 
-        If the same tensor has been written under another site, only a reference to it is written.
+        If the same tensor has been written under another key, only a reference to it is written.
         """
         known: TensorRecord | None = self._known.find(tensor)
         if known is not None:
-            self._writer.add_same(site, known, tuple(tensor.shape))
+            self._writer.add_same(tensor_key, known, tuple(tensor.shape))
         else:
-            self._known.note(tensor, self.write(site, tensor))
-        return self._find_replacement(site, tensor) if _is_module_input(site) else None
+            self._known.note(tensor, self.write(tensor_key, tensor))
+        return self._find_replacement(tensor_key, tensor) if _is_module_input(tensor_key) else None
 
-    def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
+    def backward(self, tensor_key: TensorKey, gradient: torch.Tensor) -> torch.Tensor | None:
         """Write the gradient of an activation; return its replacement, or None if there is none."""
-        self.write(site, gradient)
-        return self._find_replacement(site, gradient) if _is_module_input(site) else None
+        self.write(tensor_key, gradient)
+        return (
+            self._find_replacement(tensor_key, gradient) if _is_module_input(tensor_key) else None
+        )
 
     def write(
-        self, site: Site, tensor: torch.Tensor, placement: Placement | None = None
+        self, tensor_key: TensorKey, tensor: torch.Tensor, placement: Placement | None = None
     ) -> TensorRecord:
         """Write a tensor and return its record; `placement` is None for all but parts of parameters."""
         name = str(tensor.dtype).removeprefix("torch.")
         return self._writer.add(
-            site, name, shape=tuple(tensor.shape), values=_view_bytes(tensor), placement=placement
+            tensor_key,
+            name,
+            shape=tuple(tensor.shape),
+            values=_view_bytes(tensor),
+            placement=placement,
         )
 
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Write this rank's part of a parameter, or of a tensor with the parameter's shape."""
-        self.write(Site(stage, piece.name, slot), piece.values, piece.placement)
+        self.write(TensorKey(stage, piece.name, slot), piece.values, piece.placement)
 
-    def _find_replacement(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
+    def _find_replacement(self, tensor_key: TensorKey, like: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the forced tensor with the device and dtype of `like`.
 
-        Return None if there is no forced tensor of this site, or if its shape is another one.
+        Return None if there is no forced tensor of this key, or if its shape is another one.
         """
         if self._forced is None:
             return None
-        stored = self._forced.get(site)
+        stored = self._forced.get(tensor_key)
         if stored is None or stored.shape != like.shape:
             return None
         return stored.to(device=like.device, dtype=like.dtype, copy=True)
@@ -192,19 +201,21 @@ class Recording:
         Return the values with which the iteration must start instead, or None if they stay.
         """
         self.write_piece(CaptureStage.WEIGHTS, slot, piece)
-        return self._find_replacement(Site(CaptureStage.WEIGHTS, piece.name, slot), piece.values)
+        return self._find_replacement(
+            TensorKey(CaptureStage.WEIGHTS, piece.name, slot), piece.values
+        )
 
-    def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:
+    def choose(self, tensor_key: TensorKey, chosen: torch.Tensor) -> torch.Tensor | None:
         """Write which experts a router chooses; return the forced choice, or None if there is none."""
-        self.write(site, chosen)
-        return self._forced.get(site) if self._forced is not None else None
+        self.write(tensor_key, chosen)
+        return self._forced.get(tensor_key) if self._forced is not None else None
 
 
 class RoundingProbe:
     """Sink that measures how far rounding errors move each tensor of a repeated iteration.
 
     The iteration is repeated with weights that `perturb` has changed by one rounding error. Each tensor is
-    compared with the written tensor of the same site, and `responses` keeps the largest relative change.
+    compared with the written tensor of the same key, and `responses` keeps the largest relative change.
 
     After `round_otherwise` the inputs of modules are changed by a rounding error, too. Perturbed weights alone
     would move all attention keys alike, and the softmax over the keys cancels such a change, while real
@@ -224,15 +235,15 @@ class RoundingProbe:
     def begin_micro_batch(self) -> None:
         """Do nothing; `Recording` has a function of this name, which hooks call."""
 
-    def forward(self, site: Site, tensor: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, tensor_key: TensorKey, tensor: torch.Tensor) -> torch.Tensor | None:
         """Compare a tensor of the forward pass; return its rounded replacement, or None if it stays."""
-        self.write(site, tensor)
-        return self._add_rounding_errors(tensor) if _is_module_input(site) else None
+        self.write(tensor_key, tensor)
+        return self._add_rounding_errors(tensor) if _is_module_input(tensor_key) else None
 
-    def backward(self, site: Site, gradient: torch.Tensor) -> torch.Tensor | None:
+    def backward(self, tensor_key: TensorKey, gradient: torch.Tensor) -> torch.Tensor | None:
         """Compare the gradient of an activation; return its replacement, or None if it stays."""
-        self.write(site, gradient)
-        return self._add_rounding_errors(gradient) if _is_module_input(site) else None
+        self.write(tensor_key, gradient)
+        return self._add_rounding_errors(gradient) if _is_module_input(tensor_key) else None
 
     def _add_rounding_errors(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor with every element multiplied by 1 ± ε/2, where ε is the dtype's epsilon.
@@ -245,14 +256,14 @@ class RoundingProbe:
         relative_errors = (bits.float() - 0.5) * torch.finfo(tensor.dtype).eps
         return (tensor + tensor * relative_errors.to(tensor.device)).to(tensor.dtype)
 
-    def write(self, site: Site, tensor: torch.Tensor) -> None:
+    def write(self, tensor_key: TensorKey, tensor: torch.Tensor) -> None:
         """Compare a tensor with the written one, and keep the relative change of its norm.
 
         Integers, tensors without a written counterpart and tensors of another shape are ignored. So is a
         tensor with an infinity where the written tensor is finite: in fp16, other weights may overflow,
         which is no response to rounding.
         """
-        before = self._stored.get(site) if tensor.is_floating_point() else None
+        before = self._stored.get(tensor_key) if tensor.is_floating_point() else None
         if before is None or before.shape != tensor.shape:
             return
         before_norms, change_norms = [], []
@@ -265,7 +276,7 @@ class RoundingProbe:
             change_norms.append(norm_without_nan(change))
         size = math.hypot(*before_norms)
         if size > 0:
-            self._keep_largest(site, math.hypot(*change_norms) / size)
+            self._keep_largest(tensor_key, math.hypot(*change_norms) / size)
 
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
@@ -273,9 +284,9 @@ class RoundingProbe:
         A change of the gradient's running average (`exp_avg`) also counts as a change of the weight's update,
         because the update follows this average. Rows are compared one by one for that.
         """
-        site = Site(stage, piece.name, slot)
-        self.write(site, piece.values)
-        stored_average = self._stored.get(site) if slot == "exp_avg" else None
+        tensor_key = TensorKey(stage, piece.name, slot)
+        self.write(tensor_key, piece.values)
+        stored_average = self._stored.get(tensor_key) if slot == "exp_avg" else None
         if stored_average is None:
             return
         rows_before = _to_rows(stored_average)
@@ -284,18 +295,22 @@ class RoundingProbe:
         is_nonzero = norms > 0
         if is_nonzero.any():
             largest_change = float((change_norms / norms)[is_nonzero].max())
-            self._keep_largest(Site(CaptureStage.WEIGHTS, piece.name, UPDATE), largest_change)
-            master_copy = Site(CaptureStage.OPTIMIZER_STATE, piece.name, f"param {UPDATE}")
+            self._keep_largest(
+                TensorKey(CaptureStage.WEIGHTS, piece.name, UPDATE_SUFFIX), largest_change
+            )
+            master_copy = TensorKey(
+                CaptureStage.OPTIMIZER_STATE, piece.name, f"param {UPDATE_SUFFIX}"
+            )
             self._keep_largest(master_copy, largest_change)
 
-    def choose(self, site: Site, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
+    def choose(self, tensor_key: TensorKey, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """Return the experts that the router chose in the written iteration, or None if not written.
 
         The choice must not change, because another expert would move tensors far more than rounding.
         """
-        return self._stored.get(site)
+        return self._stored.get(tensor_key)
 
-    def carry(self, states: Iterable[tuple[Site, float]]) -> None:
+    def carry(self, states: Iterable[tuple[TensorKey, float]]) -> None:
         """Add the rounding errors of earlier iterations' gradients to the responses of optimizer states.
 
         An optimizer state is a sum of its old value and this iteration's gradient. The repeated iteration
@@ -303,40 +318,42 @@ class RoundingProbe:
         iteration's gradient; squared averages (`…_sq`) have twice that error.
 
         Args:
-            states: Sites of optimizer states and their norms at the start of the iteration. The norm at the
+            states: Tensor keys of optimizer states and their norms at the start of the iteration. The norm at the
                 start may be larger than at the end, where terms of the sum cancel.
         """
-        for site, norm_at_start in states:
-            stored = self._stored.get(site)
-            gradient_key = f"{CaptureStage.REDUCED_GRADIENTS}|{site.name}|gradient"
+        for tensor_key, norm_at_start in states:
+            stored = self._stored.get(tensor_key)
+            gradient_key = f"{CaptureStage.REDUCED_GRADIENTS}|{tensor_key.name}|gradient"
             gradient_response = self.responses.get(gradient_key)
             if stored is None or gradient_response is None:
                 continue
             norm_at_end = norm_without_nan(stored)
             if norm_at_end > 0:
-                power = 2 if site.slot.endswith("_sq") else 1
+                power = 2 if tensor_key.slot.endswith("_sq") else 1
                 carried = power * gradient_response * norm_at_start / norm_at_end
-                self.responses[_response_key(site)] += carried
+                self.responses[_response_key(tensor_key)] += carried
 
-    def _keep_largest(self, site: Site, change: float) -> None:
+    def _keep_largest(self, tensor_key: TensorKey, change: float) -> None:
         """Keep a relative change if it is the largest of its stage, name and slot."""
-        key = _response_key(site)
+        key = _response_key(tensor_key)
         self.responses[key] = max(self.responses[key], change)
 
 
-def _response_key(site: Site) -> str:
-    """Return the key of a site in `RoundingProbe.responses`, which is the same for all micro batches."""
-    return f"{site.stage}|{site.name}|{site.slot}"
+def _response_key(tensor_key: TensorKey) -> str:
+    """Return the key of a tensor in `RoundingProbe.responses`, which is the same for all micro batches."""
+    return f"{tensor_key.stage}|{tensor_key.name}|{tensor_key.slot}"
 
 
-def _is_module_input(site: Site) -> bool:
+def _is_module_input(tensor_key: TensorKey) -> bool:
     """Return True for an input of a module's forward or backward pass.
 
     The input of a backward pass is the gradient of the module's output.
     """
-    if site.stage is CaptureStage.OUTPUTS:
-        return "input." in site.slot
-    return site.stage is CaptureStage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
+    if tensor_key.stage is CaptureStage.OUTPUTS:
+        return "input." in tensor_key.slot
+    return tensor_key.stage is CaptureStage.ACTIVATION_GRADIENTS and tensor_key.slot.startswith(
+        "output"
+    )
 
 
 def _fp64_without_nan(values: torch.Tensor) -> torch.Tensor:
@@ -385,7 +402,7 @@ Sink = Recording | RoundingProbe
 def tap(
     sink: Sink,
     tensor: torch.Tensor,
-    sites: Sequence[tuple[Site, Site]],
+    tensor_keys: Sequence[tuple[TensorKey, TensorKey]],
     form: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     value: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -399,24 +416,24 @@ def tap(
     Args:
         sink: Receiver. If `form` or `value` is given, its replacements must fit `tensor` as they are.
         tensor: Input or output of a module.
-        sites: Sites of the activation and of its gradient. There are several pairs if the reference has
+        tensor_keys: Tensor keys of the activation and of its gradient. There are several pairs if the reference has
             one module here and the other model has several; the replacement of the last pair counts.
         form: Function that brings activation and gradient into the form in which they are compared.
         value: Tensor that the sink receives instead of `tensor`.
     """
     seen = form(tensor.detach() if value is None else value)
     replacement = None
-    for site, _ in sites:
-        replacement = sink.forward(site, seen)
+    for tensor_key, _ in tensor_keys:
+        replacement = sink.forward(tensor_key, seen)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor if replacement is None else replacement
 
     def pass_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-        """Pass the gradient to the sink, last site first; return its replacement or None."""
+        """Pass the gradient to the sink, last tensor key first; return its replacement or None."""
         formed_gradient = form(gradient)
         gradient_replacement = None
-        for _, site in reversed(sites):
-            gradient_replacement = sink.backward(site, formed_gradient)
+        for _, tensor_key in reversed(tensor_keys):
+            gradient_replacement = sink.backward(tensor_key, formed_gradient)
         return gradient_replacement
 
     copied: torch.Tensor = _CopyWithGradientHook.apply(tensor, replacement, pass_gradient)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from parakit.artifacts.io import flush_names_to_disk, lock
+from parakit.artifacts.io import flush_folder_to_disk, lock_file
 from parakit.data.indexed import DatasetError, bin_path, idx_path, manifest_path
 
 _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,7 +36,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("wb") as stream:
-            lock(stream)
+            lock_file(stream)
             yield
     except BlockingIOError:
         raise DatasetError(
@@ -64,12 +64,12 @@ def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:
     """
     for key, prefix in prefixes.items():
         idx_path(prefix).unlink(missing_ok=True)
-        flush_names_to_disk(prefix.parent)
+        flush_folder_to_disk(prefix.parent)
         move(manifest_path(folder / key), manifest_path(prefix))
         move(bin_path(folder / key), bin_path(prefix))
-        flush_names_to_disk(prefix.parent)
+        flush_folder_to_disk(prefix.parent)
         move(idx_path(folder / key), idx_path(prefix))
-    flush_names_to_disk(folder.parent)
+    flush_folder_to_disk(folder.parent)
     retire(folder)
 
 
@@ -91,5 +91,5 @@ def retire(folder: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
     if folder.exists():
         folder.rename(retired)
-        flush_names_to_disk(folder.parent)
+        flush_folder_to_disk(folder.parent)
         shutil.rmtree(retired, ignore_errors=True)

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.artifacts.io import flush_to_disk, sha256_of, write_record
+from parakit.artifacts.io import compute_sha256, flush_to_disk, write_record
 
 MAGIC = b"MMIDIDX\x00\x00"
 """First bytes of an `.idx` file."""
@@ -164,7 +164,7 @@ class Dataset:
     @property
     def index_sha256(self) -> str:
         """Hash of the `.idx`: the manifest's, or computed from the file if there is no manifest."""
-        return self.manifest.idx_sha256 if self.manifest else sha256_of(self.idx_path)
+        return self.manifest.idx_sha256 if self.manifest else compute_sha256(self.idx_path)
 
     @property
     def stored(self) -> IntArray:
@@ -381,7 +381,7 @@ def write_manifest(
         dtype=dataset.dtype,
         text_bytes=sum(shard.text_bytes for shard in shards),
         bin_sha256=shards[-1].sha256,
-        idx_sha256=sha256_of(dataset.idx_path),
+        idx_sha256=compute_sha256(dataset.idx_path),
         engine=engine,
         problems=dict(problems),
         identity=identity,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parakit.artifacts.io import sha256_of
+from parakit.artifacts.io import compute_sha256
 from parakit.data.indexed import (
     Dataset,
     DatasetError,
@@ -47,7 +47,7 @@ def verify_dataset(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
     vocabulary = vocabulary or dataset.vocabulary
     problems = []
     if dataset.manifest:
-        actual_sha256 = sha256_of(dataset.idx_path)
+        actual_sha256 = compute_sha256(dataset.idx_path)
         recorded_sha256 = dataset.manifest.idx_sha256
         if actual_sha256 != recorded_sha256:
             problems.append(

@@ -20,14 +20,14 @@ from parakit.config.hardware import Device, link_by_key
 from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
 from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
 from parakit.formatting.units import ms
-from parakit.launch.calibrate import calibrate, conditions, device_here
-from parakit.launch.compose import model_for
+from parakit.launch.calibrate import calibrate, calibration_conditions, find_local_device
+from parakit.launch.compose import adapt_model_to_data
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.flags import runtime_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options
 from parakit.launch.runtime import choose_runtime
-from parakit.launch.train import start
+from parakit.launch.train import start_job
 from parakit.planner import (
     Calibration,
     Candidate,
@@ -35,12 +35,12 @@ from parakit.planner import (
     Execution,
     Plan,
     Request,
-    calibration_of,
-    execution_of_flags,
-    expert_tensor_of,
-    own_runs,
+    estimate_uncertainty,
+    load_device_calibration,
+    load_own_runs,
+    parse_execution,
+    parse_expert_tensor,
     search_configurations,
-    uncertainty,
 )
 
 
@@ -51,17 +51,17 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
     baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
-    plan = plan_here(baseline, console, OWN_READINGS)
-    explain(plan, console)
+    plan = plan_for_machine(baseline, console, OWN_READINGS)
+    print_explanation(plan, console)
     chosen = plan.winner
     if chosen is None:
         raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
     flags = strategy_flags(chosen.spec.flagged_parallelism)
     job = replace(baseline, strategy=chosen.strategy, script_flags=flags)
-    return start(job.under(options_for_candidate(chosen, options)), console)
+    return start_job(job.with_options(options_for_candidate(chosen, options)), console)
 
 
-def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
+def plan_for_machine(job: Job, console: Console, own: Path | None = None) -> Plan:
     """Search on this machine's devices, with its measured constants where there are any.
 
     Args:
@@ -71,22 +71,22 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
 
     Raises:
         LaunchError: The devices are not here, or are none the planner knows.
-        ReadingsError: `own` is no table.
+        MeasurementsError: `own` is no table.
     """
     device = _device(job)
-    request = request_here(job, device, _calibration(job, device, console))
-    return search_configurations(replace(request, own=own_runs(own, request.cluster)))
+    request = build_request(job, device, _calibration(job, device, console))
+    return search_configurations(replace(request, own_runs=load_own_runs(own, request.cluster)))
 
 
-def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
+def build_request(job: Job, device: Device, calibration: Calibration) -> Request:
     """What the planner is asked: the job's model, this machine, the batch of the options."""
     options = job.options
     # As it will be trained: over the vocabulary of the data.
-    model = model_for(job.model, (), options.data or DEFAULT_DATA[job.device])
+    model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
     on_cpu = job.device is DeviceKind.CPU
     usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
-    expert_tensor = expert_tensor_of(Flags((*model.flags, *options.extra)), model)
+    expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
     template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
@@ -97,7 +97,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
         runtime = choose_runtime(options, job.device)
         template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
         words = runtime_flags(job.device, Parallelism(), runtime, options, model)
-        execution = execution_of_flags(Flags((*words, *options.extra)))
+        execution = parse_execution(Flags((*words, *options.extra)))
         # As `make plan`: the launcher groups experts where they can be.
         execution = replace(execution, grouped_experts=True)
     link = link_by_key(device.link)
@@ -106,7 +106,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     return Request(model, cluster, samples, template)
 
 
-def explain(plan: Plan, console: Console) -> None:
+def print_explanation(plan: Plan, console: Console) -> None:
     """The planner's advice, its ranking in one line, and where its constants are from."""
     from parakit.planner import advice_sentences
 
@@ -116,7 +116,7 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(f"Predicted: {ranking}.", highlight=False)
     if plan.winner is not None:
         request = plan.request
-        known = uncertainty(plan.winner.spec, request.cluster, request.own)
+        known = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
         console.print(str(known), highlight=False)
     source = plan.request.cluster.calibration.source
     console.print(f"Constants: {source}.", highlight=False)
@@ -139,7 +139,7 @@ def _device(job: Job) -> Device:
         f"them, or 'make train-auto-gpt2-tiny-{job.devices}cpu'"
     )
     named = f"'make train-dp{job.devices}-{job.model.name}-{job.devices}gpu'"
-    return device_here(job.device, job.devices, instead, f", or name a strategy: {named}")
+    return find_local_device(job.device, job.devices, instead, f", or name a strategy: {named}")
 
 
 def _calibration(job: Job, device: Device, console: Console) -> Calibration:
@@ -147,8 +147,8 @@ def _calibration(job: Job, device: Device, console: Console) -> Calibration:
     runs take what there is."""
     options, before = job.options, ""
     if options.dry_run or not options.calibrate:
-        kept = calibration_of(options.runs, device)
-        if options.dry_run or kept.made_with == conditions(job.device, job.devices):
+        kept = load_device_calibration(options.runs, device)
+        if options.dry_run or kept.made_with == calibration_conditions(job.device, job.devices):
             return kept
         before = f", before with {kept.made_with}" if kept.made_with else ""
     return calibrate(options.runs, job.device, job.devices, device, console, before)

@@ -17,7 +17,7 @@ from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
 from parakit.config.model import LOADING, imported_weights
 from parakit.config.run import Backend, DeviceKind, OptimizerName
 from parakit.config.strategy import UNTIED, strategy_flags
-from parakit.launch.compose import DATA_CACHE, Launch, start_checkpoint_path
+from parakit.launch.compose import DATA_CACHE, Launch, initial_checkpoint_path
 from parakit.native import (
     FROM_CONFIG,
     IMPORTED,
@@ -54,18 +54,20 @@ _NATIVE = (
 )
 
 
-def for_backend(launch: Launch) -> Launch:
+def adapt_to_backend(launch: Launch) -> Launch:
     """The same launch for the backend that its job names."""
     options = launch.job.options
     if options.backend is Backend.MEGATRON:
         return launch
     if options.backend is Backend.TRANSFORMERS:
         return _transformers(launch)
-    started = launch.start_checkpoint is not None and options.backend is not Backend.BARE
+    started = launch.initial_checkpoint is not None and options.backend is not Backend.BARE
     parallelism = launch.spec.parallelism
     # Torch FSDP2 needs an untied output layer under Megatron alone.
     untied = UNTIED in launch.flags and not parallelism.sharding
-    start = start_checkpoint_path(launch.model, launch.entry, options, untied) if started else None
+    start = (
+        initial_checkpoint_path(launch.model, launch.entry, options, untied) if started else None
+    )
     layout = () if parallelism.schedule else strategy_flags(parallelism)
     dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
     multiple = launch.model.shape.vocabulary_multiple // parallelism.tensor
@@ -85,7 +87,7 @@ def for_backend(launch: Launch) -> Launch:
         launch,
         spec=replace(launch.spec, backend=options.backend),
         entry=replace(launch.entry, path=f"examples/{launch.model.family}/pretrain_native.py"),
-        start_checkpoint=start,
+        initial_checkpoint=start,
         flags=flags,
         environment=environment,
     )

@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parakit.artifacts import run as records
-from parakit.artifacts.checkpoints import Checkpoint, find_checkpoints, flaw_of, prune, verify
+from parakit.artifacts.checkpoints import (
+    Checkpoint,
+    find_checkpoints,
+    find_flaw,
+    remove_old_checkpoints,
+    verify_and_record,
+)
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
 from parakit.artifacts.torch_dist import (
     DamagedCheckpointError,
     ReadingStoppedError,
-    announced,
-    finished_iteration,
+    read_finished_iteration,
+    read_tracker_time_ns,
 )
 from parakit.config.errors import LaunchError
 from parakit.launch.background import BackgroundThread
@@ -29,7 +35,7 @@ from parakit.logs import Iteration
 LOOK_SECONDS = 0.5
 
 
-class Keeper(BackgroundThread):
+class CheckpointKeeper(BackgroundThread):
     """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end.
 
     Older checkpoints go once as many newer ones as shall be kept were read back and have each given
@@ -41,7 +47,7 @@ class Keeper(BackgroundThread):
         self._keep = keep
         self._follower = LogFollower(log, log.stat().st_size)
         self._newest: Iteration | None = None
-        self._seen = announced(folder)
+        self._seen = read_tracker_time_ns(folder)
         self._ended_well = False
         super().__init__()
         self.problems: list[str] = []
@@ -53,25 +59,27 @@ class Keeper(BackgroundThread):
                 self._look()
             self._look()
 
-    def ended_well(self) -> None:
+    def mark_ended_well(self) -> None:
         """Nothing comes after the last checkpoint any more."""
         self._ended_well = True
 
     def _look(self) -> None:
         self._newest = next(reversed(self._follower.new_iterations()), self._newest)
         stored = find_checkpoints(self._folder)
-        newest, said = finished_iteration(self._folder), announced(self._folder)
+        newest, said = read_finished_iteration(self._folder), read_tracker_time_ns(self._folder)
         if newest is not None and said != self._seen:
             self._seen = said
             for checkpoint in stored:
                 if checkpoint.iteration > newest or checkpoint.is_verified:
                     continue
                 try:
-                    verify(checkpoint, self._has_time)
+                    verify_and_record(checkpoint, self._has_time)
                 except (DamagedCheckpointError, OSError) as error:
                     self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
         try:
-            prune([checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep)
+            remove_old_checkpoints(
+                [checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep
+            )
         except OSError as error:
             self._note(f"An old checkpoint could not be removed: {error}.")
 
@@ -116,7 +124,7 @@ def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoi
         if newest_number is not None and checkpoint.iteration >= newest_number:
             why_not: str | None = "the run ended in NaN before it gave a loss"
         else:
-            why_not = flaw_of(checkpoint)
+            why_not = find_flaw(checkpoint)
         if why_not is None:
             return SelectedCheckpoint(checkpoint, tuple(skipped))
         skipped.append((checkpoint, why_not))
@@ -144,7 +152,7 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     iteration = select_checkpoint(folder).checkpoint.iteration
     if iteration >= launch.iterations:
         raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
-    return launch.resumed(ResumePoint(folder.name, stored, iteration))
+    return launch.resume_from(ResumePoint(folder.name, stored, iteration))
 
 
 def last_valid_iteration(run: Path) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from parakit.artifacts.io import lock, write_whole
+from parakit.artifacts.io import lock_file, write_atomically
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
@@ -99,7 +99,7 @@ def remove_stale_sample_indices(runs: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def flags_of_small_data(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
+def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
     """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
 
     Nothing is returned where the split of `flags` works, where no split works, and where the data set
@@ -133,7 +133,7 @@ def make_sample(prefix: str, console: Console) -> bool:
         if _is_whole(prefix):
             return True
         if prefix == SMALL_SAMPLE:
-            fold(ROOT / SAMPLE, ROOT / prefix)
+            write_small_vocabulary_dataset(ROOT / SAMPLE, ROOT / prefix)
             return True
         what, flags = _WHAT[prefix]
         console.print(f"Making {what} …", highlight=False)
@@ -145,7 +145,7 @@ def make_sample(prefix: str, console: Console) -> bool:
     return True
 
 
-def fold(prefix: Path, small: Path) -> None:
+def write_small_vocabulary_dataset(prefix: Path, small: Path) -> None:
     """Write a data set in a small vocabulary: each token modulo all but the last.
 
     The end of a document stays the last token, as Megatron's tokenizer without files has it.
@@ -153,8 +153,8 @@ def fold(prefix: Path, small: Path) -> None:
     whole, last = open_dataset(prefix), SMALL_VOCABULARY - 1
     tokens = np.concatenate(list(whole.token_chunks()))
     folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
-    write_whole(bin_path(small), folded.tobytes())
-    write_whole(idx_path(small), whole.idx_path.read_bytes())
+    write_atomically(bin_path(small), folded.tobytes())
+    write_atomically(idx_path(small), whole.idx_path.read_bytes())
 
 
 def call_module(*arguments: str) -> int:
@@ -177,7 +177,7 @@ def _alone(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         while True:
             try:
-                lock(file)
+                lock_file(file)
                 break
             except BlockingIOError:
                 time.sleep(WAIT_SECONDS)

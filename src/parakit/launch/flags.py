@@ -18,7 +18,7 @@ from parakit.launch.options import Options, Saving
 from parakit.launch.runtime import Runtime
 
 RUNTIMES = Path(__file__).parent / "runtimes"
-CPU_RANK = {
+CPU_RANK_ENVIRONMENT = {
     # A rank is one core, so that two ranks have twice what one has.
     "OMP_NUM_THREADS": "1",
     # No JIT: it would compile.
@@ -30,9 +30,9 @@ CPU_RANK = {
 }
 """Environment of a CPU rank; to be set before its process starts."""
 
-AT_IMPORT = (
+IMPORT_TIME_VARIABLES = (
     *(variables.DEVICE, variables.FUSED, variables.SHARE_GPU, variables.ALLOW_UNKNOWN_MEGATRON),
-    *("HF_HUB_OFFLINE", *CPU_RANK),
+    *("HF_HUB_OFFLINE", *CPU_RANK_ENVIRONMENT),
 )
 """Variables that decide what is imported and patched; the others a forked rank gets with its run."""
 
@@ -81,7 +81,9 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     )
 
 
-def start_flags(checkpoint: Path, parallelism: Parallelism, padded_to: int) -> tuple[str, ...]:
+def initial_checkpoint_flags(
+    checkpoint: Path, parallelism: Parallelism, padded_to: int
+) -> tuple[str, ...]:
     """Begin iteration 1 from the checkpoint's weights, resharded to this strategy.
 
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
@@ -127,7 +129,7 @@ def environment_for(
         # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if device is DeviceKind.CPU:
-        environment |= CPU_RANK
+        environment |= CPU_RANK_ENVIRONMENT
     if options.wandb:
         environment["WANDB_MODE"] = options.wandb.mode  # W&B's client reads it there.
     if options.share_gpu:

@@ -24,7 +24,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
     """
     from parakit.convert import ConversionProgress, import_model, read_source
 
-    source = read_source(folder_of(hf))
+    source = read_source(fetch_model_folder(hf))
     name = name or Path(hf).name.lower()
     summary = import_model(source, name, ConversionProgress(console), known_as=hf)
     console.print(f"{summary} → {relative_to_root(HUB / name)}", highlight=False)
@@ -60,7 +60,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
     return 0
 
 
-def folder_of(given: str) -> Path:
+def fetch_model_folder(given: str) -> Path:
     """A folder, or what the hub's name stands for, fetched.
 
     Raises:

@@ -15,7 +15,7 @@ from parakit.config.model import ALIASES as MODEL_ALIASES
 from parakit.config.model import Model, is_model_file, load_model, model_names, own_name
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy, strategy_flags
-from parakit.launch.options import NO_OPTIONS, Options, variables_of
+from parakit.launch.options import NO_OPTIONS, Options, format_variables
 
 ALIASES = {
     "train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu",
@@ -57,10 +57,10 @@ class Job:
     @property
     def name(self) -> str:
         """What every target of it ends with."""
-        return f"{self.strategy}-{self.model.name}-{self.place}"
+        return f"{self.strategy}-{self.model.name}-{self.device_suffix}"
 
     @property
-    def place(self) -> str:
+    def device_suffix(self) -> str:
         """`2gpu`."""
         return f"{self.devices}{self.device}"
 
@@ -77,12 +77,12 @@ class Job:
     @property
     def variables(self) -> Mapping[str, str]:
         """Make's, under which its target trains exactly this."""
-        return variables_of(self.options)
+        return format_variables(self.options)
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def parakit_arguments(self) -> tuple[str, ...]:
         """Arguments of `python -m parakit` that start the job, as a launch script passes them."""
-        return ("run", self.strategy, self.model.name, self.place, "--", *self.flags)
+        return ("run", self.strategy, self.model.name, self.device_suffix, "--", *self.flags)
 
     @property
     def script(self) -> str | None:
@@ -105,16 +105,16 @@ class Job:
             return None
         return tuple((match["flags"] or "").split())
 
-    def under(self, options: Options) -> Job:
+    def with_options(self, options: Options) -> Job:
         """The same with other variables."""
         return replace(self, options=options)
 
-    def laid(self, strategy: str, devices: int | None = None) -> Job:
+    def with_strategy(self, strategy: str, devices: int | None = None) -> Job:
         """The same model by another strategy of the grammar."""
         return replace(self, strategy=strategy, devices=devices or self.devices, script_flags=None)
 
 
-def make_command(target: str, variables: Mapping[str, str]) -> str:
+def format_make_command(target: str, variables: Mapping[str, str]) -> str:
     """As a shell takes it."""
     given = (f"{name}={shlex.quote(text)}" for name, text in variables.items() if text)
     return " ".join(("make", target, *given))
@@ -155,7 +155,7 @@ def parse_devices(text: str, variable: str = "") -> tuple[int, DeviceKind]:
     return int(match[1]), DeviceKind(match[2])
 
 
-def published_names() -> tuple[str, ...]:
+def list_example_targets() -> tuple[str, ...]:
     """Targets of the six strategies for every model, as candidates for hints."""
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
@@ -192,7 +192,7 @@ def _check_strategy(strategy: str) -> None:
 
 
 def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, (*published_names(), *ALIASES), n=3, cutoff=0.3)
+    near = difflib.get_close_matches(name, (*list_example_targets(), *ALIASES), n=3, cutoff=0.3)
     return (
         f"the nearest are {', '.join(near)}"
         if near

@@ -37,7 +37,7 @@ from parakit.costs import (
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
 from parakit.launch.devices import Gpu, visible_gpus
-from parakit.planner import Fit, fit_within
+from parakit.planner import Fit, judge_fit
 
 MEANING = {
     "baseline": "one device",
@@ -62,7 +62,7 @@ MEANING = {
 }
 
 
-def show_list(console: Console) -> None:
+def print_list(console: Console) -> None:
     """Print models, strategies and what runs here."""
     gpus = visible_gpus()
     memory = psutil.virtual_memory()
@@ -105,12 +105,12 @@ def _scaling(model: Model) -> str:
     )
 
 
-def runnable_here(model: Model, available_bytes: int) -> tuple[str, ...]:
+def list_cpu_strategies(model: Model, available_bytes: int) -> tuple[str, ...]:
     """The named strategies that this machine's CPU ranks can run with the model's own batch."""
     return tuple(name for name in _names(model) if _fits(model, name, available_bytes))
 
 
-def runnable_on(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+def list_gpu_strategies(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     """The named strategies whose ranks fit on these GPUs, one on each."""
     smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
     return tuple(
@@ -137,7 +137,7 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     memory = fullest_rank(spec)[1]
     if on_cpu:
         return memory.total * devices <= available_bytes
-    return fit_within(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
+    return judge_fit(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
 
 
 def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table[Model]:
@@ -151,8 +151,8 @@ def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) 
         Column[Model]("heads", lambda m: m.shape.heads),
         Column[Model]("length", lambda m: m.shape.seq_length),
         Column[Model]("batch", lambda m: m.batch),
-        fitting("CPU here", lambda m: runnable_here(m, available_bytes)),
-        *([fitting("GPUs here", lambda m: runnable_on(m, gpus))] if gpus else []),
+        fitting("CPU here", lambda m: list_cpu_strategies(m, available_bytes)),
+        *([fitting("GPUs here", lambda m: list_gpu_strategies(m, gpus))] if gpus else []),
     )
     return Table(columns, tuple(models), "Models")
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.artifacts.run import MegatronEntry
-from parakit.cluster import check_busy, check_container, refusals
+from parakit.cluster import check_busy, check_container, refusal_sentences
 from parakit.config import variables
 from parakit.config.flag_table import release
 from parakit.config.hardware import find_device
@@ -26,7 +26,7 @@ from parakit.costs import PredictedMemory, divisors, fullest_rank
 from parakit.formatting.units import gib
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
-from parakit.planner import Fit, close_reason, fit_within
+from parakit.planner import Fit, explain_close_fit, judge_fit
 
 OLDEST_TORCH = (2, 9)
 FIRST_NCCL_TO_SHARE = (2, 30)
@@ -53,7 +53,7 @@ def gpu_problems(launch: Launch) -> Iterator[str]:
             yield f"{device.name} computes no fp8; leave --fp8-format out, or use a newer GPU (H100)."
     machine = {gpu.index: gpu_use(gpu) for gpu in all_gpus()}
     used = [machine[gpu.index] for gpu in gpus[: launch.local_devices]]
-    yield from refusals(check_busy(used, list(machine.values())))
+    yield from refusal_sentences(check_busy(used, list(machine.values())))
 
 
 def gpu_memory_problems(launch: Launch) -> Iterator[str]:
@@ -63,7 +63,7 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
     """
     gpu, ranks = _smallest_gpu(launch)
     room, batch = gpu.memory_bytes // ranks, launch.spec.batch
-    needed = peak_bytes(launch, batch)
+    needed = predict_peak_bytes(launch, batch)
     if _fit_here(launch, batch, room) is not Fit.DOES_NOT_FIT:
         return
     smaller = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
@@ -100,7 +100,7 @@ def gpu_memory_warning(launch: Launch) -> str:
     return (
         f"Memory is close: {spec.name} is predicted to hold {gib(memory.total)} GiB, "
         f"{memory.total / room:.0%} of what a rank has of GPU {gpu.index} ({gpu.name}); "
-        f"{close_reason(spec, memory, room)}."
+        f"{explain_close_fit(spec, memory, room)}."
     )
 
 
@@ -112,7 +112,7 @@ def _smallest_gpu(launch: Launch) -> tuple[Gpu, int]:
 
 def _fit_here(launch: Launch, batch: Batch, room: int) -> Fit:
     """Return the planner's verdict on a launch whose ranks have `room` bytes each."""
-    return fit_within(launch.spec, _peak_memory(launch, batch), room)
+    return judge_fit(launch.spec, _peak_memory(launch, batch), room)
 
 
 def runtime_problems(launch: Launch) -> Iterator[str]:
@@ -120,12 +120,12 @@ def runtime_problems(launch: Launch) -> Iterator[str]:
     pair = launch.runtime.pair
     if pair is not None:
         gpus = launch.spec.device is DeviceKind.GPU
-        yield from refusals(check_container(pair.name, pair.ngc_tag, gpus))
+        yield from refusal_sentences(check_container(pair.name, pair.ngc_tag, gpus))
     elif problem := nvcc_problem(launch.entry):
         yield problem
 
 
-def peak_bytes(launch: Launch, batch: Batch) -> int:
+def predict_peak_bytes(launch: Launch, batch: Batch) -> int:
     """What the fullest rank of the run runs out of a GPU's memory without, with this batch.
 
     Raises:

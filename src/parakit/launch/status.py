@@ -17,20 +17,20 @@ from rich.live import Live
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, job_states
+from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, query_job_states
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
 from parakit.launch.progress import LogFollower
 from parakit.launch.supervise.interruption import Interrupted
-from parakit.logs import Iteration, diagnose, find_run_folders, printable, read_samples
+from parakit.logs import Iteration, diagnose_log, find_run_folders, make_printable, read_samples
 
 TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8
 REDRAW_SECONDS = 2.0
 SCREEN_MARGIN = 5
 """Lines for heading, rule and prompt."""
-RECENT = 20
+NUM_RECENT_ITERATIONS = 20
 """Iterations whose median says how long the rest will take."""
 
 
@@ -58,10 +58,10 @@ def _memory_of(seen: RunStatus) -> str | None:
 
 
 _NOTE = Column[RunStatus](
-    "note", lambda seen: printable(seen.note), right=False, wraps=True, rank=5
+    "note", lambda seen: make_printable(seen.note), right=False, wraps=True, rank=5
 )
 _COLUMNS = (
-    Column[RunStatus]("run", lambda seen: printable(seen.run), right=False),
+    Column[RunStatus]("run", lambda seen: make_printable(seen.run), right=False),
     Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
     Column[RunStatus](
         "iteration",
@@ -81,12 +81,12 @@ _COLUMNS = (
 )
 
 
-def watch(runs: Path, console: Console) -> None:
+def watch_runs(runs: Path, console: Console) -> None:
     """Redraw the table of runs in a terminal until none is running; Ctrl-C leaves it as it stands.
 
     Elsewhere, and where nothing runs, it is printed once.
     """
-    rows = follow(runs)
+    rows = read_run_statuses(runs)
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             try:
@@ -96,13 +96,13 @@ def watch(runs: Path, console: Console) -> None:
                     table = Table(_COLUMNS, newest).fitting(console.width)
                     live.update(rich_table(table, console.width), refresh=True)
                     time.sleep(REDRAW_SECONDS)
-                    rows = follow(runs)
+                    rows = read_run_statuses(runs)
             except Interrupted:
                 pass
-    show_status(rows, runs, console)
+    print_status(rows, runs, console)
 
 
-def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
+def print_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
     """Print a row for every run, the newest last; names are whole, as `RUN=` takes them."""
     if not rows:
         text = f"No runs in {runs}; 'make demo' or a train-… target makes some."
@@ -113,19 +113,19 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
     if _NOTE not in table.columns:
         for seen in rows:
             if seen.note:
-                line = printable(f"{seen.run}: {seen.note}")
+                line = make_printable(f"{seen.run}: {seen.note}")
                 say(console, line)
 
 
-def follow(runs: Path) -> list[RunStatus]:
+def read_run_statuses(runs: Path) -> list[RunStatus]:
     """Every run as it stands; the caller's jobs that Slurm ended get the status that it reports."""
     folders = find_run_folders(runs)
-    jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
-    states = job_states([job.job_id for job in jobs.values()])
+    jobs = {folder: job for folder in folders if (job := read_job_record(folder)) is not None}
+    states = query_job_states([job.job_id for job in jobs.values()])
     return [_see(folder, jobs.get(folder), states) for folder in folders]
 
 
-def read_job(folder: Path) -> records.JobRecord | None:
+def read_job_record(folder: Path) -> records.JobRecord | None:
     """`job.json`; None where there is none that can be read."""
     try:
         return msgspec.json.decode((folder / records.JOB_FILE).read_bytes(), type=records.JobRecord)
@@ -136,18 +136,18 @@ def read_job(folder: Path) -> records.JobRecord | None:
 def _see(
     folder: Path, job: records.JobRecord | None, states: dict[str, JobState] | None
 ) -> RunStatus:
-    status = recorded_status(folder)
+    status = read_recorded_status(folder)
     state = states.get(job.job_id) if job and states else None
     last = _last_iterations(folder / records.LOG_FILE)
     wanted = None
     with suppress(OSError, msgspec.DecodeError):
         wanted = records.read_run(folder).exit_interval
     # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
-    in_hand = state is not None and (state.waits or state.runs)
+    in_hand = state is not None and (state.is_waiting or state.is_running)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
     note = f"job {job.job_id}" if job else ""
-    if state and state.waits:
+    if state and state.is_waiting:
         shown, note = "queued", f"{note}: {state.reason}"
     elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
         shown = "running"
@@ -199,7 +199,7 @@ def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) 
         # Of an array's element that was cancelled while it waited Slurm keeps nothing.
         reason = f"Job {job.job_id} left Slurm's queue before it began."
         return StatusRecord(Status.INTERRUPTED, None, reason)
-    status = diagnose(folder / records.LOG_FILE, None, interrupted=False)
+    status = diagnose_log(folder / records.LOG_FILE, None, interrupted=False)
     reason = f"Job {job.job_id} is gone from Slurm; its launcher left no word. {status.reason}"
     return replace(status, reason=reason.strip())
 
@@ -212,7 +212,7 @@ def _open(status: StatusRecord) -> bool:
     return status.status is Status.INCOMPLETE
 
 
-def recorded_status(folder: Path) -> StatusRecord:
+def read_recorded_status(folder: Path) -> StatusRecord:
     """`status.json`; `incomplete` where there is none that can be read."""
     try:
         return records.read_status(folder)
@@ -226,4 +226,4 @@ def _last_iterations(log: Path) -> Sequence[Iteration]:
     except OSError:
         return ()
     with closing(follower):
-        return follower.new_iterations()[-RECENT:]
+        return follower.new_iterations()[-NUM_RECENT_ITERATIONS:]

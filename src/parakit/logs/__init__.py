@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.logs.diagnosis import after_last, diagnose, first_error
+    from parakit.logs.diagnosis import describe_log_end, diagnose_log, find_first_error
     from parakit.logs.dialects import find_iterations
     from parakit.logs.failures import NCCL_TIMEOUT
-    from parakit.logs.iterations import LOG_LINE, OTHER, Iteration, IterationTable
-    from parakit.logs.lines import printable, split_lines
-    from parakit.logs.printed import device_named, device_of_arguments, printed_spec
+    from parakit.logs.iterations import EXTRA_METRIC_PREFIX, LOG_LINE, Iteration, IterationTable
+    from parakit.logs.lines import make_printable, split_lines
+    from parakit.logs.printed import find_device_in_arguments, find_device_name, parse_printed_spec
     from parakit.logs.runs import Run, find_run_folders, load_folder, load_runs
     from parakit.logs.scrape import scrape_log
     from parakit.logs.sources import read_samples
-    from parakit.logs.stated_model import NEEDED, ModelDifference
+    from parakit.logs.stated_model import REQUIRED_MODEL_FLAGS, ModelDifference
     from parakit.logs.traces import read_trace_events
     from parakit.logs.training_log import TrainingLog, UnreadableLogError, read_training_logs
     from parakit.logs.window import MAD_TO_SIGMA, robust_spread
@@ -27,28 +27,28 @@ else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
+    "EXTRA_METRIC_PREFIX",
     "LOG_LINE",
     "MAD_TO_SIGMA",
     "NCCL_TIMEOUT",
-    "NEEDED",
-    "OTHER",
+    "REQUIRED_MODEL_FLAGS",
     "Iteration",
     "IterationTable",
     "ModelDifference",
     "Run",
     "TrainingLog",
     "UnreadableLogError",
-    "after_last",
-    "device_named",
-    "device_of_arguments",
-    "diagnose",
+    "describe_log_end",
+    "diagnose_log",
+    "find_device_in_arguments",
+    "find_device_name",
+    "find_first_error",
     "find_iterations",
     "find_run_folders",
-    "first_error",
     "load_folder",
     "load_runs",
-    "printable",
-    "printed_spec",
+    "make_printable",
+    "parse_printed_spec",
     "read_samples",
     "read_trace_events",
     "read_training_logs",

@@ -37,7 +37,7 @@ _STOPPED = (None, 1, -2, -15, 130, 143)
 """Root causes that a stopped run has; torchrun also stops the others when one is killed."""
 
 
-def diagnose(log_path: Path, exit_code: int | None, interrupted: bool) -> StatusRecord:
+def diagnose_log(log_path: Path, exit_code: int | None, interrupted: bool) -> StatusRecord:
     """Say how a run ended.
 
     Args:
@@ -58,7 +58,7 @@ def classify_log(
     """Say how the run of a scraped log ended; arguments as in `diagnose`."""
     if log.other_trainer is not None and exit_code is None:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    by, where = log.trace.interrupted_by, after_last(log)
+    by, where = log.trace.interrupted_by, describe_log_end(log)
     if interrupted:
         return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped on request{where}.")
     last = log.iterations[-1] if log.iterations else None
@@ -71,12 +71,12 @@ def classify_log(
     if by and log.trace.root_cause_exit_code in _STOPPED:
         # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
         return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped by {by}{where}.")
-    if error := first_error(log):
+    if error := find_first_error(log):
         return _classify_error(log, error, exit_code)
     return _classify_exit_code(log, exit_code) or _classify_lines(log, exit_code, finished=False)
 
 
-def first_error(log: ScrapedLog) -> LoggedError | None:
+def find_first_error(log: ScrapedLog) -> LoggedError | None:
     """The first real error: no follow-up, and of torchrun's root-cause rank if that has any.
 
     None where a signal killed a rank: the others only report that they lost it.
@@ -90,7 +90,7 @@ def first_error(log: ScrapedLog) -> LoggedError | None:
     return next(iter(of_root or candidates), None)
 
 
-def after_last(log: ScrapedLog) -> str:
+def describe_log_end(log: ScrapedLog) -> str:
     """Where a log ends: ` after iteration 7`."""
     if not log.iterations:
         return " before the first iteration"
@@ -99,7 +99,7 @@ def after_last(log: ScrapedLog) -> str:
 
 def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> StatusRecord:
     """Of a run that finished, or whose log stops without a reason."""
-    lines, where = log.iterations, after_last(log)
+    lines, where = log.iterations, describe_log_end(log)
     rank = None if finished else log.trace.root_cause_rank
     if not log.is_megatron:
         return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
@@ -143,7 +143,7 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
     status = Status.NAN if _NAN.search(text) else Status.CRASHED
     place = f"rank {rank}: " if rank is not None else ""
     accused = None if _GLOO in text or error.kind == NCCL_TIMEOUT else rank
-    return StatusRecord(status, exit_code, f"{place}{text}{after_last(log)}", accused)
+    return StatusRecord(status, exit_code, f"{place}{text}{describe_log_end(log)}", accused)
 
 
 def _classify_exit_code(log: ScrapedLog, exit_code: int | None) -> StatusRecord | None:
@@ -157,7 +157,7 @@ def _classify_exit_code(log: ScrapedLog, exit_code: int | None) -> StatusRecord 
     text = f"Exit code {code}, and the log names no error"
     if name := signal_name(signal):
         text = f"{who} by {name}{_MEANS.get(signal, '')}"
-    return StatusRecord(Status.CRASHED, exit_code, f"{text}; ended{after_last(log)}", rank)
+    return StatusRecord(Status.CRASHED, exit_code, f"{text}; ended{describe_log_end(log)}", rank)
 
 
 _MEANS = {

@@ -56,11 +56,11 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-OTHER = "other/"
+EXTRA_METRIC_PREFIX = "other/"
 """Before the name of a number that has no field of its own."""
-MEAN_SECONDS = OTHER + "mean seconds of all iterations so far"
+MEAN_SECONDS = EXTRA_METRIC_PREFIX + "mean seconds of all iterations so far"
 """What some trainers print in place of an iteration's own time, which follows from two of them."""
-SECONDS_SO_FAR = OTHER + "seconds since the start"
+SECONDS_SO_FAR = EXTRA_METRIC_PREFIX + "seconds since the start"
 """Whole ones, beside such a mean: both count from the start of the process, which may be a resume."""
 LOG_LINE = "log_line"
 """The column with each line's own number in its file, from 1 on; no part of what it says."""
@@ -95,7 +95,11 @@ class Columns:
             if name in self.known:
                 pairs = zip(lists[name], self.known[name][start:stop].tolist(), strict=True)
                 lists[name] = [value if there else None for value, there in pairs]
-        if others := {n.removeprefix(OTHER): lists[n] for n in lists if n.startswith(OTHER)}:
+        if others := {
+            n.removeprefix(EXTRA_METRIC_PREFIX): lists[n]
+            for n in lists
+            if n.startswith(EXTRA_METRIC_PREFIX)
+        }:
             rows = (zip(others, row, strict=True) for row in zip(*others.values(), strict=True))
             found = ({name: value for name, value in row if value is not None} for row in rows)
             lists["extra_metrics"] = [row or None for row in found]
@@ -109,7 +113,9 @@ def columns_of(lines: Sequence[Iteration]) -> Columns:
     found = Columns(len(lines))
     values = {name: list(map(operator.attrgetter(name), lines)) for name in _FIELDS}
     for name in sorted({name for line in lines for name in line.extra_metrics or ()}):
-        values[OTHER + name] = [(line.extra_metrics or {}).get(name) for line in lines]
+        values[EXTRA_METRIC_PREFIX + name] = [
+            (line.extra_metrics or {}).get(name) for line in lines
+        ]
     for name, column in values.items():
         if any(value is not None and value is not False for value in column):
             known = [value is not None for value in column]
@@ -204,7 +210,9 @@ class IterationTable(Sequence[Iteration]):
     def other_names(self) -> tuple[str, ...]:
         """Names of the numbers without a field; `values(OTHER + name)` has them."""
         return tuple(
-            name.removeprefix(OTHER) for name in self._columns.values if name.startswith(OTHER)
+            name.removeprefix(EXTRA_METRIC_PREFIX)
+            for name in self._columns.values
+            if name.startswith(EXTRA_METRIC_PREFIX)
         )
 
     @property

@@ -109,10 +109,10 @@ def unwrapped(line: str) -> str:
     except msgspec.DecodeError:
         return line
     text = next((found[name] for name in ("log", "message", "msg") if name in found), None)
-    return printable(text.rstrip("\r\n")) if isinstance(text, str) else line
+    return make_printable(text.rstrip("\r\n")) if isinstance(text, str) else line
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """A text on one line, without escapes and whatever a terminal or a page would obey."""
     return _UNSEEN.sub("", clean(text)).translate(_BLANKED)
 

@@ -34,7 +34,9 @@ _FIRST_LINES = 5000
 """From the beginning on; a device is named before training."""
 
 
-def printed_spec(arguments: Mapping[str, str], global_batch_size: int | None) -> RunSpec | None:
+def parse_printed_spec(
+    arguments: Mapping[str, str], global_batch_size: int | None
+) -> RunSpec | None:
     """What printed arguments say was trained; None where they do not define it, or contradict.
 
     Args:
@@ -127,7 +129,7 @@ def _without_vocabulary(shape: ModelShape) -> ModelShape:
     return replace(shape, vocabulary=0, vocabulary_multiple=1)
 
 
-def device_named(path: Path) -> str:
+def find_device_name(path: Path) -> str:
     """The driver's name of the device, as `nvidia-smi`'s table or a trainer's own line has it.
 
     Empty where the log names none, or several.
@@ -147,7 +149,7 @@ def device_named(path: Path) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def device_of_arguments(arguments: Mapping[str, str]) -> str:
+def find_device_in_arguments(arguments: Mapping[str, str]) -> str:
     """Return the kind of device that the arguments imply; empty where they imply none.
 
     HCCL, the library of Ascend's devices, says no more than that they are NPUs.

@@ -14,7 +14,7 @@ import numpy as np
 from parakit.logs.dialects import FoundIteration, dialects
 from parakit.logs.failures import ErrorCollector
 from parakit.logs.iterations import Columns, TableBuilder
-from parakit.logs.lines import printable
+from parakit.logs.lines import make_printable
 from parakit.logs.scraped import (
     ArgumentList,
     CheckpointEvent,
@@ -232,7 +232,7 @@ class RunBuilder:
                     timers[fact.name] = (count + 1, low + fact.min_ms, high + fact.max_ms)
             case Remark():
                 last = self.iterations.last
-                text = _STAMP.sub("", printable(fact.text)).strip()[:_MAX_REMARK]
+                text = _STAMP.sub("", make_printable(fact.text)).strip()[:_MAX_REMARK]
                 if last is not None and text and len(self._remarks) < _MAX_REMARKS:
                     # What a log says again and again is no news of a later iteration.
                     plain = re.sub(r"\d+", "0", text)

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from parakit.artifacts import run as records
-from parakit.artifacts.identity import given_arguments
+from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
@@ -23,15 +23,15 @@ from parakit.config.strategy import Parallelism
 from parakit.logs.diagnosis import classify_log
 from parakit.logs.dialects import canonical
 from parakit.logs.iterations import Iteration
-from parakit.logs.lines import printable
-from parakit.logs.printed import printed_spec, readable
+from parakit.logs.lines import make_printable
+from parakit.logs.printed import parse_printed_spec, readable
 from parakit.logs.scrape import scrape_runs
 from parakit.logs.scraped import ScrapedLog
 from parakit.logs.sources import (
     DeviceSamples,
-    Ledgers,
+    RankMeasurements,
     log_from_tensorboard,
-    read_ledgers,
+    read_all_measurements,
     read_samples,
     read_time_ledger,
 )
@@ -63,19 +63,19 @@ class Run:
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Megatron's arguments: as it printed them, else as they were given."""
     samples: DeviceSamples = field(default_factory=DeviceSamples)
-    ledgers: Ledgers = field(default_factory=Ledgers)
+    measurements: RankMeasurements = field(default_factory=RankMeasurements)
     notes: tuple[str, ...] = ()
-    repeats: str = ""
+    repeats_name: str = ""
     """The name under which somebody says that logs are repeats of one another."""
-    before: tuple[Iteration, ...] = ()
+    earlier_iterations: tuple[Iteration, ...] = ()
     """Iterations of the run from whose checkpoint it resumed in another strategy, up to that checkpoint.
 
     Part of its loss curve, not of its times."""
-    replaced: tuple[Iteration, ...] = ()
+    replaced_iterations: tuple[Iteration, ...] = ()
     """Iterations that it trained again after it resumed, as they were before."""
 
     @cached_property
-    def time_ledger(self) -> tuple[TimeRecord | None, str]:
+    def time_record(self) -> tuple[TimeRecord | None, str]:
         """Of the ranks that had a steady iteration, read when it is asked for; or why there is none."""
         return read_time_ledger(self.path)
 
@@ -92,7 +92,7 @@ class Run:
         return self.spec.model or f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
 
     @property
-    def size(self) -> str:
+    def model_or_size(self) -> str:
         """The model, also of arguments that leave its layout open; empty where nothing says it."""
         sizes = [self.arguments.get(name) for name in ("num_layers", "hidden_size")]
         return self.model or ("x".join(map(str, sizes)) if all(sizes) else "")
@@ -102,7 +102,7 @@ class Run:
         """Layers and hidden size as `36x1280`, whatever the model is called; empty where not known."""
         if self.spec:
             return f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
-        return self.size
+        return self.model_or_size
 
     @cached_property
     def stated_model(self) -> StatedModel:
@@ -144,14 +144,14 @@ class Run:
         return int(text) if self.is_foreign and re.fullmatch(r"[1-9]\d{0,8}", text) else None
 
     @property
-    def data(self) -> str | None:
+    def dataset_name(self) -> str | None:
         """The data set: its hash, else its name."""
         return (self.dataset.sha256 or self.dataset.prefix) if self.dataset else None
 
     @property
     def restarts(self) -> tuple[int, ...]:
         """First iteration after each restart from a checkpoint."""
-        own = self.log.iterations[:1] if self.before else ()
+        own = self.log.iterations[:1] if self.earlier_iterations else ()
         return (*(found.iteration for found in own), *self.log.restarts)
 
     @property
@@ -160,7 +160,7 @@ class Run:
         return self.status.status is Status.RUNNING
 
     @property
-    def counts(self) -> bool:
+    def has_measurements(self) -> bool:
         """Whether its measurements are part of the statistics."""
         return self.status.status in COUNTING and bool(self.window.samples_ms)
 
@@ -211,7 +211,7 @@ def load_folder(folder: Path) -> Run:
         status = StatusRecord(Status.RUNNING, None, f"iteration {reached}{wanted}")
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_log(log, status.exit_code).reason)
-    ledgers, ledger_notes = read_ledgers(folder)
+    ledgers, ledger_notes = read_all_measurements(folder)
     before, replaced = _before(folder, record, notes)
     notes += [*ledger_notes, *log.notes]
     try:
@@ -226,17 +226,17 @@ def load_folder(folder: Path) -> Run:
         log=log,
         window=select_window(log),
         samples=read_samples(folder / records.SAMPLES_FILE),
-        ledgers=ledgers,
+        measurements=ledgers,
         notes=tuple(notes),
-        before=before,
-        replaced=(*replaced, *log.replaced),
+        earlier_iterations=before,
+        replaced_iterations=(*replaced, *log.replaced),
     )
     return _add_record(run, record) if record else _add_printed(run)
 
 
 def load_log(path: Path) -> list[Run]:
     """Load a foreign log; one that holds several runs gives several."""
-    name, runs = printable(path.name), []
+    name, runs = make_printable(path.name), []
     for log in scrape_runs(path):
         part = f"#{log.part}" if log.parts > 1 else ""
         status, window = classify_log(log), select_window(log)
@@ -262,7 +262,7 @@ def _add_record(run: Run, record: RunRecord) -> Run:
         dataset=record.dataset,
         start_checkpoint=record.start_checkpoint,
         # Printed arguments are as Megatron resolved them.
-        arguments=run.log.arguments or given_arguments(record.argv),
+        arguments=run.log.arguments or parse_flag_values(record.argv),
     )
 
 
@@ -280,7 +280,7 @@ def _before(
         notes.append(f"{origin.run} is not beside it, so its curve begins there")
         return (), ()
     run = load_folder(parent)
-    found = (*run.before, *run.log.iterations)
+    found = (*run.earlier_iterations, *run.log.iterations)
     place = bisect_right(found, origin.iteration, key=lambda line: line.iteration)
     return found[:place], found[place:]
 
@@ -293,7 +293,7 @@ def _add_printed(run: Run) -> Run:
     data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,
-        spec=printed_spec(arguments, run.window.global_batch_size),
+        spec=parse_printed_spec(arguments, run.window.global_batch_size),
         dataset=DatasetIdentity(data) if data else None,
         # Weights that were loaded to start from; a resumed run's are its own.
         start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,

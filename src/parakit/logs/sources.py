@@ -19,7 +19,7 @@ from parakit.artifacts.measurements import (
     MemoryRecord,
     RoutingRecord,
     TimeRecord,
-    read_ledger,
+    read_measurements,
 )
 from parakit.artifacts.run import COMMUNICATION_FILE, MEMORY_FILE, ROUTING_FILE, TIME_FILE
 from parakit.logs.iterations import Iteration, IterationTable
@@ -106,7 +106,7 @@ def _column(rows: Sequence[Mapping[str, str]], name: str) -> tuple[float | None,
 
 
 @dataclass(frozen=True)
-class Ledgers:
+class RankMeasurements:
     """What the ledgers measured; None where there is none, or it counted no rank's iteration."""
 
     memory: MemoryRecord | None = None
@@ -134,7 +134,7 @@ class Ledgers:
         return {rank.rank: rank.wire_bytes for rank in record.ranks} if record else {}
 
 
-def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
+def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
     """Read the ledgers of a run folder, and say what is wrong with them."""
     memory, why_no_memory = _read(folder, MemoryRecord, MEMORY_FILE)
     communication, why_no_calls = _read(folder, CommunicationRecord, COMMUNICATION_FILE)
@@ -143,7 +143,7 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
         # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
         counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
         communication = replace(communication, ranks=counted)
-    kept = Ledgers(
+    kept = RankMeasurements(
         memory if memory and memory.ranks else None,
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,
@@ -154,7 +154,7 @@ def read_ledgers(folder: Path) -> tuple[Ledgers, list[str]]:
 def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
     """A ledger, or what is wrong with it; empty where there is none."""
     try:
-        return read_ledger(folder, kind), ""
+        return read_measurements(folder, kind), ""
     except (FileNotFoundError, NotADirectoryError):
         return None, ""
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

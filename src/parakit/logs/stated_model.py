@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from parakit.artifacts.identity import given_arguments
+from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
@@ -24,7 +24,12 @@ from parakit.logs.printed import FEWEST_OF_ALL
 type Value = bool | float | str | None
 """A number, a text, whether a switch is given, or None for nothing."""
 
-NEEDED: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+REQUIRED_MODEL_FLAGS: Final = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+)
 """Flags without which no model is defined."""
 _SWITCHED_OFF: Final = ("", "None", "False")
 _LAYOUT_OR_CODE: Final = frozenset(
@@ -114,7 +119,7 @@ def model_of_record(record: RunRecord) -> StatedModel:
     words = drop_flags(record.argv, of_strategy)
     sizes = record.spec.shape.vocabulary
     vocabulary = range(sizes, sizes + 1) if sizes else None
-    given = given_arguments(words)
+    given = parse_flag_values(words)
     printed = {name.lstrip("-").replace("-", "_"): text for name, text in given.items()}
     if "--disable-bias-linear" in given:
         printed["add_bias_linear"] = "False"
@@ -151,7 +156,9 @@ def _model(
         if text is not None or is_complete:
             stated.add(flag.name)
     _derive(values)
-    lacking = tuple(name for name in NEEDED if not argument_names([name]) & arguments.keys())
+    lacking = tuple(
+        name for name in REQUIRED_MODEL_FLAGS if not argument_names([name]) & arguments.keys()
+    )
     return StatedModel(values, frozenset(stated), lacking, vocabulary)
 
 

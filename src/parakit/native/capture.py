@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from parakit.artifacts.capture import (
-    REACH,
     RESPONSES_FILE,
     START_WEIGHT,
-    UPDATE,
+    UPDATE_MAGNITUDE,
+    UPDATE_SUFFIX,
     CapturedRank,
     CaptureStage,
     CaptureWriter,
     Placement,
-    Site,
+    TensorKey,
 )
 from parakit.capturing import (
     Piece,
@@ -142,7 +142,9 @@ class CapturingEngine:
         for parameter, magnitudes in zip(parameters, self._update_magnitudes, strict=True):
             weight = parameter.piece(_get_data)
             recording.write_piece(CaptureStage.WEIGHTS, START_WEIGHT, weight)
-            recording.write_piece(CaptureStage.WEIGHTS, REACH, replace(weight, values=magnitudes))
+            recording.write_piece(
+                CaptureStage.WEIGHTS, UPDATE_MAGNITUDE, replace(weight, values=magnitudes)
+            )
         return self._run_passes(recording)
 
     def update(self, learning_rate: float) -> Update:
@@ -214,7 +216,7 @@ class CapturingEngine:
         weights_before = self._copy_weights()
         update = self._engine.update(learning_rate)
         norm = fp64_scalar(update.gradient_norm or 0.0)
-        sink.write(Site(CaptureStage.NORM, "grad_norm", "returned"), norm)
+        sink.write(TensorKey(CaptureStage.NORM, "grad_norm", "returned"), norm)
         for parameter in self._counterpart.parameters:
             self._write_optimizer_state(sink, parameter)
 
@@ -223,7 +225,7 @@ class CapturingEngine:
             return parameter.data - weights_before[parameter]
 
         for parameter in self._counterpart.parameters:
-            sink.write_piece(CaptureStage.WEIGHTS, UPDATE, parameter.piece(get_change))
+            sink.write_piece(CaptureStage.WEIGHTS, UPDATE_SUFFIX, parameter.piece(get_change))
             sink.write_piece(CaptureStage.WEIGHTS, "weight", parameter.piece(_get_data))
         return update
 
@@ -239,8 +241,8 @@ class CapturingEngine:
         for slot, values in states[parameter.parameters[0]].items():
             # A state with one element is the number of steps.
             if values.numel() == 1:
-                site = Site(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
-                sink.write(site, fp64_scalar(values))
+                tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
+                sink.write(tensor_key, fp64_scalar(values))
             else:
                 piece = parameter.piece(partial(get_state, slot=slot))
                 sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
@@ -268,7 +270,7 @@ class CapturingEngine:
     def _write_schedule(self, sink: Sink) -> None:
         """Give the schedule's samples, and each parameter's learning rate and weight decay, to the sink."""
         samples = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
-        sink.write(Site(CaptureStage.OPTIMIZER_STATE, "schedule", "steps"), samples)
+        sink.write(TensorKey(CaptureStage.OPTIMIZER_STATE, "schedule", "steps"), samples)
         group_by_id = {
             id(parameter): group
             for group in self._engine.optimizer.param_groups
@@ -280,8 +282,8 @@ class CapturingEngine:
                 ("learning rate", group["lr"]),
                 ("weight decay", group["weight_decay"]),
             ):
-                site = Site(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
-                sink.write(site, fp64_scalar(value))
+                tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
+                sink.write(tensor_key, fp64_scalar(value))
 
     def _copy_weights(self) -> dict[nn.Parameter, Tensor]:
         """Return copies of all weights by parameter."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from parakit.artifacts.capture import CaptureStage, Site
+from parakit.artifacts.capture import CaptureStage, TensorKey
 from parakit.capturing import Sink, tap
 from parakit.native.batches import MicroBatch
 from parakit.native.model import MixtureOfExperts
@@ -173,19 +173,19 @@ class Taps:
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
     ) -> Tensor:
         """Call `parakit.capturing.tap` for a tensor with these `module slot` names."""
-        sites = [
+        tensor_keys = [
             (
-                self._site(CaptureStage.OUTPUTS, name),
-                self._site(CaptureStage.ACTIVATION_GRADIENTS, name),
+                self._tensor_key(CaptureStage.OUTPUTS, name),
+                self._tensor_key(CaptureStage.ACTIVATION_GRADIENTS, name),
             )
             for name in names
         ]
-        return tap(self.sink, tensor, sites, lambda values: form(values).contiguous(), value)
+        return tap(self.sink, tensor, tensor_keys, lambda values: form(values).contiguous(), value)
 
-    def _site(self, stage: CaptureStage, name: str) -> Site:
-        """Return the site of a `module slot` name in the current micro batch."""
+    def _tensor_key(self, stage: CaptureStage, name: str) -> TensorKey:
+        """Return the tensor key of a `module slot` name in the current micro batch."""
         module, _, slot = name.partition(" ")
-        return Site(stage, module, slot, self._micro_batch)
+        return TensorKey(stage, module, slot, self._micro_batch)
 
     def _begin_micro_batch(self, _: nn.Module, args: tuple[Tensor]) -> None:
         """Count the micro batch, and pass the inputs of Megatron's model to the sink."""
@@ -195,7 +195,7 @@ class Taps:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
         inputs = {"input_ids": tokens, "position_ids": positions, "labels": labels}
         for slot, values in inputs.items():
-            self.sink.forward(self._site(CaptureStage.INPUTS, f"model input.{slot}"), values)
+            self.sink.forward(self._tensor_key(CaptureStage.INPUTS, f"model input.{slot}"), values)
 
     def _write_losses(self, _: nn.Module, __: object, logits: Tensor) -> None:
         """Pass the losses of the micro batch to the sink: per token, their sum and the number of tokens."""
@@ -207,13 +207,13 @@ class Taps:
             "tokens": torch.tensor(labels.numel(), dtype=torch.int32),
         }
         for slot, value in values.items():
-            self.sink.write(self._site(CaptureStage.LOSS, f"loss {slot}"), value)
+            self.sink.write(self._tensor_key(CaptureStage.LOSS, f"loss {slot}"), value)
 
     def _pass_position_embeddings(self, _: nn.Module, __: object, output: Tensor) -> None:
         """Pass the position embeddings to the sink, repeated for each sample as Megatron has them."""
         samples = self.batches[self._micro_batch][0].shape[0]
-        site = self._site(CaptureStage.OUTPUTS, "embedding.position_embeddings output")
-        self.sink.forward(site, output.detach().expand(samples, -1, -1).contiguous())
+        tensor_key = self._tensor_key(CaptureStage.OUTPUTS, "embedding.position_embeddings output")
+        self.sink.forward(tensor_key, output.detach().expand(samples, -1, -1).contiguous())
 
     def _pass_routing(
         self, layer: int, mixture: MixtureOfExperts, _: nn.Module, __: object, logits: Tensor
@@ -237,7 +237,7 @@ class Taps:
             name = f"decoder.layers.{layer}.mlp.router output.{index}"
             ordered = torch.empty_like(value)
             ordered[megatron_positions] = value
-            self.sink.forward(self._site(CaptureStage.OUTPUTS, name), ordered)
+            self.sink.forward(self._tensor_key(CaptureStage.OUTPUTS, name), ordered)
 
     def _order_tokens(self, tensor: Tensor) -> Tensor:
         """Return a tensor [tokens, …] of the router as [sequence, batch, …]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from parakit.artifacts.torch_dist import (
     NORMS,
     VOCABULARY,
-    finished_iteration,
+    read_finished_iteration,
     read_metadata,
     read_tensor,
 )
@@ -80,7 +80,7 @@ def load_initial_weights(model: GPT, checkpoint: Path) -> None:
 
     Exit with one sentence if the checkpoint belongs to another model.
     """
-    folder = checkpoint / f"iter_{finished_iteration(checkpoint) or 0:07d}"
+    folder = checkpoint / f"iter_{read_finished_iteration(checkpoint) or 0:07d}"
     tensors = {
         key: read_tensor(folder, metadata)
         for key, metadata in read_metadata(folder).tensors.items()

@@ -10,67 +10,72 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.planner.advice import advice_sentences
-    from parakit.planner.calibration import calibration_of, calibration_path
+    from parakit.planner.calibration import calibration_path, load_device_calibration
     from parakit.planner.one_strategy import TimedStrategy, time_strategy
     from parakit.planner.options import PlanOptions, RequestError, plan_options
-    from parakit.planner.readings.local_readings import Row, add_rows, own_runs, row_of
-    from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+    from parakit.planner.readings.local_readings import (
+        MeasurementRow,
+        add_rows,
+        build_measurement_row,
+        load_own_runs,
+    )
+    from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
     from parakit.planner.readings.page import write_residuals_page
-    from parakit.planner.readings.reading_to_spec import RefusedError, execution_of_flags
-    from parakit.planner.readings.table import ReadingsError
+    from parakit.planner.readings.reading_to_spec import RefusedError, parse_execution
+    from parakit.planner.readings.table import MeasurementsError
     from parakit.planner.recorded import RecordedRun, predict_recorded_run
-    from parakit.planner.request import expert_tensor_of
+    from parakit.planner.request import parse_expert_tensor
     from parakit.planner.result import PlanResult, plan_strategies
     from parakit.planner.search import Candidate, Plan, Request, search_configurations
-    from parakit.planner.ties import TIED, are_tied
+    from parakit.planner.ties import TIE_RATIO, are_tied
     from parakit.planner.time.cluster import Calibration, Cluster
     from parakit.planner.time.compute import layer_seconds, product_seconds
-    from parakit.planner.time.constants import NAMES, constants_of
+    from parakit.planner.time.constants import CONSTANT_NAMES, load_constants
     from parakit.planner.time.execution import Execution
-    from parakit.planner.time.rates import rates
-    from parakit.planner.verdict import Fit, close_reason, fit_within
+    from parakit.planner.time.rates import compute_device_rates
+    from parakit.planner.verdict import Fit, explain_close_fit, judge_fit
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
-    "NAMES",
-    "TIED",
+    "CONSTANT_NAMES",
+    "TIE_RATIO",
     "Calibration",
     "Candidate",
     "Cluster",
     "Execution",
     "Fit",
+    "MeasurementRow",
+    "MeasurementsError",
     "Plan",
     "PlanOptions",
     "PlanResult",
-    "ReadingsError",
     "RecordedRun",
     "RefusedError",
     "Request",
     "RequestError",
-    "Row",
     "TimedStrategy",
     "Uncertainty",
     "add_rows",
     "advice_sentences",
     "are_tied",
-    "calibration_of",
+    "build_measurement_row",
     "calibration_path",
-    "close_reason",
-    "constants_of",
-    "execution_of_flags",
-    "expert_tensor_of",
-    "fit_within",
+    "compute_device_rates",
+    "estimate_uncertainty",
+    "explain_close_fit",
+    "judge_fit",
     "layer_seconds",
-    "own_runs",
+    "load_constants",
+    "load_device_calibration",
+    "load_own_runs",
+    "parse_execution",
+    "parse_expert_tensor",
     "plan_options",
     "plan_strategies",
     "predict_recorded_run",
     "product_seconds",
-    "rates",
-    "row_of",
     "search_configurations",
     "time_strategy",
-    "uncertainty",
     "write_residuals_page",
 ]

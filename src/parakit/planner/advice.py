@@ -11,12 +11,18 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
 from parakit.costs import PRECISIONS, fullest_rank, parameters_total
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
-from parakit.planner.candidates import base, micro_batches, recomputes, splits, variants
-from parakit.planner.search import Candidate, Plan, Request, evaluate
-from parakit.planner.ties import TIED
-from parakit.planner.time.cluster import Cluster, route
+from parakit.planner.candidates import (
+    build_unsharded_spec,
+    enumerate_splits,
+    enumerate_variants,
+    list_micro_batch_sizes,
+    list_recomputes,
+)
+from parakit.planner.search import Candidate, Plan, Request, evaluate_configuration
+from parakit.planner.ties import TIE_RATIO
+from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.iteration import TIME_COMPONENTS
-from parakit.planner.verdict import MOST_RECOMMENDED, Fit, close_reason
+from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION, Fit, explain_close_fit
 
 _COMPONENT_WORDS = {
     "matmul": "matrix products",
@@ -53,11 +59,15 @@ class StrategyFamily(StrEnum):
     SINGLE = "a single device"
 
 
-PLAIN = (StrategyFamily.SINGLE, StrategyFamily.DATA, StrategyFamily.SHARDED_DATA)
+FAMILIES_OF_OTHER_TRAINERS = (
+    StrategyFamily.SINGLE,
+    StrategyFamily.DATA,
+    StrategyFamily.SHARDED_DATA,
+)
 """What PyTorch's DDP and FSDP and DeepSpeed have too."""
 
 
-def family_of(parallelism: Parallelism) -> StrategyFamily:
+def strategy_family(parallelism: Parallelism) -> StrategyFamily:
     """The family a parallelism belongs to; the distributed optimizer alone is still data
     parallelism."""
     sharded = parallelism.sharding.wraps_modules
@@ -71,11 +81,11 @@ def family_of(parallelism: Parallelism) -> StrategyFamily:
     return StrategyFamily.HYBRID if len(used) > 1 else used[0] if used else StrategyFamily.SINGLE
 
 
-def best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
+def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
     """The fastest of every pure family; where none fits, the one that needs the least memory."""
     best: dict[StrategyFamily, Candidate] = {}
     for candidate in _pure_candidates(request):
-        kind = family_of(candidate.spec.parallelism)
+        kind = strategy_family(candidate.spec.parallelism)
         if kind not in best or _preference(candidate) < _preference(best[kind]):
             best[kind] = candidate
     return best
@@ -91,7 +101,7 @@ def advice_sentences(plan: Plan) -> list[str]:
     sentences.append(_kind_sentence(plan, plan.winner))
     if len(plan.ranked) > 1:
         sentences.append(runner_up_sentence(plan.ranked[0], plan.ranked[1]))
-    sentences.append(binding_sentence(plan))
+    sentences.append(bottleneck_sentence(plan))
     return sentences
 
 
@@ -108,7 +118,7 @@ def no_fit_sentence(plan: Plan) -> str:
     if plan.lightest.fits:
         return (
             f"No strategy of {request.model.name} on {cluster.devices} {cluster.device.name} stays "
-            f"within {MOST_RECOMMENDED:.0%} of a device, so none is recommended. The closest, "
+            f"within {MOST_RECOMMENDED_FRACTION:.0%} of a device, so none is recommended. The closest, "
             f"{plan.lightest.strategy}, holds {_held(plan.lightest, cluster)}, which is "
             f"{_close(plan.lightest, cluster)}."
         )
@@ -116,7 +126,7 @@ def no_fit_sentence(plan: Plan) -> str:
     return (
         f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
         f"{plan.lightest.strategy}, needs {gib(memory.total)} GiB on its fullest rank and misses by "
-        f"{gib(missing)} GiB ({1 - MOST_RECOMMENDED:.0%} of the device is kept free)."
+        f"{gib(missing)} GiB ({1 - MOST_RECOMMENDED_FRACTION:.0%} of the device is kept free)."
     )
 
 
@@ -126,7 +136,7 @@ def _held(candidate: Candidate, cluster: Cluster) -> str:
 
 
 def _close(candidate: Candidate, cluster: Cluster) -> str:
-    reason = close_reason(candidate.spec, candidate.memory, cluster.device.memory_bytes)
+    reason = explain_close_fit(candidate.spec, candidate.memory, cluster.device.memory_bytes)
     return f"close: try it ({reason})"
 
 
@@ -136,18 +146,18 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
     if winner.is_tied(second):
         return (
             f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, tied with "
-            f"{second.strategy}'s {duration(second.seconds.total)}: of those within {TIED - 1:.0%} the "
+            f"{second.strategy}'s {duration(second.seconds.total)}: of those within {TIE_RATIO - 1:.0%} the "
             "one with the least memory is taken, and of those alike in it the one with the fewest "
             "dimensions of parallelism."
         )
     return (
         f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, "
         f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
-        f"{duration(second.seconds.total)}: it {saved(winner, second)}."
+        f"{duration(second.seconds.total)}: it {describe_saving(winner, second)}."
     )
 
 
-def saved(winner: Candidate, second: Candidate) -> str:
+def describe_saving(winner: Candidate, second: Candidate) -> str:
     """Where the winner's lead comes from: what it saves most of, and what it gives back most of."""
     slow, fast = second.seconds, winner.seconds
     gaps = {name: getattr(slow, name) - getattr(fast, name) for name in TIME_COMPONENTS}
@@ -162,7 +172,7 @@ def _called(component: str) -> str:
     return _COMPONENT_WORDS.get(component, component.replace("_", " "))
 
 
-def binding(plan: Plan) -> str:
+def name_bottleneck(plan: Plan) -> str:
     """What limits the winner: memory, a link, the bubble, or arithmetic."""
     winner = plan.winner
     if winner is None:
@@ -171,7 +181,7 @@ def binding(plan: Plan) -> str:
         words, group = _called(largest).removeprefix("the "), _OVERHEADS[largest]
         if group is None:
             return words
-        return f"{route(plan.request.cluster, winner.spec.parallelism, group).link} ({words})"
+        return f"{find_route(plan.request.cluster, winner.spec.parallelism, group).link} ({words})"
     if winner.memory.total > 0.9 * plan.request.cluster.device.memory_bytes:
         return "memory"
     return "arithmetic"
@@ -184,7 +194,7 @@ def _largest_wait(winner: Candidate) -> str | None:
     return largest if share > 0.1 else None
 
 
-def binding_sentence(plan: Plan) -> str:
+def bottleneck_sentence(plan: Plan) -> str:
     """The same with its numbers."""
     winner, cluster = plan.winner, plan.request.cluster
     assert winner is not None
@@ -197,7 +207,7 @@ def binding_sentence(plan: Plan) -> str:
         for name in (*parts, *((waits,) if waits and waits not in parts else ()))
     )
     return (
-        f"The bottleneck is {binding(plan)}: of the iteration {shares}; the fullest rank holds "
+        f"The bottleneck is {name_bottleneck(plan)}: of the iteration {shares}; the fullest rank holds "
         f"{_held(winner, cluster)}{close}."
     )
 
@@ -205,14 +215,16 @@ def binding_sentence(plan: Plan) -> str:
 def _pure_candidates(request: Request) -> Iterator[Candidate]:
     """Every configuration with one dimension of parallelism alone."""
     template, devices = request.template, request.cluster.devices
-    for split in splits(template.shape, devices, template.parallelism.expert_tensor):
+    for split in enumerate_splits(template.shape, devices, template.parallelism.expert_tensor):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
         if sum(degree > 1 for degree in degrees) > 1 or split.expert > 1:
             continue
-        for size in micro_batches(split, request.global_batch):
-            for recompute in recomputes(template):
-                for spec in variants(base(template, split, size, recompute)):
-                    yield evaluate(request, spec, fullest_rank(spec))
+        for size in list_micro_batch_sizes(split, request.global_batch):
+            for recompute in list_recomputes(template):
+                for spec in enumerate_variants(
+                    build_unsharded_spec(template, split, size, recompute)
+                ):
+                    yield evaluate_configuration(request, spec, fullest_rank(spec))
 
 
 def _preference(candidate: Candidate) -> tuple[bool, float]:
@@ -259,7 +271,7 @@ def _single_sentence(request: Request, winner: Candidate) -> str:
 
 
 def _kind_sentence(plan: Plan, winner: Candidate) -> str:
-    kinds, chosen = best_of_each_family(plan.request), family_of(winner.spec.parallelism)
+    kinds, chosen = find_best_of_each_family(plan.request), strategy_family(winner.spec.parallelism)
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)
     others = ", ".join(
         f"{kind} takes {duration(found.seconds.total)} ({_named(found)})"

@@ -14,17 +14,17 @@ from parakit.config.strategy import Parallelism, Sharding
 from parakit.costs import parameters_total
 from parakit.formatting.units import duration, gib, joined, plural
 from parakit.planner.advice import (
-    PLAIN,
+    FAMILIES_OF_OTHER_TRAINERS,
     StrategyFamily,
-    best_of_each_family,
-    binding_sentence,
-    family_of,
+    bottleneck_sentence,
+    find_best_of_each_family,
     runner_up_sentence,
+    strategy_family,
 )
-from parakit.planner.readings.neighbours import uncertainty
-from parakit.planner.search import Candidate, Plan, Request, resized, search_configurations
+from parakit.planner.readings.neighbours import estimate_uncertainty
+from parakit.planner.search import Candidate, Plan, Request, resize_request, search_configurations
 from parakit.planner.show import plan_command
-from parakit.planner.verdict import MOST_RECOMMENDED
+from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,16 +47,16 @@ def print_answers(plan: Plan, console: Console) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     command = plan_command(plan.request, plan.winner.spec)
-    for name, text in answers(plan).items():
+    for name, text in answer_questions(plan).items():
         table.add_row(name, text.removesuffix(f" {command}"))
     console.print(table, width=min(120, console.width), highlight=False)
 
 
-def answers(plan: Plan) -> dict[str, str]:
+def answer_questions(plan: Plan) -> dict[str, str]:
     """Ten questions, and what the figures say, for a plan that has a winner."""
     winner, request = plan.winner, plan.request
     assert winner is not None
-    kinds = best_of_each_family(request)
+    kinds = find_best_of_each_family(request)
     # Another sharding of the same split is hardly another choice.
     others = sorted(plan.ranked[1:], key=lambda one: _split(one) == _split(winner))
     alike = [
@@ -72,13 +72,13 @@ def answers(plan: Plan) -> dict[str, str]:
         f"{plan_command(request, winner.spec)}",
         "Second": runner_up_sentence(winner, others[0]) if others else "No other strategy fits.",
         "Avoid": _avoid(winner, kinds),
-        "Why": binding_sentence(plan),
+        "Why": bottleneck_sentence(plan),
         "Megatron for this?": _is_megatron_worth_it(winner, kinds, plan),
         "ZeRO or TP?": _zero_or_tensor(kinds),
         "Micro batches": _micro_batches(winner),
         "What would change it": _changes(plan, winner),
         "For inference": _inference(request),
-        "How sure": str(uncertainty(winner.spec, request.cluster, request.own)),
+        "How sure": str(estimate_uncertainty(winner.spec, request.cluster, request.own_runs)),
     }
 
 
@@ -101,15 +101,22 @@ def _avoid(winner: Candidate, kinds: dict[StrategyFamily, Candidate]) -> str:
 def _is_megatron_worth_it(
     winner: Candidate, kinds: dict[StrategyFamily, Candidate], plan: Plan
 ) -> str:
-    chosen = family_of(winner.spec.parallelism)
-    if chosen in PLAIN:
-        split = next((c for c in plan.ranked if family_of(c.spec.parallelism) not in PLAIN), None)
+    chosen = strategy_family(winner.spec.parallelism)
+    if chosen in FAMILIES_OF_OTHER_TRAINERS:
+        split = next(
+            (
+                c
+                for c in plan.ranked
+                if strategy_family(c.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
+            ),
+            None,
+        )
         text = f"Not needed: {chosen} is what PyTorch's DDP and FSDP and DeepSpeed have too"
         if split is None:
             return f"{text}."
         ratio = _ratio(split, winner)
         return f"{text}; its own best strategy, {split.strategy}, takes {ratio:.2f} times as long."
-    unsplit = [candidate for kind, candidate in kinds.items() if kind in PLAIN]
+    unsplit = [candidate for kind, candidate in kinds.items() if kind in FAMILIES_OF_OTHER_TRAINERS]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
     if not plain:
         fits = any(candidate.fits for candidate in unsplit)
@@ -136,7 +143,9 @@ def _zero_or_tensor(kinds: dict[StrategyFamily, Candidate]) -> str:
 
 def _misfit(fits: bool) -> str:
     """Return why something is not recommended that does not fit, or fits only closely."""
-    return f"takes more than {MOST_RECOMMENDED:.0%} of a device" if fits else "does not fit"
+    return (
+        f"takes more than {MOST_RECOMMENDED_FRACTION:.0%} of a device" if fits else "does not fit"
+    )
 
 
 def _micro_batches(winner: Candidate) -> str:
@@ -176,8 +185,11 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"a quarter of {link.key}'s rate", slower
     small = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
     yield "half the memory", replace(request, cluster=replace(cluster, device=small))
-    yield "twice the global batch", resized(request, cluster.devices, 2 * request.global_batch)
-    yield "twice the devices", resized(request, 2 * cluster.devices)
+    yield (
+        "twice the global batch",
+        resize_request(request, cluster.devices, 2 * request.global_batch),
+    )
+    yield "twice the devices", resize_request(request, 2 * cluster.devices)
 
 
 def _inference(request: Request) -> str:

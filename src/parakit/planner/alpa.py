@@ -17,8 +17,8 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
 from parakit.costs import divisors, memory_of_rank, violations
 from parakit.formatting.units import ms
-from parakit.planner.candidates import base, shardings, splits
-from parakit.planner.search import Candidate, Plan, Request, evaluate
+from parakit.planner.candidates import build_unsharded_spec, enumerate_splits, list_shardings
+from parakit.planner.search import Candidate, Plan, Request, evaluate_configuration
 from parakit.planner.time.iteration import stage_seconds
 
 MOST_DEVICES = 16
@@ -27,7 +27,7 @@ MOST_UNITS = 16
 
 
 @dataclass(frozen=True)
-class Cost:
+class StageCost:
     """One stage on one submesh."""
 
     seconds: float
@@ -47,19 +47,19 @@ class AlpaStage:
     first: int
     end: int
     devices: int
-    cost: Cost
+    cost: StageCost
 
 
-Costs = Callable[[int, int, int], Iterable[Cost]]
+Costs = Callable[[int, int, int], Iterable[StageCost]]
 """Ways to run units `first` to before `end` on so many devices."""
-_Fastest = Callable[[int, int, int, int], Cost | None]
+_Fastest = Callable[[int, int, int, int], StageCost | None]
 """The fastest that fits with so many micro batches in flight."""
 _Found = tuple[float, tuple[AlpaStage, ...]]
 """Sum of the stages' seconds, or an iteration's, and the stages."""
 
 
 @dataclass(frozen=True)
-class Alpa:
+class AlpaPlan:
     """What the method chooses."""
 
     stages: tuple[AlpaStage, ...]
@@ -93,7 +93,7 @@ def compare_with_alpa(plan: Plan) -> str:
     Raises:
         ValueError: The cluster is too large for it.
     """
-    found, winner = alpa(plan.request), plan.winner
+    found, winner = run_alpa(plan.request), plan.winner
     if found is None or winner is None:
         return "Alpa's dynamic program finds nothing that fits."
     if found.candidate is not None and found.candidate.strategy == winner.strategy:
@@ -104,13 +104,13 @@ def compare_with_alpa(plan: Plan) -> str:
     )
 
 
-def submeshes(devices: int, per_node: int) -> list[int]:
+def list_submeshes(devices: int, per_node: int) -> list[int]:
     """Devices of the shapes that cover a cluster without gaps: powers of two in a node, whole nodes."""
     inside = [size for size in (1 << n for n in range(20)) if size <= min(devices, per_node)]
     return sorted({*inside, *range(per_node, devices + 1, per_node)})
 
 
-def best_stages(
+def find_best_stages(
     units: int, meshes: list[int], devices: int, count: int, capacity: int, costs: Costs
 ) -> _Found | None:
     """The dynamic program over every bound on the slowest stage.
@@ -125,7 +125,7 @@ def best_stages(
     """
 
     @cache
-    def fastest(first: int, end: int, mesh: int, flights: int) -> Cost | None:
+    def fastest(first: int, end: int, mesh: int, flights: int) -> StageCost | None:
         ways = costs(first, end, mesh)
         fits = (way for way in ways if way.fixed_bytes + flights * way.flight_bytes <= capacity)
         return min(fits, key=lambda way: way.seconds, default=None)
@@ -174,7 +174,7 @@ def _within(
     return best
 
 
-def alpa(request: Request) -> Alpa | None:
+def run_alpa(request: Request) -> AlpaPlan | None:
     """What Alpa's method chooses, over every number of micro batches; None if nothing fits.
 
     Raises:
@@ -188,15 +188,15 @@ def alpa(request: Request) -> Alpa | None:
         )
     layers = request.template.shape.layers
     units = max(n for n in divisors(layers) if n <= MOST_UNITS)
-    meshes = submeshes(devices, min(devices, request.cluster.per_node))
-    found: list[Alpa] = []
+    meshes = list_submeshes(devices, min(devices, request.cluster.per_node))
+    found: list[AlpaPlan] = []
     for samples in divisors(request.global_batch):
         count = request.global_batch // samples
         costs = _stage_costs(request, samples, units)
-        best = best_stages(units, meshes, devices, count, request.capacity, costs)
+        best = find_best_stages(units, meshes, devices, count, request.capacity, costs)
         if best is not None:
             candidate = _as_candidate(request, best[1], samples)
-            found.append(Alpa(best[1], layers // units, best[0], candidate))
+            found.append(AlpaPlan(best[1], layers // units, best[0], candidate))
     return min(found, key=lambda each: each.total, default=None)
 
 
@@ -206,7 +206,7 @@ def _stage_costs(request: Request, samples: int, units: int) -> Costs:
     layers_a_unit = request.template.shape.layers // units
 
     @cache
-    def kind_of_stage(length: int, begins: bool, ends: bool, mesh: int) -> tuple[Cost, ...]:
+    def kind_of_stage(length: int, begins: bool, ends: bool, mesh: int) -> tuple[StageCost, ...]:
         stages = 3 - begins - ends
         rank = 0 if begins else 1
         return tuple(
@@ -214,7 +214,7 @@ def _stage_costs(request: Request, samples: int, units: int) -> Costs:
             for spec in _specs(request, samples, length * layers_a_unit * stages, stages, mesh)
         )
 
-    def costs(first: int, end: int, mesh: int) -> Iterable[Cost]:
+    def costs(first: int, end: int, mesh: int) -> Iterable[StageCost]:
         return kind_of_stage(end - first, first == 0, end == units, mesh)
 
     return costs
@@ -226,22 +226,22 @@ def _specs(
     """Ways to split a stage over a submesh that divide what they split."""
     shape = replace(request.template.shape, layers=layers)
     template = replace(request.template, shape=shape)
-    for split in splits(shape, mesh):
+    for split in enumerate_splits(shape, mesh):
         if split.pipeline > 1 or samples % split.data:
             continue
         whole = replace(split, pipeline=stages)
-        plain = base(template, whole, samples // split.data, template.recompute)
-        for sharding in shardings(replace(whole, pipeline=2)):
+        plain = build_unsharded_spec(template, whole, samples // split.data, template.recompute)
+        for sharding in list_shardings(replace(whole, pipeline=2)):
             spec = replace(plain, parallelism=replace(whole, sharding=sharding))
             if not violations(spec):
                 yield spec
 
 
-def _cost(request: Request, spec: RunSpec, rank: int, samples: int) -> Cost:
+def _cost(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
     seconds, after = stage_seconds(spec, request.cluster, rank)
     one = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
     memory = memory_of_rank(one, rank)
-    return Cost(
+    return StageCost(
         seconds=seconds + after * samples / request.global_batch,
         fixed_bytes=memory.total - memory.activations,
         flight_bytes=memory.activations,
@@ -257,5 +257,7 @@ def _as_candidate(
     if len({stage.cost.split for stage in stages}) > 1 or len(lengths) > 1:
         return None
     split = replace(stages[0].cost.split, pipeline=len(stages))
-    plain = base(request.template, split, samples // split.data, request.template.recompute)
-    return None if violations(plain) else evaluate(request, plain)
+    plain = build_unsharded_spec(
+        request.template, split, samples // split.data, request.template.recompute
+    )
+    return None if violations(plain) else evaluate_configuration(request, plain)

@@ -14,7 +14,7 @@ from parakit.config.run import Fp8Recipe
 from parakit.planner.options import RequestError
 from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.compute import product_seconds
-from parakit.planner.time.rates import rates
+from parakit.planner.time.rates import compute_device_rates
 
 _STATED = re.compile(
     r"\s*(?P<rate>\d+\.?\d*)\s*(?P<unit>[TP])FLOPS?(?:/s)?\s+on\s+"
@@ -53,7 +53,7 @@ def calibration_path(runs: Path, device: Device) -> Path:
     return runs / calibration_file(device.key)
 
 
-def calibration_of(runs: Path, device: Device) -> Calibration:
+def load_device_calibration(runs: Path, device: Device) -> Calibration:
     """What was measured of a device on this machine; without that, what is shipped.
 
     Raises:
@@ -66,7 +66,7 @@ def calibration_of(runs: Path, device: Device) -> Calibration:
     return Calibration(source=nominal) if device.key == "cpu" else Calibration()
 
 
-def stated_calibration(text: str, cluster: Cluster, dtype: str) -> Calibration:
+def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> Calibration:
     """The cluster's constants with those that stated products imply (`CALIBRATE=`).
 
     The text is one product, or several with commas between: `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,
@@ -113,7 +113,7 @@ def _share_of_peak(name: str, cluster: Cluster, dtype: str, stated: re.Match[str
     for _ in range(40):
         known: dict[str, Any] = {name: (low + high) / 2}
         tried = replace(cluster, calibration=replace(cluster.calibration, **known))
-        reached = rates(tried, dtype, recipe)
+        reached = compute_device_rates(tried, dtype, recipe)
         seconds = product_seconds(rows, inner, columns, 2, reached, 1, bool(recipe))
         quick = seconds < 2 * rows * columns * inner / rate
         low, high = (low, known[name]) if quick else (known[name], high)

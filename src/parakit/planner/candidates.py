@@ -16,7 +16,9 @@ from parakit.costs import CP_COMM_TYPES, divisors
 LARGEST_MICRO_BATCH = 64
 
 
-def splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[Parallelism]:
+def enumerate_splits(
+    shape: ModelShape, devices: int, expert_tensor: int = 0
+) -> Iterator[Parallelism]:
     """Yield degrees that multiply to `devices` and divide what they split; no schedule, no sharding yet.
 
     Experts are split over `expert_tensor` ranks of TP; 0 takes the TP of all other layers.
@@ -37,7 +39,7 @@ def splits(shape: ModelShape, devices: int, expert_tensor: int = 0) -> Iterator[
                 yield from _split_experts(shape, plain.split_experts(expert_tensor))
 
 
-def micro_batches(
+def list_micro_batch_sizes(
     split: Parallelism, global_batch: int, largest: int = LARGEST_MICRO_BATCH
 ) -> list[int]:
     """Micro batch sizes that divide a data-parallel rank's share; empty if there is no share."""
@@ -46,7 +48,9 @@ def micro_batches(
     return [size for size in divisors(global_batch // split.data) if size <= largest]
 
 
-def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute) -> RunSpec:
+def build_unsharded_spec(
+    template: RunSpec, split: Parallelism, size: int, recompute: Recompute
+) -> RunSpec:
     """One combination without sharding and with the plain schedule."""
     return replace(
         template,
@@ -59,23 +63,25 @@ def base(template: RunSpec, split: Parallelism, size: int, recompute: Recompute)
     )
 
 
-def recomputes(template: RunSpec) -> list[Recompute]:
+def list_recomputes(template: RunSpec) -> list[Recompute]:
     """What there is to choose; recomputing scores means something only where they are kept."""
     if template.fused_attention:
         return [Recompute.NONE, Recompute.FULL]
     return [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
 
 
-def variants(plain: RunSpec) -> Iterator[RunSpec]:
+def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
     """A base with each number of virtual stages and each sharding."""
     split = plain.parallelism
-    for virtual in virtual_stages(plain.shape, split, plain.microbatches):
-        for sharding in shardings(split):
+    for virtual in list_virtual_stages(plain.shape, split, plain.microbatches):
+        for sharding in list_shardings(split):
             parallelism = replace_shared(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
 
-def virtual_stages(shape: ModelShape, split: Parallelism, microbatches: int) -> tuple[int, ...]:
+def list_virtual_stages(
+    shape: ModelShape, split: Parallelism, microbatches: int
+) -> tuple[int, ...]:
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)
@@ -87,7 +93,7 @@ _FLAT = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
 _UNWRAPPED = [sharding for sharding in _FLAT if not sharding.wraps_modules]
 
 
-def shardings(split: Parallelism) -> Sequence[Sharding]:
+def list_shardings(split: Parallelism) -> Sequence[Sharding]:
     """Shardings that change anything; FSDP2 trains another (untied) model and is left out."""
     if split.data * split.context == 1:
         return [Sharding.NONE]
@@ -97,10 +103,10 @@ def shardings(split: Parallelism) -> Sequence[Sharding]:
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
     split = plain.parallelism
-    return replace(plain, parallelism=replace_shared(split, sharding=shardings(split)[-1]))
+    return replace(plain, parallelism=replace_shared(split, sharding=list_shardings(split)[-1]))
 
 
-def comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
+def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
     """Context-parallel algorithms; all-to-all needs enough key/value heads. CPU ranks and Megatron's own
     layers (`--transformer-impl local`) gather."""
     if split.context == 1:

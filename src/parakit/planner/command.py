@@ -10,11 +10,11 @@ from parakit.formatting.terminal import wide_console
 from parakit.planner.advise import print_answers
 from parakit.planner.largest import show_largest
 from parakit.planner.one_strategy import (
-    changed_options,
-    draw_layout,
-    print_layout,
+    apply_what_if,
+    draw_timed_strategies,
+    encode_timed_strategy,
+    print_timed_strategies,
     time_strategy,
-    timed_as_data,
 )
 from parakit.planner.options import PlanOptions, RequestError, plan_options
 from parakit.planner.picture import draw_plan
@@ -38,13 +38,13 @@ def _layout(options: PlanOptions) -> int:
         raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
     every = [time_strategy(options)]
     if options.what_if:
-        every.append(time_strategy(changed_options(options, options.what_if)))
+        every.append(time_strategy(apply_what_if(options, options.what_if)))
     if options.json:
-        print(json.dumps(timed_as_data(*every), indent=2))
+        print(json.dumps(encode_timed_strategy(*every), indent=2))
     else:
-        print_layout(every, wide_console())
+        print_timed_strategies(every, wide_console())
     if options.svg:
-        draw_layout(every, options.svg)
+        draw_timed_strategies(every, options.svg)
     return 0
 
 

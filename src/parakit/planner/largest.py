@@ -24,7 +24,7 @@ from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import gib
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.request import devices_and_node
+from parakit.planner.request import resolve_device_counts
 from parakit.planner.verdict import recommended_bytes
 
 _HEAD_WIDTH = 128
@@ -36,7 +36,7 @@ _MICRO_BATCHES_A_STAGE = 4
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestModel:
     """The largest model of the family that one strategy holds; 0 parameters where none fits."""
 
     strategy: str
@@ -59,8 +59,8 @@ def show_largest(options: PlanOptions) -> int:
             "LARGEST=1 makes its own models and tries every strategy; leave MODEL= and STRATEGY= out."
         )
     device = device_by_key(options.gpu)
-    devices, _ = devices_and_node(options, device.domain)
-    found = largest_models(device, devices, options.seq or _SEQUENCE, options.dtype or "bf16")
+    devices, _ = resolve_device_counts(options, device.domain)
+    found = find_largest_models(device, devices, options.seq or _SEQUENCE, options.dtype or "bf16")
     if options.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
@@ -71,22 +71,22 @@ def show_largest(options: PlanOptions) -> int:
     return 0
 
 
-def largest_models(
+def find_largest_models(
     device: Device, devices: int, seq_length: int = _SEQUENCE, dtype: str = "bf16"
-) -> list[Largest]:
+) -> list[LargestModel]:
     """Of every strategy of one dimension (TP and CP inside a node), and of SP with stages or replicas;
     without and with recomputation of whole layers."""
     capacity = recommended_bytes(device.memory_bytes)
     found = []
     for name in _strategies(devices, device.domain):
         for recompute in (Recompute.NONE, Recompute.FULL):
-            best = Largest(name, str(recompute))
+            best = LargestModel(name, str(recompute))
             for spec in _growing(name, devices, seq_length, dtype):
                 memory = fullest_rank(replace(spec, recompute=recompute))[1].total
                 shape, parameters = spec.shape, parameters_total(spec.shape)
                 size = (parameters, shape.layers, shape.hidden, memory)
                 if memory <= capacity:
-                    best = Largest(name, str(recompute), *size)
+                    best = LargestModel(name, str(recompute), *size)
                 elif parameters > _ROUNDED * best.parameters:
                     break
             found.append(best)
@@ -129,26 +129,34 @@ def _growing(name: str, devices: int, seq_length: int, dtype: str) -> Iterator[R
         yield RunSpec(shape, split, Batch(1, micro_batches * split.data), dtype, dropout=0.0)
 
 
-def _size(found: Largest) -> str:
+def _size(found: LargestModel) -> str:
     if not found.parameters:
         return "none"
     return f"{found.parameters / 1e9:.1f}B ({found.layers} x {found.hidden:,})"
 
 
-def _table(found: list[Largest], title: str) -> Table[tuple[Largest, Largest]]:
+def _table(found: list[LargestModel], title: str) -> Table[tuple[LargestModel, LargestModel]]:
     """A strategy a row: nothing recomputed, whole layers recomputed."""
     columns = (
-        Column[tuple[Largest, Largest]]("strategy", lambda pair: pair[0].strategy, right=False),
-        Column[tuple[Largest, Largest]]("nothing recomputed", lambda pair: _size(pair[0])),
-        Column[tuple[Largest, Largest]]("GiB a rank", lambda pair: gib(pair[0].memory_bytes)),
-        Column[tuple[Largest, Largest]]("layers recomputed", lambda pair: _size(pair[1])),
-        Column[tuple[Largest, Largest]]("GiB a rank", lambda pair: gib(pair[1].memory_bytes)),
+        Column[tuple[LargestModel, LargestModel]](
+            "strategy", lambda pair: pair[0].strategy, right=False
+        ),
+        Column[tuple[LargestModel, LargestModel]](
+            "nothing recomputed", lambda pair: _size(pair[0])
+        ),
+        Column[tuple[LargestModel, LargestModel]](
+            "GiB a rank", lambda pair: gib(pair[0].memory_bytes)
+        ),
+        Column[tuple[LargestModel, LargestModel]]("layers recomputed", lambda pair: _size(pair[1])),
+        Column[tuple[LargestModel, LargestModel]](
+            "GiB a rank", lambda pair: gib(pair[1].memory_bytes)
+        ),
     )
     pairs = tuple(zip(found[::2], found[1::2], strict=True))
     return Table(columns, pairs, title)
 
 
-def _draw(found: list[Largest], path: Path, where: str) -> None:
+def _draw(found: list[LargestModel], path: Path, where: str) -> None:
     names = [each.strategy for each in found[::2]]
     with svg_figure(path, "largest", 8, 0.8 + 0.45 * len(names)) as figure:
         axes = figure.subplots()

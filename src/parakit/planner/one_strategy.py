@@ -23,20 +23,20 @@ from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import duration, gib, ms, percent
-from parakit.planner.candidates import comm_types
+from parakit.planner.candidates import list_cp_comm_types
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.neighbours import Uncertainty, uncertainty
+from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
 from parakit.planner.request import (
     EXPERT_TENSOR,
-    ignored_flags,
+    build_request,
+    list_ignored_flags,
+    parse_stated_expert_tensor,
     refuse_imbalance,
-    request_from_options,
-    stated_expert_tensor,
 )
-from parakit.planner.search import Candidate, Request, evaluate
-from parakit.planner.show import candidate_as_data, ignored_as_data, plan_command, print_ignored
+from parakit.planner.search import Candidate, Request, evaluate_configuration
+from parakit.planner.show import encode_candidate, encode_ignored_flags, plan_command, print_ignored
 from parakit.planner.time.iteration import TIME_COMPONENTS
-from parakit.planner.verdict import Fit, close_reason
+from parakit.planner.verdict import Fit, explain_close_fit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,15 +68,17 @@ class TimedStrategy(Presented):
     @property
     def uncertainty(self) -> Uncertainty:
         """The error to expect of its time."""
-        return uncertainty(self.candidate.spec, self.request.cluster, self.request.own)
+        return estimate_uncertainty(
+            self.candidate.spec, self.request.cluster, self.request.own_runs
+        )
 
     def show(self, console: Console) -> None:
         """Print sentences, the breakdown of the time and the command that trains the strategy."""
-        print_layout([self], console)
+        print_timed_strategies([self], console)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `parakit plan --strategy … --json` prints: bytes, seconds, tokens per second."""
-        return timed_as_data(self)
+        return encode_timed_strategy(self)
 
 
 def time_strategy(options: PlanOptions) -> TimedStrategy:
@@ -89,7 +91,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
-    expert_tensor = stated_expert_tensor(options)
+    expert_tensor = parse_stated_expert_tensor(options)
     try:
         devices = devices_of(options.strategy, named or 1, expert_tensor)
         if named and devices != named:
@@ -105,7 +107,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
             )
     except StrategyError as error:
         raise RequestError(str(error)) from None
-    request = request_from_options(replace(options, gpus=devices))
+    request = build_request(replace(options, gpus=devices))
     template, flags = request.template, Flags(request.extra)
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
@@ -119,16 +121,18 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
         batch=Batch(micro, request.global_batch),
         recompute=template.recompute if said else options.recompute or template.recompute,
         stages=stages,
-        cp_comm_type=flags.text("--cp-comm-type", comm_types(template, split)[0]),
+        cp_comm_type=flags.text("--cp-comm-type", list_cp_comm_types(template, split)[0]),
     )
     if problems := violations(spec):
         raise RequestError(" ".join(problems))
     if options.imbalance:
         refuse_imbalance(options.imbalance, spec.shape, split.expert)
-    return TimedStrategy(request, evaluate(request, spec), ignored_flags(request, laid=True))
+    return TimedStrategy(
+        request, evaluate_configuration(request, spec), list_ignored_flags(request, laid=True)
+    )
 
 
-def changed_options(options: PlanOptions, text: str) -> PlanOptions:
+def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
     """The options with the variables of `WHAT_IF="GPU=b200 MICRO_BATCH=2"` instead of their own.
 
     Raises:
@@ -160,20 +164,22 @@ _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST"
 """Variables of `make plan` that are not of one strategy of two."""
 
 
-def timed_as_data(timed: TimedStrategy, other: TimedStrategy | None = None) -> dict[str, Any]:
+def encode_timed_strategy(
+    timed: TimedStrategy, other: TimedStrategy | None = None
+) -> dict[str, Any]:
     """Both as data; bytes and seconds."""
     return {
         "model": timed.request.model.name,
         "gpu": timed.request.cluster.device.key,
         "gpus": timed.request.cluster.devices,
-        "layout": candidate_as_data(timed.request, timed.candidate),
-        "uncertainty": timed.uncertainty.as_data(),
-        **ignored_as_data(timed.ignored),
-        "what_if": timed_as_data(other) if other else None,
+        "layout": encode_candidate(timed.request, timed.candidate),
+        "uncertainty": timed.uncertainty.to_dict(),
+        **encode_ignored_flags(timed.ignored),
+        "what_if": encode_timed_strategy(other) if other else None,
     }
 
 
-def print_layout(every: Sequence[TimedStrategy], console: Console) -> None:
+def print_timed_strategies(every: Sequence[TimedStrategy], console: Console) -> None:
     """Sentences, the breakdown, and the command that trains the first."""
     for each in every:
         if warning := each.uncertainty.warning:
@@ -189,7 +195,7 @@ def print_layout(every: Sequence[TimedStrategy], console: Console) -> None:
     say(console, plan_command(timed.request, timed.candidate.spec))
 
 
-def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
+def draw_timed_strategies(every: Sequence[TimedStrategy], path: Path) -> None:
     """The breakdown as one SVG: a bar a strategy, a colour a component."""
     height = 1.8 + 0.8 * len(every)
     with svg_figure(path, "plan", 10, height, bbox_inches="tight") as figure:
@@ -214,7 +220,7 @@ def draw_layout(every: Sequence[TimedStrategy], path: Path) -> None:
 def _sentence(timed: TimedStrategy) -> str:
     found, request = timed.candidate, timed.request
     device_bytes = request.cluster.device.memory_bytes
-    reason = close_reason(found.spec, found.memory, device_bytes)
+    reason = explain_close_fit(found.spec, found.memory, device_bytes)
     fits = {
         Fit.FITS: "fits",
         Fit.CLOSE: f"is close: try it ({reason})",

@@ -11,8 +11,8 @@ from parakit.config.strategy import Parallelism
 from parakit.costs import COMPONENTS, memory_of_rank
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.units import GIB
-from parakit.planner.advice import StrategyFamily, family_of
-from parakit.planner.search import Candidate, Plan, frontier
+from parakit.planner.advice import StrategyFamily, strategy_family
+from parakit.planner.search import Candidate, Plan, select_pareto_frontier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     shown = _shown(plan)
     for candidate in shown:
         split = candidate.spec.parallelism
-        kind = family_of(split)
+        kind = strategy_family(split)
         hybrid = (split.tensor > 1, split.pipeline > 1)
         key = hybrid if kind is StrategyFamily.HYBRID else kind
         families.setdefault(key, []).append(candidate)
@@ -76,7 +76,7 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
         if family in families:
             times, sizes = _coordinates(families[family])
             axes.scatter(times, sizes, s=size, alpha=opacity, color=colour, label=label)
-    edge = frontier(plan.examined)
+    edge = select_pareto_frontier(plan.examined)
     times, sizes = _coordinates(edge)
     axes.plot(times, sizes, color="black", linewidth=1, label="not beaten in both")
     _label(axes, edge)
@@ -104,7 +104,7 @@ def _shown(plan: Plan) -> list[Candidate]:
         split = replace(candidate.spec.parallelism, virtual_stages=1)
         key = (split, candidate.spec.recompute)
         alike.setdefault(key, []).append(candidate)
-    return [shown for group in alike.values() for shown in frontier(group)]
+    return [shown for group in alike.values() for shown in select_pareto_frontier(group)]
 
 
 def _label(axes: Axes, edge: list[Candidate]) -> None:

@@ -13,8 +13,14 @@ from typing import Any
 from parakit.config.flags import Flags
 from parakit.formatting.units import GIB, gib, joined
 from parakit.planner.options import PlanOptions
-from parakit.planner.request import request_from_options
-from parakit.planner.search import Candidate, Plan, Request, evaluate, search_configurations
+from parakit.planner.request import build_request
+from parakit.planner.search import (
+    Candidate,
+    Plan,
+    Request,
+    evaluate_configuration,
+    search_configurations,
+)
 
 DEFAULTS, TUNED, ALL = "defaults", "tuned", "all"
 
@@ -32,7 +38,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenSwitch:
     """A switch of a plan, and what the winner has of it."""
 
     name: str
@@ -74,7 +80,7 @@ _MICROSCALED = replace(_EIGHT, flags=("--fp8-format", "e4m3", "--fp8-recipe", "m
 _GATHERED = Switch("weights kept in fp8", ("--fp8-param-gather",), _EIGHT.name, True)
 
 
-def switches(recipe: str, request: Request) -> tuple[Switch, ...]:
+def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
     """Those that this model and device have, and the request does not speak of."""
     said = Flags((*request.model.flags, *request.extra))
     device, template = request.cluster.device, request.template
@@ -94,10 +100,10 @@ def switches(recipe: str, request: Request) -> tuple[Switch, ...]:
 
 def search_recipes(
     recipe: str, options: PlanOptions, slack: float = 1.0
-) -> tuple[Plan, tuple[Chosen, ...]]:
+) -> tuple[Plan, tuple[ChosenSwitch, ...]]:
     """The plan with every switch that brings its winner anything, and what each one brings it."""
-    plain = request_from_options(options)
-    used = switches(recipe, plain)
+    plain = build_request(options)
+    used = list_switches(recipe, plain)
     plan = search_configurations(_with(options, used), slack=slack)
     if not used or plan.winner is None:
         return plan, ()
@@ -115,7 +121,7 @@ def search_recipes(
     return plan, tuple(_chosen(each, other, best) for each, other in others)
 
 
-def recipe_sentence(recipe: str, chosen: Sequence[Chosen]) -> str:
+def recipe_sentence(recipe: str, chosen: Sequence[ChosenSwitch]) -> str:
     """What a plan's command sets beyond Megatron's defaults, and what each part brings."""
     if not chosen:
         return f"RECIPE={recipe} has nothing that would make this faster or smaller."
@@ -131,18 +137,18 @@ def _without(used: Sequence[Switch], switch: Switch) -> tuple[Switch, ...]:
 
 def _with(options: PlanOptions, used: Sequence[Switch]) -> Request:
     words = shlex.join(word for switch in used for word in switch.flags)
-    return request_from_options(replace(options, extra=f"{options.extra or ''} {words}"))
+    return build_request(replace(options, extra=f"{options.extra or ''} {words}"))
 
 
 def _under(request: Request, candidate: Candidate) -> Candidate:
     """The same strategy under another request's flags."""
     chosen = ("parallelism", "batch", "recompute", "stages", "cp_comm_type")
     same: dict[str, Any] = {name: getattr(candidate.spec, name) for name in chosen}
-    return evaluate(request, replace(request.template, **same))
+    return evaluate_configuration(request, replace(request.template, **same))
 
 
-def _chosen(switch: Switch, other: Candidate, found: Candidate) -> Chosen:
-    return Chosen(
+def _chosen(switch: Switch, other: Candidate, found: Candidate) -> ChosenSwitch:
+    return ChosenSwitch(
         switch.name,
         switch.flags,
         saves=1 - found.seconds.total / other.seconds.total,

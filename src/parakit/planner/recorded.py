@@ -11,10 +11,10 @@ from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
 from parakit.config.run import RunSpec
 from parakit.costs import NEWEST, UnevenSplitError, violations
-from parakit.planner.calibration import calibration_of
-from parakit.planner.readings.local_readings import own_runs
-from parakit.planner.readings.neighbours import Uncertainty, uncertainty
-from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.calibration import load_device_calibration
+from parakit.planner.readings.local_readings import load_own_runs
+from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
+from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.rates import NoPeakError
 
@@ -48,7 +48,7 @@ def predict_recorded_run(
         it ran on CPU ranks of a machine that was never calibrated.
 
     Raises:
-        ReadingsError: The file of one's own measurements is no table.
+        MeasurementsError: The file of one's own measurements is no table.
         RequestError: The constants that were measured here cannot be read.
     """
     spec, cluster = run.spec, _cluster_of(run, runs_root)
@@ -57,9 +57,9 @@ def predict_recorded_run(
         return None
     if not spec.shape.vocabulary or spec.shape.linear:
         return None
-    known = own_runs(own_measurements, cluster).without(spec)
+    known = load_own_runs(own_measurements, cluster).without(spec)
     try:
-        return uncertainty(spec, cluster, known)
+        return estimate_uncertainty(spec, cluster, known)
     except (UnevenSplitError, NoPeakError):
         return None
 
@@ -67,7 +67,7 @@ def predict_recorded_run(
 def _cluster_of(run: RecordedRun, runs_root: Path) -> Cluster | None:
     """Return the cluster of a run; None for CPU ranks without measured constants."""
     device, on_cpu = run.device, run.device.key == "cpu"
-    calibration = calibration_of(runs_root, device)
+    calibration = load_device_calibration(runs_root, device)
     if on_cpu and calibration.matmul is None:
         return None
     world = run.spec.parallelism.world_size
@@ -79,6 +79,6 @@ def _cluster_of(run: RecordedRun, runs_root: Path) -> Cluster | None:
         link_by_key(device.link),
         link_by_key(device.network),
         calibration,
-        execution_of_flags(Flags(run.flags)),
+        parse_execution(Flags(run.flags)),
         len(os.sched_getaffinity(0)) if on_cpu else None,
     )

@@ -22,10 +22,10 @@ from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
 from parakit.config.strategy import Batch, Parallelism, batch_for
 from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
-from parakit.planner.calibration import load_calibration, stated_calibration
+from parakit.planner.calibration import calibrate_from_stated_products, load_calibration
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.local_readings import own_runs
-from parakit.planner.readings.reading_to_spec import execution_of_flags
+from parakit.planner.readings.local_readings import load_own_runs
+from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.search import Request
 from parakit.planner.time.cluster import Cluster
 
@@ -33,14 +33,14 @@ MOST_DEVICES = 262_144
 EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 
-def request_from_options(options: PlanOptions) -> Request:
+def build_request(options: PlanOptions) -> Request:
     """Build the request.
 
     Raises:
         RequestError: Contradictory or impossible numbers.
         UnknownModelError: No such model.
         UnknownHardwareError: No such device or link.
-        ReadingsError: The file of one's own measurements is none.
+        MeasurementsError: The file of one's own measurements is none.
     """
     extra = _words_of(options.extra)
     model = changed_model(model_of(options.model), extra, planned("counted"))
@@ -51,7 +51,7 @@ def request_from_options(options: PlanOptions) -> Request:
             f"use blocks of {' '.join(BLOCKS)}."
         )
     device = device_by_key(options.gpu)
-    devices, per_node = devices_and_node(options, device.domain)
+    devices, per_node = resolve_device_counts(options, device.domain)
     on_cpu = device.key == "cpu"
     dtype = options.dtype or ("fp32" if on_cpu else model.dtype)
     if dtype not in PRECISIONS:
@@ -71,7 +71,7 @@ def request_from_options(options: PlanOptions) -> Request:
         refuse_imbalance(imbalance, model.shape, model.shape.experts)
     words = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(words)
-    expert_tensor = expert_tensor_of(flags, model)
+    expert_tensor = parse_expert_tensor(flags, model)
     alone = spec_of_flags(
         drop_flags(words, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
     )
@@ -93,33 +93,33 @@ def request_from_options(options: PlanOptions) -> Request:
         inter=link_by_key(options.inter or device.network),
         calibration=load_calibration(options.calibration),
         # The kit's own flags group experts where they can be (launch/flags.py).
-        execution=replace(execution_of_flags(flags), grouped_experts=True),
+        execution=replace(parse_execution(flags), grouped_experts=True),
         nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,
     )
     if options.calibrate:
-        stated = stated_calibration(options.calibrate, cluster, dtype)
+        stated = calibrate_from_stated_products(options.calibrate, cluster, dtype)
         cluster = replace(cluster, calibration=stated)
     if options.readings and not options.readings.is_file():
         raise RequestError(
             f"There are no measurements in {options.readings}; 'make report' writes readings/mine.csv, "
             "which plans use by themselves."
         )
-    own = own_runs(options.readings, cluster)
+    own = load_own_runs(options.readings, cluster)
     return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
 
 
-def stated_expert_tensor(options: PlanOptions) -> int:
+def parse_stated_expert_tensor(options: PlanOptions) -> int:
     """Return the ETP that the flags of the model's file or of EXTRA state; 0 if they state none.
 
     Raises:
         RequestError: The model is dense, or the degree is below 1.
     """
     model = model_of(options.model)
-    return expert_tensor_of(Flags(merge_flags(model.flags, _words_of(options.extra))), model)
+    return parse_expert_tensor(Flags(merge_flags(model.flags, _words_of(options.extra))), model)
 
 
-def expert_tensor_of(flags: Flags, model: Model) -> int:
+def parse_expert_tensor(flags: Flags, model: Model) -> int:
     """Return the ETP that these flags state for a model; 0 if they state none.
 
     Raises:
@@ -137,7 +137,7 @@ def expert_tensor_of(flags: Flags, model: Model) -> int:
     return degree
 
 
-def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
+def list_ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
     """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a strategy was
     given."""
     known = planned("counted", "neither", "one strategy") if laid else planned("counted", "neither")
@@ -147,7 +147,7 @@ def ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
     return tuple(word for word in drop_flags(words, known) if word.startswith("--"))
 
 
-def why_ignored(name: str) -> str:
+def explain_ignored_flag(name: str) -> str:
     """Why no prediction of this request knows a flag."""
     flag = FLAGS.get(name)
     if flag is None:
@@ -207,7 +207,7 @@ def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
     return replace(spec, shape=replace(shape, seq_length=seq_length, positions=positions))
 
 
-def devices_and_node(options: PlanOptions, domain: int) -> tuple[int, int]:
+def resolve_device_counts(options: PlanOptions, domain: int) -> tuple[int, int]:
     """Devices in all and in a node, from any two of the three options; a node is an NVLink domain."""
     for name in ("gpus", "nodes", "gpus_per_node"):
         value = getattr(options, name)

@@ -12,14 +12,21 @@ from parakit.config.stages import LAYOUT_FLAG
 from parakit.formatting.presented import PresentedTable, flatten
 from parakit.planner.advice import no_fit_sentence
 from parakit.planner.alpa import compare_with_alpa
-from parakit.planner.dryrun.command import print_verified, verified_as_data
-from parakit.planner.dryrun.comparison import Verified, verify
+from parakit.planner.dryrun.command import encode_verified, print_verified
+from parakit.planner.dryrun.comparison import VerifiedStrategy, dry_run_plan
 from parakit.planner.options import PlanOptions, RequestError
-from parakit.planner.readings.neighbours import Uncertainty, uncertainty
-from parakit.planner.recipes import DEFAULTS, Chosen, recipe_sentence, search_recipes
-from parakit.planner.request import request_from_options
-from parakit.planner.search import Candidate, Plan, Scaling, devices_needed, scaling, training_days
-from parakit.planner.show import candidate_as_data, plan_as_data, print_command, print_plan
+from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
+from parakit.planner.recipes import DEFAULTS, ChosenSwitch, recipe_sentence, search_recipes
+from parakit.planner.request import build_request
+from parakit.planner.search import (
+    Candidate,
+    Plan,
+    Scaling,
+    compare_with_fewest_devices,
+    estimate_training_days,
+    find_devices_needed,
+)
+from parakit.planner.show import encode_candidate, encode_plan, print_command, print_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +45,7 @@ class PlanResult(PresentedTable):
     plan: Plan
     recipe: str = ""
     """Name of the recipe that was searched; empty for Megatron's defaults."""
-    switches: tuple[Chosen, ...] = ()
+    switches: tuple[ChosenSwitch, ...] = ()
     """Switches of the recipe that the winner uses."""
     training_days: float | None = None
     """Days to train on the tokens that were asked for; None without them."""
@@ -46,7 +53,7 @@ class PlanResult(PresentedTable):
     """Comparison with the fewest devices that hold the model; None if nobody asked for it."""
     alpa: str = ""
     """The answer of Alpa's algorithm as a sentence; empty if nobody asked for it."""
-    verified: tuple[Verified, ...] = ()
+    verified: tuple[VerifiedStrategy, ...] = ()
     """Dry runs of the first strategies; empty if nobody asked for them."""
 
     @property
@@ -68,7 +75,7 @@ class PlanResult(PresentedTable):
     def uncertainty(self) -> Uncertainty:
         """The error to expect of the winner's time."""
         request = self.plan.request
-        return uncertainty(self.winner.spec, request.cluster, request.own)
+        return estimate_uncertainty(self.winner.spec, request.cluster, request.own_runs)
 
     def show(self, console: Console) -> None:
         """Print sentences, the rankings, the winner's components and the command that trains the winner."""
@@ -94,18 +101,18 @@ class PlanResult(PresentedTable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `parakit plan --json` prints: bytes, seconds, tokens per second."""
-        data = plan_as_data(self.plan, self.training_days, self.scaling)
+        data = encode_plan(self.plan, self.training_days, self.scaling)
         if self.recipe:
             data["recipe"] = [asdict(switch) for switch in self.switches]
-        data["uncertainty"] = self.uncertainty.as_data()
+        data["uncertainty"] = self.uncertainty.to_dict()
         if self.alpa:
             data["alpa"] = self.alpa
-        return data | {"verified": verified_as_data(list(self.verified))}
+        return data | {"verified": encode_verified(list(self.verified))}
 
     def to_rows(self) -> Sequence[Mapping[str, Any]]:
         """Return a row per ranked strategy, with the names of `to_dict()["ranked"]`."""
         request = self.plan.request
-        return [flatten(candidate_as_data(request, candidate)) for candidate in self.ranked]
+        return [flatten(encode_candidate(request, candidate)) for candidate in self.ranked]
 
 
 def plan_strategies(options: PlanOptions) -> PlanResult:
@@ -120,7 +127,7 @@ def plan_strategies(options: PlanOptions) -> PlanResult:
         if getattr(options, name) is not None:
             named = f"{name.upper()}= is of one strategy; name it: STRATEGY=tp8pp16dp8."
             raise RequestError(named)
-    request = request_from_options(options)
+    request = build_request(options)
     if Flags(request.extra).has(LAYOUT_FLAG):
         raise RequestError(
             f"EXTRA has {LAYOUT_FLAG}, which is of one strategy; name it: STRATEGY=pp16dp8."
@@ -134,17 +141,17 @@ def plan_strategies(options: PlanOptions) -> PlanResult:
         plan,
         recipe=options.recipe or "",
         switches=switches,
-        training_days=training_days(plan, options.tokens) if options.tokens else None,
-        scaling=scaling(plan) if options.tokens else None,
+        training_days=estimate_training_days(plan, options.tokens) if options.tokens else None,
+        scaling=compare_with_fewest_devices(plan) if options.tokens else None,
         alpa=alpa,
-        verified=tuple(verify(plan, options.verify)) if options.verify else (),
+        verified=tuple(dry_run_plan(plan, options.verify)) if options.verify else (),
     )
 
 
 def _refusal(plan: Plan) -> str:
     """Return why nothing fits, and on how many devices something would."""
     sentence, cluster = no_fit_sentence(plan), plan.request.cluster
-    needed = devices_needed(plan.request) if plan.lightest else None
+    needed = find_devices_needed(plan.request) if plan.lightest else None
     if needed is None:
         return sentence
     nodes = f" ({-(-needed // cluster.per_node)} nodes of {cluster.per_node})"

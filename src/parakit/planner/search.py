@@ -32,18 +32,18 @@ from parakit.costs import (
     violations,
 )
 from parakit.planner.candidates import (
-    base,
-    comm_types,
-    micro_batches,
+    build_unsharded_spec,
+    enumerate_splits,
+    enumerate_variants,
+    list_cp_comm_types,
+    list_micro_batch_sizes,
+    list_recomputes,
+    list_shardings,
+    list_virtual_stages,
     min_memory_variant,
-    recomputes,
-    shardings,
-    splits,
-    variants,
-    virtual_stages,
 )
 from parakit.planner.readings.local_readings import OwnRuns
-from parakit.planner.ties import TIED, are_tied, preferred
+from parakit.planner.ties import TIE_RATIO, are_tied, choose_preferred
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import (
     TIME_COMPONENTS,
@@ -51,16 +51,16 @@ from parakit.planner.time.iteration import (
     iteration_seconds,
     message_seconds,
     slowest_stage,
-    straggling,
+    straggler_fraction,
     synchronisation_seconds,
 )
-from parakit.planner.verdict import Fit, fit_of, recommended_bytes
+from parakit.planner.verdict import Fit, judge_fit_on_cluster, recommended_bytes
 
-KEPT = 10
+MOST_RANKED = 10
 SECONDS_A_DAY = 86400
-WORDS = ("dp", "tp", "sp", "cp", "pp")
+SINGLE_AXIS_CODES = ("dp", "tp", "sp", "cp", "pp")
 _MOST_DEVICES = 65536
-WHOLE_TILES = 0.96
+LEAST_SAMPLE_TIME_RATIO = 0.96
 """Least time of a sample in a micro batch over that in a larger one, which it does not divide: products
 are computed in whole tiles."""
 _ALL = 4
@@ -77,7 +77,7 @@ class Request:
     template: RunSpec
     """The model with its dtype, sequence length, dropout and stated ETP; all other degrees and the batch
     are the search's."""
-    own: OwnRuns = field(default_factory=OwnRuns)
+    own_runs: OwnRuns = field(default_factory=OwnRuns)
     """One's own runs on these devices, which correct every time."""
     extra: tuple[str, ...] = ()
     """Flags of Megatron's beyond the model's own, as they were given."""
@@ -144,7 +144,7 @@ class Plan:
         return tuple(found for found in self.ranked[1:] if found.is_tied(self.ranked[0]))
 
 
-def search_configurations(request: Request, kept: int = KEPT, slack: float = 1.0) -> Plan:
+def search_configurations(request: Request, kept: int = MOST_RANKED, slack: float = 1.0) -> Plan:
     """Rank every legal configuration.
 
     `slack` above 1 also evaluates those that are up to so many times slower than the last one kept,
@@ -165,7 +165,7 @@ def search_configurations(request: Request, kept: int = KEPT, slack: float = 1.0
             for narrower in _narrowed(request, bound):
                 heapq.heappush(queue, narrower)
             continue
-        for spec in variants(bound.plain):
+        for spec in enumerate_variants(bound.plain):
             if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
             if not (fullest := fullest_within(spec, capacity)):
@@ -176,22 +176,24 @@ def search_configurations(request: Request, kept: int = KEPT, slack: float = 1.0
             if key not in best or _order(candidate) < _order(best[key]):
                 best[key] = candidate
         if len(best) >= kept:
-            limit = max(slack * _slowest_kept(best, kept), TIED * _slowest_kept(best, 1))
+            limit = max(slack * _slowest_kept(best, kept), TIE_RATIO * _slowest_kept(best, 1))
     fitting = list(best.values())
-    if request.own.residuals:  # Which bounds the loop cannot know: the kept ones change places.
+    if (
+        request.own_runs.residuals
+    ):  # Which bounds the loop cannot know: the kept ones change places.
         fitting = [_corrected(request, each) for each in sorted(fitting, key=_order)[:kept]]
         examined = [_corrected(request, each) for each in examined]
     ranked = sorted(fitting, key=_order)
     if ranked:
         seconds = {each.spec: each.seconds.total for each in ranked}
         held = {each.spec: each.memory.total for each in ranked}
-        chosen = preferred(seconds, held.__getitem__)
+        chosen = choose_preferred(seconds, held.__getitem__)
         ranked = sorted(ranked, key=lambda each: each.spec != chosen)[:kept]
-    closest = evaluate(request, lightest) if lightest else None
+    closest = evaluate_configuration(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
 
-def evaluate(
+def evaluate_configuration(
     request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
     """Memory, time and rates of one configuration, corrected by one's own runs."""
@@ -200,9 +202,9 @@ def evaluate(
 
 def _corrected(request: Request, candidate: Candidate) -> Candidate:
     """All parts of the time in the same proportion: which of them is wrong is not known."""
-    if not request.own.residuals:
+    if not request.own_runs.residuals:
         return candidate
-    factor = exp(-request.own.bias(candidate.spec))
+    factor = exp(-request.own_runs.bias(candidate.spec))
     parts = {name: factor * getattr(candidate.seconds, name) for name in TIME_COMPONENTS}
     return replace(
         candidate,
@@ -222,13 +224,13 @@ def _predicted(request: Request, spec: RunSpec, fullest: tuple[int, PredictedMem
         memory_rank=rank,
         seconds=seconds,
         is_recommended=memory.total <= request.capacity,
-        verdict=fit_of(spec, memory, cluster),
+        verdict=judge_fit_on_cluster(spec, memory, cluster),
         tokens_per_second=samples * shape.seq_length / seconds.total,
         mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak),
     )
 
 
-def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
+def select_pareto_frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that no other beats in both time and memory, fastest first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds.total, c.memory.total)):
@@ -271,19 +273,21 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
     queue: list[_Bound] = []
     least, lightest = inf, None
     expert_tensor = template.parallelism.expert_tensor
-    for split in splits(template.shape, request.cluster.devices, expert_tensor):
-        sizes = micro_batches(split, request.global_batch)
+    for split in enumerate_splits(template.shape, request.cluster.devices, expert_tensor):
+        sizes = list_micro_batch_sizes(split, request.global_batch)
         if not sizes:
             continue
         legal += _count(template, split, sizes)
-        smallest = min_memory_variant(base(template, split, sizes[0], Recompute.FULL))
+        smallest = min_memory_variant(
+            build_unsharded_spec(template, split, sizes[0], Recompute.FULL)
+        )
         if not (fullest := fullest_within(smallest, max(request.capacity, least))):
             continue
         held = fullest[1].total
         if held < least:
             least, lightest = held, smallest
         if held <= request.capacity:
-            plain = base(template, split, sizes[0], Recompute.NONE)
+            plain = build_unsharded_spec(template, split, sizes[0], Recompute.NONE)
             unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
             queue.append(_bound(request, unchosen, tuple(sizes), _ALL, 0.0))
     heapq.heapify(queue)
@@ -301,9 +305,9 @@ def _bound(
     if len(sizes) > 1:
         virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
     else:
-        virtual = virtual_stages(plain.shape, split, plain.microbatches)
-    share = WHOLE_TILES if any(sizes[-1] % size for size in sizes) else 1.0
-    late = 1 + straggling(cluster)
+        virtual = list_virtual_stages(plain.shape, split, plain.microbatches)
+    share = LEAST_SAMPLE_TIME_RATIO if any(sizes[-1] % size for size in sizes) else 1.0
+    late = 1 + straggler_fraction(cluster)
     fixed = late * (share * plain.microbatches * slowest + after)
     ramp = late * share * (through - slowest) * sizes[0] / sizes[-1]
     seconds = fixed + ramp / virtual[-1]
@@ -312,7 +316,7 @@ def _bound(
 
 def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
     """Bounds of what is in this one, by what can be chosen next."""
-    plain, sizes, ways = bound.plain, bound.sizes, recomputes(request.template)
+    plain, sizes, ways = bound.plain, bound.sizes, list_recomputes(request.template)
     middle = len(sizes) // 2
     if bound.left == _ALL:
         smallest = replace(plain, batch=Batch(sizes[0], request.global_batch))
@@ -331,7 +335,7 @@ def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
             chosen = replace(plain, recompute=recompute)
             yield _bound(request, chosen, sizes, left, bound.after)
     else:
-        for comm_type in comm_types(request.template, plain.parallelism):
+        for comm_type in list_cp_comm_types(request.template, plain.parallelism):
             yield _bound(request, replace(plain, cp_comm_type=comm_type), sizes, 0, bound.after)
 
 
@@ -339,7 +343,7 @@ def _after(cluster: Cluster, plain: RunSpec) -> float:
     """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
     be, in the quickest sharding and schedule."""
     split = plain.parallelism
-    sharded = (replace_shared(split, sharding=sharding) for sharding in shardings(split))
+    sharded = (replace_shared(split, sharding=sharding) for sharding in list_shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
@@ -362,9 +366,13 @@ def _fitting(request: Request, plain: RunSpec, ways: Sequence[Recompute]) -> Run
 
 def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
     """Legal combinations of one split."""
-    kinds = len(recomputes(template)) * len(comm_types(template, split)) * len(shardings(split))
+    kinds = (
+        len(list_recomputes(template))
+        * len(list_cp_comm_types(template, split))
+        * len(list_shardings(split))
+    )
     samples = template.batch.global_batch_size // split.data
-    each = (virtual_stages(template.shape, split, samples // size) for size in sizes)
+    each = (list_virtual_stages(template.shape, split, samples // size) for size in sizes)
     return kinds * sum(map(len, each))
 
 
@@ -376,21 +384,21 @@ def _slowest_kept(best: dict[Parallelism, Candidate], kept: int) -> float:
     return heapq.nsmallest(kept, (c.seconds.total for c in best.values()))[-1]
 
 
-def single_axis_candidates(request: Request) -> list[Candidate]:
+def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
     """Those that are legal on this many devices with this global batch, fastest first.
 
     The kit scales a model's batch with its devices; where that is not the requested global batch
     there is nothing to compare, and the list is empty.
     """
     devices = request.cluster.devices
-    names = ["baseline"] if devices == 1 else [f"{word}{devices}" for word in WORDS]
+    names = ["baseline"] if devices == 1 else [f"{word}{devices}" for word in SINGLE_AXIS_CODES]
     found = []
     for name in names:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
         batch = batch_for(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
         if batch.global_batch_size == request.global_batch and not violations(spec):
-            found.append(evaluate(request, spec))
+            found.append(evaluate_configuration(request, spec))
     return sorted(found, key=lambda candidate: candidate.seconds.total)
 
 
@@ -405,35 +413,35 @@ class Scaling:
     """Tokens a second and device, relative to the smallest; same global batch."""
 
 
-def training_days(plan: Plan, tokens: float) -> float | None:
+def estimate_training_days(plan: Plan, tokens: float) -> float | None:
     """Days to train on `tokens` tokens with the plan's winner, without interruptions."""
     return tokens / plan.winner.tokens_per_second / SECONDS_A_DAY if plan.winner else None
 
 
-def scaling(plan: Plan) -> Scaling | None:
+def compare_with_fewest_devices(plan: Plan) -> Scaling | None:
     """Efficiency against the smallest fitting power of two up to the plan's own size."""
     if plan.winner is None:
         return None
     own = plan.request.cluster.devices
     for devices in (2**doublings for doublings in range((own - 1).bit_length())):
-        if fewer := search_configurations(resized(plan.request, devices), kept=1).winner:
+        if fewer := search_configurations(resize_request(plan.request, devices), kept=1).winner:
             rate = fewer.tokens_per_second / devices
             return Scaling(devices, fewer.strategy, plan.winner.tokens_per_second / own / rate)
     return Scaling(own, plan.winner.strategy, 1.0)
 
 
-def devices_needed(request: Request) -> int | None:
+def find_devices_needed(request: Request) -> int | None:
     """The smallest doubling of the request's devices on which the model fits; None up to 65536."""
     devices = request.cluster.devices * 2
     while devices <= _MOST_DEVICES:
-        grown = resized(request, devices, request.global_batch * devices)
+        grown = resize_request(request, devices, request.global_batch * devices)
         if search_configurations(grown, kept=1).winner is not None:
             return devices
         devices *= 2
     return None
 
 
-def resized(request: Request, devices: int, global_batch: int | None = None) -> Request:
+def resize_request(request: Request, devices: int, global_batch: int | None = None) -> Request:
     """The same on another number of devices, with another global batch if one is given."""
     batch = global_batch or request.global_batch
     template = request.template

@@ -26,9 +26,15 @@ from parakit.costs import (
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural
-from parakit.planner.advice import advice_sentences, binding
-from parakit.planner.request import EXPERT_TENSOR, ignored_flags, why_ignored
-from parakit.planner.search import Candidate, Plan, Request, Scaling, single_axis_candidates
+from parakit.planner.advice import advice_sentences, name_bottleneck
+from parakit.planner.request import EXPERT_TENSOR, explain_ignored_flag, list_ignored_flags
+from parakit.planner.search import (
+    Candidate,
+    Plan,
+    Request,
+    Scaling,
+    evaluate_single_axis_strategies,
+)
 from parakit.planner.time import iteration
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit
@@ -38,7 +44,7 @@ _NAMED = 3
 """Of tied strategies, those that a heading names."""
 
 
-def plan_as_data(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[str, Any]:
+def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[str, Any]:
     """Everything a reader may want of a plan that has a winner; bytes, seconds, tokens a second."""
     request, lightest = plan.request, plan.lightest
     cluster, template = request.cluster, request.template
@@ -57,22 +63,24 @@ def plan_as_data(plan: Plan, days: float | None, scaled: Scaling | None) -> dict
         "seq_length": template.shape.seq_length,
         "dtype": template.dtype,
         "calibration": cluster.calibration.source,
-        **ignored_as_data(ignored_flags(request, laid=False)),
+        **encode_ignored_flags(list_ignored_flags(request, laid=False)),
         "legal_configurations": plan.legal,
         "advice": advice_sentences(plan),
-        "binding": binding(plan),
-        "winner": candidate_as_data(request, plan.ranked[0]),
-        "ranked": [candidate_as_data(request, candidate) for candidate in plan.ranked],
+        "binding": name_bottleneck(plan),
+        "winner": encode_candidate(request, plan.ranked[0]),
+        "ranked": [encode_candidate(request, candidate) for candidate in plan.ranked],
         "tied": [candidate.strategy for candidate in plan.tied],
-        "lightest": candidate_as_data(request, lightest) if lightest else None,
-        "named": [candidate_as_data(request, each) for each in single_axis_candidates(request)],
+        "lightest": encode_candidate(request, lightest) if lightest else None,
+        "named": [
+            encode_candidate(request, each) for each in evaluate_single_axis_strategies(request)
+        ],
         "training_days": days,
         "scaling": asdict(scaled) if scaled else None,
         "assumptions": [*MEMORY_ASSUMPTIONS, *iteration.ASSUMPTIONS],
     }
 
 
-def candidate_as_data(request: Request, candidate: Candidate) -> dict[str, Any]:
+def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
     """One configuration with its memory, communication and time by component."""
     spec = candidate.spec
     return {
@@ -130,12 +138,12 @@ def print_plan(
     rankings = [_ranking(plan.ranked, best)]
     if plan.lightest:
         rankings.append(_ranking([plan.lightest], "Least memory"))
-    if named := single_axis_candidates(plan.request):
+    if named := evaluate_single_axis_strategies(plan.request):
         rankings.append(_ranking(named, "As make train-<strategy> runs them"))
     for ranking in rankings:
         console.print(rich_table(ranking.fitting(console.width)))
     console.print(rich_table(_details(winner)))
-    print_ignored(ignored_flags(plan.request, laid=False), console)
+    print_ignored(list_ignored_flags(plan.request, laid=False), console)
 
 
 def print_command(plan: Plan, console: Console) -> None:
@@ -199,7 +207,7 @@ def trained_vocabulary_sentence(spec: RunSpec) -> str:
     return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
-def ignored_as_data(flags: Sequence[str]) -> dict[str, list[str]]:
+def encode_ignored_flags(flags: Sequence[str]) -> dict[str, list[str]]:
     """Flags that a prediction is made without, and those of them that the kit does not know at all."""
     return {"ignored_flags": [*flags], "unknown_flags": [*unlisted_flags(flags)]}
 
@@ -207,7 +215,7 @@ def ignored_as_data(flags: Sequence[str]) -> dict[str, list[str]]:
 def print_ignored(flags: Sequence[str], console: Console) -> None:
     """Print which flags a prediction is made without."""
     if flags:
-        named = ", ".join(f"{flag} ({why_ignored(flag)})" for flag in flags)
+        named = ", ".join(f"{flag} ({explain_ignored_flag(flag)})" for flag in flags)
         console.print(f"Not part of the prediction: {named}.", style="bold yellow")
 
 

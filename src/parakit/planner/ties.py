@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from parakit.config.run import RunSpec
 from parakit.planner.verdict import memory_error
 
-TIED = 1.03
+TIE_RATIO = 1.03
 """Times of the fastest within which strategies are tied: of published pairs that differ in strategy
 alone and are predicted as near, which one is faster is said rightly of 56%, and of 69% at 3 to 5%."""
 
@@ -15,10 +15,10 @@ alone and are predicted as near, which one is faster is said rightly of 56%, and
 def are_tied(one: float, other: float) -> bool:
     """Whether two times differ by less than is known."""
     faster, slower = sorted((one, other))
-    return slower <= TIED * faster
+    return slower <= TIE_RATIO * faster
 
 
-def preferred(seconds: Mapping[RunSpec, float], held: Callable[[RunSpec], int]) -> RunSpec:
+def choose_preferred(seconds: Mapping[RunSpec, float], held: Callable[[RunSpec], int]) -> RunSpec:
     """Of runs tied with the fastest the one with the least memory; where that too differs by less than
     its error, with the fewest dimensions of parallelism.
 

@@ -10,9 +10,9 @@ from parakit.costs import PredictedMemory
 from parakit.formatting.units import gib
 from parakit.planner.time.cluster import Cluster
 
-MOST_RECOMMENDED = 0.95
+MOST_RECOMMENDED_FRACTION = 0.95
 """The fraction of a device's memory above which no plan is recommended."""
-CLOSE = 0.90
+CLOSE_FRACTION = 0.90
 """The fraction of a device's memory above which a run is close."""
 MEMORY_RESERVE = 0.03
 """The fraction of a device's memory that lies unusable between blocks in use."""
@@ -38,7 +38,7 @@ def memory_error(spec: RunSpec) -> float:
 
 def recommended_bytes(device_bytes: int) -> int:
     """Return the most bytes of a device that a recommended plan may hold."""
-    return int(device_bytes * MOST_RECOMMENDED)
+    return int(device_bytes * MOST_RECOMMENDED_FRACTION)
 
 
 def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
@@ -53,12 +53,12 @@ def _trained(memory: PredictedMemory, cluster: Cluster) -> PredictedMemory:
     return replace(memory, gradients=0, main_parameters=0, optimizer_state=0)
 
 
-def fit_of(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
+def judge_fit_on_cluster(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
     """Return the verdict on a run whose fullest rank holds this on a device of the cluster."""
-    return fit_within(spec, _trained(memory, cluster), cluster.device.memory_bytes)
+    return judge_fit(spec, _trained(memory, cluster), cluster.device.memory_bytes)
 
 
-def fit_within(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
+def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
     """Return the verdict on a run whose fullest rank holds this and has so many bytes.
 
     A run fits up to `CLOSE` of the device, if the error of such predictions leaves it below the usable
@@ -69,7 +69,7 @@ def fit_within(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit
     if memory.needed > device_bytes * (1 + _error_above(spec)):
         return Fit.DOES_NOT_FIT
     usable = device_bytes * (1 - MEMORY_RESERVE) * (1 - memory_error(spec))
-    if memory.total <= device_bytes * CLOSE and memory.needed <= usable:
+    if memory.total <= device_bytes * CLOSE_FRACTION and memory.needed <= usable:
         return Fit.FITS
     return Fit.CLOSE
 
@@ -85,7 +85,7 @@ def _error_above(spec: RunSpec) -> float:
     return memory_error(spec) if spec.parallelism.sharding.shards_weights else 0.0
 
 
-def close_reason(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> str:
+def explain_close_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> str:
     """Return why only a try tells whether a close run fits."""
     error = f"predictions of its kind are missed by up to {memory_error(spec):.0%}"
     if memory.needed <= device_bytes < memory.total:

@@ -14,19 +14,23 @@ from parakit.config.hardware import Device
 from parakit.config.published import load_published
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
-from parakit.logs import device_named, device_of_arguments, find_run_folders, load_runs
-from parakit.planner import ReadingsError, RequestError, add_rows
+from parakit.logs import find_device_in_arguments, find_device_name, find_run_folders, load_runs
+from parakit.planner import MeasurementsError, RequestError, add_rows
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
     BaselineError,
     compare_with_baseline,
     read_baseline,
 )
-from parakit.reporting.analyse.planned import OwnMeasurements, own_measurements, planned
+from parakit.reporting.analyse.planned import (
+    OwnMeasurements,
+    collect_own_measurements,
+    predict_rows,
+)
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.canvas import can_draw
 from parakit.reporting.render.files import FinishedReport, write_report
-from parakit.reporting.render.sentences import some_of
+from parakit.reporting.render.sentences import join_first_names
 
 EXIT_UNDECIDED = 3
 
@@ -75,7 +79,9 @@ def build(options: BuildOptions, console: Console) -> int:
     report = finished.report
     finished.show(console)
     if options.readings:
-        for sentence in _add_measurements(options.readings, own_measurements(report.entries)):
+        for sentence in _add_measurements(
+            options.readings, collect_own_measurements(report.entries)
+        ):
             say(console, sentence)
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
@@ -113,12 +119,14 @@ def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
                 f"{relative_to_root(path)} has {rows}, {new} of them new: "
                 "'make plan' and the next report correct predictions for the same devices by them."
             )
-        except ReadingsError as error:
+        except MeasurementsError as error:
             yield str(error)
         except OSError as error:
             yield f"{path} cannot be written: {error.strerror}."
     if measured.left_out:
-        reasons = [f"{some_of(names)} ({reason})" for reason, names in measured.left_out.items()]
+        reasons = [
+            f"{join_first_names(names)} ({reason})" for reason, names in measured.left_out.items()
+        ]
         yield f"Left out of {relative_to_root(path)}: {'; '.join(reasons)}."
 
 
@@ -130,14 +138,14 @@ def _report(name: str, options: BuildOptions) -> Report:
         if run.is_foreign and run.path.is_file():
             # As it was given for all of them, else as the log names it.
             named = options.device.nvml_names[0] if options.device else ""
-            device = named or device_named(run.path) or device_of_arguments(run.arguments)
-        runs[place] = replace(run, device=device, repeats=options.repeats.get(run.path, ""))
+            device = named or find_device_name(run.path) or find_device_in_arguments(run.arguments)
+        runs[place] = replace(run, device=device, repeats_name=options.repeats.get(run.path, ""))
     # Runs that were named are all wanted, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     report = build_report(name, runs, load_published(), problems, all_conditions)
     try:
-        predicted = planned(report.entries, options.runs_root, options.readings)
-    except (ReadingsError, RequestError) as error:
+        predicted = predict_rows(report.entries, options.runs_root, options.readings)
+    except (MeasurementsError, RequestError) as error:
         predicted = ()
         report = replace(report, problems=(*report.problems, str(error)))
     return replace(report, planned=predicted)

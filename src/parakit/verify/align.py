@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from parakit.artifacts.capture import (
-    EARLIER,
+    EARLIER_ITERATION_PREFIX,
     LOSS,
-    RECOMPUTED,
+    RECOMPUTED_PREFIX,
     CapturedRank,
     CaptureStage,
-    Site,
+    TensorKey,
     TensorRecord,
 )
 from parakit.verify.captured import Array, Capture, RankCapture
@@ -68,15 +68,15 @@ class ActivationAligner:
         self._has_other_micro_batches = (
             strategy.first.micro_batch_size != reference.first.micro_batch_size
         )
-        self._holders: dict[tuple[Site, int], tuple[RankCapture, TensorRecord]] = {}
+        self._holders: dict[tuple[TensorKey, int], tuple[RankCapture, TensorRecord]] = {}
         """The first rank of the reference with a tensor of a micro batch, by its global number."""
-        self._quadratic_means: dict[Site, float] = {}
+        self._quadratic_means: dict[TensorKey, float] = {}
         for rank_capture in reference.ranks:
             data_rank, data_size = rank_capture.rank.data
             for record in rank_capture.records:
-                if record.placement is None and record.site.micro_batch is not None:
-                    number = record.site.micro_batch * data_size + data_rank
-                    key = (_strip_micro_batch(record.site), number)
+                if record.placement is None and record.tensor_key.micro_batch is not None:
+                    number = record.tensor_key.micro_batch * data_size + data_rank
+                    key = (_strip_micro_batch(record.tensor_key), number)
                     self._holders.setdefault(key, (rank_capture, record))
 
     def align(self, rank_capture: RankCapture, record: TensorRecord) -> Alignment:
@@ -85,14 +85,14 @@ class ActivationAligner:
         Activation gradients of the reference are multiplied so that their loss is scaled as the strategy's
         is. A loss or number of tokens of one part of the sequence is summed over all parts.
         """
-        site, rank = record.site, rank_capture.rank
+        tensor_key, rank = record.tensor_key, rank_capture.rank
         ours = rank_capture.values(record)
         if self._has_same_layout:
             return self._align_with_same_rank(rank, record, ours)
-        if site.stage is CaptureStage.LOSS and ours.ndim < 2:
-            ours = self._sum_over_context(rank, site, ours)
+        if tensor_key.stage is CaptureStage.LOSS and ours.ndim < 2:
+            ours = self._sum_over_context(rank, tensor_key, ours)
         is_scalar = ours.ndim < 2 and ours.size == 1
-        if self._has_other_micro_batches and (is_in_expert(site.name) or is_scalar):
+        if self._has_other_micro_batches and (is_in_expert(tensor_key.name) or is_scalar):
             return self._align_over_global_batch(rank_capture, record)
         full = self._read_full_tensor(rank, record)
         if full is None:
@@ -101,22 +101,22 @@ class ActivationAligner:
         if part is None:
             shapes = f"{list(record.shape)} of the reference's {list(full.values.shape)}"
             return Alignment(None, None, f"its shape {shapes} follows no known split")
-        if site.stage is not CaptureStage.ACTIVATION_GRADIENTS or is_recomputed(site):
+        if tensor_key.stage is not CaptureStage.ACTIVATION_GRADIENTS or is_recomputed(tensor_key):
             return Alignment(ours, part)
         scale = micro_batch_loss_scale(rank) / full.loss_scale
         return Alignment(ours, part * np.float32(scale), scale=scale)
 
-    def quadratic_mean(self, site: Site) -> float:
-        """Return the quadratic mean of the reference's elements of a site, over all micro batches.
+    def quadratic_mean(self, tensor_key: TensorKey) -> float:
+        """Return the quadratic mean of the reference's elements of a tensor key, over all micro batches.
 
         The mean is 0 if the reference has no such tensor.
         """
-        key = _strip_micro_batch(site)
+        key = _strip_micro_batch(tensor_key)
         if key not in self._quadratic_means:
             values = [
                 holder.values(record).astype(np.float64).ravel()
-                for (holder_site, _), (holder, record) in self._holders.items()
-                if holder_site == key
+                for (holder_tensor_key, _), (holder, record) in self._holders.items()
+                if holder_tensor_key == key
             ]
             squares = np.square(np.concatenate(values)) if values else np.zeros(1)
             mean = float(np.sqrt(squares.mean())) if squares.size else 0.0
@@ -128,15 +128,15 @@ class ActivationAligner:
     ) -> Alignment:
         """Align with the same rank of a reference of the same layout."""
         rank_capture = self._reference.ranks[rank.rank]
-        stripped = _strip_micro_batch(record.site)
-        site = Site(
+        stripped = _strip_micro_batch(record.tensor_key)
+        tensor_key = TensorKey(
             stripped.stage,
             stripped.name,
             slot=stripped.slot,
-            micro_batch=record.site.micro_batch,
+            micro_batch=record.tensor_key.micro_batch,
             call=stripped.call,
         )
-        reference_record = rank_capture.first_records.get(site)
+        reference_record = rank_capture.first_records.get(tensor_key)
         if reference_record is None:
             return _NO_SUCH_TENSOR
         if reference_record.shape != record.shape:
@@ -149,7 +149,11 @@ class ActivationAligner:
     def _cut_part(self, full: Array, record: TensorRecord, rank: CapturedRank) -> Array | None:
         """Return the rank's part of a full tensor; None if no known split gives the record's shape."""
         part = _cut_part(
-            full, record.shape, rank=rank, reference=self._reference.first, site=record.site
+            full,
+            record.shape,
+            rank=rank,
+            reference=self._reference.first,
+            tensor_key=record.tensor_key,
         )
         if part is None and full.ndim > 2:
             # The embedding's output has the batch first, but with sequence parallelism Megatron
@@ -159,7 +163,7 @@ class ActivationAligner:
                 record.shape,
                 rank=rank,
                 reference=self._reference.first,
-                site=record.site,
+                tensor_key=record.tensor_key,
             )
         return part
 
@@ -167,8 +171,8 @@ class ActivationAligner:
         self, rank: CapturedRank, record: TensorRecord
     ) -> _ReferenceTensor | None:
         """Return the reference's tensor for the tokens of which the rank has all or a part; None if absent."""
-        if is_in_expert(record.site.name):
-            return self._read_expert_rows(rank, record.site)
+        if is_in_expert(record.tensor_key.name):
+            return self._read_expert_rows(rank, record.tensor_key)
         return self._read_micro_batch(rank, record)
 
     def _read_micro_batch(
@@ -178,7 +182,7 @@ class ActivationAligner:
 
         The samples may be some of a micro batch of the reference, or span several.
         """
-        micro_batch = record.site.micro_batch
+        micro_batch = record.tensor_key.micro_batch
         assert micro_batch is not None
         number = micro_batch * rank.data[1] + rank.data[0]
         if not self._has_other_micro_batches:
@@ -204,7 +208,7 @@ class ActivationAligner:
 
     def _read_reference(self, record: TensorRecord, number: int) -> _ReferenceTensor | None:
         """Return the reference's tensor of its micro batch `number`; None if it has none."""
-        holder = self._holders.get((_strip_micro_batch(record.site), number))
+        holder = self._holders.get((_strip_micro_batch(record.tensor_key), number))
         if holder is None:
             return None
         rank_capture, reference_record = holder
@@ -220,15 +224,15 @@ class ActivationAligner:
         Micro batches of another size have other sums, but their total is the same. This holds for losses
         alone; any other tensor is not aligned.
         """
-        site, rank = record.site, rank_capture.rank
-        if site.stage is not CaptureStage.LOSS or is_recomputed(site):
+        tensor_key, rank = record.tensor_key, rank_capture.rank
+        if tensor_key.stage is not CaptureStage.LOSS or is_recomputed(tensor_key):
             obstacle = "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
             return Alignment(None, None, obstacle)
-        stripped = _strip_micro_batch(site)
+        stripped = _strip_micro_batch(tensor_key)
         reference_values = [
             holder.values(reference_record)
-            for (holder_site, _), (holder, reference_record) in self._holders.items()
-            if holder_site == stripped
+            for (holder_tensor_key, _), (holder, reference_record) in self._holders.items()
+            if holder_tensor_key == stripped
         ]
         if not reference_values:
             return _NO_SUCH_TENSOR
@@ -243,13 +247,15 @@ class ActivationAligner:
             if not is_data_parallel_copy:
                 continue
             for other_record in other_capture.records:
-                other_site = other_record.site
-                if _strip_micro_batch(other_site) == stripped and not is_recomputed(other_site):
+                other_tensor_key = other_record.tensor_key
+                if _strip_micro_batch(other_tensor_key) == stripped and not is_recomputed(
+                    other_tensor_key
+                ):
                     values = other_capture.values(other_record)
-                    our_values.append(self._sum_over_context(other, other_site, values))
+                    our_values.append(self._sum_over_context(other, other_tensor_key, values))
         return Alignment(np.sum(our_values, axis=0), np.sum(reference_values, axis=0))
 
-    def _sum_over_context(self, rank: CapturedRank, site: Site, values: Array) -> Array:
+    def _sum_over_context(self, rank: CapturedRank, tensor_key: TensorKey, values: Array) -> Array:
         """Return a loss, or a number of tokens, summed over the context-parallel group of a rank."""
         for other_capture in self._strategy.ranks:
             other = other_capture.rank
@@ -259,20 +265,22 @@ class ActivationAligner:
                 rank.pipeline,
             )
             if is_same_group and other.context[0] != rank.context[0]:
-                values = values + other_capture.values(other_capture.first_records[site])
+                values = values + other_capture.values(other_capture.first_records[tensor_key])
         return values
 
-    def _read_expert_rows(self, rank: CapturedRank, site: Site) -> _ReferenceTensor | None:
+    def _read_expert_rows(
+        self, rank: CapturedRank, tensor_key: TensorKey
+    ) -> _ReferenceTensor | None:
         """Return the reference's rows for the tokens that an expert on this rank has.
 
         The rows are in the order of the ranks that send tokens (`expert_sources`). None means that the
         reference lacks a micro batch, or that its routing does not tell which rows a sender has.
         """
-        assert site.micro_batch is not None
+        assert tensor_key.micro_batch is not None
         rows_of_senders, loss_scale = [], 1.0
         for data_rank, context_rank, tensor_rank in rank.expert_sources:
-            number = site.micro_batch * rank.data[1] + data_rank
-            holder = self._holders.get((_strip_micro_batch(site), number))
+            number = tensor_key.micro_batch * rank.data[1] + data_rank
+            holder = self._holders.get((_strip_micro_batch(tensor_key), number))
             if holder is None:
                 return None
             rank_capture, record = holder
@@ -280,7 +288,7 @@ class ActivationAligner:
             if rows is not None and (rank.context[1] > 1 or rank.sequence_parallel):
                 sender = (context_rank, tensor_rank if rank.sequence_parallel else 0)
                 rows = self._select_sender_rows(
-                    rows, rank, module=site.name, number=number, sender=sender
+                    rows, rank, module=tensor_key.name, number=number, sender=sender
                 )
             if rows is None:
                 return None
@@ -328,27 +336,27 @@ def layout_signature(rank: CapturedRank) -> tuple[object, ...]:
     return (rank.degrees, rank.micro_batch_size, rank.micro_batches)
 
 
-def _strip_micro_batch(site: Site) -> Site:
-    """Return the site without its micro batch; for a recomputed tensor, that of the first forward pass."""
-    stage = site.stage
-    if is_recomputed(site):
-        stage = CaptureStage.LOSS if site.name == LOSS else CaptureStage.OUTPUTS
-    slot = site.slot.removeprefix(RECOMPUTED)
-    return Site(stage, site.name, slot=slot, micro_batch=None, call=site.call)
+def _strip_micro_batch(tensor_key: TensorKey) -> TensorKey:
+    """Return the tensor key without its micro batch; for a recomputed tensor, that of the first forward pass."""
+    stage = tensor_key.stage
+    if is_recomputed(tensor_key):
+        stage = CaptureStage.LOSS if tensor_key.name == LOSS else CaptureStage.OUTPUTS
+    slot = tensor_key.slot.removeprefix(RECOMPUTED_PREFIX)
+    return TensorKey(stage, tensor_key.name, slot=slot, micro_batch=None, call=tensor_key.call)
 
 
-def list_activation_sites(capture: Capture) -> dict[Site, None]:
-    """Return the sites of all activations without micro batches, in order of computation.
+def list_activation_tensor_keys(capture: Capture) -> dict[TensorKey, None]:
+    """Return the tensor keys of all activations without micro batches, in order of computation.
 
     What routers chose in earlier iterations is left out. The result is a dict to be an ordered set.
     """
     return {
-        _strip_micro_batch(record.site): None
+        _strip_micro_batch(record.tensor_key): None
         for rank_capture in capture.ranks
         for record in rank_capture.records
         if record.placement is None
-        and record.site.micro_batch is not None
-        and not record.site.slot.startswith(EARLIER)
+        and record.tensor_key.micro_batch is not None
+        and not record.tensor_key.slot.startswith(EARLIER_ITERATION_PREFIX)
     }
 
 
@@ -357,9 +365,9 @@ def has_distinct_tokens(rank: CapturedRank) -> bool:
     return rank.sequence_parallel or rank.tensor[0] == 0
 
 
-def is_recomputed(site: Site) -> bool:
+def is_recomputed(tensor_key: TensorKey) -> bool:
     """Return True if a recomputed forward pass gave the tensor."""
-    return site.slot.startswith(RECOMPUTED)
+    return tensor_key.slot.startswith(RECOMPUTED_PREFIX)
 
 
 def is_in_expert(name: str) -> bool:
@@ -367,14 +375,14 @@ def is_in_expert(name: str) -> bool:
     return EXPERTS in name
 
 
-def find_router(name: str) -> tuple[Site, int | None]:
-    """Return the site of the routing map of an expert's layer, and the expert's number.
+def find_router(name: str) -> tuple[TensorKey, int | None]:
+    """Return the tensor key of the routing map of an expert's layer, and the expert's number.
 
     The number is None if `name` is not a module of a single expert.
     """
     layer, _, expert = name.partition(f"{EXPERTS}.local_experts.")
     number = int(expert.partition(".")[0]) if expert else None
-    return Site(CaptureStage.OUTPUTS, f"{layer}.router", "output.1"), number
+    return TensorKey(CaptureStage.OUTPUTS, f"{layer}.router", "output.1"), number
 
 
 def micro_batch_loss_scale(rank: CapturedRank) -> float:
@@ -434,7 +442,7 @@ def _cut_part(
     *,
     rank: CapturedRank,
     reference: CapturedRank,
-    site: Site,
+    tensor_key: TensorKey,
 ) -> Array | None:
     """Return the part of `full` that a rank's tensor of `shape` is; None if no known split gives it.
 
@@ -451,15 +459,17 @@ def _cut_part(
         shape_of_one = (shape[0] // num_sequences, *shape[1:])
         parts = []
         for sequence in np.split(full, num_sequences):
-            part = _cut_part(sequence, shape_of_one, rank=rank, reference=reference, site=site)
+            part = _cut_part(
+                sequence, shape_of_one, rank=rank, reference=reference, tensor_key=tensor_key
+            )
             if part is None:
                 return None
             parts.append(part)
         return np.concatenate(parts)
-    tensor = rank.expert_tensor if is_in_expert(site.name) else rank.tensor
+    tensor = rank.expert_tensor if is_in_expert(tensor_key.name) else rank.tensor
     tensor_rank, tensor_size = tensor
     # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence.
-    is_sequence_passed = is_in_expert(site.name)
+    is_sequence_passed = is_in_expert(tensor_key.name)
     for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
         if full_size == size:
             is_sequence_passed |= full_size == length
@@ -475,7 +485,7 @@ def _cut_part(
             ratio = full_size // size
             cut = _cut_sequence(full, axis, ratio=ratio, rank=rank, reference=reference)
         elif full_size // size == tensor_size:
-            is_gated = rank.gated and GATED in site.name
+            is_gated = rank.gated and GATED in tensor_key.name
             cut = _cut_tensor_parallel(full, axis, tensor=tensor, is_gated=is_gated)
         elif is_shared_group:
             group = tensor_rank * full_size // tensor_size

@@ -25,7 +25,7 @@ from parakit.artifacts.capture import (
     CapturedRank,
     CaptureStage,
     Placement,
-    Site,
+    TensorKey,
     TensorRecord,
     read_index,
     read_rank,
@@ -60,11 +60,11 @@ class RankCapture:
     """Descriptions of the tensors, in the order in which they were computed."""
 
     @cached_property
-    def first_records(self) -> dict[Site, TensorRecord]:
-        """The first record of each site."""
-        records: dict[Site, TensorRecord] = {}
+    def first_records(self) -> dict[TensorKey, TensorRecord]:
+        """The first record of each tensor key."""
+        records: dict[TensorKey, TensorRecord] = {}
         for record in self.records:
-            records.setdefault(record.site, record)
+            records.setdefault(record.tensor_key, record)
         return records
 
     def read_changes(self, file: str) -> dict[tuple[str, str, str], float]:
@@ -171,7 +171,7 @@ class ParameterPart:
         """Identity of the full tensor, which all of its parts share."""
         placement = self.placement
         num_stacked = len(placement.global_shape) - len(self.record.shape)
-        return (placement.key, placement.global_offset[:num_stacked], self.record.site.slot)
+        return (placement.key, placement.global_offset[:num_stacked], self.record.tensor_key.slot)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class ParameterPart:
     @property
     def name(self) -> str:
         """Name of the full parameter."""
-        return full_parameter_name(self.record.site.name)
+        return full_parameter_name(self.record.tensor_key.name)
 
     @property
     def rank(self) -> int:
@@ -217,10 +217,10 @@ def group_parameter_parts(
     parts: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
     for rank_capture in capture.ranks:
         for record in rank_capture.records:
-            site = record.site
-            if site.stage is not stage or record.placement is None:
+            tensor_key = record.tensor_key
+            if tensor_key.stage is not stage or record.placement is None:
                 continue
-            if site.slot.startswith(slot_prefix):
+            if tensor_key.slot.startswith(slot_prefix):
                 part = ParameterPart(rank_capture, record)
                 parts[part.key].append(part)
     return dict(parts)
@@ -232,7 +232,7 @@ def assemble_parameter(parts: list[ParameterPart], capture: Capture) -> Array:
     For local gradients, return what their reduction over the ranks should give.
     """
     first, shape = parts[0], parts[0].full_shape
-    is_local_gradient = first.record.site.stage is CaptureStage.LOCAL_GRADIENTS
+    is_local_gradient = first.record.tensor_key.stage is CaptureStage.LOCAL_GRADIENTS
     if len(parts) == 1 and first.record.shape == shape and not is_local_gradient:
         return first.values()
     full = np.zeros(shape, np.float32)
@@ -310,65 +310,72 @@ def encode_tensor(values: Array, dtype: str) -> memoryview:
     return memoryview(encoded.ravel().view(np.uint8))
 
 
-def order_sites(capture: Capture) -> list[Site]:
-    """Return every site without its micro batch, in the order in which one rank would compute them.
+def order_tensor_keys(capture: Capture) -> list[TensorKey]:
+    """Return every tensor key without its micro batch, in the order in which one rank would compute them.
 
     Consecutive layers of a rank form a chunk. Chunks are ordered by their first layer, and in the backward
     pass the other way round. A tensor that only a later rank of a pipeline stage has, such as one of the
     rank's experts, comes directly before the tensor that follows it on that rank.
     """
-    positions: dict[Site, tuple[int, float, float]] = {}
+    positions: dict[TensorKey, tuple[int, float, float]] = {}
     pipeline_ranks_seen: set[int] = set()
     for rank_capture in capture.ranks:
-        sites = dict.fromkeys(
-            msgspec.structs.replace(record.site, micro_batch=None)
+        tensor_keys = dict.fromkeys(
+            msgspec.structs.replace(record.tensor_key, micro_batch=None)
             for record in rank_capture.records
         )
-        first_layers = _first_layers_of_chunks(sites)
+        first_layers = _first_layers_of_chunks(tensor_keys)
         pipeline_rank = rank_capture.rank.pipeline[0]
         is_later_rank = pipeline_rank in pipeline_ranks_seen
         pipeline_ranks_seen.add(pipeline_rank)
         for stage_index, stage in enumerate(CaptureStage):
-            sites_of_stage = [site for site in sites if site.stage is stage]
+            tensor_keys_of_stage = [
+                tensor_key for tensor_key in tensor_keys if tensor_key.stage is stage
+            ]
             sign = -1 if stage is CaptureStage.ACTIVATION_GRADIENTS else 1
-            chunk_numbers = [first_layers.get(_layer_number(site.name)) for site in sites_of_stage]
+            chunk_numbers = [
+                first_layers.get(_layer_number(tensor_key.name))
+                for tensor_key in tensor_keys_of_stage
+            ]
             known_numbers = (number for number in chunk_numbers if number is not None)
             # Tensors before the first layer, such as the embedding's, come before that layer's chunk.
             chunk = sign * next(known_numbers, 0) - 0.5
             positions_before = (
-                _positions_before_known_sites(sites_of_stage, positions) if is_later_rank else {}
+                _positions_before_known_tensor_keys(tensor_keys_of_stage, positions)
+                if is_later_rank
+                else {}
             )
             last_position = -1.0
-            for site, number in zip(sites_of_stage, chunk_numbers, strict=True):
+            for tensor_key, number in zip(tensor_keys_of_stage, chunk_numbers, strict=True):
                 if number is not None:
                     chunk = sign * number
                 step = _SMALL_STEP if is_later_rank else 1.0
-                position = positions_before.get(site, last_position + step)
-                last_position = positions.setdefault(site, (stage_index, chunk, position))[2]
+                position = positions_before.get(tensor_key, last_position + step)
+                last_position = positions.setdefault(tensor_key, (stage_index, chunk, position))[2]
     return sorted(positions, key=positions.__getitem__)
 
 
-def _first_layers_of_chunks(sites: Mapping[Site, None]) -> dict[int | None, int]:
+def _first_layers_of_chunks(tensor_keys: Mapping[TensorKey, None]) -> dict[int | None, int]:
     """Return the first layer of the chunk that each layer is in, by layer number."""
-    layers = {_layer_number(site.name) for site in sites}
+    layers = {_layer_number(tensor_key.name) for tensor_key in tensor_keys}
     first_layers: dict[int | None, int] = {}
     for layer in sorted(layer for layer in layers if layer is not None):
         first_layers[layer] = first_layers.get(layer - 1, layer)
     return first_layers
 
 
-def _positions_before_known_sites(
-    sites: Sequence[Site], positions: Mapping[Site, tuple[int, float, float]]
-) -> dict[Site, float]:
-    """Return positions for new sites that come before a site with a known position."""
-    new_positions: dict[Site, float] = {}
+def _positions_before_known_tensor_keys(
+    tensor_keys: Sequence[TensorKey], positions: Mapping[TensorKey, tuple[int, float, float]]
+) -> dict[TensorKey, float]:
+    """Return positions for new tensor keys that come before a tensor key with a known position."""
+    new_positions: dict[TensorKey, float] = {}
     next_position: float | None = None
-    for site in reversed(sites):
-        if site in positions:
-            next_position = positions[site][2]
+    for tensor_key in reversed(tensor_keys):
+        if tensor_key in positions:
+            next_position = positions[tensor_key][2]
         elif next_position is not None:
             next_position -= _SMALL_STEP
-            new_positions[site] = next_position
+            new_positions[tensor_key] = next_position
     return new_positions
 
 

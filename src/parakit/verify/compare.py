@@ -21,25 +21,25 @@ from parakit.artifacts.capture import (
     CHOICE,
     COUNTED_ONCE,
     COUNTS,
-    EARLIER,
+    EARLIER_ITERATION_PREFIX,
     INITIAL,
-    REACH,
+    INITIAL_SLOTS,
     SCORES,
     START_WEIGHT,
-    STARTS,
-    UNOBSERVED,
     UNOBSERVED_FILE,
-    UPDATE,
+    UNOBSERVED_GRADIENT,
+    UPDATE_MAGNITUDE,
+    UPDATE_SUFFIX,
     CapturedRank,
     CaptureStage,
-    Site,
+    TensorKey,
     TensorRecord,
 )
 from parakit.verify.align import (
     ActivationAligner,
     has_distinct_tokens,
     is_in_expert,
-    list_activation_sites,
+    list_activation_tensor_keys,
 )
 from parakit.verify.captured import (
     PARAMETERS,
@@ -53,7 +53,7 @@ from parakit.verify.captured import (
     average_local_gradients,
     full_parameter_name,
     group_parameter_parts,
-    order_sites,
+    order_tensor_keys,
 )
 from parakit.verify.comparison import (
     CaptureComparison,
@@ -156,7 +156,7 @@ def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
     for (_, _, slot), error in largest_errors.items():
         # The error of an update is that of the worst row. A row whose gradient is all rounding tells
         # nothing about the updates of other tensors.
-        if not slot.endswith(UPDATE):
+        if not slot.endswith(UPDATE_SUFFIX):
             error_by_slot[slot] = max(error / RESPONSES, error_by_slot.get(slot, 0.0))
     return {
         key: max(error, 2 * error_by_slot.get(key[2], 0.0)) for key, error in largest_errors.items()
@@ -223,14 +223,16 @@ class _Comparer:
         self._names_by_obstacle: defaultdict[str, list[str]] = defaultdict(list)
         self._num_seen = self._num_skipped = self._num_flips = 0
         self._order: dict[ComparisonKey, float] = {}
-        for site in order_sites(reference):
-            self._order.setdefault(_make_key(site), float(len(self._order)))
+        for tensor_key in order_tensor_keys(reference):
+            self._order.setdefault(_make_key(tensor_key), float(len(self._order)))
         # A tensor that the strategy alone has, such as a recomputed one, comes directly after the tensor
         # that the strategy computes before it.
         for rank_capture in strategy.ranks:
             position = -1.0
             for record in rank_capture.records:
-                position = self._order.setdefault(_make_key(record.site), position + _SMALL_STEP)
+                position = self._order.setdefault(
+                    _make_key(record.tensor_key), position + _SMALL_STEP
+                )
 
     def result(self) -> CaptureComparison:
         """Return the comparisons so far, in the order in which an iteration computes the tensors."""
@@ -256,7 +258,7 @@ class _Comparer:
         None means that the reference captured no tensors at the start of the iteration.
         """
         parts_by_key = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
-        starts = [parts for key, parts in parts_by_key.items() if key[2] in STARTS]
+        starts = [parts for key, parts in parts_by_key.items() if key[2] in INITIAL_SLOTS]
         num_constant = 0
         for parts in starts:
             values = [part.values().ravel() for part in parts]
@@ -269,8 +271,8 @@ class _Comparer:
         tensors = []
         for rank_capture in self._strategy.ranks:
             for record in rank_capture.records:
-                site = record.site
-                if _make_key(site) != key or site.micro_batch != micro_batch:
+                tensor_key = record.tensor_key
+                if _make_key(tensor_key) != key or tensor_key.micro_batch != micro_batch:
                     continue
                 aligned = self._aligner.align(rank_capture, record)
                 if aligned.ours is not None and aligned.reference is not None:
@@ -343,39 +345,39 @@ class _Comparer:
         for rank_capture in self._strategy.ranks:
             rank = rank_capture.rank
             for record in rank_capture.records:
-                site = record.site
-                if record.placement is not None or site.micro_batch is None:
+                tensor_key = record.tensor_key
+                if record.placement is not None or tensor_key.micro_batch is None:
                     continue
-                if site.slot.endswith(CHOICE):
+                if tensor_key.slot.endswith(CHOICE):
                     self._compare_routing(rank_capture, record)
                     continue
-                if site.slot.startswith(EARLIER):
+                if tensor_key.slot.startswith(EARLIER_ITERATION_PREFIX):
                     continue
                 self._num_seen += 1
                 aligned = self._aligner.align(rank_capture, record)
                 if aligned.ours is None or aligned.reference is None:
-                    self._skip(aligned.obstacle, f"{site.name} {site.slot}")
+                    self._skip(aligned.obstacle, f"{tensor_key.name} {tensor_key.slot}")
                     continue
-                if self._is_overflow(site.stage, aligned.ours, aligned.reference):
-                    self._skip(_OVERFLOW, f"{site.name} {site.slot}")
+                if self._is_overflow(tensor_key.stage, aligned.ours, aligned.reference):
+                    self._skip(_OVERFLOW, f"{tensor_key.name} {tensor_key.slot}")
                     continue
                 tensor = ComparedTensor(
                     rank.rank,
-                    site.micro_batch,
+                    tensor_key.micro_batch,
                     ours=aligned.ours,
                     reference=aligned.reference,
                 )
-                if _may_be_partial_sum(rank, site):
+                if _may_be_partial_sum(rank, tensor_key):
                     reference_bytes = tensor.reference.tobytes()
-                    group = (site, rank.data, rank.context, rank.expert, reference_bytes)
+                    group = (tensor_key, rank.data, rank.context, rank.expert, reference_bytes)
                     summed.setdefault(group, []).append((record, tensor))
                 else:
-                    comparison = self._get_comparison(_make_key(site), record)
-                    error = self._error_of_part(comparison, tensor, site, scale=aligned.scale)
+                    comparison = self._get_comparison(_make_key(tensor_key), record)
+                    error = self._error_of_part(comparison, tensor, tensor_key, scale=aligned.scale)
                     comparison.add(tensor, error)
         for group_tensors in summed.values():
             record = group_tensors[0][0]
-            comparison = self._get_comparison(_make_key(record.site), record)
+            comparison = self._get_comparison(_make_key(record.tensor_key), record)
             _add_sum_or_copies(comparison, [tensor for _, tensor in group_tensors])
 
     def _is_overflow(self, stage: CaptureStage, *tensors: Array) -> bool:
@@ -394,7 +396,7 @@ class _Comparer:
         self,
         comparison: TensorComparison,
         tensor: ComparedTensor,
-        site: Site,
+        tensor_key: TensorKey,
         scale: float,
     ) -> float:
         """Return the relative error of a rank's part, reduced if all elements of the part are small.
@@ -406,7 +408,7 @@ class _Comparer:
         error = relative_error(tensor.ours, tensor.reference)
         if not 0 < comparison.tolerance < error < np.inf:
             return error
-        mean_of_full_tensor = self._aligner.quadratic_mean(site) * scale
+        mean_of_full_tensor = self._aligner.quadratic_mean(tensor_key) * scale
         expected_norm = mean_of_full_tensor * np.sqrt(tensor.reference.size)
         return error * min(1.0, float(np.linalg.norm(tensor.reference) / expected_norm))
 
@@ -416,19 +418,23 @@ class _Comparer:
         Ties are counted in every iteration. Choices of iterations before the captured one are not
         compared otherwise.
         """
-        site = record.site
-        scores_site = msgspec.structs.replace(site, slot=site.slot.replace(CHOICE, SCORES))
-        scores_record = rank_capture.first_records[scores_site]
+        tensor_key = record.tensor_key
+        scores_tensor_key = msgspec.structs.replace(
+            tensor_key, slot=tensor_key.slot.replace(CHOICE, SCORES)
+        )
+        scores_record = rank_capture.first_records[scores_tensor_key]
         choice = self._aligner.align(rank_capture, record)
         scores = self._aligner.align(rank_capture, scores_record)
-        is_earlier = site.slot.startswith(EARLIER)
+        is_earlier = tensor_key.slot.startswith(EARLIER_ITERATION_PREFIX)
         self._num_seen += not is_earlier
         if choice.ours is None or choice.reference is None or scores.reference is None:
             if not is_earlier:
-                self._skip(choice.obstacle, f"{site.name} {site.slot}")
+                self._skip(choice.obstacle, f"{tensor_key.name} {tensor_key.slot}")
             return
         rank = rank_capture.rank
-        tolerance = self._tolerances.tolerance_for((site.stage, site.name, SCORES), scores_record)
+        tolerance = self._tolerances.tolerance_for(
+            (tensor_key.stage, tensor_key.name, SCORES), scores_record
+        )
         is_flip = find_rounding_flips(
             choice.ours,
             choice.reference,
@@ -440,9 +446,9 @@ class _Comparer:
         if not is_earlier:
             ours = np.where(is_flip[:, None], choice.reference, choice.ours)
             tensor = ComparedTensor(
-                rank.rank, site.micro_batch, ours=ours, reference=choice.reference
+                rank.rank, tensor_key.micro_batch, ours=ours, reference=choice.reference
             )
-            self._get_comparison(_make_key(site), record).add(tensor)
+            self._get_comparison(_make_key(tensor_key), record).add(tensor)
 
     def compare_parameters(self) -> None:
         """Compare gradients, optimizer states, updates and weights with the full tensors."""
@@ -450,13 +456,13 @@ class _Comparer:
             expected = group_parameter_parts(self._reference, stage)
             actual = group_parameter_parts(self._strategy, stage)
             for key, parts in actual.items():
-                if key[2] == REACH:
+                if key[2] == UPDATE_MAGNITUDE:
                     continue
                 self._num_seen += len(parts)
                 if key in expected:
                     self._compare_parameter(stage, key, actual=actual, expected=expected)
                 else:
-                    name = parts[0].record.site.name
+                    name = parts[0].record.tensor_key.name
                     self._skip(_NO_SUCH_PARAMETER, name, num_tensors=len(parts))
 
     def _compare_parameter(
@@ -476,12 +482,12 @@ class _Comparer:
         comparison = self._get_comparison((stage, name, slot), expected[key][0].record)
         if stage is CaptureStage.LOCAL_GRADIENTS:
             self._compare_local_gradients(comparison, parts, full)
-        elif slot.endswith(UPDATE):
+        elif slot.endswith(UPDATE_SUFFIX):
             self._compare_update(comparison, key, parts=parts, expected=expected)
         elif slot == START_WEIGHT:
             self._compare_start(comparison, key, parts=parts, expected=expected)
         else:
-            update_key = (*key[:2], UPDATE)
+            update_key = (*key[:2], UPDATE_SUFFIX)
             has_second_moment = (*key[:2], _SECOND_MOMENT) in self._second_moments
             if slot == _WEIGHT and update_key in actual and has_second_moment:
                 # Adam moves an element whose gradient is nearly all rounding as far as any other, so
@@ -521,7 +527,7 @@ class _Comparer:
             known_slots = {key[2] for key in actual}
             for key, parts in group_parameter_parts(self._reference, stage).items():
                 slot = key[2]
-                if key in actual or slot == REACH:
+                if key in actual or slot == UPDATE_MAGNITUDE:
                     continue
                 self._num_seen += 1
                 record, name = parts[0].record, parts[0].name
@@ -531,11 +537,11 @@ class _Comparer:
                 comparison = self._get_comparison((stage, name, slot), record)
                 comparison.error = 1.0
                 comparison.uncovered += int(np.prod(parts[0].full_shape))
-        sites_of_strategy = list_activation_sites(self._strategy)
-        for site in list_activation_sites(self._reference):
-            if site not in sites_of_strategy:
+        tensor_keys_of_strategy = list_activation_tensor_keys(self._strategy)
+        for tensor_key in list_activation_tensor_keys(self._reference):
+            if tensor_key not in tensor_keys_of_strategy:
                 self._num_seen += 1
-                self._skip(_HELD_BY_NONE, f"{site.name} {site.slot}")
+                self._skip(_HELD_BY_NONE, f"{tensor_key.name} {tensor_key.slot}")
 
     @cached_property
     def _second_moments(self) -> dict[ParameterKey, list[ParameterPart]]:
@@ -545,7 +551,7 @@ class _Comparer:
     @cached_property
     def _update_reaches(self) -> dict[ParameterKey, list[ParameterPart]]:
         """Parts of the reference's `REACH` tensors: how far earlier updates could move each weight."""
-        return group_parameter_parts(self._reference, CaptureStage.WEIGHTS, REACH)
+        return group_parameter_parts(self._reference, CaptureStage.WEIGHTS, UPDATE_MAGNITUDE)
 
     @property
     def _num_earlier_updates(self) -> int:
@@ -565,10 +571,10 @@ class _Comparer:
         Each part's error is added to `comparison`. Updates of an optimizer without second moment are counted
         as not compared.
         """
-        weight_slot = key[2].removesuffix(UPDATE).strip() or _WEIGHT
+        weight_slot = key[2].removesuffix(UPDATE_SUFFIX).strip() or _WEIGHT
         second_moment = self._second_moments.get((*key[:2], _SECOND_MOMENT))
         if second_moment is None:
-            name = parts[0].record.site.name
+            name = parts[0].record.tensor_key.name
             self._skip(_NO_SECOND_MOMENT, name, num_tensors=len(parts))
             return
         weights = expected[*key[:2], weight_slot]
@@ -576,7 +582,7 @@ class _Comparer:
         epsilon = EPSILON[weights[0].record.dtype]
         rounding = float_spacing(assemble_parameter(weights, self._reference), epsilon)
         update = assemble_parameter(expected[key], self._reference)
-        reach = self._update_reaches.get((*key[:2], REACH))
+        reach = self._update_reaches.get((*key[:2], UPDATE_MAGNITUDE))
         if reach and comparison.tolerance >= 1:
             # A row's gradient may be all rounding, and by chance its update is then smaller than earlier
             # updates of the row. The average earlier update therefore counts as rounding.
@@ -608,7 +614,7 @@ class _Comparer:
         is, if its optimizer keeps no second moment.
         """
         full = assemble_parameter(expected[key], self._reference)
-        reach = self._update_reaches.get((*key[:2], REACH))
+        reach = self._update_reaches.get((*key[:2], UPDATE_MAGNITUDE))
         if reach is None and (*key[:2], _SECOND_MOMENT) not in self._second_moments:
             _compare_parts(comparison, parts, full)
             return
@@ -639,43 +645,49 @@ class _Comparer:
             if rank.tensor[1] == 1 or rank.sequence_parallel:
                 continue
             for record in rank_capture.records:
-                if not _is_replicated_output(rank, record.site):
+                if not _is_replicated_output(rank, record.tensor_key):
                     continue
-                group = (record.site, rank.data[0], rank.context[0], rank.pipeline[0])
+                group = (record.tensor_key, rank.data[0], rank.context[0], rank.pipeline[0])
                 holder, holder_record = first_copies.setdefault(group, (rank_capture, record))
                 if rank_capture.tensor_bytes(record) != holder.tensor_bytes(holder_record):
                     tensor = ComparedTensor(
                         rank.rank,
-                        record.site.micro_batch,
+                        record.tensor_key.micro_batch,
                         ours=rank_capture.values(record),
                         reference=holder.values(holder_record),
                     )
-                    comparison = self._get_comparison(_make_key(record.site), record)
+                    comparison = self._get_comparison(_make_key(record.tensor_key), record)
                     comparison.add_copies(tensor, holder.rank.rank)
 
     def compare_scalars(self) -> None:
         """Compare tensors without micro batch or placement: step numbers, and the norm of each rank."""
-        expected: dict[Site, tuple[RankCapture, TensorRecord]] = {}
+        expected: dict[TensorKey, tuple[RankCapture, TensorRecord]] = {}
         for rank_capture, record in _list_scalars(self._reference):
-            expected.setdefault(record.site, (rank_capture, record))
+            expected.setdefault(record.tensor_key, (rank_capture, record))
         reference_names = self._reference_names()
         for rank_capture, record in _list_scalars(self._strategy):
-            if record.site.slot == COUNTS:
+            if record.tensor_key.slot == COUNTS:
                 continue
             self._num_seen += 1
-            site = Site(*NORM) if record.site.stage is CaptureStage.NORM else record.site
-            site = msgspec.structs.replace(site, name=reference_names.get(site.name, site.name))
-            if site not in expected:
-                self._skip(_NO_SUCH_PARAMETER, site.name)
+            tensor_key = (
+                TensorKey(*NORM)
+                if record.tensor_key.stage is CaptureStage.NORM
+                else record.tensor_key
+            )
+            tensor_key = msgspec.structs.replace(
+                tensor_key, name=reference_names.get(tensor_key.name, tensor_key.name)
+            )
+            if tensor_key not in expected:
+                self._skip(_NO_SUCH_PARAMETER, tensor_key.name)
                 continue
-            holder, holder_record = expected[site]
+            holder, holder_record = expected[tensor_key]
             ours, reference = rank_capture.values(record), holder.values(holder_record)
-            is_norm, rank = site.stage is CaptureStage.NORM, rank_capture.rank
+            is_norm, rank = tensor_key.stage is CaptureStage.NORM, rank_capture.rank
             is_norm_computed = rank.clip_gradient or (ours.any() and reference.any())
             if is_norm and not is_norm_computed:
-                self._skip(_NORM_UNUSED, site.name)
+                self._skip(_NORM_UNUSED, tensor_key.name)
                 continue
-            comparison = self._get_comparison(_make_key(site), holder_record)
+            comparison = self._get_comparison(_make_key(tensor_key), holder_record)
             tensor = ComparedTensor(rank.rank, None, ours=ours, reference=reference)
             comparison.add(tensor)
             if is_norm:
@@ -688,7 +700,7 @@ class _Comparer:
         for key, parts in group_parameter_parts(self._strategy, CaptureStage.WEIGHTS).items():
             if key in expected:
                 for part in parts:
-                    names[part.record.site.name] = expected[key][0].record.site.name
+                    names[part.record.tensor_key.name] = expected[key][0].record.tensor_key.name
         return names
 
     def compare_token_counts(self) -> None:
@@ -713,8 +725,8 @@ class _Comparer:
                 continue
             changes = rank_capture.read_changes(UNOBSERVED_FILE)
             for (stage, name, slot), error in changes.items():
-                site = Site(CaptureStage.REDUCED_GRADIENTS, name, slot)
-                record = rank_capture.first_records.get(site)
+                tensor_key = TensorKey(CaptureStage.REDUCED_GRADIENTS, name, slot)
+                record = rank_capture.first_records.get(tensor_key)
                 if (
                     stage != CaptureStage.REDUCED_GRADIENTS
                     or record is None
@@ -724,7 +736,7 @@ class _Comparer:
                 full_name = full_parameter_name(name)
                 key = (CaptureStage.REDUCED_GRADIENTS, full_name, slot)
                 comparison = self._get_comparison(
-                    (CaptureStage.REDUCED_GRADIENTS, full_name, UNOBSERVED), record
+                    (CaptureStage.REDUCED_GRADIENTS, full_name, UNOBSERVED_GRADIENT), record
                 )
                 comparison.tolerance = self._tolerances.tolerance_for(key, record)
                 comparison.error = max(comparison.error, error)
@@ -787,8 +799,8 @@ def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
     """
     stage, _, slot = comparison.key
     is_initialization = slot == INITIAL
-    is_after_start = slot not in STARTS
-    is_last_of_stage = comparison.key == NORM or slot == UNOBSERVED
+    is_after_start = slot not in INITIAL_SLOTS
+    is_last_of_stage = comparison.key == NORM or slot == UNOBSERVED_GRADIENT
     return (
         is_initialization,
         is_after_start,
@@ -864,7 +876,7 @@ def _list_scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]
     """Yield the tensors that are no part of a parameter and belong to no micro batch."""
     for rank_capture in capture.ranks:
         for record in rank_capture.records:
-            if record.placement is None and record.site.micro_batch is None:
+            if record.placement is None and record.tensor_key.micro_batch is None:
                 yield rank_capture, record
 
 
@@ -878,37 +890,37 @@ def _sum_token_counts(
     totals: dict[ComparisonKey, Array] = {}
     first_records: dict[ComparisonKey, TensorRecord] = {}
     for rank_capture, record in _list_scalars(capture):
-        if record.site.slot == COUNTS and has_distinct_tokens(rank_capture.rank):
-            key = _make_key(record.site)
+        if record.tensor_key.slot == COUNTS and has_distinct_tokens(rank_capture.rank):
+            key = _make_key(record.tensor_key)
             first_records.setdefault(key, record)
             totals[key] = totals.get(key, 0) + rank_capture.values(record)
     return totals, first_records
 
 
-def _may_be_partial_sum(rank: CapturedRank, site: Site) -> bool:
+def _may_be_partial_sum(rank: CapturedRank, tensor_key: TensorKey) -> bool:
     """Return True if tensor-parallel ranks with the same part may each hold one term of its sum.
 
     Ranks that share an expert add up their outputs after the expert and not inside it. If there are fewer
     key/value heads than ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
     """
-    if is_in_expert(site.name):
+    if is_in_expert(tensor_key.name):
         return rank.expert_tensor[1] > 1
-    if site.stage is not CaptureStage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
+    if tensor_key.stage is not CaptureStage.ACTIVATION_GRADIENTS or rank.tensor[1] == 1:
         return False
-    is_key_or_value = site.name.endswith(_ATTENTION) and site.slot in _KEY_AND_VALUE
-    return is_key_or_value or site.name.endswith(_KEY_NORM)
+    is_key_or_value = tensor_key.name.endswith(_ATTENTION) and tensor_key.slot in _KEY_AND_VALUE
+    return is_key_or_value or tensor_key.name.endswith(_KEY_NORM)
 
 
-def _is_replicated_output(rank: CapturedRank, site: Site) -> bool:
+def _is_replicated_output(rank: CapturedRank, tensor_key: TensorKey) -> bool:
     """Return True if every tensor-parallel rank holds this output of a module in full."""
-    if site.stage is not CaptureStage.OUTPUTS or not site.slot.startswith("output"):
+    if tensor_key.stage is not CaptureStage.OUTPUTS or not tensor_key.slot.startswith("output"):
         return False
-    module = rank.modules.get(site.name)
+    module = rank.modules.get(tensor_key.name)
     if module is not None and module.kind in _MODULES_WITH_REPLICATED_OUTPUT:
         return True
-    return site.name.rpartition(".")[2] in _RESIDUAL_MODULES
+    return tensor_key.name.rpartition(".")[2] in _RESIDUAL_MODULES
 
 
-def _make_key(site: Site) -> ComparisonKey:
+def _make_key(tensor_key: TensorKey) -> ComparisonKey:
     """Return the key of the comparison that a tensor belongs to."""
-    return (site.stage, full_parameter_name(site.name), site.slot)
+    return (tensor_key.stage, full_parameter_name(tensor_key.name), tensor_key.slot)

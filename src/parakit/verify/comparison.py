@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parakit.artifacts.capture import STRETCH, CaptureStage
+from parakit.artifacts.capture import ELEMENTS_PER_CHUNK, CaptureStage
 from parakit.verify.captured import Array
 
 ComparisonKey = tuple[CaptureStage, str, str]
@@ -170,8 +170,8 @@ def _sums_of_squares(ours: Array, reference: Array) -> Array:
     `np.linalg.norm` would call BLAS, whose threads spin on small arrays: half of a verification's time.
     """
     sums = np.zeros(2)
-    for begin in range(0, reference.size, STRETCH):
-        chunk = slice(begin, begin + STRETCH)
+    for begin in range(0, reference.size, ELEMENTS_PER_CHUNK):
+        chunk = slice(begin, begin + ELEMENTS_PER_CHUNK)
         expected = reference[chunk].astype(np.float64)
         difference = ours[chunk] - expected
         sums[0] += np.einsum("i,i->", difference, difference)

@@ -49,10 +49,11 @@ def find_wrong_initializations(reference: Capture, strategy: Capture) -> Iterato
     yield from _find_different_copies(pieces)
     yield from _find_equal_parts(pieces)
     expected_by_unit = {
-        expected.piece.unit: expected.piece for expected in list_initial_pieces(reference)
+        expected.piece.initialisation_key: expected.piece
+        for expected in list_initial_pieces(reference)
     }
     for part in pieces:
-        expected_piece = expected_by_unit.get(part.piece.unit, part.piece)
+        expected_piece = expected_by_unit.get(part.piece.initialisation_key, part.piece)
         kind = _compare_moments(part.piece, expected_piece)
         if kind:
             yield ParameterFault(part.name, ranks=(part.rank,), kind=kind)
@@ -71,7 +72,7 @@ def _find_different_copies(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
     """Yield the parts whose copies on several ranks are not equal bit for bit."""
     copies_by_position: defaultdict[object, list[RankPiece]] = defaultdict(list)
     for part in pieces:
-        copies_by_position[part.piece.where].append(part)
+        copies_by_position[part.piece.position_key].append(part)
     for copies in copies_by_position.values():
         if len({copy.piece.digest for copy in copies}) > 1:
             ranks = tuple(sorted(copy.rank for copy in copies))
@@ -91,7 +92,7 @@ def _find_equal_parts(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
     for parts in equal_parts.values():
         first = parts[0]
         for part in parts:
-            if part.piece.where != first.piece.where:
+            if part.piece.position_key != first.piece.position_key:
                 is_same_parameter = part.name == first.name
                 source = f"the part of rank {first.rank}" if is_same_parameter else first.name
                 kind = f"initialised as a copy of {source}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parakit.artifacts.capture import UNOBSERVED, CapturedRank, CaptureStage
+from parakit.artifacts.capture import UNOBSERVED_GRADIENT, CapturedRank, CaptureStage
 from parakit.verify.captured import Array
 from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
 
@@ -97,7 +97,7 @@ def _list_kinds(
     yield from _find_missing_sum(tensors, limit, rank)
     yield from _find_mixed_tensors(worst, comparison, similar_tensors)
     yield from _find_moved_rows(worst)
-    if stage in (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS) and rank.dropout:
+    if stage in (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS) and rank.has_dropout:
         yield from _find_other_dropout_mask(worst)
     yield from _find_wrong_rows(worst, comparison, rank)
     if comparison.replicas_differ:
@@ -125,7 +125,7 @@ def _list_kinds_without_values(comparison: TensorComparison) -> Iterator[ErrorKi
         yield ErrorKind("held by no rank")
     if comparison.uncovered:
         yield ErrorKind(f"{comparison.uncovered} elements are held by no rank")
-    if comparison.key[2] == UNOBSERVED:
+    if comparison.key[2] == UNOBSERVED_GRADIENT:
         yield ErrorKind("vanishes under observation: a buffer that is used again, or a race")
 
 

@@ -15,17 +15,17 @@ import numpy as np
 from parakit.artifacts.capture import (
     BUCKETS,
     BUFFER,
-    CALLED_BY,
+    CALLER_SEPARATOR,
     CLIPPING,
     COUNTED_ONCE,
     INITIAL,
+    INITIAL_SLOTS,
     LOSS,
     MODEL,
-    OF_EACH_TOKEN,
+    PER_TOKEN_LOSS,
     RATE_SLOTS,
-    RECOMPUTED,
-    STARTS,
-    UNOBSERVED,
+    RECOMPUTED_PREFIX,
+    UNOBSERVED_GRADIENT,
     CapturedRank,
     CaptureStage,
 )
@@ -62,7 +62,7 @@ def locate_error(
         tensors = compared.pairs_of(first.key, worst.micro_batch)
     kind = classify_error(first, tensors, strategy.first, compared.similar_tensors(first))
     # Tensors at the start of an iteration were computed in the iteration before.
-    iteration = strategy.first.iteration - int(slot in STARTS)
+    iteration = strategy.first.iteration - int(slot in INITIAL_SLOTS)
     return replace(
         base,
         stage=stage,
@@ -73,7 +73,7 @@ def locate_error(
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
-        worst=None if slot in STARTS or worst is None else _describe_worst_element(worst),
+        worst=None if slot in INITIAL_SLOTS or worst is None else _describe_worst_element(worst),
         source=_find_source(first, module, kind, strategy),
         iteration=0 if slot == INITIAL else iteration,
     )
@@ -114,8 +114,8 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
         is_loss_right = not any(comparison.differs for comparison in of_loss)
         return LOSS if of_loss and is_loss_right else name
     received_prefix = "output" if stage is CaptureStage.ACTIVATION_GRADIENTS else "input."
-    if slot.startswith(RECOMPUTED):
-        received_prefix = f"{RECOMPUTED}input."
+    if slot.startswith(RECOMPUTED_PREFIX):
+        received_prefix = f"{RECOMPUTED_PREFIX}input."
     if stage not in LOCAL or not slot.startswith(received_prefix):
         return name
     for module, caller in _list_callers(name, slot):
@@ -125,7 +125,7 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
             for comparison in compared.comparisons
             if comparison.key[:2] == (stage_of_module, module)
             and comparison.key[2].startswith(received_prefix)
-            and comparison.key[2].partition(CALLED_BY)[2] == caller
+            and comparison.key[2].partition(CALLER_SEPARATOR)[2] == caller
         ]
         if received:
             is_right = not any(comparison.differs for comparison in received)
@@ -139,7 +139,7 @@ def _list_callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
     The second name is empty if the module is called by the module that it is a part of. After the modules
     around it up to the layer comes the module that calls them, or the model.
     """
-    _, _, caller = slot.partition(CALLED_BY)
+    _, _, caller = slot.partition(CALLER_SEPARATOR)
     module = name
     while "." in module and not _LAYER_SUFFIX.search(module):
         module = module.rpartition(".")[0]
@@ -175,10 +175,10 @@ def _find_function(first: TensorComparison, name: str, kind: ErrorKind, rank: Ca
     """
     stage, wrong_name, slot = first.key
     if stage in LOCAL:
-        is_token_loss = stage is CaptureStage.LOSS and slot == OF_EACH_TOKEN
+        is_token_loss = stage is CaptureStage.LOSS and slot == PER_TOKEN_LOSS
         is_of_loss = name == LOSS and (wrong_name == _OUTPUT_LAYER or is_token_loss)
         return stage if is_of_loss else ""
-    if slot in (*STARTS, UNOBSERVED) or stage is CaptureStage.LOCAL_GRADIENTS:
+    if slot in (*INITIAL_SLOTS, UNOBSERVED_GRADIENT) or stage is CaptureStage.LOCAL_GRADIENTS:
         return ""
     # The function that finalizes gradients also updates the experts' biases.
     if slot == BUFFER:

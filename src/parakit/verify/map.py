@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from parakit.artifacts.capture import RECOMPUTED, CaptureStage
+from parakit.artifacts.capture import RECOMPUTED_PREFIX, CaptureStage
 from parakit.verify.captured import PARAMETERS
 from parakit.verify.compare import STAGES
 from parakit.verify.comparison import CaptureComparison, ComparisonKey, TensorComparison
@@ -175,7 +175,7 @@ def _column_index(key: ComparisonKey) -> int:
     stage, _, slot = key
     if stage not in _STAGES_WITH_SIDES:
         return COLUMNS.index(MapColumn(stage))
-    side = "in" if slot.removeprefix(RECOMPUTED).startswith("input") else "out"
+    side = "in" if slot.removeprefix(RECOMPUTED_PREFIX).startswith("input") else "out"
     return COLUMNS.index(MapColumn(stage, side))
 
 

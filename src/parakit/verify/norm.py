@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from parakit.artifacts.capture import COUNTED, CaptureStage
+from parakit.artifacts.capture import NORM_RANKS_PREFIX, CaptureStage
 from parakit.verify.captured import (
     Array,
     Capture,
@@ -44,7 +44,7 @@ def check_norm_counts(
         the fraction of its elements that are wrong. The kind is empty if the parameter is counted once.
     """
     counted: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
-    for key, parts in group_parameter_parts(strategy, CaptureStage.NORM, COUNTED).items():
+    for key, parts in group_parameter_parts(strategy, CaptureStage.NORM, NORM_RANKS_PREFIX).items():
         counted[key[:2]] += parts
     ranks_by_groups: defaultdict[NormGroups, list[int]] = defaultdict(list)
     for rank_capture in strategy.ranks:
@@ -83,9 +83,9 @@ def _check_parameter(
     """
     num_times = np.zeros(parts[0].full_shape, np.int32)
     for group in groups:
-        slot = COUNTED + " ".join(map(str, group))
+        slot = NORM_RANKS_PREFIX + " ".join(map(str, group))
         for part in counted:
-            if part.rank in group and part.record.site.slot == slot:
+            if part.rank in group and part.record.tensor_key.slot == slot:
                 num_times[part.region()] += part.values()
     is_wrong = num_times != 1
     name, fraction = parts[0].name, float(is_wrong.mean())
@@ -138,7 +138,7 @@ def _find_holders(parts: Sequence[ParameterPart], is_wanted: Array) -> tuple[int
     ranks = set()
     for part in parts:
         values = part.values()
-        is_count = part.record.site.stage is CaptureStage.NORM
+        is_count = part.record.tensor_key.stage is CaptureStage.NORM
         is_present = values > 0 if is_count else part.owned_elements(values)
         if (is_present & is_wanted[part.region()]).any():
             ranks.add(part.rank)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.formatting.html import environment
 from parakit.formatting.units import DASH, count
@@ -51,7 +51,7 @@ class RatioBar:
 
 def write_page(folder: Path, judgement: Judgement) -> None:
     """Write `verify.html` into a folder that exists."""
-    write_whole(folder / PAGE_FILE, render_page(judgement))
+    write_atomically(folder / PAGE_FILE, render_page(judgement))
 
 
 def render_page(judgement: Judgement) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.capture import PART, CaptureStage
+from parakit.artifacts.capture import GRADIENT_PART_PREFIX, CaptureStage
 from parakit.verify.align import ActivationAligner
 from parakit.verify.captured import Array, Capture, assemble_region, group_parameter_parts
 from parakit.verify.comparison import ComparedTensor, ComparisonKey
@@ -138,13 +138,15 @@ def _read_captured_parts(
 ) -> dict[str, Array]:
     """Return the captured parts of the parameter's gradient by name, for the tensor's region."""
     captured_parts: dict[str, Array] = {}
-    parts_by_key = group_parameter_parts(capture, CaptureStage.LOCAL_GRADIENTS, PART)
+    parts_by_key = group_parameter_parts(
+        capture, CaptureStage.LOCAL_GRADIENTS, GRADIENT_PART_PREFIX
+    )
     for parameter_key, parts in parts_by_key.items():
         if parts[0].name != key[1]:
             continue
         values = assemble_region(parts, capture, region=tensor.region, shape=tensor.ours.shape)
         if values is not None:
-            captured_parts[parameter_key[2].removeprefix(PART)] = values
+            captured_parts[parameter_key[2].removeprefix(GRADIENT_PART_PREFIX)] = values
     return captured_parts
 
 
@@ -161,8 +163,11 @@ def _find_same_tensor(
         return None
     aligner, rank_capture = ActivationAligner(other_run, strategy), strategy.ranks[tensor.rank]
     for record in rank_capture.records:
-        site = record.site
-        if (site.stage, site.name, site.slot, site.micro_batch) == (*key, tensor.micro_batch):
+        tensor_key = record.tensor_key
+        if (tensor_key.stage, tensor_key.name, tensor_key.slot, tensor_key.micro_batch) == (
+            *key,
+            tensor.micro_batch,
+        ):
             part = aligner.align(rank_capture, record).reference
             if part is not None and part.shape == shape:
                 return part

@@ -25,7 +25,7 @@ from parakit.artifacts.capture import (
     CaptureStage,
     CaptureWriter,
     Placement,
-    Site,
+    TensorKey,
     TensorRecord,
 )
 from parakit.verify.align import (
@@ -47,7 +47,7 @@ from parakit.verify.captured import (
     assemble_parameter,
     encode_tensor,
     group_parameter_parts,
-    order_sites,
+    order_tensor_keys,
     read_capture,
 )
 
@@ -169,25 +169,25 @@ class _Joiner:
 
     def join_activations(self) -> None:
         """Join and write all tensors without placement, but for those of recomputed forward passes."""
-        tensors: dict[Site, dict[int | None, list[_RankTensor]]] = {}
+        tensors: dict[TensorKey, dict[int | None, list[_RankTensor]]] = {}
         for rank_capture in self._reference.ranks:
             for record in rank_capture.records:
-                if record.placement is None and not is_recomputed(record.site):
-                    site = msgspec.structs.replace(record.site, micro_batch=None)
-                    by_micro_batch = tensors.setdefault(site, {})
-                    by_micro_batch.setdefault(record.site.micro_batch, []).append(
+                if record.placement is None and not is_recomputed(record.tensor_key):
+                    tensor_key = msgspec.structs.replace(record.tensor_key, micro_batch=None)
+                    by_micro_batch = tensors.setdefault(tensor_key, {})
+                    by_micro_batch.setdefault(record.tensor_key.micro_batch, []).append(
                         _RankTensor(rank_capture, record)
                     )
-        for site in order_sites(self._reference):
-            for micro_batch, parts in tensors.get(site, {}).items():
+        for tensor_key in order_tensor_keys(self._reference):
+            for micro_batch, parts in tensors.get(tensor_key, {}).items():
                 if micro_batch is None:
-                    self._write_scalar(site, parts)
-                elif is_in_expert(site.name):
-                    self._join_expert_tensor(site, micro_batch, parts)
+                    self._write_scalar(tensor_key, parts)
+                elif is_in_expert(tensor_key.name):
+                    self._join_expert_tensor(tensor_key, micro_batch, parts)
                 else:
                     for data_rank in range(self._rank.data[1]):
                         of_data_rank = [part for part in parts if part.rank.data[0] == data_rank]
-                        self._join_module_tensor(site, micro_batch, of_data_rank)
+                        self._join_module_tensor(tensor_key, micro_batch, of_data_rank)
 
     def join_parameters(self) -> None:
         """Assemble and write parameters, gradients and optimizer states, each as one full tensor."""
@@ -195,23 +195,23 @@ class _Joiner:
             parts_by_key = group_parameter_parts(self._reference, stage)
             for (key, layer_offset, _), parts in parts_by_key.items():
                 first = parts[0]
-                site = msgspec.structs.replace(first.record.site, name=first.name)
+                tensor_key = msgspec.structs.replace(first.record.tensor_key, name=first.name)
                 full = assemble_parameter(parts, self._reference)
                 global_shape = first.placement.global_shape
                 placement = Placement(key, global_shape, (*layer_offset, *[0] * full.ndim))
-                self._add(site, first.record.dtype, full, placement)
+                self._add(tensor_key, first.record.dtype, full, placement)
 
-    def _write_scalar(self, site: Site, parts: Sequence[_RankTensor]) -> None:
+    def _write_scalar(self, tensor_key: TensorKey, parts: Sequence[_RankTensor]) -> None:
         """Write a tensor that belongs to no micro batch: token counts are summed, others are copies."""
-        if site.slot == COUNTS:
+        if tensor_key.slot == COUNTS:
             counts = [part.values() for part in parts if has_distinct_tokens(part.rank)]
             values = np.sum(counts, axis=0)
         else:
             values = parts[0].values()
-        self._write(site, parts[0].record, values)
+        self._write(tensor_key, parts[0].record, values)
 
     def _join_module_tensor(
-        self, site: Site, micro_batch: int, parts: Sequence[_RankTensor]
+        self, tensor_key: TensorKey, micro_batch: int, parts: Sequence[_RankTensor]
     ) -> None:
         """Join and write a tensor outside of experts, from the ranks of one data-parallel rank."""
         part_by_ranks: dict[_RankPair, _RankTensor] = {}
@@ -226,36 +226,39 @@ class _Joiner:
             for tensor in range(num_tensors):
                 expected = part_by_ranks.get((context, tensor))
                 if expected is None or expected.record.shape != shape:
-                    self._note_missing(site, _NOT_EVERY_RANK)
+                    self._note_missing(tensor_key, _NOT_EVERY_RANK)
                     return
         number = micro_batch * first.rank.data[1] + first.rank.data[0]
-        numbered_site = msgspec.structs.replace(site, micro_batch=number)
+        numbered_tensor_key = msgspec.structs.replace(tensor_key, micro_batch=number)
         storage = (
-            (site.stage, GATED in site.name, shape),
+            (tensor_key.stage, GATED in tensor_key.name, shape),
             *((part.rank.rank, part.record.offset_bytes) for part in part_by_ranks.values()),
         )
         if storage in self._written:
             known = self._written[storage]
-            self._writer.add_same(numbered_site, known, known.shape)
+            self._writer.add_same(numbered_tensor_key, known, known.shape)
             return
         sequence = self._find_sequence(shape)
         joined_parts = []
         for context in range(num_contexts):
             of_context = [part_by_ranks[context, tensor] for tensor in range(num_tensors)]
-            joined = self._join_tensor_parallel(site, of_context, sequence)
+            joined = self._join_tensor_parallel(tensor_key, of_context, sequence)
             if joined is not None:
                 joined_parts.append(joined)
         full = None
         if len(joined_parts) == num_contexts:
-            full = self._join_context_parallel(site, joined_parts, sequence)
+            full = self._join_context_parallel(tensor_key, joined_parts, sequence)
         if full is None:
             obstacle = f"the reference's parts {list(shape)} follow no known split"
-            self._note_missing(site, obstacle)
+            self._note_missing(tensor_key, obstacle)
             return
-        self._written[storage] = self._write(numbered_site, first.record, full)
+        self._written[storage] = self._write(numbered_tensor_key, first.record, full)
 
     def _join_tensor_parallel(
-        self, site: Site, parts: Sequence[_RankTensor], sequence: _SequenceDimension | None
+        self,
+        tensor_key: TensorKey,
+        parts: Sequence[_RankTensor],
+        sequence: _SequenceDimension | None,
     ) -> Array | None:
         """Return the tensor of all tensor-parallel ranks; None if it is a scalar that differs on them."""
         values = [part.values() for part in parts]
@@ -270,18 +273,18 @@ class _Joiner:
             # Four dimensions have heads: before the head size for rows of the sequence, and after the
             # batch for attention scores.
             axis = 2 if sequence is not None and sequence.axis == 0 else 1
-        is_gated = self._rank.gated and GATED in site.name
+        is_gated = self._rank.gated and GATED in tensor_key.name
         return _concatenate(values, axis, is_gated=is_gated)
 
     def _join_context_parallel(
-        self, site: Site, parts: Sequence[Array], sequence: _SequenceDimension | None
+        self, tensor_key: TensorKey, parts: Sequence[Array], sequence: _SequenceDimension | None
     ) -> Array | None:
         """Return the tensor of all context-parallel ranks; None if no known split gives their parts."""
         if len(parts) == 1:
             return parts[0]
         if sequence is not None:
             return self._join_sequence(parts, sequence)
-        if site.stage is CaptureStage.LOSS and parts[0].ndim < 2:
+        if tensor_key.stage is CaptureStage.LOSS and parts[0].ndim < 2:
             return np.asarray(np.sum(parts, axis=0))
         return parts[0] if _are_equal(parts) else None
 
@@ -314,7 +317,7 @@ class _Joiner:
         return None
 
     def _join_expert_tensor(
-        self, site: Site, micro_batch: int, parts: Sequence[_RankTensor]
+        self, tensor_key: TensorKey, micro_batch: int, parts: Sequence[_RankTensor]
     ) -> None:
         """Join and write a tensor of an expert, whose rows come from every rank that sends tokens to it.
 
@@ -325,31 +328,31 @@ class _Joiner:
             groups[part.rank.expert_sources].append(part)
         senders_by_data_rank: defaultdict[int, list[_SenderRows]] = defaultdict(list)
         for group in groups.values():
-            values = self._join_expert_tensor_parallel(site, group)
+            values = self._join_expert_tensor_parallel(tensor_key, group)
             holder = group[0].rank_capture
-            for sender in self._split_by_sender(site, micro_batch, holder, values):
+            for sender in self._split_by_sender(tensor_key, micro_batch, holder, values):
                 senders_by_data_rank[sender.data_rank].append(sender)
         rank = self._rank
         num_senders = rank.context[1] * (rank.tensor[1] if rank.sequence_parallel else 1)
         for data_rank in range(rank.data[1]):
             senders = senders_by_data_rank[data_rank]
             if len(senders) != num_senders:
-                self._note_missing(site, _ROUTING_UNKNOWN)
+                self._note_missing(tensor_key, _ROUTING_UNKNOWN)
                 continue
             tokens = np.concatenate([sender.tokens for sender in senders])
             rows = np.concatenate([sender.rows for sender in senders])
             number = micro_batch * rank.data[1] + data_rank
-            numbered_site = msgspec.structs.replace(site, micro_batch=number)
-            self._write(numbered_site, parts[0].record, rows[np.argsort(tokens)])
+            numbered_tensor_key = msgspec.structs.replace(tensor_key, micro_batch=number)
+            self._write(numbered_tensor_key, parts[0].record, rows[np.argsort(tokens)])
 
     def _split_by_sender(
-        self, site: Site, micro_batch: int, holder: RankCapture, values: Array
+        self, tensor_key: TensorKey, micro_batch: int, holder: RankCapture, values: Array
     ) -> list[_SenderRows]:
         """Return the rows of an expert by the rank that sent their tokens.
 
         The list is empty if the routing was not captured, or does not match the number of rows.
         """
-        router, expert = find_router(site.name)
+        router, expert = find_router(tensor_key.name)
         router = msgspec.structs.replace(router, micro_batch=micro_batch)
         tokens_of_senders: list[tuple[int, Array]] = []
         for data_rank, context_rank, tensor_rank in holder.rank.expert_sources:
@@ -374,35 +377,37 @@ class _Joiner:
             begin = end
         return senders
 
-    def _join_expert_tensor_parallel(self, site: Site, parts: Sequence[_RankTensor]) -> Array:
+    def _join_expert_tensor_parallel(
+        self, tensor_key: TensorKey, parts: Sequence[_RankTensor]
+    ) -> Array:
         """Return the tensor of all ranks that share an expert: a copy, a concatenation or a sum."""
         ordered = sorted(parts, key=lambda part: part.rank.expert_tensor[0])
         values = [part.values() for part in ordered]
         if _are_equal(values):
             return values[0]
-        if f"{site.name} {site.slot}".endswith(_SPLIT_IN_EXPERTS):
-            is_gated = self._rank.gated and "linear_fc1" in site.name
+        if f"{tensor_key.name} {tensor_key.slot}".endswith(_SPLIT_IN_EXPERTS):
+            is_gated = self._rank.gated and "linear_fc1" in tensor_key.name
             return _concatenate(values, axis=-1, is_gated=is_gated)
         return np.asarray(np.sum(values, axis=0, dtype=values[0].dtype))
 
-    def _write(self, site: Site, record: TensorRecord, values: Array) -> TensorRecord:
+    def _write(self, tensor_key: TensorKey, record: TensorRecord, values: Array) -> TensorRecord:
         """Write an activation with the dtype of `record`; gradients are scaled to those of one rank."""
-        if site.stage is CaptureStage.ACTIVATION_GRADIENTS:
+        if tensor_key.stage is CaptureStage.ACTIVATION_GRADIENTS:
             values = values * self._gradient_scale
-        return self._add(site, record.dtype, values)
+        return self._add(tensor_key, record.dtype, values)
 
     def _add(
-        self, site: Site, dtype: str, values: Array, placement: Placement | None = None
+        self, tensor_key: TensorKey, dtype: str, values: Array, placement: Placement | None = None
     ) -> TensorRecord:
         """Encode a tensor, append it to the capture and return its record."""
         encoded = encode_tensor(values, dtype)
         return self._writer.add(
-            site, dtype, shape=values.shape, values=encoded, placement=placement
+            tensor_key, dtype, shape=values.shape, values=encoded, placement=placement
         )
 
-    def _note_missing(self, site: Site, obstacle: str) -> None:
+    def _note_missing(self, tensor_key: TensorKey, obstacle: str) -> None:
         """Note that a tensor was not joined, and the reason."""
-        self._names_by_obstacle[obstacle].append(f"{site.name} {site.slot}")
+        self._names_by_obstacle[obstacle].append(f"{tensor_key.name} {tensor_key.slot}")
 
 
 def _are_equal(tensors: Sequence[Array]) -> bool:

@@ -14,10 +14,10 @@ import numpy as np
 from parakit.artifacts.capture import (
     BUFFER,
     LOSS,
-    RECOMPUTED,
+    RECOMPUTED_PREFIX,
     START_BUFFER,
     START_WEIGHT,
-    UPDATE,
+    UPDATE_SUFFIX,
     CaptureStage,
     TensorRecord,
 )
@@ -32,7 +32,7 @@ _NORM_TERMS = 64
 """Terms of the sum that rounds as the gradient norm does. The norm sums many squares, whose rounding
 errors matter less than those of terms with signs."""
 _SECOND_MOMENT = "exp_avg_sq"
-_SLOT_WITH_RESPONSE = {START_WEIGHT: UPDATE, START_BUFFER: BUFFER}
+_SLOT_WITH_RESPONSE = {START_WEIGHT: UPDATE_SUFFIX, START_BUFFER: BUFFER}
 """Slots whose response is not measured, with the slot whose response is taken instead."""
 
 
@@ -64,10 +64,10 @@ class Tolerances:
         stage, name, slot = key
         measured_slot = _SLOT_WITH_RESPONSE.get(slot, slot)
         response = self._responses.get((stage, name, measured_slot), 0.0)
-        if slot.startswith(RECOMPUTED):
+        if slot.startswith(RECOMPUTED_PREFIX):
             # The reference may compute once what the strategy computes again in its backward pass.
             first_stage = CaptureStage.LOSS if name == LOSS else CaptureStage.OUTPUTS
-            first_key = (first_stage, name, slot.removeprefix(RECOMPUTED))
+            first_key = (first_stage, name, slot.removeprefix(RECOMPUTED_PREFIX))
             response = max(response, self._responses.get(first_key, 0.0))
         if stage is CaptureStage.WEIGHTS and name not in self._names_with_second_moment:
             response_of_slot = self._response_without_second_moment.get(measured_slot, 0.0)
@@ -77,7 +77,7 @@ class Tolerances:
             # A square has twice the relative error of its gradient.
             rounding *= 2
         tolerance = RESPONSES * max(response, rounding / 4)
-        if slot.endswith(UPDATE) and tolerance >= 1:
+        if slot.endswith(UPDATE_SUFFIX) and tolerance >= 1:
             # The worst row's gradient may be all rounding. Its update then points anywhere, and can be
             # larger or smaller than the reference's.
             return max(tolerance, 1 + RESPONSES)

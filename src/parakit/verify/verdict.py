@@ -16,14 +16,14 @@ import numpy as np
 
 from parakit.artifacts.capture import (
     CHOICE,
-    STARTS,
-    UNOBSERVED,
+    INITIAL_SLOTS,
+    UNOBSERVED_GRADIENT,
     CapturedRank,
     CaptureStage,
     CaptureWriter,
-    Site,
+    TensorKey,
 )
-from parakit.artifacts.io import write_record, written_whole
+from parakit.artifacts.io import atomic_write, write_record
 from parakit.artifacts.verdict import VERDICT_FILE, VerifyOutcome, VerifyVerdict
 from parakit.verify.align import ActivationAligner
 from parakit.verify.captured import (
@@ -72,7 +72,7 @@ class Judgement:
     @property
     def begins_before(self) -> bool:
         """True if weights or buffers are already wrong at the start of the iteration."""
-        return self.first is not None and self.first.key[2] in STARTS
+        return self.first is not None and self.first.key[2] in INITIAL_SLOTS
 
     @property
     def carries_earlier(self) -> bool:
@@ -103,14 +103,14 @@ class Judgement:
         It is also so if a tensor is wrong and the weights at the start are not equal: a weight whose gradient
         is all rounding moves as far as any other, and a module can turn that into a larger error.
         """
-        if self.first is not None and self.first.key[2] == UNOBSERVED:
+        if self.first is not None and self.first.key[2] == UNOBSERVED_GRADIENT:
             return False
         if self.verdict.routing_flips > 0:
             return True
         if self.first is None or self.compared is None or self.begins_before:
             return False
         return any(
-            comparison.key[2] in STARTS and comparison.error > 0
+            comparison.key[2] in INITIAL_SLOTS and comparison.error > 0
             for comparison in self.compared.comparisons
         )
 
@@ -159,7 +159,7 @@ def _check_equal_token_counts(capture: Capture) -> None:
         float(rank_capture.values(record).sum())
         for rank_capture in capture.ranks
         for record in rank_capture.records
-        if (record.site.stage, record.site.slot) == (CaptureStage.LOSS, "tokens")
+        if (record.tensor_key.stage, record.tensor_key.slot) == (CaptureStage.LOSS, "tokens")
     }
     if len(token_counts) > 1 and capture.first.context[1] == 1:
         raise VerifyError(
@@ -208,7 +208,7 @@ def _check_same_dropout_masks(reference: CapturedRank, strategy: CapturedRank) -
     reference_batch = (reference.micro_batch_size, reference.micro_batches)
     strategy_batch = (strategy.micro_batch_size, strategy.micro_batches)
     has_same_masks = strategy.degrees == reference.degrees and reference_batch == strategy_batch
-    if has_same_masks or not (strategy.dropout or reference.dropout):
+    if has_same_masks or not (strategy.has_dropout or reference.has_dropout):
         return
     rates_by_name = {
         "hidden": (strategy.hidden_dropout, reference.hidden_dropout),
@@ -263,7 +263,10 @@ def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgeme
     verdict = locate_error(base, first, compared, strategy)
     # An error in these stages spreads to nearly all others, so independent errors are listed only after
     # the strategy has run with the reference's inputs (`confirm`).
-    if stage not in (*LOCAL, CaptureStage.INPUTS) and slot not in (*STARTS, UNOBSERVED):
+    if stage not in (*LOCAL, CaptureStage.INPUTS) and slot not in (
+        *INITIAL_SLOTS,
+        UNOBSERVED_GRADIENT,
+    ):
         also = list_independent_errors(verdict, first, compared, strategy)
         verdict = replace(verdict, also=also)
     return Judgement(verdict, compared, first)
@@ -275,7 +278,7 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
     Otherwise a strategy would be called right although no module of it was checked.
     """
     has_outputs = any(
-        record.site.stage is CaptureStage.OUTPUTS
+        record.tensor_key.stage is CaptureStage.OUTPUTS
         for rank_capture in strategy.ranks
         for record in rank_capture.records
     )
@@ -309,25 +312,29 @@ def write_forced(
     for rank_capture in strategy.ranks:
         with CaptureWriter(folder / rank_capture.folder.name) as writer:
             for record in rank_capture.first_records.values():
-                site = record.site
+                tensor_key = record.tensor_key
                 values: Array | None = None
-                if site.slot in STARTS:
+                if tensor_key.slot in INITIAL_SLOTS:
                     part = ParameterPart(rank_capture, record)
                     if part.key in parts_by_key:
                         values = full_parameter(part.key)[part.region()]
-                elif site.slot.endswith(CHOICE) or (_is_module_input(site) and not start_alone):
+                elif tensor_key.slot.endswith(CHOICE) or (
+                    _is_module_input(tensor_key) and not start_alone
+                ):
                     values = aligner.align(rank_capture, record).reference
                 if values is not None:
                     encoded = encode_tensor(values, record.dtype)
-                    writer.add(site, record.dtype, shape=record.shape, values=encoded)
+                    writer.add(tensor_key, record.dtype, shape=record.shape, values=encoded)
             writer.close(rank_capture.rank)
 
 
-def _is_module_input(site: Site) -> bool:
+def _is_module_input(tensor_key: TensorKey) -> bool:
     """Return True for an input of a module in the forward pass, or in the backward pass."""
-    if site.stage is CaptureStage.OUTPUTS:
-        return site.slot.startswith("input.")
-    return site.stage is CaptureStage.ACTIVATION_GRADIENTS and site.slot.startswith("output")
+    if tensor_key.stage is CaptureStage.OUTPUTS:
+        return tensor_key.slot.startswith("input.")
+    return tensor_key.stage is CaptureStage.ACTIVATION_GRADIENTS and tensor_key.slot.startswith(
+        "output"
+    )
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
@@ -385,9 +392,9 @@ def write_verdict(folder: Path, judgement: Judgement) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     worst = judgement.first.worst if judgement.first else None
     if worst is not None and worst.ours.nbytes + worst.reference.nbytes <= _MAX_STORED_BYTES:
-        with written_whole(folder / TENSOR_FILE) as file:
+        with atomic_write(folder / TENSOR_FILE) as file:
             np.savez_compressed(file, ours=worst.ours, reference=worst.reference)
-    with written_whole(folder / JUNIT_FILE) as file:
+    with atomic_write(folder / JUNIT_FILE) as file:
         file.write(tostring(_build_junit(judgement.verdict, folder.name), xml_declaration=True))
     write_record(folder / VERDICT_FILE, judgement.verdict)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from parakit.artifacts.capture import CaptureStage, Site
+from parakit.artifacts.capture import CaptureStage, TensorKey
 from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
 from parakit.config import variables
 from parakit.config.model import model_of
@@ -100,17 +100,17 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
             (CaptureStage.OPTIMIZER_STATE, "exp_avg_sq"),
             (CaptureStage.WEIGHTS, "update"),
         ):
-            record = one.first_records[Site(stage, pair.parameter, slot)]
+            record = one.first_records[TensorKey(stage, pair.parameter, slot)]
             assert record.shape == pair.shape
             assert record.placement is not None
             assert record.placement.key == pair.key
-    logits = one.first_records[Site(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
+    logits = one.first_records[TensorKey(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
     assert logits.shape == (8, 2, config["vocab_size"])
     layer = one.first_records[
-        Site(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)
+        TensorKey(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)
     ]
     assert layer.shape == (8, 2, 8)
-    assert {record.site.name for record in one.records} >= {
+    assert {record.tensor_key.name for record in one.records} >= {
         *("decoder", "decoder.final_layernorm", "decoder.layers.0.pre_mlp_layernorm", "loss"),
     }
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from parakit.artifacts import run as records
-from parakit.artifacts.checkpoints import quarantine
+from parakit.artifacts.checkpoints import set_aside_newer_checkpoints
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.errors import LaunchError
@@ -35,7 +35,7 @@ def test_the_newest_whole_one_is_chosen_and_damaged_ones_make_way(
     choice = select_checkpoint(tmp_path)
     assert choice.checkpoint.iteration == 5
     assert [checkpoint.iteration for checkpoint, _ in choice.skipped] == [15, 10]
-    quarantine(stored, choice.checkpoint.iteration)
+    set_aside_newer_checkpoints(stored, choice.checkpoint.iteration)
     assert iterations(stored) == [5]
     assert (stored / "damaged-iter_0000010").is_dir()
     assert not list(stored.glob("*15"))

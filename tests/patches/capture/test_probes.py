@@ -2,7 +2,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_patches.capture.probes import Probes, describe_module, global_names
-from parakit.artifacts.capture import CaptureStage, CaptureWriter, Site
+from parakit.artifacts.capture import CaptureStage, CaptureWriter, TensorKey
 from parakit.capturing.sinks import KnownTensors, Recording, RoundingProbe, StoredTensors
 from tests.verify.captures import rank
 
@@ -45,7 +45,7 @@ def captured(tmp_path, model, x=2.0, forced=None):
 
 
 def value(stored, name, slot, stage=CaptureStage.OUTPUTS):
-    result = stored.get(Site(stage, name, slot, 0))
+    result = stored.get(TensorKey(stage, name, slot, 0))
     return None if result is None else result.item()
 
 
@@ -102,7 +102,7 @@ def test_forced_gradient_hides_faults_after_it(tmp_path):
 def test_a_tensor_that_was_written_can_still_be_freed(tmp_path):
     tensor = torch.ones(2)
     with CaptureWriter(tmp_path / "c") as writer:
-        Recording(writer).forward(Site(CaptureStage.OUTPUTS, "first", "output", 0), tensor)
+        Recording(writer).forward(TensorKey(CaptureStage.OUTPUTS, "first", "output", 0), tensor)
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().nbytes() == 0
 
@@ -120,7 +120,7 @@ def test_a_response_is_the_relative_change(tmp_path):
     writer_folder = tmp_path / "c"
     stored = captured(writer_folder, Model())
     responding = RoundingProbe(stored)
-    responding.write(Site(CaptureStage.OUTPUTS, "first", "output", 0), torch.tensor([6.03]))
+    responding.write(TensorKey(CaptureStage.OUTPUTS, "first", "output", 0), torch.tensor([6.03]))
     (response,) = responding.responses.values()
     assert abs(response - 0.005) < 1e-6
 
@@ -161,7 +161,7 @@ def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_
 def test_integers_are_not_off_by_rounding(tmp_path):
     responding = RoundingProbe(captured(tmp_path / "c", Model()))
     responding.round_otherwise(0)
-    site = Site(CaptureStage.OUTPUTS, "first", "input.ids", 0)
+    site = TensorKey(CaptureStage.OUTPUTS, "first", "input.ids", 0)
     assert responding.forward(site, torch.tensor([3])) is None
     off = responding.forward(site, torch.tensor([6.0] * 64))
     assert off is not None
@@ -172,15 +172,17 @@ def test_integers_are_not_off_by_rounding(tmp_path):
 def test_overflow_with_perturbed_weights_is_no_response(tmp_path):
     responding = RoundingProbe(captured(tmp_path / "c", Model()))
     for value in (float("inf"), 6.03):
-        responding.write(Site(CaptureStage.OUTPUTS, "first", "output", 0), torch.tensor([value]))
+        responding.write(
+            TensorKey(CaptureStage.OUTPUTS, "first", "output", 0), torch.tensor([value])
+        )
     (response,) = responding.responses.values()
     assert abs(response - 0.005) < 1e-6
 
 
 def test_response_of_a_state_includes_its_initial_values(tmp_path):
-    gradient = Site(CaptureStage.REDUCED_GRADIENTS, "w", "gradient")
+    gradient = TensorKey(CaptureStage.REDUCED_GRADIENTS, "w", "gradient")
     average, squares = (
-        Site(CaptureStage.OPTIMIZER_STATE, "w", name) for name in ("exp_avg", "exp_avg_sq")
+        TensorKey(CaptureStage.OPTIMIZER_STATE, "w", name) for name in ("exp_avg", "exp_avg_sq")
     )
     with CaptureWriter(tmp_path / "c") as writer:
         for site in (gradient, average, squares):
@@ -190,7 +192,11 @@ def test_response_of_a_state_includes_its_initial_values(tmp_path):
     responding.write(gradient, torch.tensor([3.0, 4.05]))  # 0.01 of it.
     responding.write(average, torch.tensor([3.0, 4.05]))
     responding.carry(
-        [(average, 50.0), (squares, 5.0), (Site(CaptureStage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0)]
+        [
+            (average, 50.0),
+            (squares, 5.0),
+            (TensorKey(CaptureStage.OPTIMIZER_STATE, "v", "exp_avg"), 1.0),
+        ]
     )
     result = {key.split("|")[2]: round(value, 6) for key, value in responding.responses.items()}
     assert result == {"gradient": 0.01, "exp_avg": 0.11, "exp_avg_sq": 0.02}

@@ -19,20 +19,20 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.files import read_yaml
 from parakit.costs.tensors import UnevenSplitError
-from parakit.planner.readings.facts import origin
+from parakit.planner.readings.facts import origin_of_source
 from parakit.planner.readings.published import KIT, kit_runs
-from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.residual import replace_constants, residual
-from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
+from parakit.planner.readings.residual import compute_residual, replace_constants
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.time.cluster import Cluster
-from parakit.planner.time.constants import CONSTANTS, NAMES, Constants
+from parakit.planner.time.constants import CONSTANT_NAMES, CONSTANTS_FILE, Constants
 from parakit.planner.time.rates import NoPeakError
 from tests.planner.papers import paper_runs
 
-BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS)["bounds"]
+BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS_FILE)["bounds"]
 """What is physically possible: shares of a datasheet's rate, times between the fastest and the slowest
 measured in public."""
 
@@ -60,35 +60,38 @@ class Fit:
     """Readings of each source that made it."""
 
 
-def all_fitted() -> list[Expressed]:
+def all_fitted() -> list[MeasuredRun]:
     """The named part of the readings, and the published runs that the kit reproduces."""
-    readings, _ = read_readings()
+    readings, _ = read_measurements()
     return [*fitted_readings(readings), *kit_runs(), *paper_runs()]
 
 
-def fitted_readings(readings: Iterable[Reading]) -> list[Expressed]:
+def fitted_readings(readings: Iterable[PublishedMeasurement]) -> list[MeasuredRun]:
     """The named part of the readings that constants are fitted to.
 
     Times of training, in bits that the formulas know, on devices of a fitted generation; the third that
     is kept back is no part of it.
     """
     found = []
-    for reading in readings:
-        named = reading.metric in _METRICS and reading.source not in _NOT_FITTED
-        if reading.kept_back or not named:
+    for measurement in readings:
+        named = measurement.metric in _METRICS and measurement.source not in _NOT_FITTED
+        if measurement.is_held_out or not named:
             continue
         try:
-            expressed = express(reading)
+            measured_run = convert_measurement(measurement)
         except RefusedError:
             continue
-        if expressed.cluster.device.generation in FITTED and not expressed.cluster.execution.frozen:
+        if (
+            measured_run.cluster.device.generation in FITTED
+            and not measured_run.cluster.execution.frozen
+        ):
             # What a row leaves out was 1 when the constants were fitted.
-            found.append(replace(expressed, unstated=()))
+            found.append(replace(measured_run, unstated=()))
     return found
 
 
 def fit(
-    readings: Sequence[Expressed],
+    readings: Sequence[MeasuredRun],
     generation: str,
     without: str | None = None,
     first: Constants | None = None,
@@ -104,22 +107,25 @@ def fit(
     own = [
         item
         for item in readings
-        if item.cluster.device.generation == generation and origin(item.reading.source) != without
+        if item.cluster.device.generation == generation
+        and origin_of_source(item.measurement.source) != without
     ]
     if not own:
         return None
-    names = [origin(item.reading.source) for item in own]
+    names = [origin_of_source(item.measurement.source) for item in own]
     sources = Counter(names)
     weights = np.array([_weight(name, sources) for name in names])
     start = start_of(generation)
-    free = tuple(name for name in NAMES if getattr(start, name) > 0)
+    free = tuple(name for name in CONSTANT_NAMES if getattr(start, name) > 0)
     values = _minimised(lambda c: _errors(own, c), weights, start, free, first)
     return Fit(generation, values, dict(sources))
 
 
 def start_of(generation: str) -> Constants:
     """What is published of a generation's kernels and links: where a fit starts."""
-    return Constants(**{n: float(x) for n, x in read_yaml(CONSTANTS)["start"][generation].items()})
+    return Constants(
+        **{n: float(x) for n, x in read_yaml(CONSTANTS_FILE)["start"][generation].items()}
+    )
 
 
 def _weight(source: str, sources: Mapping[str, int]) -> float:
@@ -127,7 +133,7 @@ def _weight(source: str, sources: Mapping[str, int]) -> float:
     return (_OWN_WEIGHT if source == KIT else 1) * float(sources[source] ** -0.5)
 
 
-def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.float64]:
+def _errors(readings: Sequence[MeasuredRun], constants: Constants) -> NDArray[np.float64]:
     """Logarithms of predicted over published times; 0 for what cannot be predicted."""
     made: dict[int, Cluster] = {}
     found = []
@@ -135,7 +141,9 @@ def _errors(readings: Sequence[Expressed], constants: Constants) -> NDArray[np.f
         if id(item.cluster) not in made:
             made[id(item.cluster)] = replace_constants(item.cluster, constants)
         try:
-            found.append(log(1 + residual(replace(item, cluster=made[id(item.cluster)])).error))
+            found.append(
+                log(1 + compute_residual(replace(item, cluster=made[id(item.cluster)])).error)
+            )
         except (UnevenSplitError, NoPeakError):
             found.append(0.0)
     return np.array(found)
@@ -150,7 +158,7 @@ def _minimised(
 ) -> Constants:
     """Damped Gauss-Newton on logarithms of the constants, clipped to their bounds."""
     low, high = (np.log([max(BOUNDS[name][end], 1e-9) for name in free]) for end in (0, 1))
-    origin = np.clip(np.log([getattr(start, name) for name in free]), low, high)
+    start_logs = np.clip(np.log([getattr(start, name) for name in free]), low, high)
 
     def constants(logs: NDArray[np.float64]) -> Constants:
         changed = dict(zip(free, np.exp(logs).tolist(), strict=True))
@@ -159,9 +167,9 @@ def _minimised(
     def loss(found: NDArray[np.float64], logs: NDArray[np.float64]) -> float:
         size = np.abs(found)
         huber = np.where(size < _HUBER, found**2 / 2, _HUBER * (size - _HUBER / 2))
-        return float(weights @ huber + _PRIOR**2 * np.sum((logs - origin) ** 2) / 2)
+        return float(weights @ huber + _PRIOR**2 * np.sum((logs - start_logs) ** 2) / 2)
 
-    logs, damping = origin, 1e-3
+    logs, damping = start_logs, 1e-3
     if first is not None:
         logs = np.clip(np.log([getattr(first, name) for name in free]), low, high)
     found = errors(constants(logs))
@@ -174,7 +182,7 @@ def _minimised(
         )
         robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(found), 1e-9))
         square = slopes.T @ (robust[:, None] * slopes) + _PRIOR**2 * np.eye(len(free))
-        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - origin)
+        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - start_logs)
         before = best
         for _ in range(5):
             move = np.linalg.solve(square + damping * np.diag(np.diag(square)), -down)
@@ -190,7 +198,7 @@ def _minimised(
     return constants(logs)
 
 
-def refit(path: Path = CONSTANTS) -> None:
+def refit(path: Path = CONSTANTS_FILE) -> None:
     """Fit every generation, with all sources and with each left out, and write `constants.yaml`."""
     readings = all_fitted()
     data = dict(read_yaml(path))
@@ -208,7 +216,7 @@ def refit(path: Path = CONSTANTS) -> None:
         data["left_out"][generation] = others
     ordered = {name: data[name] for name in _PARTS}
     text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
-    write_whole(path, _HEAD + text)
+    write_atomically(path, _HEAD + text)
 
 
 _PARTS = ("bounds", "start", "generations", "readings", "left_out")

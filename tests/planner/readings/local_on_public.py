@@ -11,8 +11,8 @@ from collections import defaultdict
 from math import exp, log
 
 from parakit.planner.readings.local_readings import OwnRuns
-from parakit.planner.readings.residual import Residual, residuals
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.residual import Residual, compute_residuals
+from parakit.planner.readings.table import read_measurements
 
 TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 LEAST, TRIED = 12, 100
@@ -20,19 +20,19 @@ LEAST, TRIED = 12, 100
 
 def corrected_error(item: Residual, others: list[Residual], count: int) -> float:
     """The error that is left of a reading once so many others correct it."""
-    chosen = random.Random(item.reading.line).sample(others, count)
+    chosen = random.Random(item.measurement.line).sample(others, count)
     own = OwnRuns(tuple(chosen))
-    return exp(log(1 + item.error) - own.bias(item.expressed.spec)) - 1
+    return exp(log(1 + item.error) - own.bias(item.measured_run.spec)) - 1
 
 
 def main(count: int = 10) -> None:
     """Print a line for each source and device."""
-    readings, unreadable = read_readings()
+    readings, unreadable = read_measurements()
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
-    for item in residuals(readings, unreadable).predicted:
-        if item.reading.metric in TIMED:
-            device = item.expressed.cluster.device.name
-            groups[item.reading.source, device].append(item)
+    for item in compute_residuals(readings, unreadable).predicted:
+        if item.measurement.metric in TIMED:
+            device = item.measured_run.cluster.device.name
+            groups[item.measurement.source, device].append(item)
     print("| source and device | readings | mean error | corrected by ten |\n|---|---|---|---|")
     for (source, device), items in sorted(groups.items()):
         if len(items) < LEAST:

@@ -17,9 +17,9 @@ from statistics import mean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from parakit.planner.readings.residual import Residual, Residuals, residuals
-from parakit.planner.readings.summary import choices
-from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.readings.residual import Residual, Residuals, compute_residuals
+from parakit.planner.readings.summary import evaluate_choices
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 
 Layer = tuple[int, int, int]
 """Width, TP, micro batch."""
@@ -30,21 +30,23 @@ _TENSOR = (1, 2, 4, 8)
 
 
 def main() -> None:
-    readings = [item for item in read_readings()[0] if item.source.endswith("vTrain single-node")]
-    items = residuals(readings).predicted
+    readings = [
+        item for item in read_measurements()[0] if item.source.endswith("vTrain single-node")
+    ]
+    items = compute_residuals(readings).predicted
     layers = layer_seconds(readings)
     _print("the 32 themselves", items, layers, layers)
     _print("host and device by TP", items, layers, fitted(layers, _by_tensor, 16))
     _print("host and device, with log2 of TP", items, layers, fitted(layers, _by_steps, 7))
 
 
-def layer_seconds(readings: list[Reading]) -> dict[Layer, float]:
+def layer_seconds(readings: list[PublishedMeasurement]) -> dict[Layer, float]:
     """From runs that differ in layers alone: 1F1B passes n + p - 1 times through L / p layers."""
     times: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
-    for reading in readings:
-        assert reading.hidden
-        assert reading.layers
-        times[reading.hidden, *_split(reading)][reading.layers] = reading.value
+    for measurement in readings:
+        assert measurement.hidden
+        assert measurement.layers
+        times[measurement.hidden, *_split(measurement)][measurement.layers] = measurement.value
     found = defaultdict(list)
     for (hidden, tensor, pipeline, data, micro, samples), by_layers in times.items():
         depths = sorted(by_layers)
@@ -97,8 +99,8 @@ def _larger(one: float, other: float) -> float:
     return float((one**_SMOOTH + other**_SMOOTH) ** (1 / _SMOOTH))
 
 
-def _split(reading: Reading) -> tuple[int, int, int, int, int]:
-    found = (reading.tp, reading.pp, reading.dp, reading.mbs, reading.gbs)
+def _split(measurement: PublishedMeasurement) -> tuple[int, int, int, int, int]:
+    found = (measurement.tp, measurement.pp, measurement.dp, measurement.mbs, measurement.gbs)
     tensor, pipeline, data, micro, samples = (value or 1 for value in found)
     return tensor, pipeline, data, micro, samples
 
@@ -108,14 +110,14 @@ def _print(
 ) -> None:
     changed = []
     for item in items:
-        reading = item.reading
-        tensor, pipeline, data, micro, samples = _split(reading)
-        layer = (reading.hidden or 0, tensor, micro)
+        measurement = item.measurement
+        tensor, pipeline, data, micro, samples = _split(measurement)
+        layer = (measurement.hidden or 0, tensor, micro)
         passes = samples // data // micro + pipeline - 1
-        moved = (law[layer] - measured[layer]) * (reading.layers or 0) / pipeline * passes
-        seconds = reading.value + moved
-        changed.append(replace(item, seconds=seconds, error=seconds / reading.value - 1))
-    lost = [choice.regret for choice in choices(Residuals(tuple(changed), ()))]
+        moved = (law[layer] - measured[layer]) * (measurement.layers or 0) / pipeline * passes
+        seconds = measurement.value + moved
+        changed.append(replace(item, seconds=seconds, error=seconds / measurement.value - 1))
+    lost = [choice.regret for choice in evaluate_choices(Residuals(tuple(changed), ()))]
     off = [abs(law[layer] / measured[layer] - 1) for layer in measured]
     print(
         f"{name}: layers {mean(off):.1%} off in the mean, {max(off):.0%} at most; "

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parakit.config.files import read_yaml
-from parakit.planner.time.constants import CONSTANTS
+from parakit.planner.time.constants import CONSTANTS_FILE
 from tests.planner.readings.fit import refit
 
 
@@ -18,9 +18,9 @@ def leaves(data: Any, where: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 @pytest.mark.slow
 def test_the_shipped_constants_are_what_the_fit_gives(tmp_path: Path) -> None:
     again = tmp_path / "constants.yaml"
-    shutil.copy(CONSTANTS, again)
+    shutil.copy(CONSTANTS_FILE, again)
     refit(again)
-    shipped, fitted = (leaves(read_yaml(path)) for path in (CONSTANTS, again))
+    shipped, fitted = (leaves(read_yaml(path)) for path in (CONSTANTS_FILE, again))
     # Steps end where the error no longer falls, so another machine's rounding shows in the third digit.
     assert fitted == {
         name: pytest.approx(value, rel=5e-3) if isinstance(value, float) else value

@@ -12,11 +12,17 @@ from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
 from parakit.config.strategy import Batch, parse_strategy
-from parakit.planner.readings.local_readings import OwnRuns, Row, add_rows, own_runs, row_of
-from parakit.planner.readings.neighbours import uncertainty
-from parakit.planner.readings.reading_to_spec import RefusedError, express
-from parakit.planner.readings.table import ReadingsError, read_readings
-from parakit.planner.search import Request, evaluate, search_configurations
+from parakit.planner.readings.local_readings import (
+    MeasurementRow,
+    OwnRuns,
+    add_rows,
+    build_measurement_row,
+    load_own_runs,
+)
+from parakit.planner.readings.neighbours import estimate_uncertainty
+from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
+from parakit.planner.readings.table import MeasurementsError, read_measurements
+from parakit.planner.search import Request, evaluate_configuration, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from tests.patience import PATIENCE
@@ -37,21 +43,23 @@ def spec(strategy: str, devices: int = 2, micro: int = 4) -> RunSpec:
     )
 
 
-def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> Row:
+def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> MeasurementRow:
     """A run that took so many times as long as predicted."""
     trained = spec(strategy, devices, micro)
     argv = (*MODEL.flags, *flags_of_spec(trained))
     seconds = factor * iteration_seconds(trained, on(devices)).total
-    return row_of(trained, argv, H200, f"run-{strategy}", seconds)
+    return build_measurement_row(trained, argv, H200, f"run-{strategy}", seconds)
 
 
 def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "mine.csv"
     wanted = ["tp2dp2-zero1", "sp2pp2", "dp4", "vpp2x2dp2"]
     add_rows(path, [measured(name, 1.0, 4) for name in wanted])
-    readings, unreadable = read_readings(path)
+    readings, unreadable = read_measurements(path)
     assert not unreadable
-    assert [express(reading).spec for reading in readings] == [spec(name, 4) for name in wanted]
+    assert [convert_measurement(measurement).spec for measurement in readings] == [
+        spec(name, 4) for name in wanted
+    ]
     assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
 
 
@@ -59,17 +67,22 @@ def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> 
     path, plain = tmp_path / "mine.csv", spec("dp2")
     patched = replace(plain, fused=("adamw", "norm"))
     argv = (*MODEL.flags, *flags_of_spec(plain))
-    add_rows(path, [row_of(one, argv, H200, "r", 1.0) for one in (plain, patched)])
-    assert [express(reading).spec for reading in read_readings(path)[0]] == [plain, patched]
+    add_rows(path, [build_measurement_row(one, argv, H200, "r", 1.0) for one in (plain, patched)])
+    assert [
+        convert_measurement(measurement).spec for measurement in read_measurements(path)[0]
+    ] == [
+        plain,
+        patched,
+    ]
 
 
 def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
     trained = replace(spec("dp2"), dropout=0.5)
     argv = (*MODEL.flags, *flags_of_spec(trained))
-    row_of(trained, argv, H200, "r", 1.0)
+    build_measurement_row(trained, argv, H200, "r", 1.0)
     odd = replace(trained, fused_attention=False)
     with pytest.raises(RefusedError, match="r: its flags alone do not say what was trained"):
-        row_of(odd, argv, H200, "r", 1.0)
+        build_measurement_row(odd, argv, H200, "r", 1.0)
 
 
 def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
@@ -77,7 +90,7 @@ def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
     model = load_model("mixtral-8x7b")
     argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
     trained = spec_of_flags(argv, 1, DeviceKind.GPU, model.name)
-    row = row_of(trained, argv, H200, "r", 1.0)
+    row = build_measurement_row(trained, argv, H200, "r", 1.0)
     again = spec_of_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
     assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
 
@@ -103,12 +116,12 @@ def test_two_reports_at_once_lose_no_row(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "mine.csv"
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: add_rows(path, [measured("dp2", 1.0, micro=n)]), (1, 2, 4, 8) * 2))
-    assert sorted(int(row.mbs or 0) for row in read_readings(path)[0]) == [1, 2, 4, 8]
+    assert sorted(int(row.mbs or 0) for row in read_measurements(path)[0]) == [1, 2, 4, 8]
 
 
-def known(path: Path, *rows: Row) -> OwnRuns:
+def known(path: Path, *rows: MeasurementRow) -> OwnRuns:
     add_rows(path, rows)
-    return own_runs(path, on(2))
+    return load_own_runs(path, on(2))
 
 
 def test_ones_own_error_is_known_where_it_was_measured_and_most_of_it_far_away(
@@ -124,8 +137,8 @@ def test_ones_own_error_is_known_where_it_was_measured_and_most_of_it_far_away(
 def test_readings_of_another_device_say_nothing(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     add_rows(path, [measured("tp2", 1.5) | {"gpu": "h100"}])
-    assert own_runs(path, on(2)) == OwnRuns()
-    assert own_runs(tmp_path / "none.csv", on(2)) == OwnRuns()
+    assert load_own_runs(path, on(2)) == OwnRuns()
+    assert load_own_runs(tmp_path / "none.csv", on(2)) == OwnRuns()
 
 
 def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path) -> None:
@@ -135,11 +148,11 @@ def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path)
     assert before.winner.strategy == "dp2-zero1"
     slower = [measured(name, 2.0) for name in ("dp2", "dp2-zero1", "dp2-zero2", "dp2-zero3")]
     own = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
-    after = search_configurations(replace(request, own=own))
+    after = search_configurations(replace(request, own_runs=own))
     assert after.winner is not None
     assert "dp2" not in after.winner.strategy
-    assert evaluate(after.request, after.winner.spec) == after.winner
-    plain = evaluate(request, after.winner.spec)
+    assert evaluate_configuration(after.request, after.winner.spec) == after.winner
+    plain = evaluate_configuration(request, after.winner.spec)
     ratio = after.winner.seconds.total / plain.seconds.total
     assert after.winner.tokens_per_second == pytest.approx(plain.tokens_per_second / ratio)
 
@@ -149,7 +162,7 @@ def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_th
 ) -> None:
     rows = [measured(name, 1.5) for name in ("dp2", "tp2", "sp2", "pp2")]
     own = known(tmp_path / "mine.csv", *rows)
-    found = uncertainty(spec("cp2"), on(2), own)
+    found = estimate_uncertainty(spec("cp2"), on(2), own)
     assert max(map(abs, found.own)) < 0.05
     own_interval = found.interval()
     assert own_interval is not None
@@ -167,7 +180,7 @@ def test_a_run_is_no_witness_of_its_own_prediction(tmp_path: Path) -> None:
 
 def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
     link = link_by_key(H200.link)
-    unknown = uncertainty(
+    unknown = estimate_uncertainty(
         spec("dp2"), Cluster(device_by_key("rtx6000ada"), 2, 2, link, link), OwnRuns()
     )
     assert unknown.interval() is None
@@ -175,22 +188,22 @@ def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
 
 
 def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
-    found = uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
+    found = estimate_uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
     assert "measured near this: 0.77B, 2 H200: 0.4372 s (predicted" in str(found)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("hello\n")
-    with pytest.raises(ReadingsError, match=r"row 1 lacks "):
-        own_runs(path, on(2))
+    with pytest.raises(MeasurementsError, match=r"row 1 lacks "):
+        load_own_runs(path, on(2))
 
 
 def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "notes.csv"
     path.write_text("name,grade\nAda,1\n")
     with pytest.raises(
-        ReadingsError, match=r"notes.csv is no table of measurements; name another file"
+        MeasurementsError, match=r"notes.csv is no table of measurements; name another file"
     ):
         add_rows(path, [measured("dp2", 1.0)])
     assert path.read_text() == "name,grade\nAda,1\n"
@@ -208,12 +221,15 @@ def test_a_row_of_before_flags_had_a_column_is_refused_and_new_ones_stand_beside
         writer.writeheader()
         writer.writerow(before)
     assert add_rows(path, [row, measured("tp2", 1.0)]) == 2
-    old, *new = read_readings(path)[0]
+    old, *new = read_measurements(path)[0]
     with pytest.raises(
         RefusedError, match=r"its notes hold flags, .* 'make report' writes it anew"
     ):
-        express(old)
-    assert [express(reading).spec for reading in new] == [spec("dp2"), spec("tp2")]
+        convert_measurement(old)
+    assert [convert_measurement(measurement).spec for measurement in new] == [
+        spec("dp2"),
+        spec("tp2"),
+    ]
 
 
 def test_ones_own_columns_stay(tmp_path: Path) -> None:
@@ -235,5 +251,5 @@ def test_ones_own_columns_stay(tmp_path: Path) -> None:
         {"flags": "", "notes": f"flags: {measured('dp2', 1.0)['flags']}"},
     ],
 )
-def test_a_row_that_cannot_be_corrects_nothing(tmp_path: Path, wrong: Row) -> None:
+def test_a_row_that_cannot_be_corrects_nothing(tmp_path: Path, wrong: MeasurementRow) -> None:
     assert known(tmp_path / "mine.csv", measured("dp2", 1.0) | wrong) == OwnRuns()

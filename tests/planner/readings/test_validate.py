@@ -11,17 +11,17 @@ from parakit.config.run import Fp8Recipe, TokenDispatcher
 from parakit.costs.flops import counted_flops
 from parakit.costs.memory import fullest_rank
 from parakit.planner.readings import command
-from parakit.planner.readings.facts import origin
-from parakit.planner.readings.reading_to_spec import RefusedError, express
-from parakit.planner.readings.residual import Residual, residual, residuals
-from parakit.planner.readings.summary import choices, encode_summary, errors_of
+from parakit.planner.readings.facts import origin_of_source
+from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
+from parakit.planner.readings.residual import Residual, compute_residual, compute_residuals
+from parakit.planner.readings.summary import collect_errors, encode_summary, evaluate_choices
 from parakit.planner.readings.table import (
     COLUMNS,
-    MAY_LACK,
-    READINGS,
-    Reading,
-    ReadingsError,
-    read_readings,
+    MEASUREMENTS_FILE,
+    OPTIONAL_COLUMNS,
+    MeasurementsError,
+    PublishedMeasurement,
+    read_measurements,
 )
 from parakit.planner.verdict import Fit
 from tests.planner.readings.fit import fitted_readings
@@ -50,28 +50,28 @@ ROW = {
 
 def file_of(folder: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> Path:
     path = folder / "mine.csv"
-    columns += tuple(name for name in MAY_LACK if any(name in row for row in rows))
+    columns += tuple(name for name in OPTIONAL_COLUMNS if any(name in row for row in rows))
     lines = [",".join(columns)]
     lines += [",".join((ROW | row).get(name, "") for name in columns) for row in rows]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def one(folder: Path, **changes: str) -> Reading:
-    readings, _ = read_readings(file_of(folder, changes))
+def one(folder: Path, **changes: str) -> PublishedMeasurement:
+    readings, _ = read_measurements(file_of(folder, changes))
     return readings[0]
 
 
 def test_the_files_own_readings_are_all_read() -> None:
-    readings, unreadable = read_readings()
+    readings, unreadable = read_measurements()
     assert len(readings) > 3000
     assert not unreadable
 
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     path = file_of(tmp_path, {}, columns=tuple(name for name in COLUMNS if name != "gpus"))
-    with pytest.raises(ReadingsError, match=r"row 1 lacks gpus"):
-        read_readings(path)
+    with pytest.raises(MeasurementsError, match=r"row 1 lacks gpus"):
+        read_measurements(path)
 
 
 def test_text_in_a_number_is_named_by_row_and_column_and_the_other_rows_are_predicted(
@@ -93,13 +93,13 @@ def test_text_in_a_number_is_named_by_row_and_column_and_the_other_rows_are_pred
 def test_cells_may_be_divided_by_semicolons_or_tabs(tmp_path: Path, delimiter: str) -> None:
     path = file_of(tmp_path, {})
     path.write_text(path.read_text().replace(",", delimiter))
-    assert read_readings(path)[0][0].gpus == 8
+    assert read_measurements(path)[0][0].gpus == 8
 
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     path = file_of(tmp_path, {}, columns=(*COLUMNS, "gpus"))
-    with pytest.raises(ReadingsError, match="row 1 names the column gpus twice"):
-        read_readings(path)
+    with pytest.raises(MeasurementsError, match="row 1 names the column gpus twice"):
+        read_measurements(path)
 
 
 def test_whole_numbers_may_be_written_as_pandas_does_and_rows_of_commas_are_none(
@@ -107,8 +107,8 @@ def test_whole_numbers_may_be_written_as_pandas_does_and_rows_of_commas_are_none
 ) -> None:
     path = file_of(tmp_path, {"gpus": "8.0", "tp": "2.0"})
     path.write_text(path.read_text() + "," * (len(COLUMNS) - 1) + "\n")
-    (reading,), unreadable = read_readings(path)
-    assert (reading.gpus, reading.tp, unreadable) == (8, 2, ())
+    (measurement,), unreadable = read_measurements(path)
+    assert (measurement.gpus, measurement.tp, unreadable) == (8, 2, ())
 
 
 def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
@@ -140,9 +140,9 @@ def test_a_public_source_may_be_left_out_of_what_predicts_one_s_own_file(
 
 def test_a_step_s_time_without_its_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not state the global batch"):
-        express(one(tmp_path, gbs=""))
+        convert_measurement(one(tmp_path, gbs=""))
     rate = one(tmp_path, gbs="", metric="tokens_per_s_per_gpu")
-    assert express(rate).spec.batch.global_batch_size == 4
+    assert convert_measurement(rate).spec.batch.global_batch_size == 4
 
 
 def test_a_file_without_one_readable_row_ends_with_2(
@@ -187,14 +187,14 @@ SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 def test_a_run_that_cannot_have_been_is_refused_with_the_reason(
     tmp_path: Path, changes: dict[str, str], words: str
 ) -> None:
-    (refused,) = residuals(*read_readings(file_of(tmp_path, changes))).refused
+    (refused,) = compute_residuals(*read_measurements(file_of(tmp_path, changes))).refused
     assert words in refused.reason
 
 
 def test_a_trainer_that_keeps_what_no_formula_counts_gets_no_verdict() -> None:
-    chosen = [row for row in read_readings()[0] if row.line in (425, 570)]
-    found = residuals(chosen)
-    by_recipe, maxtext = encode_summary(found, errors_of(found))["rows"]
+    chosen = [row for row in read_measurements()[0] if row.line in (425, 570)]
+    found = compute_residuals(chosen)
+    by_recipe, maxtext = encode_summary(found, collect_errors(found))["rows"]
     assert by_recipe["fits"] in set(Fit)
     assert maxtext["fits"] is None
     assert maxtext["memory_bytes"]
@@ -202,7 +202,7 @@ def test_a_trainer_that_keeps_what_no_formula_counts_gets_no_verdict() -> None:
 
 def test_many_layers_are_a_large_number(tmp_path: Path) -> None:
     changes = {"layers": str(10**9), "metric": "peak_memory_gib"}
-    (found,) = residuals(*read_readings(file_of(tmp_path, changes))).predicted
+    (found,) = compute_residuals(*read_measurements(file_of(tmp_path, changes))).predicted
     assert found.predicted > 10**8
 
 
@@ -214,7 +214,7 @@ def test_a_line_is_that_of_the_file_whatever_a_cell_holds(
     tmp_path: Path, notes: str, source: str, line: int
 ) -> None:
     path = file_of(tmp_path, {"notes": notes}, {"value": "fast", "source": source})
-    readings, unreadable = read_readings(path)
+    readings, unreadable = read_measurements(path)
     assert [row.line for row in unreadable] == [line]
     assert len(readings) == 1
 
@@ -222,7 +222,7 @@ def test_a_line_is_that_of_the_file_whatever_a_cell_holds(
 def test_a_table_from_excel_is_read(tmp_path: Path) -> None:
     path = file_of(tmp_path, {})
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
-    assert len(read_readings(path)[0]) == 1
+    assert len(read_measurements(path)[0]) == 1
 
 
 PACKED = gzip.compress(b"gpus,tp,pp\n8,2,1\n" * 50)
@@ -248,18 +248,18 @@ def test_a_damaged_file_is_named_by_the_loader(
 
 
 def test_a_number_of_thousands_of_digits_is_named_by_row_and_column(tmp_path: Path) -> None:
-    with pytest.raises(ReadingsError, match=r"row 2, column tp: '9{40}' is not"):
-        read_readings(file_of(tmp_path, {"tp": "9" * 5000}))
+    with pytest.raises(MeasurementsError, match=r"row 2, column tp: '9{40}' is not"):
+        read_measurements(file_of(tmp_path, {"tp": "9" * 5000}))
 
 
 def test_a_layout_that_does_not_multiply_to_the_gpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="TP 2 x PP 1 x CP 1 x DP 8 is not 8 GPUs"):
-        express(one(tmp_path, dp="8"))
+        convert_measurement(one(tmp_path, dp="8"))
 
 
 def test_an_unknown_gpu_is_refused_with_the_near_names(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="a100"):
-        express(one(tmp_path, gpu="A1000"))
+        convert_measurement(one(tmp_path, gpu="A1000"))
 
 
 def test_time_and_rate_of_one_run_have_one_error_positive_where_predicted_too_slow(
@@ -268,7 +268,7 @@ def test_time_and_rate_of_one_run_have_one_error_positive_where_predicted_too_sl
     # 32 samples of 1,024 tokens in 1 s on 8 devices.
     rate = str(32 * 1024 / 8)
     path = file_of(tmp_path, {}, {"metric": "tokens_per_s_per_gpu", "value": rate})
-    found = residuals(*read_readings(path)).predicted
+    found = compute_residuals(*read_measurements(path)).predicted
     assert found[0].error == pytest.approx(found[1].error)
     assert found[0].error == pytest.approx(found[0].predicted - 1)
 
@@ -284,19 +284,19 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
     assert all(item["reason"] for item in data["refused"])
     counted = sum(group["readings"] for group in data["sources"].values())
     assert counted == len(lines)
-    assert READINGS.stat().st_size < 100_000
+    assert MEASUREMENTS_FILE.stat().st_size < 100_000
 
 
 def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_added_later() -> None:
-    readings, _ = read_readings()
+    readings, _ = read_measurements()
     added, before = [], []
-    for reading in readings:
-        (added if reading.notes.endswith("added 2026-11-23") else before).append(reading)
-    kept = [reading for reading in before if reading.kept_back]
+    for measurement in readings:
+        (added if measurement.notes.endswith("added 2026-11-23") else before).append(measurement)
+    kept = [measurement for measurement in before if measurement.is_held_out]
     assert len(kept) / len(before) == pytest.approx(1 / 3, abs=0.03)
-    assert all(replace(item, value=1.0, where="", notes="").kept_back for item in kept[:50])
+    assert all(replace(item, value=1.0, where="", notes="").is_held_out for item in kept[:50])
     assert len(added) == 496
-    assert all(item.kept_back for item in added)
+    assert all(item.is_held_out for item in added)
     assert not fitted_readings([*kept, *added])
     assert fitted_readings(before[::10])
 
@@ -310,21 +310,21 @@ def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_add
     ],
 )
 def test_figures_under_two_names_are_left_out_together(source: str, other: str) -> None:
-    assert origin(source) == origin(other) == other
+    assert origin_of_source(source) == origin_of_source(other) == other
 
 
 def test_between_iterations_each_virtual_stage_holds_its_last_input_and_that_ones_gradient() -> (
     None
 ):
     wanted = "gpt3_7b_tp1_pp4_memory_speed/golden_values_dev_dgx_gb200.json"
-    (reading,) = (
-        reading
-        for reading in read_readings()[0]
-        if wanted in reading.where and reading.metric == "memory_allocated_bytes"
+    (measurement,) = (
+        measurement
+        for measurement in read_measurements()[0]
+        if wanted in measurement.where and measurement.metric == "memory_allocated_bytes"
     )
-    (found,) = residuals([reading]).predicted
-    assert found.expressed.spec.parallelism.virtual_stages == 8
-    assert abs(found.predicted - reading.value) < 2**20  # of 22.9 GiB
+    (found,) = compute_residuals([measurement]).predicted
+    assert found.measured_run.spec.parallelism.virtual_stages == 8
+    assert abs(found.predicted - measurement.value) < 2**20  # of 22.9 GiB
 
 
 def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_some_paths(
@@ -332,13 +332,15 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
 ) -> None:
     titan = {"source": "pytorch/torchtitan", "gpu": "H100"}
     vanilla, hidden = (
-        express(one(tmp_path, **titan, notes=way)).cluster.execution.overlap_tensor
+        convert_measurement(one(tmp_path, **titan, notes=way)).cluster.execution.overlap_tensor
         for way in ("vanilla TP", "async TP")
     )
     assert (vanilla, hidden) == (False, True)
     card = {"source": "NVIDIA-NeMo/Megatron-Bridge verification cards", "model": "llama3-8b"}
     graphs = [
-        express(one(tmp_path, **card, gpu=gpu, url_or_path=path)).cluster.execution.graphs
+        convert_measurement(
+            one(tmp_path, **card, gpu=gpu, url_or_path=path)
+        ).cluster.execution.graphs
         for gpu, path in (
             ("B200", "card.yaml sft/B200"),
             ("B200", "card.yaml pretrain_performance/B200"),
@@ -348,36 +350,39 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
     assert graphs == [False, True, False]
 
 
-def of_line(line: int) -> Reading:
-    return next(reading for reading in read_readings()[0] if reading.line == line)
+def of_line(line: int) -> PublishedMeasurement:
+    return next(measurement for measurement in read_measurements()[0] if measurement.line == line)
 
 
 def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None:
     # GPT-OSS 120B on GB200: BF16 of 26.02 and 26.04, MXFP8 of 26.06.
     exchanged, beside, graphs = (
-        express(of_line(line)).cluster.execution for line in (365, 238, 80)
+        convert_measurement(of_line(line)).cluster.execution for line in (365, 238, 80)
     )
     assert (exchanged.deduplicated, exchanged.overlap_experts) == (False, False)
     assert (beside.overlap_experts, beside.graphs, beside.deduplicated) == (True, False, True)
     assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
     # Qwen3 235B on B300, 26.02.01 and 26.04.01.
-    assert [express(of_line(line)).cluster.execution.deduplicated for line in (322, 176)] == [
+    assert [
+        convert_measurement(of_line(line)).cluster.execution.deduplicated for line in (322, 176)
+    ] == [
         False,
         True,
     ]
     with pytest.raises(RefusedError, match="cudnn-frontend issue 256"):
-        express(of_line(41))
+        convert_measurement(of_line(41))
     # Nemotron-4 of NeMo 1 (24.12) and 2 (25.04), Grok 1 of the latter.
     assert [
-        express(of_line(line)).cluster.execution.eager_activation for line in (580, 665, 655)
+        convert_measurement(of_line(line)).cluster.execution.eager_activation
+        for line in (580, 665, 655)
     ] == [False, True, False]
     # BigScience's table of HF's trainer: DP is all GPUs.
-    assert express(of_line(933)).spec.name == "dp64-zero3"
+    assert convert_measurement(of_line(933)).spec.name == "dp64-zero3"
 
 
 def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -> None:
     # Qwen3 on B200: 235B in 25.09, 30B in 25.11.
-    dropped, kept = (express(of_line(line)) for line in (438, 414))
+    dropped, kept = (convert_measurement(of_line(line)) for line in (438, 414))
     assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, padded=True)
     assert not dropped.cluster.execution.deduplicated
     assert not dropped.cluster.execution.overlap_experts
@@ -386,72 +391,88 @@ def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -
 
 def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
     # DeepSeek V3; Automodel's GPT-OSS 120B, whose router gives a token four neighbours.
-    deepseek, neighbours = (express(of_line(line)).spec.expert_load for line in (3, 687))
+    deepseek, neighbours = (
+        convert_measurement(of_line(line)).spec.expert_load for line in (3, 687)
+    )
     assert (deepseek.groups, deepseek.groups_taken) == (8, 4)
     assert (neighbours.groups, neighbours.groups_taken) == (32, 1)
 
 
 def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
-    assert [express(of_line(line)).spec.shape.mtp_depth for line in (3, 390)] == [1, 0]
+    assert [convert_measurement(of_line(line)).spec.shape.mtp_depth for line in (3, 390)] == [1, 0]
 
 
 def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
     # Qwen3 30B on 16 H100 in 26.02.01: printed as PP 2 and EP 8.
-    run = express(of_line(3171)).spec.parallelism
+    run = convert_measurement(of_line(3171)).spec.parallelism
     assert (run.pipeline, run.virtual_stages, run.expert, run.data) == (1, 1, 16, 16)
     # In 25.11: printed as VP 24 and micro batch 2. GPT-OSS 120B of Automodel, printed without EP.
-    spec = express(of_line(3209)).spec
+    spec = convert_measurement(of_line(3209)).spec
     assert (spec.parallelism.virtual_stages, spec.batch.micro_batch_size) == (12, 1)
-    assert express(of_line(687)).spec.parallelism.expert == 64
+    assert convert_measurement(of_line(687)).spec.parallelism.expert == 64
 
 
 def test_experts_are_split_over_tp_where_their_source_says_so() -> None:
     # Grok 1 on GB200 and H100, both TP 4 and EP 8.
-    ways = [express(of_line(line)).spec.parallelism.tensor_of_experts for line in (655, 3318)]
+    ways = [
+        convert_measurement(of_line(line)).spec.parallelism.tensor_of_experts
+        for line in (655, 3318)
+    ]
     assert ways == [4, 1]
 
 
 def test_attention_that_no_kernel_of_its_time_trains_is_unfused_and_computed_again() -> None:
     # DeepSeek V3 of dgxc on GB200 and H100.
-    blackwell, hopper = (express(of_line(line)).spec for line in (3309, 3308))
+    blackwell, hopper = (convert_measurement(of_line(line)).spec for line in (3309, 3308))
     assert (blackwell.fused_attention, hopper.fused_attention) == (False, True)
     assert blackwell.recompute.again("core_attn")
     assert hopper.recompute.again("mla_up_proj")
 
 
 def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
-    assert [express(of_line(line)).spec.parallelism.expert for line in (685, 687)] == [8, 64]
+    assert [convert_measurement(of_line(line)).spec.parallelism.expert for line in (685, 687)] == [
+        8,
+        64,
+    ]
 
 
 def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
-    assert express(of_line(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE  # Megatron-Bridge, 25.09
-    assert express(of_line(534)).spec.fp8_recipe is Fp8Recipe.DELAYED  # NeMo 24.12, FP8
-    assert express(of_line(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE  # FP8-CS (FP8-MX)
+    assert (
+        convert_measurement(of_line(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
+    )  # Megatron-Bridge, 25.09
+    assert convert_measurement(of_line(534)).spec.fp8_recipe is Fp8Recipe.DELAYED  # NeMo 24.12, FP8
+    assert (
+        convert_measurement(of_line(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
+    )  # FP8-CS (FP8-MX)
 
 
 def test_a_source_may_gather_tokens_and_its_optimizer_split_its_states_at_zero_0_too() -> None:
-    dispatchers = {express(of_line(line)).spec.token_dispatcher for line in (3423, 3429)}
+    dispatchers = {
+        convert_measurement(of_line(line)).spec.token_dispatcher for line in (3423, 3429)
+    }
     assert dispatchers == {TokenDispatcher.ALL_GATHER}  # Qwen3 30B on 8 GH200
     # GPT-OSS by NCCL on GB200 and by DeepEP on H100, Qwen3 by HybridEP on GB200, and on H100 as it says.
-    others = [express(of_line(line)).spec.token_dispatcher for line in (365, 687, 42, 3698)]
+    others = [
+        convert_measurement(of_line(line)).spec.token_dispatcher for line in (365, 687, 42, 3698)
+    ]
     plain, hybrid = TokenDispatcher.ALL_TO_ALL, TokenDispatcher.HYBRID_EP
     assert others == [plain, TokenDispatcher.DEEP_EP, hybrid, hybrid]
-    zero = [item for item in read_readings()[0] if "Lucie" in item.source and item.gpus == 8]
+    zero = [item for item in read_measurements()[0] if "Lucie" in item.source and item.gpus == 8]
     stages = [item for item in zero if item.gbs == 192 and item.tp == 2 and item.pp == 1]
     assert len(stages) == 2
-    assert len({express(item).spec for item in stages}) == 1
+    assert len({convert_measurement(item).spec for item in stages}) == 1
 
 
 def test_layouts_of_different_releases_are_a_choice_only_where_asked_for() -> None:
     lines = (534, 611)  # 70B on 64 H100: NeMo 24.12 and 25.02
-    found = residuals([of_line(line) for line in lines])
-    assert choices(found) == []
-    (mixed,) = choices(found, across_releases=True)
+    found = compute_residuals([of_line(line) for line in lines])
+    assert evaluate_choices(found) == []
+    (mixed,) = evaluate_choices(found, across_releases=True)
     assert mixed.readings == 2
 
 
 def predicted_of(folder: Path, **changes: str) -> Residual:
-    (found,) = residuals(*read_readings(file_of(folder, changes))).predicted
+    (found,) = compute_residuals(*read_measurements(file_of(folder, changes))).predicted
     return found
 
 
@@ -474,7 +495,7 @@ def test_a_micro_batch_that_is_not_stated_is_one_that_fits(tmp_path: Path) -> No
     fitting = [
         item.predicted
         for item in stated
-        if fullest_rank(item.expressed.spec)[1].needed <= 1.07 * 80 * 2**30
+        if fullest_rank(item.measured_run.spec)[1].needed <= 1.07 * 80 * 2**30
     ]
     assert found.predicted == min(fitting)
     assert found.ranged == (min(fitting), max(fitting))
@@ -484,8 +505,8 @@ def test_what_is_not_stated_is_counted_apart_and_its_interval_holds_the_range(
     tmp_path: Path,
 ) -> None:
     path = file_of(tmp_path, {}, {"mbs": ""})
-    found = residuals(*read_readings(path))
-    data = encode_summary(found, errors_of(found))
+    found = compute_residuals(*read_measurements(path))
+    data = encode_summary(found, collect_errors(found))
     assert sorted(data["sources"]) == ["mine", "mine, micro batch not stated"]
     stated, unstated = data["rows"]
     assert (stated["unstated"], stated["range"]) == ([], None)
@@ -498,13 +519,13 @@ def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
     run = {"recompute": "full", "value": "100"}
     model = predicted_of(tmp_path, **run, metric="model_tflops_per_gpu")
     hardware = predicted_of(tmp_path, **run, metric="hardware_tflops_per_gpu")
-    again = counted_flops(hardware.expressed.spec, {"recomputed"})
+    again = counted_flops(hardware.measured_run.spec, {"recomputed"})
     assert hardware.predicted / model.predicted == pytest.approx(
-        again / counted_flops(model.expressed.spec, ())
+        again / counted_flops(model.measured_run.spec, ())
     )
     assert 1.2 < hardware.predicted / model.predicted < 4 / 3
     # Also where the source's own FLOPs a token are known, which are the model's.
-    assert residual(hardware.expressed, 1e9).predicted == hardware.predicted
+    assert compute_residual(hardware.measured_run, 1e9).predicted == hardware.predicted
 
 
 def test_a_row_says_how_its_flops_are_counted(tmp_path: Path) -> None:
@@ -512,5 +533,5 @@ def test_a_row_says_how_its_flops_are_counted(tmp_path: Path) -> None:
     half = predicted_of(tmp_path, **flops)
     whole = predicted_of(tmp_path, **flops, counts="whole-attention")
     assert whole.predicted > half.predicted
-    _, (refused,) = read_readings(file_of(tmp_path, flops, flops | {"counts": "some"}))
+    _, (refused,) = read_measurements(file_of(tmp_path, flops, flops | {"counts": "some"}))
     assert "column counts: 'some' is not made of" in refused.reason

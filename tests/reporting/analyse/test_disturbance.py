@@ -11,7 +11,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import SAMPLE_COLUMNS, SAMPLES_FILE, Status
 from parakit.costs.operations import Phase
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.table import read_measurements
 from parakit.reporting.build import BuildOptions, build
 from tests.reporting.factory import log_text, run_record, write_run
 from tests.reporting.ledger_factory import seconds, write_times
@@ -59,7 +59,7 @@ def measured(root: Path) -> list[str]:
     """The runs in the file of one's own measurements."""
     if not (root / "mine.csv").exists():
         return []
-    return [reading.where.partition(":")[2] for reading in read_readings(root / "mine.csv")[0]]
+    return [reading.where.partition(":")[2] for reading in read_measurements(root / "mine.csv")[0]]
 
 
 def test_undisturbed_runs_are_ranked_and_measured(tmp_path: Path) -> None:

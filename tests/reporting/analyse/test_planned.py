@@ -8,7 +8,7 @@ from rich.console import Console
 from parakit.artifacts.io import write_record
 from parakit.config.hardware import device_by_key
 from parakit.planner.calibration import calibration_path
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.table import read_measurements
 from parakit.reporting.build import BuildOptions, build
 from tests.reporting.factory import log_text, run_record, write_run
 
@@ -42,7 +42,7 @@ def test_runs_become_readings_once_and_those_that_scatter_do_not(tmp_path: Path)
     said, _ = made(tmp_path, ("baseline", "dp2", "tp2"), unsteady="tp2")
     assert " has 2 rows, " in said
     assert "mine.csv has 2 rows, 2 of them new" in said
-    readings, unreadable = read_readings(tmp_path / "mine.csv")
+    readings, unreadable = read_measurements(tmp_path / "mine.csv")
     assert not unreadable
     assert [(r.where, r.dp, r.value) for r in readings] == [
         (f"{platform.node()}:run-baseline", 1, 0.0915),

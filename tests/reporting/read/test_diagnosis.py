@@ -1,7 +1,7 @@
 import pytest
 
 from parakit.artifacts.run import Status
-from parakit.logs.diagnosis import diagnose
+from parakit.logs.diagnosis import diagnose_log
 from tests.reporting.factory import iteration_line, log_text
 
 EPILOGUE = """Traceback (most recent call last):
@@ -35,7 +35,7 @@ def traceback(error: str, prefix: str = "", where: str = "arguments.py") -> str:
 def judged(tmp_path, text, exit_code=None, interrupted=False):
     path = tmp_path / "log.txt"
     path.write_text(text)
-    return diagnose(path, exit_code, interrupted)
+    return diagnose_log(path, exit_code, interrupted)
 
 
 def test_finished_run_is_ok(tmp_path):
@@ -267,7 +267,7 @@ def test_what_is_not_megatron_is_no_log(tmp_path, text):
 
 
 def test_missing_log_is_no_log(tmp_path):
-    found = diagnose(tmp_path / "log.txt", None, False)
+    found = diagnose_log(tmp_path / "log.txt", None, False)
     assert found.status is Status.NO_LOG
     assert "cannot be read" in found.reason
 

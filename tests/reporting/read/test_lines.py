@@ -3,7 +3,7 @@ import gzip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.logs.lines import clean, printable, read_lines, split_lines, unwrapped
+from parakit.logs.lines import clean, make_printable, read_lines, split_lines, unwrapped
 from parakit.logs.pieces import MAX_LINE
 
 
@@ -66,4 +66,4 @@ def test_no_control_and_no_sign_of_direction_is_left(tmp_path):
     plain, packed = read_lines(path)
     assert plain == "abcd"
     assert unwrapped(packed) == "red gnp.exe "
-    assert printable("a\u202eb\nc\x1b[1m\x9b") == "ab c"
+    assert make_printable("a\u202eb\nc\x1b[1m\x9b") == "ab c"

@@ -37,7 +37,7 @@ def test_a_run_in_another_layout_continues_its_parents_curve_from_the_checkpoint
     assert (curve[4], curve[5]) == (9.6, 19.5)
     assert child.restarts == (5,)
     assert f"resumes from iteration 4 of {PARENT}" in child.notes
-    assert (parent.before, parent.restarts) == ((), ())
+    assert (parent.earlier_iterations, parent.restarts) == ((), ())
 
 
 def test_its_times_are_its_own(family: tuple[Run, Run]) -> None:
@@ -52,21 +52,23 @@ def test_iterations_that_were_trained_twice_are_compared(family: tuple[Run, Run]
         "Iterations 5 to 5 were trained before and after it resumed: their losses (1 compared) are "
         "off by up to 10,000,000 units of the last printed digit."
     )
-    as_before = msgspec.structs.replace(child.replaced[0], lm_loss=19.5)
-    assert "are the same to" in resumption_sentence(replace(child, replaced=(as_before,)))
+    as_before = msgspec.structs.replace(child.replaced_iterations[0], lm_loss=19.5)
+    assert "are the same to" in resumption_sentence(
+        replace(child, replaced_iterations=(as_before,))
+    )
 
 
 def test_a_missing_parent_is_reported(tmp_path: Path) -> None:
     record = run_record(CHILD, "dp2", resumptions=(Resumption(PARENT, 4),))
     child = load_folder(write_run(tmp_path, record, log_text([1, 1])))
     assert any("is not beside it" in note for note in child.notes)
-    assert child.before == ()
+    assert child.earlier_iterations == ()
 
 
 @pytest.mark.parametrize("name", [CHILD, "../elsewhere", "~later"])
 def test_what_can_be_no_parent_is_none(tmp_path: Path, name: str) -> None:
     record = run_record(CHILD, "dp2", resumptions=(Resumption(name, 4),))
-    assert load_folder(write_run(tmp_path, record, log_text([1, 1]))).before == ()
+    assert load_folder(write_run(tmp_path, record, log_text([1, 1]))).earlier_iterations == ()
 
 
 def test_a_grandparents_part_belongs_to_the_curve_too(
@@ -74,7 +76,7 @@ def test_a_grandparents_part_belongs_to_the_curve_too(
 ) -> None:
     record = run_record("20260101T020000Z-cp2", "cp2", resumptions=(Resumption(CHILD, 6),))
     grandchild = load_folder(write_run(tmp_path, record, iteration_line(7, loss=1.0) + "\n"))
-    assert [found.iteration for found in grandchild.before] == [1, 2, 3, 4, 5, 6]
+    assert [found.iteration for found in grandchild.earlier_iterations] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_restart_is_marked_in_the_picture(family: tuple[Run, Run]) -> None:
@@ -96,4 +98,4 @@ def test_a_log_that_was_added_to_is_one_curve_with_a_restart(tmp_path: Path) -> 
     assert sorted(loss_curve(run)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert run.restarts == (5,)
     assert records.read_run(tmp_path / CHILD).resumptions == (Resumption(CHILD, 4),)
-    assert [line.iteration for line in run.replaced] == [5, 6]
+    assert [line.iteration for line in run.replaced_iterations] == [5, 6]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from parakit.artifacts.io import write_record
-from parakit.artifacts.run import Code, HostRecord, Status, StatusRecord
+from parakit.artifacts.run import CodeHashes, HostRecord, Status, StatusRecord
 from parakit.config.files import ROOT
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
@@ -425,7 +425,7 @@ def test_the_report_says_what_took_a_reference_away_and_that_repeats_differ(tmp_
         return log_text([90.0] * 8, [10.0] * 7 + [last])
 
     runs = tmp_path / "runs"
-    code, edited = Code("kit-1"), Code("kit-2")
+    code, edited = CodeHashes("kit-1"), CodeHashes("kit-2")
     for name, strategy, seed, last, by in (
         ("0", "tp2", 1234, 9.0, edited),
         ("1", "tp2", 1234, 9.0, code),

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.measurements import (
-    Calls,
+    CallSummary,
     CommunicationRecord,
     MemoryCategory,
     MemoryRecord,
@@ -23,7 +23,7 @@ from tests.reporting.render.test_build import made, read_csv
 
 def calls(wire_bytes):
     operation = Operation.ALL_REDUCE
-    return Calls(
+    return CallSummary(
         "tp", 2, operation, Phase.FORWARD, "float32", 4, wire_bytes // 4, wire_bytes,
         algorithm(operation), 0.01, 0.02,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def test_damaged_ledger_is_a_note_and_the_rest_is_there(tmp_path):
     (folder / "comm.json").write_text('{"ranks": 3}')
     run = load_folder(folder)
     assert "comm.json cannot be used" in run.notes[0]
-    assert run.ledgers.peak_memory_bytes_by_rank == {0: 4 << 20, 1: 8 << 20}
+    assert run.measurements.peak_memory_bytes_by_rank == {0: 4 << 20, 1: 8 << 20}
 
 
 def test_samples_give_the_devices_peak_and_survive_cut_lines(tmp_path):

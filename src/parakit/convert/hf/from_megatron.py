@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parakit.artifacts.io import made_whole
+from parakit.artifacts.io import atomic_directory
 from parakit.artifacts.torch_dist import (
     EMBEDDING,
     VOCABULARY,
@@ -88,7 +88,7 @@ def export_model(
                 yield part
 
     progress.begin(f"export to {target.name}", total_bytes)
-    with made_whole(target) as folder:
+    with atomic_directory(target) as folder:
         write_tensors(folder, headers, read_values(), shard_bytes)
         (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n")
         if source is not None:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from parakit.artifacts.io import made_whole, write_record
+from parakit.artifacts.io import atomic_directory, write_record
 from parakit.artifacts.torch_dist import EMBEDDING, VOCABULARY
 from parakit.config.files import args_text, is_plain_name, read_regular_file, relative_to_root
 from parakit.config.flags import merge_flags
@@ -162,7 +162,7 @@ def import_model(
         ignored=source.ignored,
     )
     progress.begin(f"import {name}", total_bytes)
-    with made_whole(target) as folder:
+    with atomic_directory(target) as folder:
         write_checkpoint(folder / IMPORTED_WEIGHTS, source.shape.layers, read_values())
         (folder / f"{name}.args").write_text(_compose_args_file(source, record, target))
         write_record(folder / IMPORT_FILE, record)

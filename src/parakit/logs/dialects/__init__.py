@@ -17,7 +17,7 @@ from importlib import import_module
 from itertools import islice, pairwise
 from typing import ClassVar, NamedTuple
 
-from parakit.logs.iterations import MEAN_SECONDS, OTHER, Iteration
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX, MEAN_SECONDS, Iteration
 from parakit.logs.scraped import Fact, Generation
 
 Names = Mapping[str, tuple[str, int]]
@@ -130,9 +130,9 @@ class MetricsLine(LineFormat):
         # Times are kept as printed too, and so is the loss of a policy, which is no language model's.
         own = {"elapsed_ms", "lm_loss"} if is_of_a_policy(numbers) else {"elapsed_ms"}
         for name, digits in islice(numbers.items(), _MAX_METRICS):
-            field, power = self.names.get(name, (OTHER + name, 0))
+            field, power = self.names.get(name, (EXTRA_METRIC_PREFIX + name, 0))
             if field in own:
-                field, power = OTHER + name, 0
+                field, power = EXTRA_METRIC_PREFIX + name, 0
             found.append(LineField(field, float(digits) * 10**power))
         generation = Generation(self.trainer, "steps")
         return FoundIteration(iteration_of(found), start, found, generation=generation)
@@ -202,9 +202,9 @@ def iteration_of(fields: Iterable[LineField]) -> Iteration:
     values: dict[str, int | float | None] = {}
     others: dict[str, float] = {}
     for name, value, *_ in fields:
-        if name.startswith(OTHER):
+        if name.startswith(EXTRA_METRIC_PREFIX):
             if value is not None:
-                others[name.removeprefix(OTHER)] = value
+                others[name.removeprefix(EXTRA_METRIC_PREFIX)] = value
         elif name:
             values[name] = value
     return Iteration(**values, extra_metrics=others or None)  # type: ignore[arg-type]

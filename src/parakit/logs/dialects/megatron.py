@@ -24,7 +24,7 @@ from parakit.logs.dialects import (
     is_of_a_policy,
     iteration_of,
 )
-from parakit.logs.iterations import OTHER, Iteration, dtype_of
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration, dtype_of
 from parakit.logs.scraped import (
     ArgumentList,
     CheckpointEvent,
@@ -205,12 +205,12 @@ class BarLine(LineFormat):
             colon = line.rfind(":", start, bar)
             if colon >= 0:
                 part = self._part(line[start:colon], line[colon + 1 : bar], colon + 1)
-                others += part.field.startswith(OTHER)
+                others += part.field.startswith(EXTRA_METRIC_PREFIX)
                 parts.append(part if others <= _MAX_OTHER else LineField("", None, colon + 1, bar))
             start = bar + 1
         names = {part.field for part in parts}
         if "lm_loss" not in names and not is_of_a_policy(names):
-            own = OTHER + _IN_PLACE_OF_LM_LOSS
+            own = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
             parts = [p._replace(field="lm_loss") if p.field == own else p for p in parts]
         return parts
 
@@ -221,7 +221,7 @@ class BarLine(LineFormat):
         if known is None:
             short = name.strip()
             plain = match and match.end(1) == len(text.rstrip()) and short not in _NOT_LOSSES
-            known = (OTHER + short if plain and _OTHER_NAME.match(short) else "", 0)
+            known = (EXTRA_METRIC_PREFIX + short if plain and _OTHER_NAME.match(short) else "", 0)
         field, power = known
         if match is None or not field:
             return LineField(field, None, start, stop)

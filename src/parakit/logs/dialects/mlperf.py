@@ -21,7 +21,7 @@ from parakit.logs.dialects import (
     News,
     iteration_of,
 )
-from parakit.logs.iterations import OTHER, Iteration
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration
 from parakit.logs.scraped import ArgumentList, Ending, Fact, Generation, Validation
 
 MARK = ":::MLLOG"
@@ -65,7 +65,7 @@ class Result(LineFormat):
             values["consumed_samples"] = int(samples)
         for name, number in numbers.items():
             if name not in _TIMES:
-                values["lm_loss" if name in _LOSSES else OTHER + name] = float(number)
+                values["lm_loss" if name in _LOSSES else EXTRA_METRIC_PREFIX + name] = float(number)
         one = found_iteration(line, values)
         counted = partial(_counted, one.iteration, self.of_blocks)
         return [one if is_number(samples) else one._replace(by_arguments=counted)]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from parakit.artifacts.measurements import Calls
+from parakit.artifacts.measurements import CallSummary
 from parakit.config.flags import refuse_misspelled
 from parakit.config.model import Model, model_of
 from parakit.config.recompute import Recompute
@@ -30,8 +30,8 @@ from parakit.costs import PRECISIONS
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
 from parakit.formatting.units import count, gb, gib
-from parakit.planner.dryrun.comparison import CheckedRank, Verified, dry_run
-from parakit.planner.dryrun.job import DryRunError, DryRunner, check, ranks_named
+from parakit.planner.dryrun.comparison import CheckedRank, VerifiedStrategy, dry_run_ranks
+from parakit.planner.dryrun.job import DryRunError, DryRunner, parse_ranks, refuse_unsupported
 from parakit.planner.request import replace_sequence_length
 from parakit.planner.show import trained_vocabulary_sentence
 
@@ -54,10 +54,10 @@ def dryrun(given: Namespace) -> int:
     model = model_of(given.model)
     refuse_misspelled(model.flags)
     spec = _spec(given, model)
-    ranks = ranks_named(given.ranks, spec)
-    check(spec)
+    ranks = parse_ranks(given.ranks, spec)
+    refuse_unsupported(spec)
     with DryRunner(verbose=given.verbose) as runner:
-        comparisons = dry_run(runner, model, spec, ranks)
+        comparisons = dry_run_ranks(runner, model, spec, ranks)
     if given.json:
         print(json.dumps(encode_dry_run(model, spec, comparisons), indent=2))
     else:
@@ -148,7 +148,7 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank
     for comparison in comparisons:
         console.print(rich_table(_figures_table(comparison)))
         console.print(rich_table(_calls_table(comparison).fitting(console.width)))
-        console.print(verdict(comparison), highlight=False)
+        console.print(comparison_sentence(comparison), highlight=False)
     for note in NOTES:
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
@@ -179,7 +179,7 @@ def _figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
     return Table(columns, tuple(rows), title)
 
 
-def verdict(comparison: CheckedRank) -> str:
+def comparison_sentence(comparison: CheckedRank) -> str:
     """Whether the closed form holds, or every difference by name."""
     report = comparison.report
     cost = f"({report.seconds:.1f} s, {gib(report.process_bytes, 2)} GiB of this machine)"
@@ -216,22 +216,22 @@ def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
     }
 
 
-def _calls_table(comparison: CheckedRank) -> Table[Calls]:
+def _calls_table(comparison: CheckedRank) -> Table[CallSummary]:
     columns = (
-        Column[Calls]("group", lambda row: row.group, right=False),
-        Column[Calls]("operation", lambda row: row.operation, right=False, rank=1),
-        Column[Calls]("phase", lambda row: row.phase, right=False, rank=3),
-        Column[Calls]("ranks", lambda row: row.ranks, rank=4),
-        Column[Calls]("calls", lambda row: row.calls, count, rank=2),
-        Column[Calls]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
-        Column[Calls]("GB sent", lambda row: row.wire_bytes, _gb, rank=2),
+        Column[CallSummary]("group", lambda row: row.group, right=False),
+        Column[CallSummary]("operation", lambda row: row.operation, right=False, rank=1),
+        Column[CallSummary]("phase", lambda row: row.phase, right=False, rank=3),
+        Column[CallSummary]("ranks", lambda row: row.ranks, rank=4),
+        Column[CallSummary]("calls", lambda row: row.calls, count, rank=2),
+        Column[CallSummary]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
+        Column[CallSummary]("GB sent", lambda row: row.wire_bytes, _gb, rank=2),
     )
     calls = comparison.report.communication.calls
     sent = [row for row in calls if row.ranks > 1 and row.wire_bytes]
     return Table(columns, tuple(sorted(sent, key=lambda row: -row.wire_bytes)))
 
 
-def print_verified(verified: list[Verified], console: Console) -> None:
+def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
     """One table over all candidates, then what could not be run or differs."""
     rows = [(item.candidate.strategy, one) for item in verified for one in item.comparisons]
     columns = tuple(replace(column, wraps=column.right) for column in _VERIFIED_COLUMNS)
@@ -251,7 +251,7 @@ def print_verified(verified: list[Verified], console: Console) -> None:
     )
 
 
-def verified_as_data(verified: list[Verified]) -> list[dict[str, object]]:
+def encode_verified(verified: list[VerifiedStrategy]) -> list[dict[str, object]]:
     """The same for `--json`."""
     return [
         {

@@ -20,10 +20,10 @@ from parakit.costs import (
 from parakit.planner.dryrun.job import (
     DryRunError,
     DryRunner,
-    check,
     drop_transformer_engine,
-    flags_of,
-    ranks_named,
+    encode_flags,
+    parse_ranks,
+    refuse_unsupported,
 )
 from parakit.planner.search import Candidate, Plan
 
@@ -69,16 +69,16 @@ class CheckedRank:
         return same and self.parameters == self.report.parameters and not self.differences
 
 
-def dry_run(
+def dry_run_ranks(
     runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
 ) -> list[CheckedRank]:
     """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
-    flags, world = flags_of(model, spec), spec.parallelism.world_size
+    flags, world = encode_flags(model, spec), spec.parallelism.world_size
     reports = [runner.run(RankJob(flags, world, rank)) for rank in ranks]
-    return [compare(spec, report) for report in reports]
+    return [compare_rank(spec, report) for report in reports]
 
 
-def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
+def compare_rank(spec: RunSpec, report: RankReport) -> CheckedRank:
     """Put the closed forms beside a rank's dry run."""
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = drop_transformer_engine(spec)
@@ -105,7 +105,7 @@ def compare(spec: RunSpec, report: RankReport) -> CheckedRank:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedStrategy:
     """A candidate and its first and last rank's dry runs, or why there are none."""
 
     candidate: Candidate
@@ -113,24 +113,24 @@ class Verified:
     refusal: str = ""
 
 
-def verify(plan: Plan, count: int) -> list[Verified]:
+def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
     """Dry-run the first and last rank of the `count` best candidates that a dry run can show.
 
     Those passed over are in the list with their refusal.
     """
-    verified: list[Verified] = []
+    verified: list[VerifiedStrategy] = []
     with DryRunner() as runner:
         for candidate in plan.ranked:
             if sum(not item.refusal for item in verified) == count:
                 break
             spec = candidate.spec
             try:
-                check(spec)
-                ranks = ranks_named("first,last", spec)
-                compared = dry_run(runner, plan.request.model, spec, ranks)
-                verified.append(Verified(candidate, tuple(compared)))
+                refuse_unsupported(spec)
+                ranks = parse_ranks("first,last", spec)
+                compared = dry_run_ranks(runner, plan.request.model, spec, ranks)
+                verified.append(VerifiedStrategy(candidate, tuple(compared)))
             except DryRunError as error:
-                verified.append(Verified(candidate, (), str(error)))
+                verified.append(VerifiedStrategy(candidate, (), str(error)))
     return verified
 
 

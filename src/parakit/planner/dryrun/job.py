@@ -48,7 +48,7 @@ def drop_transformer_engine(spec: RunSpec) -> RunSpec:
     return replace(spec, fused_attention=gathered, fused_norms=False, cp_comm_type="all_gather")
 
 
-def check(spec: RunSpec) -> None:
+def refuse_unsupported(spec: RunSpec) -> None:
     """Refuse what a dry run cannot show.
 
     Raises:
@@ -75,7 +75,7 @@ def check(spec: RunSpec) -> None:
         raise DryRunError("\n".join(problems))
 
 
-def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
+def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
     """Megatron's arguments for a run, as `make train-…` would give them to CPU ranks.
 
     Precision is the run's own, because it decides bytes.
@@ -94,7 +94,7 @@ def flags_of(model: Model, spec: RunSpec) -> tuple[str, ...]:
     )
 
 
-def ranks_named(text: str, spec: RunSpec) -> tuple[int, ...]:
+def parse_ranks(text: str, spec: RunSpec) -> tuple[int, ...]:
     """Global ranks from `first,middle,last` (of the pipeline's stages) or numbers.
 
     Raises:

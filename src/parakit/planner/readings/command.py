@@ -11,34 +11,34 @@ from statistics import mean, median
 
 from rich.console import Console
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.files import ROOT, relative_to_root
 from parakit.formatting.table import Column, Table, TextTable, readable_table, rich_table
 from parakit.formatting.terminal import say, wide_console
 from parakit.formatting.units import percent
-from parakit.planner.calibration import calibration_of
-from parakit.planner.readings.intervals import ERRORS_FILE, Errors, public_errors
+from parakit.planner.calibration import load_device_calibration
+from parakit.planner.readings.intervals import ERRORS_FILE, PredictionErrors, load_public_errors
 from parakit.planner.readings.page import FOLDER, write_page
-from parakit.planner.readings.residual import Residual, Residuals, residuals
+from parakit.planner.readings.residual import Residual, Residuals, compute_residuals
 from parakit.planner.readings.summary import (
-    ERRORS,
-    Choice,
+    ERROR_COLUMNS,
     ErrorGroup,
     IntervalCoverage,
-    cause,
-    choices,
+    StrategyChoice,
+    collect_errors,
+    describe_largest_parts,
     encode_summary,
-    errors_of,
+    evaluate_choices,
+    format_signed_percent,
     group_by_coverage,
     group_by_gpu,
     group_by_kind,
     group_by_source,
     group_by_split,
-    reasons,
-    signed,
-    worst,
+    group_refusals,
+    largest_residuals,
 )
-from parakit.planner.readings.table import READINGS, ReadingsError, read_readings
+from parakit.planner.readings.table import MEASUREMENTS_FILE, MeasurementsError, read_measurements
 
 _WORST = 15
 _NAMED_LINES = 6
@@ -48,31 +48,31 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     """Print how far measurements are predicted off; or fit the constants anew.
 
     Raises:
-        ReadingsError: The file has no readings, or no such source.
+        MeasurementsError: The file has no readings, or no such source.
     """
     if fit:
         from tests.planner.readings.fit import refit
 
         refit()
         return
-    path = readings or READINGS
-    found, unreadable = read_readings(path)
+    path = readings or MEASUREMENTS_FILE
+    found, unreadable = read_measurements(path)
     if leave_out is not None:
         # Constants were fitted without a public source, whichever file they are tried on.
-        public = () if path == READINGS else read_readings()[0]
-        leave_out = _source(leave_out, {reading.source for reading in (*found, *public)})
-    here = () if path == READINGS else (partial(calibration_of, ROOT / "runs"),)
-    predicted = residuals(found, unreadable, leave_out, *here)
-    errors = errors_of(predicted)
-    if path != READINGS:
-        errors = errors.beside(public_errors())
+        public = () if path == MEASUREMENTS_FILE else read_measurements()[0]
+        leave_out = _source(leave_out, {measurement.source for measurement in (*found, *public)})
+    here = () if path == MEASUREMENTS_FILE else (partial(load_device_calibration, ROOT / "runs"),)
+    predicted = compute_residuals(found, unreadable, leave_out, *here)
+    errors = collect_errors(predicted)
+    if path != MEASUREMENTS_FILE:
+        errors = errors.beside(load_public_errors())
     if json:
         print(dumps(encode_summary(predicted, errors), indent=1))
         return
     console = wide_console()
     _print(predicted, errors, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        write_whole(ERRORS_FILE, errors.table())
+        write_atomically(ERRORS_FILE, errors.table())
         page, picture = write_page(predicted, errors)
         console.print(
             f"{relative_to_root(page)} and {relative_to_root(picture)} show every reading."
@@ -90,10 +90,10 @@ def _source(name: str, known: set[str]) -> str:
     if name in known or len(found) == 1:
         return name if name in known else found[0]
     near = ", ".join(found or sorted(known))
-    raise ReadingsError(f"There is no one source '{name}' to leave out; name one of {near}.")
+    raise MeasurementsError(f"There is no one source '{name}' to leave out; name one of {near}.")
 
 
-def _print(found: Residuals, errors: Errors, console: Console) -> None:
+def _print(found: Residuals, errors: PredictionErrors, console: Console) -> None:
     if found.predicted:
         console.print(_MEANING, highlight=False)
     kinds = [*group_by_kind(found), *group_by_split(found)]
@@ -106,7 +106,7 @@ def _print(found: Residuals, errors: Errors, console: Console) -> None:
         if groups:
             console.print(rich_table(_table(title, groups), console.width))
     if found.predicted:
-        console.print(readable_table(_worst_table(worst(found, _WORST)), console.width))
+        console.print(readable_table(_worst_table(largest_residuals(found, _WORST)), console.width))
         columns = (
             Column[IntervalCoverage](
                 "Inside their intervals", lambda c: c.name, right=False, wraps=True
@@ -120,17 +120,19 @@ def _print(found: Residuals, errors: Errors, console: Console) -> None:
         console.print(
             rich_table(Table(columns, tuple(group_by_coverage(found, errors))), console.width)
         )
-    _print_regrets(choices(found), choices(found, across_releases=True), console)
+    _print_regrets(evaluate_choices(found), evaluate_choices(found, across_releases=True), console)
     total = len(found.predicted) + len(found.refused)
     rest = " Not predicted:" if found.refused else ""
     console.print(f"{len(found.predicted)} of {total} measurements are predicted.{rest}")
-    for source, reason, lines in reasons(found.refused):
+    for source, reason, lines in group_refusals(found.refused):
         named = ", ".join(map(str, lines[:_NAMED_LINES]))
         more = ", …" if len(lines) > _NAMED_LINES else ""
         say(console, f"  {len(lines):3}  {source}: {reason} (row {named}{more})")
 
 
-def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -> None:
+def _print_regrets(
+    found: list[StrategyChoice], mixed: list[StrategyChoice], console: Console
+) -> None:
     regrets = [choice.regret for choice in found]
     if not regrets:
         return
@@ -152,8 +154,8 @@ def _print_regrets(found: list[Choice], mixed: list[Choice], console: Console) -
         )
     for sentence in (*sentences, "By source:"):
         console.print(sentence, soft_wrap=True)
-    for source in sorted({choice.chosen.reading.source for choice in found}):
-        of_it = [choice for choice in found if choice.chosen.reading.source == source]
+    for source in sorted({choice.chosen.measurement.source for choice in found}):
+        of_it = [choice for choice in found if choice.chosen.measurement.source == source]
         own = [choice.regret for choice in of_it]
         sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
         if apart := [share for choice in of_it for share in choice.apart]:
@@ -171,7 +173,7 @@ def _lost(regrets: list[float]) -> str:
 def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
     """Narrow enough for 80 columns, with the words of `_MEANING`."""
     names = ("median", "mean", "bias", "p90", "≤10%", "≤15%")
-    shares = (replace(each, name=name) for each, name in zip(ERRORS, names, strict=True))
+    shares = (replace(each, name=name) for each, name in zip(ERROR_COLUMNS, names, strict=True))
     name = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
 
     def counted(group: ErrorGroup) -> str:
@@ -186,14 +188,14 @@ def _worst_table(items: list[Residual]) -> TextTable:
     header = "measurement, GPUs, strategy, metric, published, predicted, error, mostly"
     lines = tuple(
         (
-            f"row {item.reading.line}, {item.reading.source}: {item.reading.model}",
-            f"{item.reading.gpus} {item.reading.gpu}",
-            item.expressed.spec.name,
-            item.reading.metric,
-            f"{item.reading.value:.4g}",
+            f"row {item.measurement.line}, {item.measurement.source}: {item.measurement.model}",
+            f"{item.measurement.gpus} {item.measurement.gpu}",
+            item.measured_run.spec.name,
+            item.measurement.metric,
+            f"{item.measurement.value:.4g}",
             f"{item.predicted:.4g}",
-            signed(item.error),
-            cause(item),
+            format_signed_percent(item.error),
+            describe_largest_parts(item),
         )
         for item in items
     )

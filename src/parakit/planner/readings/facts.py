@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from parakit.config.files import read_yaml
-from parakit.planner.readings.table import Reading
+from parakit.planner.readings.table import PublishedMeasurement
 
 _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 
 
-def source_facts(reading: Reading) -> dict[str, Any]:
+def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
     """How a reading's run was trained where its table does not say, from `sources.yaml`: of its source,
     and of the last of the source's cases that fits it."""
-    facts = _usual_facts(reading.source)
-    release = release_of(reading, facts)
+    facts = _usual_facts(measurement.source)
+    release = container_release(measurement, facts)
     for case in facts.get("cases", ()):
         # Of `gpt2.md@9e64ede:390` the line of its page; some cases are of those between two.
-        line, (first, last) = reading.where.rpartition(":")[2], case.get("lines", (0, 0))
+        line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
         if (
-            any(reading.model.startswith(name) for name in case.get("model", [""]))
-            and reading.gpu in case.get("gpus", [reading.gpu])
-            and reading.dtype in case.get("bits", [reading.dtype])
+            any(measurement.model.startswith(name) for name in case.get("model", [""]))
+            and measurement.gpu in case.get("gpus", [measurement.gpu])
+            and measurement.dtype in case.get("bits", [measurement.dtype])
             and release >= case.get("since", 0)
-            and case.get("noted", "") in reading.notes
+            and case.get("noted", "") in measurement.notes
             and (not last or (line.isdecimal() and first <= int(line) <= last))
         ):
             facts |= {name: value for name, value in case.items() if name not in _CONDITIONS}
@@ -41,18 +41,18 @@ def facts_for_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for each in facts for name, value in each.items() if name in names}
 
 
-def origin(source: str) -> str:
+def origin_of_source(source: str) -> str:
     """What a fit leaves out with a source: the other name under which its figures are published."""
     return str(_usual_facts(source).get("origin", source))
 
 
-def release_of(reading: Reading, facts: Mapping[str, Any]) -> float:
+def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any]) -> float:
     """Of NVIDIA's container, as its notes say (26.06) or its path implies; 0 where neither does."""
-    found = re.search(r"release (\d+\.\d+)", reading.notes)
+    found = re.search(r"release (\d+\.\d+)", measurement.notes)
     if found:
         return float(found[1])
     implied: dict[str, float] = facts.get("released", {})
-    return next((release for part, release in implied.items() if part in reading.where), 0.0)
+    return next((release for part, release in implied.items() if part in measurement.where), 0.0)
 
 
 @cache

@@ -51,7 +51,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class IntervalPlace:
+class ErrorFeatures:
     """What an error depends on."""
 
     kind: tuple[str, ...]
@@ -70,33 +70,37 @@ class _Error:
     """Hash of the run; 0 of what the file has."""
 
 
-class Errors:
+class PredictionErrors:
     """Errors by their places, and intervals that follow from the nearest."""
 
-    def __init__(self, at: Mapping[IntervalPlace, list[_Error]]) -> None:
+    def __init__(self, at: Mapping[ErrorFeatures, list[_Error]]) -> None:
         self._at = at
-        self._by_distance: dict[IntervalPlace, list[tuple[float, IntervalPlace]]] = {}
-        self._found: dict[tuple[IntervalPlace, int, str], dict[float, Interval]] = {}
+        self._by_distance: dict[ErrorFeatures, list[tuple[float, ErrorFeatures]]] = {}
+        self._found: dict[tuple[ErrorFeatures, int, str], dict[float, Interval]] = {}
 
     @staticmethod
-    def of(predicted: Iterable[Residual]) -> Errors:
+    def of(predicted: Iterable[Residual]) -> PredictionErrors:
         """Of any residuals."""
-        at: dict[IntervalPlace, list[_Error]] = defaultdict(list)
+        at: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
         for item in predicted:
-            error = _Error(log(1 + item.error), item.reading.source, hash(item.expressed.spec))
+            error = _Error(
+                log(1 + item.error), item.measurement.source, hash(item.measured_run.spec)
+            )
             at[_place_of(item)].append(error)
-        return Errors(at)
+        return PredictionErrors(at)
 
-    def beside(self, others: Errors) -> Errors:
+    def beside(self, others: PredictionErrors) -> PredictionErrors:
         """These and others."""
         both = self._at.keys() | others._at.keys()
-        return Errors({at: [*self._at.get(at, ()), *others._at.get(at, ())] for at in both})
+        return PredictionErrors(
+            {at: [*self._at.get(at, ()), *others._at.get(at, ())] for at in both}
+        )
 
     def interval(self, item: Residual, level: float) -> tuple[float, float]:
         """Least and most that may have been published, in the figure's own unit; what its source leaves
         out may have been anything that fits."""
         low, high = self._levels(item)[level]
-        if item.seconds is None or item.reading.metric == "step_time_s":
+        if item.seconds is None or item.measurement.metric == "step_time_s":
             low, high = -high, -low  # Not a rate: more is slower, or more memory.
         least, most = item.ranged or (item.predicted, item.predicted)
         return least * exp(low), most * exp(high)
@@ -106,10 +110,10 @@ class Errors:
         low, high = self._levels(item, elsewhere)[level]
         return low <= log(1 + item.error) <= high
 
-    def expected(self, spec: RunSpec, cluster: Cluster, seconds: float) -> Expected | None:
+    def expected(self, spec: RunSpec, cluster: Cluster, seconds: float) -> TimeInterval | None:
         """Of the predicted time of an iteration; None where too few like it were measured."""
         near = self._near(_place(spec, cluster, seconds), lambda _: True)
-        return Expected(len(near), _quantiles(near)) if near else None
+        return TimeInterval(len(near), _quantiles(near)) if near else None
 
     def table(self) -> str:
         """`errors.csv`: a line for each place and source."""
@@ -125,7 +129,11 @@ class Errors:
         return "\n".join([",".join(_COLUMNS), *sorted(lines), ""])
 
     def _levels(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
-        key = (_place_of(item), hash(item.expressed.spec), item.reading.source if elsewhere else "")
+        key = (
+            _place_of(item),
+            hash(item.measured_run.spec),
+            item.measurement.source if elsewhere else "",
+        )
         if key not in self._found:
             place, layout, source = key
             near = self._near(place, lambda one: one.layout != layout and one.source != source)
@@ -133,7 +141,7 @@ class Errors:
             self._found[key] = _quantiles(near) if near else unknown
         return self._found[key]
 
-    def _near(self, place: IntervalPlace, keep: Callable[[_Error], bool]) -> list[_Error]:
+    def _near(self, place: ErrorFeatures, keep: Callable[[_Error], bool]) -> list[_Error]:
         """The nearest, and all that are as near as the last of them; none where they are too few."""
         if place not in self._by_distance:
             away = ((_distance(place, other), other) for other in self._at)
@@ -149,7 +157,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Expected:
+class TimeInterval:
     """How far times like one were missed."""
 
     measurements: int
@@ -163,15 +171,15 @@ class Expected:
 
 
 @cache
-def public_errors() -> Errors:
+def load_public_errors() -> PredictionErrors:
     """Those of `errors.csv`."""
-    at: dict[IntervalPlace, list[_Error]] = defaultdict(list)
+    at: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
     with ERRORS_FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             kind, device, parameters, devices, source, values = (row[name] for name in _COLUMNS)
-            place = IntervalPlace(tuple(kind.split("|")), device, float(parameters), float(devices))
+            place = ErrorFeatures(tuple(kind.split("|")), device, float(parameters), float(devices))
             at[place] += [_Error(float(value), source) for value in values.split()]
-    return Errors(at)
+    return PredictionErrors(at)
 
 
 def _quantiles(errors: list[_Error]) -> dict[float, Interval]:
@@ -201,12 +209,12 @@ def _quantile(weighed: list[tuple[float, float]], rest: float) -> float:
     return weighed[-1][0]
 
 
-def _place_of(item: Residual) -> IntervalPlace:
-    return _place(item.expressed.spec, item.expressed.cluster, item.seconds)
+def _place_of(item: Residual) -> ErrorFeatures:
+    return _place(item.measured_run.spec, item.measured_run.cluster, item.seconds)
 
 
 @lru_cache(4096)
-def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> IntervalPlace:
+def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> ErrorFeatures:
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
     # Devices are busy that are said to do more than wait for their host and for one another.
@@ -214,7 +222,7 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> IntervalPl
     flops = model_flops(shape, spec.batch.global_batch_size)
     is_busy = peak and seconds is not None and mfu(flops, seconds, cluster.devices, peak) >= _BUSY
     is_brief = seconds is not None and seconds < _BRIEF_SECONDS
-    return IntervalPlace(
+    return ErrorFeatures(
         (
             "time" if seconds else "memory",
             "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
@@ -234,7 +242,7 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> IntervalPl
     )
 
 
-def _distance(one: IntervalPlace, other: IntervalPlace) -> float:
+def _distance(one: ErrorFeatures, other: ErrorFeatures) -> float:
     apart = _apart(one.kind, other.kind) + (_OTHER_DEVICE if one.device != other.device else 0.0)
     doubled = abs(one.parameters - other.parameters) + abs(one.devices - other.devices)
     return apart + _DOUBLED * doubled

@@ -18,33 +18,35 @@ from dataclasses import dataclass, replace
 from math import exp, log, log2
 from pathlib import Path
 
-from parakit.artifacts.io import lock, write_whole
+from parakit.artifacts.io import lock_file, write_atomically
 from parakit.config.flag_table import planned
 from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
 from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
 from parakit.costs import UnevenSplitError, parameters_total
-from parakit.planner.readings.reading_to_spec import RefusedError, express
-from parakit.planner.readings.residual import Residual, residual
+from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
+from parakit.planner.readings.residual import Residual, compute_residual
 from parakit.planner.readings.table import (
     COLUMNS,
-    OF_ONES_OWN,
-    ReadingsError,
-    read_readings,
+    OWN_COLUMNS,
+    MeasurementsError,
+    read_measurements,
     read_rows,
 )
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.rates import NoPeakError
 
 SOURCE = "mine"
-_COLUMNS = (*COLUMNS, *OF_ONES_OWN)
+_COLUMNS = (*COLUMNS, *OWN_COLUMNS)
 
 _LOCK_SECONDS = 10.0
-Row = dict[str, str]
+MeasurementRow = dict[str, str]
 
 
-def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float) -> Row:
+def build_measurement_row(
+    spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float
+) -> MeasurementRow:
     """A measured run as a row of the file.
 
     Args:
@@ -95,7 +97,7 @@ def row_of(spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds
     return {name: str(known[name]) for name in _COLUMNS}
 
 
-def add_rows(path: Path, rows: Iterable[Row]) -> int:
+def add_rows(path: Path, rows: Iterable[MeasurementRow]) -> int:
     """Add rows to a file, each in place of the one that it measures again; others stay as they are.
 
     Returns:
@@ -103,7 +105,7 @@ def add_rows(path: Path, rows: Iterable[Row]) -> int:
 
     Raises:
         OSError: The folder cannot be written, or another process kept the file for ten seconds.
-        ReadingsError: The file is there and no table of readings; it stays as it is.
+        MeasurementsError: The file is there and no table of readings; it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f".{path.name}.lock")):
@@ -115,7 +117,7 @@ def add_rows(path: Path, rows: Iterable[Row]) -> int:
         writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept.values())
-        write_whole(path, text.getvalue())
+        write_atomically(path, text.getvalue())
     return len(kept) - before
 
 
@@ -141,21 +143,21 @@ class OwnRuns:
         left = []
         for place, item in enumerate(self.residuals):
             others = (*self.residuals[:place], *self.residuals[place + 1 :])
-            rest = log(1 + item.error) - self._expected(item.expressed.spec, others)
+            rest = log(1 + item.error) - self._expected(item.measured_run.spec, others)
             left.append(exp(rest) - 1)
         return tuple(left)
 
     def without(self, spec: RunSpec) -> OwnRuns:
         """The same but for the readings of one run: it says nothing of how well it is predicted."""
         own, wanted = self.residuals, _measured(spec)
-        return OwnRuns(tuple(run for run in own if _measured(run.expressed.spec) != wanted))
+        return OwnRuns(tuple(run for run in own if _measured(run.measured_run.spec) != wanted))
 
     def _expected(self, spec: RunSpec, known: Sequence[Residual]) -> float:
         if not known:
             return 0.0
         import numpy as np  # Not in the browser, where nobody has runs of their own.
 
-        specs = [item.expressed.spec for item in known]
+        specs = [item.measured_run.spec for item in known]
         among = np.array([[_covariance(one, two) for one in specs] for two in specs])
         noisy = among + _NOISE**2 * np.eye(len(specs))
         weights = np.linalg.solve(noisy, [_covariance(spec, each) for each in specs])
@@ -170,30 +172,30 @@ _REACH = 4.0
 """Doublings over which likeness falls to a third."""
 
 
-def own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
+def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
     """The rows of a file on the cluster's kind of device, predicted with its constants and cores.
 
     CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
 
     Raises:
-        ReadingsError: The file is no table of measurements.
+        MeasurementsError: The file is no table of measurements.
     """
     if path is None or not path.is_file():
         return OwnRuns()
     found = []
-    for reading in read_readings(path)[0]:
-        timed = reading.metric in ("step_time_s", "tokens_per_s_per_gpu")
-        here = reading.where.startswith(f"{platform.node()}:")
+    for measurement in read_measurements(path)[0]:
+        timed = measurement.metric in ("step_time_s", "tokens_per_s_per_gpu")
+        here = measurement.where.startswith(f"{platform.node()}:")
         if not timed or (cluster.device.key == "cpu" and not here):
             continue
         try:
-            expressed = express(reading)
-            if expressed.cluster.device.key != cluster.device.key:
+            measured_run = convert_measurement(measurement)
+            if measured_run.cluster.device.key != cluster.device.key:
                 continue
             measured_here = replace(
-                expressed.cluster, calibration=cluster.calibration, cores=cluster.cores
+                measured_run.cluster, calibration=cluster.calibration, cores=cluster.cores
             )
-            found.append(residual(replace(expressed, cluster=measured_here)))
+            found.append(compute_residual(replace(measured_run, cluster=measured_here)))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
     return OwnRuns(tuple(found))
@@ -222,23 +224,23 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
     return (parameters_total(shape), split.world_size, *degrees, *sizes), choices
 
 
-def _configuration(row: Row) -> tuple[str, ...]:
+def _configuration(row: MeasurementRow) -> tuple[str, ...]:
     """What makes a row another one: all but what it measured, and in which run."""
     said = (row.get(name) or "" for name in _COLUMNS if name not in ("url_or_path", "value"))
     return (row.get("url_or_path", "").partition(":")[0], *said)
 
 
-def _table(path: Path) -> tuple[list[str], list[Row]]:
+def _table(path: Path) -> tuple[list[str], list[MeasurementRow]]:
     """Columns and rows of a file; those of an empty one where it is not there."""
     if not path.is_file():
         return list(_COLUMNS), []
     try:
         columns, rows = read_rows(path)
-    except ReadingsError as error:
-        raise ReadingsError(
+    except MeasurementsError as error:
+        raise MeasurementsError(
             f"{path} is no table of measurements; name another file with READINGS= ({error})"
         ) from None
-    more = [name for name in OF_ONES_OWN if name not in columns]
+    more = [name for name in OWN_COLUMNS if name not in columns]
     return [*columns, *more], [row for _, row in rows]
 
 
@@ -248,7 +250,7 @@ def _locked(path: Path) -> Iterator[None]:
         end = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
-                lock(file)
+                lock_file(file)
                 break
             except BlockingIOError:
                 if time.monotonic() > end:

@@ -16,12 +16,16 @@ from parakit.config.run import RunSpec
 from parakit.costs import UnevenSplitError, parameters_total
 from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
-from parakit.planner.readings.intervals import Expected, public_errors
+from parakit.planner.readings.intervals import TimeInterval, load_public_errors
 from parakit.planner.readings.local_readings import OwnRuns
 from parakit.planner.readings.published import kit_runs
-from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.residual import Residual, left_out, residual
-from parakit.planner.readings.table import Reading, read_readings
+from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
+from parakit.planner.readings.residual import (
+    Residual,
+    compute_residual,
+    use_constants_without_source,
+)
+from parakit.planner.readings.table import PublishedMeasurement, read_measurements
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError
@@ -50,7 +54,7 @@ class Uncertainty:
     own_runs: int = 0
     public: tuple[tuple[float, Residual], ...] = ()
     """The nearest published measurements with their distance, nearest first."""
-    expected: Expected | None = None
+    expected: TimeInterval | None = None
     """How far public times of its kind were missed."""
 
     def interval(self, level: float = 0.80) -> tuple[float, float] | None:
@@ -104,12 +108,12 @@ class Uncertainty:
             f"measurements of its kind; {near}"
         )
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The same as data: errors are ratios, `distance` is in doublings."""
         nearest = [
             {
-                "source": i.reading.source,
-                "line": i.reading.line,
+                "source": i.measurement.source,
+                "line": i.measurement.line,
                 "distance": d,
                 "held_out_error": i.error,
             }
@@ -126,39 +130,56 @@ class Uncertainty:
         }
 
 
-def uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
+def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
     """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
     seconds = iteration_seconds(spec, cluster).total / exp(bias := own.bias(spec))
-    known = (own.remaining(), len(own.residuals), tuple(near_residuals(spec, cluster)))
-    kind = public_errors().expected(spec, cluster, seconds)
+    known = (own.remaining(), len(own.residuals), tuple(find_near_residuals(spec, cluster)))
+    kind = load_public_errors().expected(spec, cluster, seconds)
     return Uncertainty(cluster.device.name, seconds, bias, *known, kind)
 
 
-def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
+def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
     gpu, parameters = cluster.device.key.split("-")[0], parameters_total(spec.shape)
     placed = [
-        (distance, reading.line, place)
-        for place, (reading, _) in enumerate(_readings())
-        if reading.gpu.lower().split("-")[0] == gpu
-        and (distance := _distance(reading, spec, cluster, parameters)) is not None
+        (distance, measurement.line, place)
+        for place, (measurement, _) in enumerate(_readings())
+        if measurement.gpu.lower().split("-")[0] == gpu
+        and (distance := _distance(measurement, spec, cluster, parameters)) is not None
     ]
     found: list[tuple[float, Residual]] = []
     layouts: set[tuple[object, ...]] = set()
     for distance, _, place in sorted(placed):
         if distance > _FAR or len(found) == _LIKE:
             break
-        reading, known = _readings()[place]
+        measurement, known = _readings()[place]
         # What later releases measure again: one of them is enough.
-        degrees = (reading.gpus, reading.tp, reading.pp, reading.vpp, reading.cp, reading.ep)
-        batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype, known and place)
-        layout = (*degrees, *batch, reading.source, reading.model, reading.gpu)
+        degrees = (
+            measurement.gpus,
+            measurement.tp,
+            measurement.pp,
+            measurement.vpp,
+            measurement.cp,
+            measurement.ep,
+        )
+        batch = (
+            measurement.mbs,
+            measurement.gbs,
+            measurement.seq,
+            measurement.dtype,
+            known and place,
+        )
+        layout = (*degrees, *batch, measurement.source, measurement.model, measurement.gpu)
         # What another trainer takes, or a host that waits for every kernel, says nothing of a plan.
-        facts = source_facts(reading)
+        facts = source_facts(measurement)
         if layout in layouts or "trainer" in facts or facts["blocking"]:
             continue
         try:
-            near = residual(left_out(known or express(reading), reading.source))
+            near = compute_residual(
+                use_constants_without_source(
+                    known or convert_measurement(measurement), measurement.source
+                )
+            )
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
         found.append((distance, near))
@@ -167,41 +188,47 @@ def near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residua
 
 
 @cache
-def _readings() -> tuple[tuple[Reading, Expressed | None], ...]:
+def _readings() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
     """Timed readings of the file and the published runs of the kit, which are expressed already."""
-    timed = [(reading, None) for reading in read_readings()[0] if reading.metric in _TIMED]
-    return (*timed, *((run.reading, run) for run in kit_runs()))
+    timed = [
+        (measurement, None)
+        for measurement in read_measurements()[0]
+        if measurement.metric in _TIMED
+    ]
+    return (*timed, *((run.measurement, run) for run in kit_runs()))
 
 
-def _distance(reading: Reading, spec: RunSpec, cluster: Cluster, parameters: int) -> float | None:
+def _distance(
+    measurement: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int
+) -> float | None:
     split, shape = spec.parallelism, spec.shape
-    if reading.params_b is None or reading.gpus is None:
+    if measurement.params_b is None or measurement.gpus is None:
         return None
     pairs = (
-        (reading.params_b * 1e9, parameters),
-        (reading.gpus, cluster.devices),
-        (reading.tp or 1, split.tensor),
-        (reading.pp or 1, split.pipeline),
-        (reading.cp or 1, split.context),
-        (reading.ep or 1, split.expert),
-        (reading.seq or shape.seq_length, shape.seq_length),
+        (measurement.params_b * 1e9, parameters),
+        (measurement.gpus, cluster.devices),
+        (measurement.tp or 1, split.tensor),
+        (measurement.pp or 1, split.pipeline),
+        (measurement.cp or 1, split.context),
+        (measurement.ep or 1, split.expert),
+        (measurement.seq or shape.seq_length, shape.seq_length),
     )
-    fewer = "8" in reading.dtype or "4" in reading.dtype
+    fewer = "8" in measurement.dtype or "4" in measurement.dtype
     as_wide = spec.dtype in ("fp16", "bf16") and fewer == bool(spec.fp8_recipe)
-    routed = bool(reading.expert_ffn or model_facts(reading.model).get("experts"))
+    routed = bool(measurement.expert_ffn or model_facts(measurement.model).get("experts"))
     other_kind = _MIXTURE if routed != bool(shape.experts) else 0.0
     return sum(abs(log2(one / two)) for one, two in pairs) + (0 if as_wide else 1) + other_kind
 
 
 def _measured(item: Residual) -> str:
-    reading = item.reading
-    degrees = ((name.upper(), getattr(reading, name) or 1) for name in ("tp", "pp", "cp"))
+    measurement = item.measurement
+    degrees = ((name.upper(), getattr(measurement, name) or 1) for name in ("tp", "pp", "cp"))
     layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
-    where = f"{reading.gpus:,} {reading.gpu}" + (f", {layout}" if layout else "")
-    unit = "s" if reading.metric == "step_time_s" else "tokens/s a GPU"
-    value = f"{reading.value:,.0f}" if reading.value >= 1000 else f"{reading.value:.4g}"
+    where = f"{measurement.gpus:,} {measurement.gpu}" + (f", {layout}" if layout else "")
+    unit = "s" if measurement.metric == "step_time_s" else "tokens/s a GPU"
+    value = f"{measurement.value:,.0f}" if measurement.value >= 1000 else f"{measurement.value:.4g}"
     off = "within 1%" if abs(item.error) < 0.01 else _missed(item.error)
-    return f"{reading.params_b:g}B, {where}: {value} {unit} (predicted {off})"
+    return f"{measurement.params_b:g}B, {where}: {value} {unit} (predicted {off})"
 
 
 def _missed(ratio: float) -> str:

@@ -9,27 +9,27 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parakit.artifacts.io import write_whole
+from parakit.artifacts.io import write_atomically
 from parakit.config.files import ROOT
 from parakit.formatting.html import environment
 from parakit.formatting.svg import COLOURS, svg_figure
 from parakit.formatting.table import Column, Table
 from parakit.formatting.units import GIB
-from parakit.planner.readings.intervals import LEVELS, Errors
+from parakit.planner.readings.intervals import LEVELS, PredictionErrors
 from parakit.planner.readings.residual import Residual, Residuals
-from parakit.planner.readings.residual import residuals as predict_residuals
+from parakit.planner.readings.residual import compute_residuals as predict_residuals
 from parakit.planner.readings.summary import (
-    ERRORS,
+    ERROR_COLUMNS,
     MEMORY,
     TIME,
     ErrorGroup,
     IntervalCoverage,
+    drop_matrix_products,
     group_by_coverage,
     group_by_source,
-    kind_of,
-    runs_of,
+    metric_kind,
 )
-from parakit.planner.readings.table import read_readings
+from parakit.planner.readings.table import read_measurements
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,17 +37,19 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs"
 
 
-def write_page(residuals: Residuals, stated: Errors, folder: Path = FOLDER) -> tuple[Path, Path]:
+def write_page(
+    residuals: Residuals, stated: PredictionErrors, folder: Path = FOLDER
+) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"
-    _draw(runs_of(residuals), group_by_coverage(residuals, stated), picture)
+    _draw(drop_matrix_products(residuals), group_by_coverage(residuals, stated), picture)
     return page, picture
 
 
 def write_residuals_page(folder: Path) -> Path:
     """Predict every published measurement and write `residuals.html` into a folder; return its path."""
-    return _write_html(predict_residuals(*read_readings()), folder)
+    return _write_html(predict_residuals(*read_measurements()), folder)
 
 
 def _write_html(residuals: Residuals, folder: Path) -> Path:
@@ -55,13 +57,13 @@ def _write_html(residuals: Residuals, folder: Path) -> Path:
     from markupsafe import Markup
 
     page = folder / "residuals.html"
-    plotted = runs_of(residuals)
+    plotted = drop_matrix_products(residuals)
     data = {
         "columns": [column.name for column in _COLUMNS],
         "filters": ("kind", "source", "GPU", "TP", "PP", "dtype"),
         "rows": [[column.value(item) for column in _COLUMNS] for item in plotted],
     }
-    errors = Table((*_GROUP, *ERRORS), tuple(group_by_source(residuals)))
+    errors = Table((*_GROUP, *ERROR_COLUMNS), tuple(group_by_source(residuals)))
     # "<" never stands in a script element's text but as the start of a tag.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = environment(Path(__file__).parent).get_template("residuals.html.j2")
@@ -72,7 +74,7 @@ def _write_html(residuals: Residuals, folder: Path) -> Path:
         rows=errors.cells,
         data=Markup(packed),  # noqa: S704  made above, and escaped for a script element
     )
-    write_whole(page, text)
+    write_atomically(page, text)
     return page
 
 
@@ -84,24 +86,26 @@ _GROUP = (
 
 
 def _degree_column(name: str, degree: str) -> Column[Residual]:
-    return Column(name, lambda item: getattr(item.expressed.spec.parallelism, degree))
+    return Column(name, lambda item: getattr(item.measured_run.spec.parallelism, degree))
 
 
 _COLUMNS = (
-    Column[Residual]("line", lambda item: item.reading.line),
-    Column[Residual]("source", lambda item: item.reading.source),
-    Column[Residual]("where", lambda item: item.reading.where),
-    Column[Residual]("model", lambda item: item.reading.model),
-    Column[Residual]("GPU", lambda item: item.expressed.cluster.device.name),
-    Column[Residual]("generation", lambda item: item.expressed.cluster.device.generation),
-    Column[Residual]("GPUs", lambda item: item.expressed.cluster.devices),
+    Column[Residual]("line", lambda item: item.measurement.line),
+    Column[Residual]("source", lambda item: item.measurement.source),
+    Column[Residual]("where", lambda item: item.measurement.where),
+    Column[Residual]("model", lambda item: item.measurement.model),
+    Column[Residual]("GPU", lambda item: item.measured_run.cluster.device.name),
+    Column[Residual]("generation", lambda item: item.measured_run.cluster.device.generation),
+    Column[Residual]("GPUs", lambda item: item.measured_run.cluster.devices),
     _degree_column("TP", "tensor"),
     _degree_column("PP", "pipeline"),
     _degree_column("CP", "context"),
     _degree_column("EP", "expert"),
     _degree_column("DP", "data"),
-    Column[Residual]("dtype", lambda i: str(i.expressed.spec.fp8_recipe or i.expressed.spec.dtype)),
-    Column[Residual]("kind", lambda item: kind_of(item.reading.metric)),
+    Column[Residual](
+        "dtype", lambda i: str(i.measured_run.spec.fp8_recipe or i.measured_run.spec.dtype)
+    ),
+    Column[Residual]("kind", lambda item: metric_kind(item.measurement.metric)),
     Column[Residual]("published", lambda item: float(f"{_values(item)[0]:.5g}")),
     Column[Residual]("predicted", lambda item: float(f"{_values(item)[1]:.5g}")),
     Column[Residual]("error", lambda item: round(item.error, 4)),
@@ -110,15 +114,15 @@ _COLUMNS = (
 
 def _values(item: Residual) -> tuple[float, float]:
     """Published and predicted seconds an iteration, or bytes."""
-    metric = item.reading.metric
+    metric = item.measurement.metric
     if item.seconds is not None:
         return item.published_seconds, item.seconds
     unit = GIB if metric.endswith("_gib") else 1e9 if metric.endswith("_gb") else 1
-    return item.reading.value * unit, item.predicted * unit
+    return item.measurement.value * unit, item.predicted * unit
 
 
 def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> None:
-    generations = sorted({item.expressed.cluster.device.generation for item in items})
+    generations = sorted({item.measured_run.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
         *panels, reliability = figure.subplots(1, 3)
         for axes, kind in zip(panels, (TIME, MEMORY), strict=True):
@@ -126,8 +130,8 @@ def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> N
                 points = [
                     _values(item)
                     for item in items
-                    if kind_of(item.reading.metric) == kind
-                    and item.expressed.cluster.device.generation == generation
+                    if metric_kind(item.measurement.metric) == kind
+                    and item.measured_run.cluster.device.generation == generation
                 ]
                 if points:
                     style = {"c": colour, "label": generation, "rasterized": True}

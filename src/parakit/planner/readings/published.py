@@ -8,8 +8,8 @@ from parakit.config.published import MAIN_SOURCE, Figure, load_published
 from parakit.config.run import RunSpec, spec_of_model
 from parakit.config.strategy import batch_for, devices_of, parse_strategy
 from parakit.costs import parameters_total
-from parakit.planner.readings.reading_to_spec import Expressed
-from parakit.planner.readings.table import Reading
+from parakit.planner.readings.reading_to_spec import MeasuredRun
+from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
 
 KIT = "examples/gpt3/published.yaml"
@@ -33,20 +33,20 @@ def usual_cluster(gpu: str, devices: int) -> Cluster:
     return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
-def kit_runs() -> list[Expressed]:
+def kit_runs() -> list[MeasuredRun]:
     """The six gpt2-large runs on H200."""
     found = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
         cluster, spec = usual_cluster("h200", figure.devices), h200_spec(figure.strategy)
-        found.append(measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
+        found.append(build_measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
     return found
 
 
-def measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> Expressed:
+def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> MeasuredRun:
     """A run whose iterations took so long, beside the reading that says it."""
     split = spec.parallelism
-    reading = Reading(
+    measurement = PublishedMeasurement(
         line=0,
         source=source,
         metric="step_time_s",
@@ -61,4 +61,4 @@ def measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -
         cp=split.context,
         dtype=spec.dtype,
     )
-    return Expressed(reading, spec, cluster)
+    return MeasuredRun(measurement, spec, cluster)

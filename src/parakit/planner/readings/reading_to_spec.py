@@ -34,8 +34,13 @@ from parakit.config.run import (
 from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import NEWEST, PEERS, divisors, violations
-from parakit.planner.readings.facts import facts_for_fields, model_facts, release_of, source_facts
-from parakit.planner.readings.table import Reading
+from parakit.planner.readings.facts import (
+    container_release,
+    facts_for_fields,
+    model_facts,
+    source_facts,
+)
+from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.execution import Execution
 
@@ -58,18 +63,18 @@ class RefusedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Expressed:
+class MeasuredRun:
     """A reading in the planner's terms."""
 
-    reading: Reading
+    measurement: PublishedMeasurement
     spec: RunSpec
     cluster: Cluster
     unstated: tuple[str, ...] = ()
     """What a time depends on and the source leaves out: `MICRO`, `VIRTUAL`; in `spec` it is 1."""
 
-    def alternatives(self) -> Iterator[Expressed]:
+    def candidate_runs(self) -> Iterator[MeasuredRun]:
         """The runs that it may have been, each as if all of it were stated."""
-        spec, split, whole = self.spec, self.spec.parallelism, self.reading.gbs
+        spec, split, whole = self.spec, self.spec.parallelism, self.measurement.gbs
         sizes, layers = [spec.batch.micro_batch_size], spec.shape.layers
         if MICRO in self.unstated:
             sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
@@ -87,34 +92,34 @@ class Expressed:
                 yield replace(self, spec=laid, unstated=())
 
 
-def express(reading: Reading) -> Expressed:
+def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
     """The run that a reading measured.
 
     Raises:
         RefusedError: The source states too little, contradicts itself, or trains what no formula knows.
     """
-    if reading.metric == "matmul_tflops":
+    if measurement.metric == "matmul_tflops":
         shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
-        spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=reading.dtype.lower() or "bf16")
-        return Expressed(reading, spec, _cluster(reading.gpu, 1))
-    source = source_facts(reading)
+        spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=measurement.dtype.lower() or "bf16")
+        return MeasuredRun(measurement, spec, _cluster(measurement.gpu, 1))
+    source = source_facts(measurement)
     if refused := source.get("refused"):
-        raise RefusedError(f"{reading.model}: {refused}")
-    if reading.notes.startswith("flags: "):
+        raise RefusedError(f"{measurement.model}: {refused}")
+    if measurement.notes.startswith("flags: "):
         raise RefusedError(
             "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
             "writes it anew"
         )
     try:
-        own = shlex.split(reading.flags)
+        own = shlex.split(measurement.flags)
     except ValueError as error:
         raise RefusedError(f"its flags cannot be read: {error}") from None
-    golden = _CASE.search(reading.where)
+    golden = _CASE.search(measurement.where)
     case = _cases().get(golden[1], "").split() if golden and not own else []
-    ran = _complete_measurement(reading, source)
+    ran = _complete_measurement(measurement, source)
     if own or case:
-        execution = execution_of_flags(Flags(own or case))
-        spec = _golden_spec(reading, case) if case else _spec_of_flags(reading, own)
+        execution = parse_execution(Flags(own or case))
+        spec = _golden_spec(measurement, case) if case else _spec_of_flags(measurement, own)
     else:
         spec, execution = _stated_spec(ran, source), _stated_execution(ran, source)
     # What a test of Megatron's ran is possible, by flags that its case does not list here. The rules
@@ -124,11 +129,11 @@ def express(reading: Reading) -> Expressed:
     if not case and (problems := violations(unbiased, NEWEST)):
         raise RefusedError(problems[0])
     links = (source.get("network_gb_per_second"), source.get("per_node"))
-    cluster = _cluster(reading.gpu, reading.gpus or 1, *links, execution)
+    cluster = _cluster(measurement.gpu, measurement.gpus or 1, *links, execution)
     interleaves = spec.parallelism.pipeline > 1 and not (ran.vpp or source["says_virtual"])
     blanks = ((MICRO, not ran.mbs), (VIRTUAL, interleaves))
     unstated = () if own or case else tuple(name for name, is_blank in blanks if is_blank)
-    return Expressed(reading, spec, cluster, unstated)
+    return MeasuredRun(measurement, spec, cluster, unstated)
 
 
 @cache
@@ -138,12 +143,16 @@ def _cases() -> dict[str, str]:
     return dict(json.loads(gzip.decompress(packed)))
 
 
-def _complete_measurement(reading: Reading, source: dict[str, Any]) -> Reading:
+def _complete_measurement(
+    measurement: PublishedMeasurement, source: dict[str, Any]
+) -> PublishedMeasurement:
     """With its model's sizes where it states none, and the degrees that its source says it had."""
-    sizes = facts_for_fields(Reading, model_facts(reading.model))
-    lacking = {name: size for name, size in sizes.items() if getattr(reading, name) is None}
+    sizes = facts_for_fields(PublishedMeasurement, model_facts(measurement.model))
+    lacking = {name: size for name, size in sizes.items() if getattr(measurement, name) is None}
     degrees = ("tp", "pp", "vpp", "ep", "mbs")
-    return replace(reading, **lacking, **{name: source[name] for name in degrees if name in source})
+    return replace(
+        measurement, **lacking, **{name: source[name] for name in degrees if name in source}
+    )
 
 
 @cache
@@ -165,18 +174,20 @@ def _cluster(
     return Cluster(device, gpus, per_node, intra, inter, execution=execution)
 
 
-def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
-    shape, facts = _shape(reading, source), model_facts(reading.model)
-    parallelism, batch = _layout(reading, source)
+def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> RunSpec:
+    shape, facts = _shape(measurement, source), model_facts(measurement.model)
+    parallelism, batch = _layout(measurement, source)
     groups, taken = source.get("groups") or facts.get("groups", (1, 1))
     capacity = source["capacity"] or None
-    dtype = reading.dtype.lower()
+    dtype = measurement.dtype.lower()
     if dtype and not any(known in dtype for known in _DTYPES):
-        raise RefusedError(f"its dtype '{reading.dtype}' is none of {', '.join(_DTYPES)}")
-    said, fp8_recipe = facts_for_fields(RunSpec, source), _fp8_recipe(reading.dtype, source)
-    said["recompute"] = _recompute(reading.recompute or said["recompute"], said["fused_attention"])
+        raise RefusedError(f"its dtype '{measurement.dtype}' is none of {', '.join(_DTYPES)}")
+    said, fp8_recipe = facts_for_fields(RunSpec, source), _fp8_recipe(measurement.dtype, source)
+    said["recompute"] = _recompute(
+        measurement.recompute or said["recompute"], said["fused_attention"]
+    )
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
-        raise RefusedError(_UNLAID.format(reading.model))
+        raise RefusedError(_UNLAID.format(measurement.model))
     return RunSpec(
         **said,
         shape=shape,
@@ -191,17 +202,17 @@ def _stated_spec(reading: Reading, source: dict[str, Any]) -> RunSpec:
         expert_load=ExpertLoad(
             capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
         ),
-        token_dispatcher=_dispatcher(reading, source),
-        model=reading.model,
+        token_dispatcher=_dispatcher(measurement, source),
+        model=measurement.model,
     )
 
 
-def _dispatcher(reading: Reading, source: dict[str, Any]) -> TokenDispatcher:
+def _dispatcher(measurement: PublishedMeasurement, source: dict[str, Any]) -> TokenDispatcher:
     """Of those that send a token once to a rank, HybridEP where a row says so or NVLink joins more than
     DeepEP knows, else DeepEP."""
-    if not source["deduplicated"] or reading.notes.startswith("A2A"):
+    if not source["deduplicated"] or measurement.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
-    is_hybrid = _cluster(reading.gpu, 1).per_node > PEERS or "HybridEP" in reading.notes
+    is_hybrid = _cluster(measurement.gpu, 1).per_node > PEERS or "HybridEP" in measurement.notes
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 
@@ -221,41 +232,43 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     return spread(shape.layers, stages) if shape.layers % stages else EVEN
 
 
-def _shape(reading: Reading, source: dict[str, Any]) -> ModelShape:
-    facts = model_facts(reading.model)
+def _shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
+    facts = model_facts(measurement.model)
     if refused := facts.get("refused"):
-        raise RefusedError(f"{reading.model} {refused}")
-    sizes = {name: getattr(reading, name) for name in ("layers", "hidden", "heads", "seq")}
+        raise RefusedError(f"{measurement.model} {refused}")
+    sizes = {name: getattr(measurement, name) for name in ("layers", "hidden", "heads", "seq")}
     if "blocks" in facts:
         sizes["layers"] = facts.get("layers", 1)  # Repetitions of the blocks.
     if missing := [name for name, value in sizes.items() if value is None]:
         raise RefusedError(f"the source does not state {', '.join(missing)}")
-    if reading.expert_ffn and "experts" not in facts:
-        raise RefusedError(f"how many experts {reading.model} has is not known")
+    if measurement.expert_ffn and "experts" not in facts:
+        raise RefusedError(f"how many experts {measurement.model} has is not known")
     seq, hidden, heads = sizes.pop("seq"), sizes["hidden"], sizes["heads"]
     gated = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS
     usual = {
         "query_groups": heads,
         "head_width": hidden // heads,
-        "ffn_hidden": reading.ffn or (gated if facts.get("gated") else 4 * hidden),
+        "ffn_hidden": measurement.ffn or (gated if facts.get("gated") else 4 * hidden),
         "seq_length": seq,
         "positions": 0 if facts.get("rotary") else seq,
-        "vocabulary": reading.vocab or source.get("vocab") or GPT2_VOCABULARY,
-        "expert_ffn_hidden": reading.expert_ffn or 0,
+        "vocabulary": measurement.vocab or source.get("vocab") or GPT2_VOCABULARY,
+        "expert_ffn_hidden": measurement.expert_ffn or 0,
     }
     return msgspec.convert(usual | facts_for_fields(ModelShape, facts, source) | sizes, ModelShape)
 
 
-def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
-    gpus = reading.gpus
+def _layout(measurement: PublishedMeasurement, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
+    gpus = measurement.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor: Any = reading.tp
-    pipeline: Any = reading.pp
-    context = reading.cp or 1
-    pipeline = source.get("misprinted_pipeline", {}).get(f"{reading.where} {pipeline}", pipeline)
+    tensor: Any = measurement.tp
+    pipeline: Any = measurement.pp
+    context = measurement.cp or 1
+    pipeline = source.get("misprinted_pipeline", {}).get(
+        f"{measurement.where} {pipeline}", pipeline
+    )
     sharding = Sharding(source["sharding"])
-    if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", reading.notes):
+    if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", measurement.notes):
         sharding = Sharding.ZERO3
     if sharding.shards_weights:
         tensor, pipeline = tensor or 1, pipeline or 1
@@ -267,34 +280,34 @@ def _layout(reading: Reading, source: dict[str, Any]) -> tuple[Parallelism, Batc
         raise RefusedError(
             f"TP {tensor} x PP {pipeline} x CP {context} does not divide {gpus} GPUs: wrong as published"
         )
-    data, expert = gpus // ranks, reading.ep or 1
+    data, expert = gpus // ranks, measurement.ep or 1
     if (
-        reading.dp is not None
+        measurement.dp is not None
         and not {"tp", "pp"} & source.keys()
-        and reading.dp * ranks != gpus
-        and reading.dp * ranks * expert != gpus
+        and measurement.dp * ranks != gpus
+        and measurement.dp * ranks * expert != gpus
     ):
         raise RefusedError(
-            f"TP {tensor} x PP {pipeline} x CP {context} x DP {reading.dp} is not {gpus} GPUs: "
+            f"TP {tensor} x PP {pipeline} x CP {context} x DP {measurement.dp} is not {gpus} GPUs: "
             "wrong as published"
         )
-    micro = reading.mbs or 1
-    batch = reading.gbs
+    micro = measurement.mbs or 1
+    batch = measurement.gbs
     if batch is None:
         if pipeline > 1:
             raise RefusedError("the source does not state the global batch of a pipeline")
-        if reading.metric == "step_time_s":
+        if measurement.metric == "step_time_s":
             raise RefusedError(
                 "the source does not state the global batch that a step's time is of"
             )
         batch = micro * data
     if batch % (micro * data):
-        if reading.mbs or batch % data:
+        if measurement.mbs or batch % data:
             raise RefusedError(
                 f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
             )
         micro = 1
-    virtual = reading.vpp or 1
+    virtual = measurement.vpp or 1
     expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
     parallelism = Parallelism(
         data=data,
@@ -341,11 +354,11 @@ def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
     return Fp8Recipe.TENSORWISE if tensorwise else Fp8Recipe(source["fp8"])
 
 
-def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
+def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any]) -> Execution:
     stated, eager, notes = (
         facts_for_fields(Execution, source),
         source["eager"],
-        reading.notes.lower(),
+        measurement.notes.lower(),
     )
     return Execution(
         **stated
@@ -353,33 +366,33 @@ def _stated_execution(reading: Reading, source: dict[str, Any]) -> Execution:
             "overlap_gradients": source["overlap"],
             "overlap_parameters": source["overlap"],
             "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
-            "graphs": release_of(reading, source) >= source["graphs_since"]
-            and model_facts(reading.model).get("whole_graph", True),
-            "frozen": "lora" in notes or re.search(r"[/ ]peft", reading.where) is not None,
+            "graphs": container_release(measurement, source) >= source["graphs_since"]
+            and model_facts(measurement.model).get("whole_graph", True),
+            "frozen": "lora" in notes or re.search(r"[/ ]peft", measurement.where) is not None,
             "portable_attention": eager,
-            "unfused": eager and "compile" not in reading.notes,
-            "deduplicated": stated["deduplicated"] and not reading.notes.startswith("A2A"),
+            "unfused": eager and "compile" not in measurement.notes,
+            "deduplicated": stated["deduplicated"] and not measurement.notes.startswith("A2A"),
         }
     )
 
 
-def _spec_of_flags(reading: Reading, words: list[str]) -> RunSpec:
+def _spec_of_flags(measurement: PublishedMeasurement, words: list[str]) -> RunSpec:
     """The run that flags train, and nothing else says.
 
     Raises:
         RefusedError: The number of devices is not stated, or the flags give no run on them.
     """
-    if reading.gpus is None:
+    if measurement.gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    kind = DeviceKind.CPU if reading.gpu == "cpu" else DeviceKind.GPU
+    kind = DeviceKind.CPU if measurement.gpu == "cpu" else DeviceKind.GPU
     try:
-        spec = spec_of_flags(words, reading.gpus, kind, reading.model)
+        spec = spec_of_flags(words, measurement.gpus, kind, measurement.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
-    return replace(spec, fused=tuple(filter(None, reading.fused.split(","))))
+    return replace(spec, fused=tuple(filter(None, measurement.fused.split(","))))
 
 
-def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
+def _golden_spec(measurement: PublishedMeasurement, case: list[str]) -> RunSpec:
     flags = Flags(case)
     pattern = flags.text("--hybrid-layer-pattern")
     for flag, what in (
@@ -390,12 +403,12 @@ def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
         ("--use-checkpoint-args", "a shape that only its checkpoint states"),
     ):
         if flags.has(flag):
-            raise RefusedError(f"{reading.model} has {what}")
-    if reading.model.startswith("bert"):
-        raise RefusedError(f"{reading.model} is BERT: two kinds of loss, no causal mask")
-    spec = _spec_of_flags(reading, case)
+            raise RefusedError(f"{measurement.model} has {what}")
+    if measurement.model.startswith("bert"):
+        raise RefusedError(f"{measurement.model} is BERT: two kinds of loss, no causal mask")
+    spec = _spec_of_flags(measurement, case)
     if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
-        raise RefusedError(_UNLAID.format(reading.model))
+        raise RefusedError(_UNLAID.format(measurement.model))
     local = flags.text("--transformer-impl") == "local"
     unfused = local or flags.text("--attention-backend") == "unfused"
     batch = spec.batch
@@ -406,7 +419,7 @@ def _golden_spec(reading: Reading, case: list[str]) -> RunSpec:
     return replace(spec, fused_attention=not unfused)
 
 
-def execution_of_flags(flags: Flags) -> Execution:
+def parse_execution(flags: Flags) -> Execution:
     """How Megatron's flags let a run be executed."""
     switched = dict.fromkeys((each.field for each in flags_in_group("execution")), False)
     for each in flags_in_group("execution"):

@@ -21,13 +21,13 @@ from parakit.costs import (
     workspace_bytes,
 )
 from parakit.formatting.units import GIB
-from parakit.planner.readings.facts import origin, source_facts
-from parakit.planner.readings.reading_to_spec import Expressed, RefusedError, express
-from parakit.planner.readings.table import Reading, Refusal
+from parakit.planner.readings.facts import origin_of_source, source_facts
+from parakit.planner.readings.reading_to_spec import MeasuredRun, RefusedError, convert_measurement
+from parakit.planner.readings.table import PublishedMeasurement, Refusal
 from parakit.planner.time.cluster import Calibration, Cluster
-from parakit.planner.time.constants import Constants, constants_of
+from parakit.planner.time.constants import Constants, load_constants
 from parakit.planner.time.iteration import iteration_seconds
-from parakit.planner.time.rates import NoPeakError, rates
+from parakit.planner.time.rates import NoPeakError, compute_device_rates
 from parakit.planner.verdict import leaves_reserve
 
 _LEAST_USE = 1e-8
@@ -38,7 +38,7 @@ _LEAST_USE = 1e-8
 class Residual:
     """A reading beside its prediction, both in the reading's unit."""
 
-    expressed: Expressed
+    measured_run: MeasuredRun
     predicted: float
     error: float
     """A ratio less 1. Of time, also where the figure is a rate: positive is predicted too slow. Of
@@ -51,15 +51,15 @@ class Residual:
     """Then least and most of those predicted that fit, in the reading's unit."""
 
     @property
-    def reading(self) -> Reading:
+    def measurement(self) -> PublishedMeasurement:
         """What was published."""
-        return self.expressed.reading
+        return self.measured_run.measurement
 
     @property
     def published_seconds(self) -> float:
         """Of an iteration, as its figure has it; 0 of memory."""
-        if self.reading.metric == "step_time_s":
-            return self.reading.value
+        if self.measurement.metric == "step_time_s":
+            return self.measurement.value
         return (self.seconds or 0.0) / (1 + self.error)
 
 
@@ -71,8 +71,8 @@ class Residuals:
     refused: tuple[Refusal, ...]
 
 
-def residuals(
-    readings: Iterable[Reading],
+def compute_residuals(
+    readings: Iterable[PublishedMeasurement],
     unreadable: Iterable[Refusal] = (),
     without: str | None = None,
     measured: Callable[[Device], Calibration] = lambda device: Calibration(),
@@ -90,27 +90,29 @@ def residuals(
     flops = _stated_flops(readings)
     found: list[Residual] = []
     refused = list(unreadable)
-    for reading in readings:
+    for measurement in readings:
         try:
-            expressed = left_out(express(reading), reading.source if without is None else without)
-            if (found_here := measured(expressed.cluster.device)) != Calibration():
-                cluster = replace(expressed.cluster, calibration=found_here)
-                expressed = replace(expressed, cluster=cluster)
-            found.append(residual(expressed, flops.get(_run(reading))))
+            measured_run = use_constants_without_source(
+                convert_measurement(measurement), measurement.source if without is None else without
+            )
+            if (found_here := measured(measured_run.cluster.device)) != Calibration():
+                cluster = replace(measured_run.cluster, calibration=found_here)
+                measured_run = replace(measured_run, cluster=cluster)
+            found.append(compute_residual(measured_run, flops.get(_run(measurement))))
         except (RefusedError, UnevenSplitError, NoPeakError) as error:
-            refused.append(Refusal(reading.line, reading.source, str(error)))
+            refused.append(Refusal(measurement.line, measurement.source, str(error)))
     return Residuals(tuple(found), tuple(sorted(refused, key=lambda item: item.line)))
 
 
-def left_out(expressed: Expressed, source: str) -> Expressed:
+def use_constants_without_source(measured_run: MeasuredRun, source: str) -> MeasuredRun:
     """The same on a cluster whose constants were fitted without a source."""
-    return replace(expressed, cluster=_without(expressed.cluster, origin(source)))
+    return replace(measured_run, cluster=_without(measured_run.cluster, origin_of_source(source)))
 
 
 @lru_cache(maxsize=4096)
 def _without(cluster: Cluster, source: str) -> Cluster:
     generation = cluster.device.generation
-    constants, own = constants_of(generation, source), constants_of(generation)
+    constants, own = load_constants(generation, source), load_constants(generation)
     return cluster if constants == own else replace_constants(cluster, constants)
 
 
@@ -119,7 +121,7 @@ def replace_constants(cluster: Cluster, constants: Constants) -> Cluster:
     return replace(cluster, calibration=Calibration(**asdict(constants)))
 
 
-def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residual:
+def compute_residual(measured_run: MeasuredRun, flops_a_token: float | None = None) -> Residual:
     """One reading beside its prediction, with its source's FLOPs a token where it also prints the run's
     tokens, else those of the closed form.
 
@@ -128,51 +130,55 @@ def residual(expressed: Expressed, flops_a_token: float | None = None) -> Residu
         NoPeakError: The device has no rate in the run's dtype.
         RefusedError: No device can have run so fast, or nobody trains so slowly.
     """
-    if expressed.unstated:
+    if measured_run.unstated:
         # What is published is tuned: of the rows that state both, the fastest that fits is the one.
-        every = [(residual(one, flops_a_token), one) for one in expressed.alternatives()]
+        every = [
+            (compute_residual(one, flops_a_token), one) for one in measured_run.candidate_runs()
+        ]
         fitting = [found for found, one in every if _fits(one)] or [found for found, _ in every]
-        chosen = min(fitting, key=lambda found: _seconds(found.expressed.spec, expressed.cluster))
+        chosen = min(
+            fitting, key=lambda found: _seconds(found.measured_run.spec, measured_run.cluster)
+        )
         ends = sorted(found.predicted for found in fitting)
-        return replace(chosen, unstated=expressed.unstated, ranged=(ends[0], ends[-1]))
-    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
-    metric, value = reading.metric, reading.value
+        return replace(chosen, unstated=measured_run.unstated, ranged=(ends[0], ends[-1]))
+    measurement, spec, cluster = measured_run.measurement, measured_run.spec, measured_run.cluster
+    metric, value = measurement.metric, measurement.value
     if "memory" in metric:
         predicted = _memory(spec, cluster, metric)
-        return Residual(expressed, predicted, predicted / value - 1)
+        return Residual(measured_run, predicted, predicted / value - 1)
     if metric == "matmul_tflops":
-        predicted = rates(cluster, spec.dtype).flops / 1e12
-        return Residual(expressed, predicted, value / predicted - 1)
+        predicted = compute_device_rates(cluster, spec.dtype).flops / 1e12
+        return Residual(measured_run, predicted, value / predicted - 1)
     predicted, measured = (seconds := _seconds(spec, cluster)), value
     if metric != "step_time_s":
-        predicted = _rate(expressed, seconds, flops_a_token)
+        predicted = _rate(measured_run, seconds, flops_a_token)
         measured = seconds * predicted / value
     peak = cluster.devices * max(cluster.device.peak_tflops.values()) * 1e12
     used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(measured, 1e-30)
     # CPU cores have no datasheet, so that their peak bounds nothing.
     if cluster.device.key != "cpu" and not _LEAST_USE < used <= 1:
         raise RefusedError(f"its value would be {used:.3g} of the peak of {cluster.device.name}")
-    return Residual(expressed, predicted, seconds / measured - 1, seconds)
+    return Residual(measured_run, predicted, seconds / measured - 1, seconds)
 
 
-def _fits(expressed: Expressed) -> bool:
-    memory = fullest_rank(expressed.spec)[1]
-    return leaves_reserve(expressed.spec, memory, expressed.cluster)
+def _fits(measured_run: MeasuredRun) -> bool:
+    memory = fullest_rank(measured_run.spec)[1]
+    return leaves_reserve(measured_run.spec, memory, measured_run.cluster)
 
 
-def _rate(expressed: Expressed, seconds: float, flops_a_token: float | None) -> float:
+def _rate(measured_run: MeasuredRun, seconds: float, flops_a_token: float | None) -> float:
     """Tokens, FLOP or the share of peak, a second and device."""
-    reading, spec, cluster = expressed.reading, expressed.spec, expressed.cluster
+    measurement, spec, cluster = measured_run.measurement, measured_run.spec, measured_run.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
-    if reading.metric == "tokens_per_s_per_gpu":
+    if measurement.metric == "tokens_per_s_per_gpu":
         return tokens
-    of_hardware = reading.metric == "hardware_tflops_per_gpu"
+    of_hardware = measurement.metric == "hardware_tflops_per_gpu"
     if flops_a_token is None or of_hardware:  # What a source prints beside tokens is the model's.
-        counts = set((reading.counts or source_facts(reading)["counts"]).split())
+        counts = set((measurement.counts or source_facts(measurement)["counts"]).split())
         if of_hardware:
             counts.add(RECOMPUTED)
         flops_a_token = counted_flops(spec, counts)
-    if reading.metric == "mfu_percent":
+    if measurement.metric == "mfu_percent":
         return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
     return tokens * flops_a_token / 1e12
 
@@ -211,23 +217,44 @@ def _seconds(spec: RunSpec, cluster: Cluster) -> float:
     return iteration_seconds(spec, cluster).total
 
 
-def _stated_flops(readings: Iterable[Reading]) -> dict[tuple[object, ...], float]:
+def _stated_flops(readings: Iterable[PublishedMeasurement]) -> dict[tuple[object, ...], float]:
     """FLOPs a token of runs whose rate is printed both in FLOPs and in tokens or steps."""
     tokens: dict[tuple[object, ...], float] = {}
     flops: dict[tuple[object, ...], float] = {}
-    for reading in readings:
-        if reading.metric == "tokens_per_s_per_gpu":
-            tokens[_run(reading)] = reading.value
-        elif reading.metric == "step_time_s" and reading.gbs and reading.seq and reading.gpus:
-            tokens[_run(reading)] = reading.gbs * reading.seq / reading.value / reading.gpus
-        elif reading.metric == "model_tflops_per_gpu":
-            flops[_run(reading)] = 1e12 * reading.value
+    for measurement in readings:
+        if measurement.metric == "tokens_per_s_per_gpu":
+            tokens[_run(measurement)] = measurement.value
+        elif (
+            measurement.metric == "step_time_s"
+            and measurement.gbs
+            and measurement.seq
+            and measurement.gpus
+        ):
+            tokens[_run(measurement)] = (
+                measurement.gbs * measurement.seq / measurement.value / measurement.gpus
+            )
+        elif measurement.metric == "model_tflops_per_gpu":
+            flops[_run(measurement)] = 1e12 * measurement.value
     return {run: flops[run] / tokens[run] for run in flops.keys() & tokens.keys()}
 
 
-def _run(reading: Reading) -> tuple[object, ...]:
+def _run(measurement: PublishedMeasurement) -> tuple[object, ...]:
     """What two figures of one run have in common."""
-    layout = (reading.tp, reading.pp, reading.vpp, reading.cp, reading.dp, reading.ep)
-    batch = (reading.mbs, reading.gbs, reading.seq, reading.dtype)
-    what = (reading.source, reading.where, reading.model, reading.gpu, reading.gpus, reading.notes)
+    layout = (
+        measurement.tp,
+        measurement.pp,
+        measurement.vpp,
+        measurement.cp,
+        measurement.dp,
+        measurement.ep,
+    )
+    batch = (measurement.mbs, measurement.gbs, measurement.seq, measurement.dtype)
+    what = (
+        measurement.source,
+        measurement.where,
+        measurement.model,
+        measurement.gpu,
+        measurement.gpus,
+        measurement.notes,
+    )
     return (*what, *layout, *batch)

@@ -12,13 +12,13 @@ from parakit.config.run import RunSpec
 from parakit.costs import COMPONENTS, fullest_rank
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
-from parakit.planner.readings.facts import release_of, source_facts
-from parakit.planner.readings.intervals import LEVELS, Errors
+from parakit.planner.readings.facts import container_release, source_facts
+from parakit.planner.readings.intervals import LEVELS, PredictionErrors
 from parakit.planner.readings.residual import Residual, Residuals, predicted_memory
 from parakit.planner.readings.table import Refusal
-from parakit.planner.ties import preferred
+from parakit.planner.ties import choose_preferred
 from parakit.planner.time.iteration import TIME_COMPONENTS, iteration_seconds
-from parakit.planner.verdict import fit_of, needed_bytes
+from parakit.planner.verdict import judge_fit_on_cluster, needed_bytes
 
 MEMORY, TIME = "memory", "time"
 
@@ -50,7 +50,7 @@ class ErrorGroup:
         }
 
 
-def kind_of(metric: str) -> str:
+def metric_kind(metric: str) -> str:
     """Time or memory."""
     return MEMORY if "memory" in metric else TIME
 
@@ -60,10 +60,10 @@ def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
     what is predicted without a fact that the source does not state."""
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
-        kinds[item.reading.source].add(kind_of(item.reading.metric))
+        kinds[item.measurement.source].add(metric_kind(item.measurement.metric))
 
     def name(residual: Residual) -> str:
-        source, kind = residual.reading.source, kind_of(residual.reading.metric)
+        source, kind = residual.measurement.source, metric_kind(residual.measurement.metric)
         if residual.unstated:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
@@ -75,7 +75,9 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     """A group for each device, times and memory apart."""
     return _groups(
         residuals.predicted,
-        lambda item: f"{item.expressed.cluster.device.name}, {kind_of(item.reading.metric)}",
+        lambda item: (
+            f"{item.measured_run.cluster.device.name}, {metric_kind(item.measurement.metric)}"
+        ),
     )
 
 
@@ -120,13 +122,13 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 def _kind_of_run(item: Residual) -> str:
     """Empty where the README names none."""
-    reading = item.reading
-    of_tests = reading.source == _TESTS
-    if reading.metric not in _DIRECT and not of_tests:
+    measurement = item.measurement
+    of_tests = measurement.source == _TESTS
+    if measurement.metric not in _DIRECT and not of_tests:
         return ""
-    if reading.source not in _RECIPES:
-        return _KIND_OF.get(reading.metric if of_tests else reading.source, "")
-    device, spec = item.expressed.cluster.device, item.expressed.spec
+    if measurement.source not in _RECIPES:
+        return _KIND_OF.get(measurement.metric if of_tests else measurement.source, "")
+    device, spec = item.measured_run.cluster.device, item.measured_run.spec
     hopper = device.generation == "hopper"
     if spec.shape.blocks:
         return "layers of several kinds"
@@ -142,22 +144,22 @@ def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
     names = ("the other two thirds", "kept back from the fit")
-    return _groups(fitted, lambda item: names[item.reading.kept_back])
+    return _groups(fitted, lambda item: names[item.measurement.is_held_out])
 
 
-def worst(residuals: Residuals, count: int) -> list[Residual]:
+def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
     """Those that are missed most."""
     return sorted(residuals.predicted, key=lambda item: -abs(item.error))[:count]
 
 
-def cause(residual: Residual) -> str:
+def describe_largest_parts(residual: Residual) -> str:
     """The largest parts of a predicted time, or of a predicted memory."""
-    reading = residual.reading
-    if reading.metric == "matmul_tflops":
+    measurement = residual.measurement
+    if measurement.metric == "matmul_tflops":
         return ""
-    spec, cluster = residual.expressed.spec, residual.expressed.cluster
-    if kind_of(reading.metric) == MEMORY:
-        held = predicted_memory(spec, reading.metric)
+    spec, cluster = residual.measured_run.spec, residual.measured_run.cluster
+    if metric_kind(measurement.metric) == MEMORY:
+        held = predicted_memory(spec, measurement.metric)
         live = (name for name in COMPONENTS if name != "allocator")
         parts = {name: getattr(held, name) / held.live for name in live}
     else:
@@ -168,7 +170,7 @@ def cause(residual: Residual) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """Readings that differ in strategy alone, and the one that the planner would take."""
 
     readings: int
@@ -186,43 +188,49 @@ class Choice:
         return not 0 < self.regret <= max(self.apart, default=0.0)
 
 
-def choices(residuals: Residuals, across_releases: bool = False) -> list[Choice]:
+def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> list[StrategyChoice]:
     """Every group of two or more strategies of one model, batch, device and source, and, unless it may
     lie `across_releases`, of one release of a container; what was measured more than once counts with
     its median."""
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
-        reading, spec = item.reading, item.expressed.spec
-        if item.seconds is None or reading.metric in _DERIVED:
+        measurement, spec = item.measurement, item.measured_run.spec
+        if item.seconds is None or measurement.metric in _DERIVED:
             continue
         # Readings of other software differ in more than strategy: another variant, trainer or release.
-        variant, *others = reading.notes.split(";")
-        facts = source_facts(reading)
+        variant, *others = measurement.notes.split(";")
+        facts = source_facts(measurement)
         software = [variant, facts.get("trainer", "")]
         software += [part for part in others if "not Megatron" in part]
         if not across_releases:
-            software.append(str(release_of(reading, facts)))
+            software.append(str(container_release(measurement, facts)))
         batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.fp8_recipe)
-        what = (reading.source, reading.model, reading.gpu, reading.gpus, " ".join(software))
+        what = (
+            measurement.source,
+            measurement.model,
+            measurement.gpu,
+            measurement.gpus,
+            " ".join(software),
+        )
         groups[*what, *batch, spec.recompute].append(item)
     found = []
     for items in groups.values():
         times: dict[RunSpec, list[float]] = defaultdict(list)
         for item in items:
-            times[item.expressed.spec].append(item.published_seconds)
+            times[item.measured_run.spec].append(item.published_seconds)
         if len(times) < 2:
             continue
-        seconds = {item.expressed.spec: item.seconds or 0.0 for item in items}
-        spec = preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
-        chosen = next(item for item in items if item.expressed.spec == spec)
+        seconds = {item.measured_run.spec: item.seconds or 0.0 for item in items}
+        spec = choose_preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
+        chosen = next(item for item in items if item.measured_run.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
         apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
-        found.append(Choice(len(items), chosen, regret, tuple(apart)))
+        found.append(StrategyChoice(len(items), chosen, regret, tuple(apart)))
     return found
 
 
-def signed(share: float | None) -> str:
+def format_signed_percent(share: float | None) -> str:
     """A share of 1 with its sign."""
     return DASH if share is None else f"{share:+.1%}"
 
@@ -235,10 +243,10 @@ def _errors(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorG
     return Column(name, lambda group: group.figures.get(figure), text)
 
 
-ERRORS = (
+ERROR_COLUMNS = (
     _errors("median |error|", "median_abs_error", percent),
     _errors("mean |error|", "mean_abs_error", percent),
-    _errors("median error", "median_error", signed),
+    _errors("median error", "median_error", format_signed_percent),
     _errors("p90 |error|", "p90_abs_error", percent),
     _errors("within 10%", "within_10%", _whole),
     _errors("within 15%", "within_15%", _whole),
@@ -246,7 +254,7 @@ ERRORS = (
 """How far a group is predicted off."""
 
 
-def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
+def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     """Source, reason and lines of what is not predicted, most lines first."""
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for item in refused:
@@ -255,22 +263,24 @@ def reasons(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
     return [(source, reason, found) for (source, reason), found in ordered]
 
 
-def errors_of(residuals: Residuals) -> Errors:
+def collect_errors(residuals: Residuals) -> PredictionErrors:
     """Of all times and all memory."""
-    return Errors.of(runs_of(residuals))
+    return PredictionErrors.of(drop_matrix_products(residuals))
 
 
-def runs_of(residuals: Residuals) -> list[Residual]:
+def drop_matrix_products(residuals: Residuals) -> list[Residual]:
     """All but single matrix products."""
-    return [item for item in residuals.predicted if item.reading.metric != "matmul_tflops"]
+    return [item for item in residuals.predicted if item.measurement.metric != "matmul_tflops"]
 
 
-def group_by_coverage(residuals: Residuals, errors: Errors) -> list[IntervalCoverage]:
+def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[IntervalCoverage]:
     """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
     found = []
     members: dict[str, list[Residual]] = defaultdict(list)
-    for item in runs_of(residuals):
-        for name in filter(None, (_kind_of_run(item), f"all {kind_of(item.reading.metric)}")):
+    for item in drop_matrix_products(residuals):
+        for name in filter(
+            None, (_kind_of_run(item), f"all {metric_kind(item.measurement.metric)}")
+        ):
             members[name].append(item)
     for name in filter(members.__contains__, (*_KINDS, f"all {TIME}", f"all {MEMORY}")):
         own, others = (
@@ -296,17 +306,17 @@ class IntervalCoverage:
     """Of intervals that other sources alone make."""
 
 
-def _row(item: Residual, errors: Errors) -> dict[str, Any]:
-    spec, cluster = item.expressed.spec, item.expressed.cluster
-    is_run = item.reading.metric != "matmul_tflops"
-    is_judged = is_run and not source_facts(item.reading)["unjudged"]
+def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
+    spec, cluster = item.measured_run.spec, item.measured_run.cluster
+    is_run = item.measurement.metric != "matmul_tflops"
+    is_judged = is_run and not source_facts(item.measurement)["unjudged"]
     memory = fullest_rank(spec)[1]
     return {
-        "line": item.reading.line,
-        "published": item.reading.value,
+        "line": item.measurement.line,
+        "published": item.measurement.value,
         "predicted": item.predicted,
         "error": item.error,
-        "fits": fit_of(spec, memory, cluster) if is_judged else None,
+        "fits": judge_fit_on_cluster(spec, memory, cluster) if is_judged else None,
         "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
         "interval_80": errors.interval(item, 0.80) if is_run else None,
         "interval_95": errors.interval(item, 0.95) if is_run else None,
@@ -318,7 +328,7 @@ def _row(item: Residual, errors: Errors) -> dict[str, Any]:
 _SAID = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
-def encode_summary(residuals: Residuals, errors: Errors) -> dict[str, Any]:
+def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, Any]:
     """The contract of `validate --json`."""
     return {
         "sources": {
@@ -346,7 +356,7 @@ def _groups(
         members.setdefault(name(item), []).append(item)
     groups = []
     for title, items in sorted(members.items()):
-        metrics = dict.fromkeys(item.reading.metric for item in items)
+        metrics = dict.fromkeys(item.measurement.metric for item in items)
         errors, readings = tuple(item.error for item in items), len(items) + lacking[title]
         groups.append(ErrorGroup(title, "+".join(metrics), readings, errors))
     return groups

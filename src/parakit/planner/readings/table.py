@@ -17,15 +17,15 @@ from zlib import crc32
 from parakit.config.files import UnreadableFileError, csv_rows, read_text
 from parakit.costs import COUNTS
 
-READINGS = Path(__file__).with_name("readings.csv.gz")
+MEASUREMENTS_FILE = Path(__file__).with_name("readings.csv.gz")
 
 _WORDS = ("source", "url_or_path", "model", "gpu", "dtype", "recompute", "metric", "notes")
 _WHOLE = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vpp", "cp", "dp", "ep")
 _BATCH = ("mbs", "gbs")
 COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, "params_b", "value", "ffn")
-OF_ONES_OWN = ("flags", "fused")
+OWN_COLUMNS = ("flags", "fused")
 """Columns that a file may lack; `make report` writes them."""
-MAY_LACK = (*OF_ONES_OWN, "counts")
+OPTIONAL_COLUMNS = (*OWN_COLUMNS, "counts")
 
 METRICS = (
     "step_time_s",
@@ -49,12 +49,12 @@ _ADDED = ("added 2026-11-23", "added 2026-11-26")
 """How the notes of rows end that were added after the constants had been fitted."""
 
 
-class ReadingsError(ValueError):
+class MeasurementsError(ValueError):
     """A file that is no table of measurements; the message names file, row and column."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class PublishedMeasurement:
     """One published figure; None is what its source does not state."""
 
     line: int
@@ -94,7 +94,7 @@ class Reading:
     """How its FLOP/s are counted, in words of `src/parakit/costs/flops.py: COUNTS`; empty takes its source's."""
 
     @property
-    def kept_back(self) -> bool:
+    def is_held_out(self) -> bool:
         """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added since.
 
         The third by a hash of what ran and not of its figure: all readings of a strategy are on one
@@ -116,23 +116,25 @@ class Refusal:
     reason: str
 
 
-def read_readings(path: Path = READINGS) -> tuple[tuple[Reading, ...], tuple[Refusal, ...]]:
+def read_measurements(
+    path: Path = MEASUREMENTS_FILE,
+) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
     """Every row of a file of readings, in order, and those that cannot be read.
 
     Raises:
-        ReadingsError: It cannot be read, lacks a column, or has no row that can be read.
+        MeasurementsError: It cannot be read, lacks a column, or has no row that can be read.
     """
-    found: list[Reading] = []
+    found: list[PublishedMeasurement] = []
     unreadable: list[Refusal] = []
     for line, row in read_rows(path)[1]:
         try:
             found.append(_reading(line, row))
-        except ReadingsError as error:
+        except MeasurementsError as error:
             unreadable.append(Refusal(line, row["source"].strip(), str(error)))
     if unreadable and not found:
-        raise ReadingsError(f"{path}: {unreadable[0].reason}")
+        raise MeasurementsError(f"{path}: {unreadable[0].reason}")
     if not found:
-        raise ReadingsError(
+        raise MeasurementsError(
             f"{path} holds no measurement; add one a line below the names of the columns."
         )
     return tuple(found), tuple(unreadable)
@@ -142,34 +144,34 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     """Columns of a file of readings, and its rows by column, each with its line in the file.
 
     Raises:
-        ReadingsError: It cannot be read, or lacks a column or names one twice.
+        MeasurementsError: It cannot be read, or lacks a column or names one twice.
     """
     try:
         rows = list(csv_rows(read_text(path), path))
     except UnreadableFileError as error:
-        raise ReadingsError(str(error)) from None
+        raise MeasurementsError(str(error)) from None
     columns = rows[0][1] if rows else []
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
-        raise ReadingsError(
+        raise MeasurementsError(
             f"{path}: row 1 lacks {', '.join(missing)}; the first line names the columns, "
             "as in src/parakit/planner/readings/README.md."
         )
-    if twice := [name for name in (*COLUMNS, *MAY_LACK) if columns.count(name) > 1]:
-        raise ReadingsError(
+    if twice := [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if columns.count(name) > 1]:
+        raise MeasurementsError(
             f"{path}: row 1 names the column {twice[0]} twice; leave one of them out."
         )
-    blank = dict.fromkeys((*columns, *MAY_LACK), "")
+    blank = dict.fromkeys((*columns, *OPTIONAL_COLUMNS), "")
     return columns, [
         (line, blank | dict(zip(columns, cells, strict=False))) for line, cells in rows[1:]
     ]
 
 
-def _reading(line: int, row: Mapping[str, str]) -> Reading:
-    cells = {name: row[name].strip() for name in (*COLUMNS, *MAY_LACK)}
+def _reading(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
+    cells = {name: row[name].strip() for name in (*COLUMNS, *OPTIONAL_COLUMNS)}
 
-    def wrong(column: str, wanted: str) -> ReadingsError:
-        return ReadingsError(
+    def wrong(column: str, wanted: str) -> MeasurementsError:
+        return MeasurementsError(
             f"row {line}, column {column}: '{cells[column]:.40}' is not {wanted}; correct the cell, or "
             "leave it empty where it is not known"
         )
@@ -191,7 +193,7 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
         raise wrong(column, "a number above 0")
 
     if (value := number("value")) is None:
-        raise ReadingsError(
+        raise MeasurementsError(
             f"row {line}, column value: it is empty; name the figure, or leave the row out"
         )
     if cells["metric"] not in METRICS:
@@ -200,9 +202,9 @@ def _reading(line: int, row: Mapping[str, str]) -> Reading:
     columns = whole("ffn", ffn)
     if unknown := sorted(set(cells["counts"].split()) - set(COUNTS)):
         raise wrong("counts", f"made of {', '.join(COUNTS)}, but also of {', '.join(unknown)}")
-    words: Any = {name: cells[name] for name in (*_WORDS, *MAY_LACK)}
+    words: Any = {name: cells[name] for name in (*_WORDS, *OPTIONAL_COLUMNS)}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
-    return Reading(
+    return PublishedMeasurement(
         line=line,
         where=words.pop("url_or_path"),
         params_b=number("params_b"),

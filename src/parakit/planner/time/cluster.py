@@ -11,7 +11,7 @@ from parakit.config.hardware import Device, Link
 from parakit.config.strategy import Parallelism
 from parakit.costs import Operation, stride_and_ranks
 from parakit.formatting.units import plural
-from parakit.planner.time.constants import NAMES, Constants, constants_of
+from parakit.planner.time.constants import CONSTANT_NAMES, Constants, load_constants
 from parakit.planner.time.execution import Execution
 
 
@@ -53,7 +53,7 @@ class Calibration:
     """Devices, threads and versions that it was measured with; with others it is measured again."""
     source: str = "fitted to published measurements of this generation of devices (src/parakit/planner/README.md)"
 
-    def share_of(self, operation: Operation) -> float:
+    def link_fraction(self, operation: Operation) -> float:
         """Of the link's rate, what a collective's bytes move at inside a node."""
         if operation is Operation.REDUCE_SCATTER:
             return self.reduce_scatter_share
@@ -84,12 +84,12 @@ class Cluster:
     @cached_property
     def constants(self) -> Constants:
         """The generation's, but for those that were measured."""
-        measured = {name: getattr(self.calibration, name) for name in NAMES}
+        measured = {name: getattr(self.calibration, name) for name in CONSTANT_NAMES}
         known = {name: value for name, value in measured.items() if value is not None}
-        return replace(constants_of(self.device.generation), **known)
+        return replace(load_constants(self.device.generation), **known)
 
     @property
-    def share(self) -> float:
+    def core_fraction(self) -> float:
         """Of a core, what each rank has while all of them compute."""
         return 1.0 if self.cores is None else min(1.0, self.cores / self.devices)
 
@@ -123,7 +123,7 @@ class Route:
 
 
 @lru_cache(maxsize=65536)
-def route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
+def find_route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
     """The rate of a group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
 
     A group inside a node uses its link. One across nodes shares the node's network ports: a group

@@ -75,13 +75,13 @@ class LayerSeconds:
     """One layer, one micro batch; `again` is what of forward backward repeats."""
 
     forward_matmul: float
-    matmul_again: float
+    matmul_recompute: float
     input_gradients: float
     weight_gradients: float
     forward_attention: float
-    attention_again: float
+    attention_recompute: float
     forward_memory: float
-    memory_again: float
+    memory_recompute: float
     backward_attention: float
     backward_memory: float
 
@@ -94,7 +94,7 @@ class LayerSeconds:
     def backward(self) -> float:
         """Of the second, with what it repeats of the first."""
         gradients = self.input_gradients + self.weight_gradients
-        again = self.matmul_again + self.attention_again + self.memory_again
+        again = self.matmul_recompute + self.attention_recompute + self.memory_recompute
         return gradients + again + self.backward_attention + self.backward_memory
 
 
@@ -108,7 +108,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     return replace(
         alone,
         forward_memory=alone.forward_memory + forward,
-        memory_again=alone.memory_again + again,
+        memory_recompute=alone.memory_recompute + again,
         backward_memory=alone.backward_memory + backward,
     )
 
@@ -138,13 +138,13 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
     forward = [seconds(p, p.rows, p.inner, p.columns) for p in products]
     return LayerSeconds(
         forward_matmul=sum(forward),
-        matmul_again=sum(compress(forward, again)),
+        matmul_recompute=sum(compress(forward, again)),
         input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
         weight_gradients=sum(seconds(p, p.inner, p.rows, p.columns, fuses) for p in trained),
         forward_attention=attention,
-        attention_again=attention if spec.recompute.again("core_attn") else 0.0,
+        attention_recompute=attention if spec.recompute.again("core_attn") else 0.0,
         forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
-        memory_again=(moved.again + cast_again) / rate.bytes_per_second
+        memory_recompute=(moved.again + cast_again) / rate.bytes_per_second
         + (drawing if spec.recompute.again() else 0.0),
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
         backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + added,
@@ -154,7 +154,7 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
 def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Of an element of a weight's gradient, where no product adds it to those of other micro batches: it
     is read, and so are they, and written."""
-    measured = rate.measured.gradient_seconds / rate.share
+    measured = rate.measured.gradient_seconds / rate.core_fraction
     moved = spec.element_bytes + 2 * precision_of(spec).gradients
     return measured + (moved / rate.bytes_per_second if rate.execution.unfused_gradients else 0.0)
 
@@ -163,7 +163,7 @@ def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
     elements = spec.tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
-    return seconds + _table_elements(spec) * rate.measured.gradient_seconds / rate.share
+    return seconds + _table_elements(spec) * rate.measured.gradient_seconds / rate.core_fraction
 
 
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
@@ -191,7 +191,7 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     each = rate.measured.logit_seconds
     if each is not None:
         matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted
-        loss = logits * each / rate.share
+        loss = logits * each / rate.core_fraction
     added = shape.predicted * _table_elements(spec) * _adding_seconds(spec, rate)
     return matmul, loss + added
 
@@ -214,7 +214,7 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     if measured.parameter_seconds is not None:
         seconds = held * measured.parameter_seconds
         tensors = len(rank_tensors(spec, pipeline_rank))
-        return (seconds + tensors * measured.tensor_seconds) / rate.share
+        return (seconds + tensors * measured.tensor_seconds) / rate.core_fraction
     copies = precision.gradient_copies and precision.gradients + 4 + 8
     weights = precision.weights + 4 if precision.main_parameters else 0
     # Moments in fewer bytes are read and written in fewer.

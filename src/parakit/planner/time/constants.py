@@ -13,7 +13,7 @@ from typing import Any
 
 from parakit.config.files import read_yaml
 
-CONSTANTS = Path(__file__).with_name("constants.yaml")
+CONSTANTS_FILE = Path(__file__).with_name("constants.yaml")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Constants:
     sqrt(2 ln n) deviations out."""
 
 
-NAMES = tuple(field.name for field in fields(Constants))
+CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 
 @cache
-def constants_of(generation: str, without: str = "") -> Constants:
+def load_constants(generation: str, without: str = "") -> Constants:
     """The constants of a generation; one that was never fitted borrows those it names.
 
     Args:
@@ -67,9 +67,9 @@ def constants_of(generation: str, without: str = "") -> Constants:
         entry = data["generations"][generation]
     left_out = data.get("left_out", {}).get(generation, {})
     entry = left_out.get(without, entry)
-    return Constants(**{name: float(entry[name]) for name in NAMES})
+    return Constants(**{name: float(entry[name]) for name in CONSTANT_NAMES})
 
 
 @cache
 def _file() -> dict[str, Any]:
-    return dict(read_yaml(CONSTANTS))
+    return dict(read_yaml(CONSTANTS_FILE))

@@ -45,7 +45,7 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     """The host's time for an iteration beside its layers, while the device has no work."""
     loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
     if cluster.device.key == "cpu":
-        return (loop or 0.0) / cluster.share
+        return (loop or 0.0) / cluster.core_fraction
     layers = spec.stage_layers(0) * max(1.0, len(spec.shape.blocks) / 2)
     apart = cluster.execution.torch_kernels and "multi_tensor" not in spec.fused
     update = _UPDATE + _NORMS_ONE_BY_ONE * apart

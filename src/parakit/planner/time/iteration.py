@@ -39,7 +39,7 @@ from parakit.costs import (
     rank_tensors,
     ranks_apart,
 )
-from parakit.planner.time.cluster import Cluster, route
+from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.compute import (
     LayerSeconds,
     embedding_seconds,
@@ -48,8 +48,8 @@ from parakit.planner.time.compute import (
     optimizer_seconds,
 )
 from parakit.planner.time.host import iteration_host_seconds, launch_seconds, runs_ahead
-from parakit.planner.time.offload import copies_waited_for
-from parakit.planner.time.rates import DeviceRates, rates
+from parakit.planner.time.offload import exposed_copy_seconds
+from parakit.planner.time.rates import DeviceRates, compute_device_rates
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
         bubble=bubble,
         gradient_sync=sync + beside,
         optimizer=optimizer,
-        stragglers=straggling(cluster) * steady,
+        stragglers=straggler_fraction(cluster) * steady,
     )
 
 
-def straggling(cluster: Cluster) -> float:
+def straggler_fraction(cluster: Cluster) -> float:
     """Share of an iteration by which the slowest of all devices is expected to be late."""
-    spread = float((2 * log(max(1.0, cluster.devices * cluster.share))) ** 0.5)
+    spread = float((2 * log(max(1.0, cluster.devices * cluster.core_fraction))) ** 0.5)
     return cluster.constants.jitter * spread
 
 
@@ -182,7 +182,7 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     found = _added(parts)
     if spec.parallelism.pipeline == 1:
         return found, found.total
-    alone = cluster.share == 1 or not slowest
+    alone = cluster.core_fraction == 1 or not slowest
     return found if alone else found * (slowest / found.total), through
 
 
@@ -198,7 +198,7 @@ def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float
         through += times * seconds
         if seconds > slowest:
             parts, slowest = stage, seconds
-    share = cluster.share
+    share = cluster.core_fraction
     if share == 1 or pipeline == 1:
         return parts, slowest, through
     least = max(through / pipeline, share * slowest)
@@ -239,7 +239,7 @@ def _stage(
     if spec.offload:
         alone, host = _added(parts).total, _rates(spec, cluster).known_host
         passes = alone * pieces.forward_share, alone * (1 - pieces.forward_share)
-        copies = copies_waited_for(spec, pipeline_rank, passes, host)
+        copies = exposed_copy_seconds(spec, pipeline_rank, passes, host)
         parts.append((1, MicroBatchSeconds(host_copies=copies)))
     if pipeline_rank == 0:
         parts.append((1, pieces.embedding))
@@ -253,7 +253,7 @@ def _added(parts: _Parts) -> MicroBatchSeconds:
     return MicroBatchSeconds(*map(sum, zip(*taken, strict=True)))
 
 
-def after_hiding(seconds: float, behind: float, contention: float) -> float:
+def exposed_seconds(seconds: float, behind: float, contention: float) -> float:
     """What is left of communication that runs beside `behind` seconds of arithmetic."""
     hidden = min(seconds, behind)
     return seconds - hidden + contention * hidden
@@ -274,7 +274,7 @@ class _Pieces:
 
 
 def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
-    return rates(cluster, spec.dtype, spec.fp8_recipe)
+    return compute_device_rates(cluster, spec.dtype, spec.fp8_recipe)
 
 
 @lru_cache(maxsize=65536)
@@ -320,13 +320,13 @@ def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSec
     layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
     tensor_parallel, launches, exchanged = _layer_calls(spec.without_cp_comm_type, cluster)
     matmul = _products(layer) + layer.weight_gradients
-    attention = layer.forward_attention + layer.attention_again + layer.backward_attention
-    memory_bound = layer.forward_memory + layer.memory_again + layer.backward_memory
+    attention = layer.forward_attention + layer.attention_recompute + layer.backward_attention
+    memory_bound = layer.forward_memory + layer.memory_recompute + layer.backward_memory
     context_parallel = _context_seconds(spec, cluster, layer)
     beside = matmul + attention + memory_bound + tensor_parallel + context_parallel
     waiting = max(0.0, launches - beside) if runs_ahead(spec, cluster) else launches
     if cluster.execution.overlap_experts:
-        exchanged = after_hiding(exchanged, beside + waiting, cluster.constants.contention)
+        exchanged = exposed_seconds(exchanged, beside + waiting, cluster.constants.contention)
     memory_bound += waiting
     parts = (matmul, attention, memory_bound, tensor_parallel, context_parallel, exchanged)
     return MicroBatchSeconds(*parts), layer
@@ -342,7 +342,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += _products(layer)
         tensor_calls = [call._replace(hideable=True) for call in tensor_calls]
-    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.share
+    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.core_fraction
     exchanged = _seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:
         # A token goes once to a rank, or once over the network to a node, that has any of its experts.
@@ -354,7 +354,7 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
 
 
 def _products(layer: LayerSeconds) -> float:
-    return layer.forward_matmul + layer.matmul_again + layer.input_gradients
+    return layer.forward_matmul + layer.matmul_recompute + layer.input_gradients
 
 
 def _tensor_seconds(
@@ -364,7 +364,7 @@ def _tensor_seconds(
     calls = list(calls)
     hideable = _seconds(spec, cluster, (call for call in calls if call.hideable))
     visible = _seconds(spec, cluster, (call for call in calls if not call.hideable))
-    return visible + after_hiding(hideable, beside, cluster.constants.contention)
+    return visible + exposed_seconds(hideable, beside, cluster.constants.contention)
 
 
 def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
@@ -376,7 +376,7 @@ def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> fl
     context = spec.parallelism.context
     attention = layer.forward_attention + layer.backward_attention
     beside = attention * (context - 1) / context
-    return after_hiding(seconds, beside, cluster.constants.contention)
+    return exposed_seconds(seconds, beside, cluster.constants.contention)
 
 
 def _calls_in_group(calls: Iterable[CollectiveCall], group: Group) -> list[CollectiveCall]:
@@ -415,10 +415,10 @@ def synchronisation_seconds(
     execution, contention = cluster.execution, cluster.constants.contention
     if execution.overlap_gradients:
         alone, behind = bucket * reduced, micro_batch * _BACKWARD_SHARE
-        reduced = alone + after_hiding(reduced - alone, behind, contention)
+        reduced = alone + exposed_seconds(reduced - alone, behind, contention)
     if execution.overlap_parameters:
         alone, behind = bucket * gathered, micro_batch * (1 - _BACKWARD_SHARE)
-        gathered = alone + after_hiding(gathered - alone, behind, contention)
+        gathered = alone + exposed_seconds(gathered - alone, behind, contention)
     return reduced + gathered + rest, update
 
 
@@ -447,7 +447,7 @@ def _after_backward(
     if cluster.execution.broadcast_parameters:
         # A rank's tensors over the data-parallel ranks, one after another.
         calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
-        way = route(cluster, spec.parallelism, Group.DATA_CONTEXT)
+        way = find_route(cluster, spec.parallelism, Group.DATA_CONTEXT)
         gathered += calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
     reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
     update = optimizer_seconds(spec, _rates(spec, cluster), rank)
@@ -480,7 +480,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     moving = _seconds(spec, cluster, reduced) + of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
     alone = moving / max(1, spec.shape.layers + spec.shape.mtp_depth)
-    hidden = after_hiding(moving - alone, compute, cluster.constants.contention)
+    hidden = exposed_seconds(moving - alone, compute, cluster.constants.contention)
     return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
 
 
@@ -490,7 +490,7 @@ def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -
     for call in calls:
         if call.ranks == 1 or not call.payload_bytes:
             continue
-        way = route(cluster, spec.parallelism, call.group)
+        way = find_route(cluster, spec.parallelism, call.group)
         rate, latency = way.bytes_per_second, min(way.ring_seconds, way.tree_seconds)
         if call.operation is Operation.ALL_TO_ALL:
             rate, latency = way.pairwise_bytes_per_second, way.tree_seconds
@@ -499,6 +499,6 @@ def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -
         else:
             rings = way.all_reduce_ways if call.operation is Operation.ALL_REDUCE else 1
             latency = rings * latency + _COLLECTIVE_KERNEL_SECONDS
-        rate *= cluster.calibration.share_of(call.operation)
+        rate *= cluster.calibration.link_fraction(call.operation)
         times.append(call.wire_bytes / rate + call.calls * latency)
     return sum(times, start=0.0)

@@ -12,7 +12,7 @@ from parakit.config.run import RunSpec
 from parakit.costs import offloaded_bytes
 
 
-def copies_waited_for(
+def exposed_copy_seconds(
     spec: RunSpec, pipeline_rank: int, passes: tuple[float, float], host: HostRates
 ) -> float:
     """Of one micro batch on one rank, whose layers take `passes` seconds forward and backward."""

@@ -57,7 +57,7 @@ class DeviceRates:
     execution: Execution
     measured: Calibration
     """What was measured in place of counting bytes."""
-    share: float
+    core_fraction: float
     """Of the device, on which the measured times are longer by that much."""
 
     @property
@@ -96,13 +96,15 @@ does on Hopper (measured, 128 wide, 512 to 16,384 keys), Triton less of an A100 
 
 
 @lru_cache(maxsize=256)
-def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) -> DeviceRates:
+def compute_device_rates(
+    cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
+) -> DeviceRates:
     """Achieved rates.
 
     Raises:
         NoPeakError: The device has no matrix rate in this dtype.
     """
-    device, constants, share = cluster.device, cluster.constants, cluster.share
+    device, constants, share = cluster.device, cluster.constants, cluster.core_fraction
     peak = device.peak_flops(dtype)
     if peak is None:
         raise NoPeakError(
@@ -148,7 +150,7 @@ def rates(cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE) 
         host=device.host,
         execution=execution,
         measured=cluster.calibration,
-        share=share,
+        core_fraction=share,
     )
 
 

@@ -63,7 +63,7 @@ def why_disturbed(run: Run) -> str:
 
 def _computing_fractions(run: Run) -> Iterator[tuple[int, float]]:
     """Yield each rank with the processor time over the time in which it waited for no other rank."""
-    record, _ = run.time_ledger
+    record, _ = run.time_record
     for rank in record.ranks if record else ():
         computing_seconds = rank.iteration_seconds - sum(rank.communication_seconds.values())
         if rank.processor_seconds and computing_seconds > _LEAST_COMPUTING * rank.iteration_seconds:

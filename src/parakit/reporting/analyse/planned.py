@@ -14,15 +14,15 @@ from parakit.config.hardware import Device, device_by_key, find_device
 from parakit.config.run import Backend, flags_of_printed
 from parakit.logs import Run
 from parakit.planner import (
+    MeasurementRow,
     RecordedRun,
     RefusedError,
-    Row,
     Uncertainty,
+    build_measurement_row,
     predict_recorded_run,
-    row_of,
 )
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
-from parakit.reporting.analyse.configurations import pooled
+from parakit.reporting.analyse.configurations import estimate_pooled_runs
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.entry import Entry
 
@@ -43,7 +43,7 @@ class PlannedEntry:
         return _MILLISECONDS * self.known.seconds / measured - 1 if measured else None
 
 
-def planned(
+def predict_rows(
     entries: Iterable[Entry], runs_root: Path, own: Path | None
 ) -> tuple[PlannedEntry, ...]:
     """The rows that the planner can predict, each without its own reading.
@@ -77,18 +77,18 @@ def planned(
 class OwnMeasurements:
     """Runs that the kit trained, as rows of the file of one's own measurements."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MeasurementRow, ...]
     left_out: Mapping[str, Sequence[str]]
     """Names of runs that are in no row although the planner can predict such runs, by the reason."""
 
 
-def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
+def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
     """Return a row for each configuration that the kit trained, from the runs whose times are its own.
 
     Runs that did not end well, that other programs slowed down or whose times scatter widely are left
     out. A configuration that the planner has no form for is skipped without a reason.
     """
-    rows: list[Row] = []
+    rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)
     impossible = _find_impossible_rows(entries)
     for entry in entries:
@@ -102,7 +102,7 @@ def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
                 left_out[reason].append(run.name)
             else:
                 good.append(run)
-        time = pooled(good) if good else None
+        time = estimate_pooled_runs(good) if good else None
         if time is None or time.low is None or time.high is None:
             continue
         if (time.high - time.low) / 2 >= _UNSTEADY * time.median:
@@ -111,7 +111,9 @@ def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
         run, seconds = good[-1], time.median / _MILLISECONDS
         if run.spec is not None and run.record is not None:
             with suppress(RefusedError):
-                rows.append(row_of(run.spec, run.record.argv, device, run.name, seconds))
+                rows.append(
+                    build_measurement_row(run.spec, run.record.argv, device, run.name, seconds)
+                )
     return OwnMeasurements(tuple(rows), left_out)
 
 

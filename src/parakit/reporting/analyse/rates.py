@@ -38,7 +38,7 @@ class Rates:
     notes: tuple[str, ...] = ()
 
 
-def rates_of(run: Run, iteration_ms: float | None) -> Rates:
+def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
     """Rates of a run whose median iteration takes `iteration_ms`."""
     spec, lines = run.spec, run.log.iterations
     # Megatron's own throughput, and the FLOPs of an iteration a device that it was computed from.

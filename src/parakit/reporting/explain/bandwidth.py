@@ -11,7 +11,7 @@ from parakit.config.run import Backend
 from parakit.costs import NODES, at_other_rate, link_seconds
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
+from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
     """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
-    record, spec = run.ledgers.communication, run.spec
+    record, spec = run.measurements.communication, run.spec
     if record is None or spec is None or spec.parallelism.world_size % NODES:
         return None
     counted = [rank for rank in record.ranks if rank.steady_iterations]
@@ -95,7 +95,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
     for place, curve in enumerate(curves):
-        hue = colour(place)
+        hue = entry_colour(place)
         dots = [(rate / _GIGA, time) for rate, time in curve.points]
         look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
         axes.plot(*zip(*dots, strict=True), color=hue, label=curve.name, **look)
@@ -115,7 +115,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("Gbit/s between the two halves of the ranks (logarithmic)")
     axes.set_ylabel("ms an iteration")
-    grid(axes)
+    add_grid(axes)
     figure.legend(loc="outside right upper", handlelength=2.4)
 
 

@@ -17,7 +17,7 @@ from parakit.costs import (
     rank_parameters,
 )
 from parakit.formatting.units import amount, count, joined, plural, signed
-from parakit.reporting.explain.predicted import Subject, find
+from parakit.reporting.explain.predicted import Subject, find_subject
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
 _SMALLEST_SHARE = 0.02
@@ -100,7 +100,7 @@ def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -
     # Megatron trains no experts under TP without SP, so there is nothing to compare those with.
     if subject.split.sequence_parallel and subject.split.expert == 1:
         without = replace(subject.split, sequence_parallel=False)
-        plain = find(subjects, subject, without, same_batch=True)
+        plain = find_subject(subjects, subject, without, same_batch=True)
         said = f"there is no {strategy_name(without)} run of this batch to see its saving against."
         yield f"{subject.label}: {_saving(subject, plain) if plain else said}"
 
@@ -139,7 +139,9 @@ def _saving(subject: Subject, plain: Subject) -> str:
 def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
     """What sharding the optimizer saves against plain data parallelism."""
     whole = replace(subject.split, sharding=Sharding.NONE)
-    plain = find(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
+    plain = (
+        find_subject(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
+    )
     if plain is None:
         return
     one, two = _ranks(plain), _ranks(subject)
@@ -158,5 +160,5 @@ def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterato
 
 
 def _ranks(subject: Subject) -> tuple[RankMemory, ...]:
-    record = subject.run.ledgers.memory
+    record = subject.run.measurements.memory
     return tuple(sorted(record.ranks, key=lambda rank: rank.rank)) if record else ()

@@ -24,24 +24,24 @@ from parakit.costs import (
 )
 from parakit.formatting.units import ms
 from parakit.logs import Run
-from parakit.reporting.analyse.entry import Entry, names_of
+from parakit.reporting.analyse.entry import Entry, entry_names
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (
     TimeShares,
     add_pipeline_waits,
-    busy_seconds,
+    compute_time_shares,
     idle_over_work,
     mean,
-    scaled,
-    time_shares,
+    pass_seconds,
+    scale_times,
 )
 from parakit.reporting.explain.closed_form import (
     ComponentResidual,
     NoClosedFormError,
     compare_memory,
-    configuration_of_run,
-    kernels_of_run,
-    megatron_of_run,
+    detect_kernels,
+    detect_megatron_version,
+    require_closed_form_spec,
 )
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
@@ -149,28 +149,31 @@ class PredictionEvidence:
     notes: tuple[str, ...] = ()
 
 
-def evidence_of(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
+def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
     """Compare one run with its closed forms; whatever is missing becomes a note.
 
     How long an iteration takes is said once, by the report's row: the median of its window
     (`iteration_ms`). The ledger's means are of every steady iteration of one run, warm-up and pauses
     too, so of them only the shares are taken. Without the row's figure they stand for themselves.
     """
-    kept = {COMMUNICATION_FILE: run.ledgers.communication, MEMORY_FILE: run.ledgers.memory}
+    kept = {
+        COMMUNICATION_FILE: run.measurements.communication,
+        MEMORY_FILE: run.measurements.memory,
+    }
     notes = [f"no usable {name}" for name, record in kept.items() if record is None]
-    times, problem = run.time_ledger
+    times, problem = run.time_record
     if times is not None and run.device != "cpu":
         times, problem = None, _LAUNCHED
     scale = 1.0
     if times:
-        times = add_pipeline_waits(times, run.ledgers.communication)
+        times = add_pipeline_waits(times, run.measurements.communication)
         whole = mean(rank.iteration_seconds for rank in times.ranks)
         scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
-        times = scaled(times, scale)
+        times = scale_times(times, scale)
     notes += filter(None, [problem])
-    found = PredictionEvidence(times, scale, time_shares(times) if times else ())
+    found = PredictionEvidence(times, scale, compute_time_shares(times) if times else ())
     try:
-        return _predicted(run, configuration_of_run(run), replace(found, notes=tuple(notes)))
+        return _predicted(run, require_closed_form_spec(run), replace(found, notes=tuple(notes)))
     except (NoClosedFormError, UnevenSplitError) as error:
         return replace(found, notes=(*notes, f"nothing predicted: {error}"))
 
@@ -185,10 +188,14 @@ def _predicted(run: Run, spec: RunSpec, found: PredictionEvidence) -> Prediction
             rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
             own = ComponentResidual(rank, "parameters", count.parameters, predicted)
             parameters.append(own)
-    sent, held, ranks = run.ledgers.communication, run.ledgers.memory, range(split.world_size)
+    sent, held, ranks = (
+        run.measurements.communication,
+        run.measurements.memory,
+        range(split.world_size),
+    )
     callers = [r for r in (sent.ranks if sent else ()) if r.rank in ranks and r.steady_iterations]
     holders = [rank for rank in (held.ranks if held else ()) if rank.rank in ranks]
-    kernels, megatron = kernels_of_run(run), megatron_of_run(run)
+    kernels, megatron = detect_kernels(run), detect_megatron_version(run)
     return replace(
         found,
         parameters=tuple(parameters),
@@ -233,14 +240,14 @@ def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> flo
     return (split.pipeline - 1) / (count * split.virtual_stages)
 
 
-def measured_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
+def measure_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
     """Working seconds of every stage, the mean of its ranks; None if a stage has no ledger."""
     stages = range(configuration.parallelism.pipeline)
     by_stage: list[list[float]] = [[] for _ in stages]
     for rank in times.ranks:
         stage = configuration.parallelism.pipeline_rank(rank.rank)
         if stage in stages and rank.iteration_seconds:
-            by_stage[stage].append(busy_seconds(rank) / configuration.microbatches)
+            by_stage[stage].append(pass_seconds(rank) / configuration.microbatches)
     if not all(by_stage):
         return None
     virtual = configuration.parallelism.virtual_stages
@@ -251,11 +258,11 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
     """Idle over working time of every rank of a pipeline; nothing without one."""
     if configuration.parallelism.pipeline == 1:
         return ()
-    stages, ideal = measured_stages(configuration, times), ideal_bubble(configuration)
+    stages, ideal = measure_stages(configuration, times), ideal_bubble(configuration)
     each = " and ".join(f"{ms(value)} ms" for value in stages.seconds) if stages else ""
     found = []
     for rank in times.ranks:
-        if busy_seconds(rank) > 0:
+        if pass_seconds(rank) > 0:
             note = "another stage has no time ledger"
             if stages:
                 idle = stages.idle_over_work(configuration.parallelism.pipeline_rank(rank.rank))
@@ -291,13 +298,15 @@ class Subject:
         return run.model, run.device, spec and spec.backend, spec and spec.dtype
 
 
-def subjects_of(report: Report) -> tuple[Subject, ...]:
+def build_subjects(report: Report) -> tuple[Subject, ...]:
     """Every entry with its evidence."""
-    each = zip(report.entries, names_of(report.entries), strict=True)
-    return tuple(Subject(one, evidence_of(one.run, one.time_ms), name) for one, name in each)
+    each = zip(report.entries, entry_names(report.entries), strict=True)
+    return tuple(
+        Subject(one, compare_run_with_predictions(one.run, one.time_ms), name) for one, name in each
+    )
 
 
-def find(
+def find_subject(
     subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
 ) -> Subject | None:
     """The subject that is split so in the cohort of another, and of its batch if asked."""

@@ -10,7 +10,7 @@ from parakit.logs.dialects import (
     News,
     iteration_of,
 )
-from parakit.logs.iterations import OTHER
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX
 from parakit.logs.scraped import ArgumentList, CheckpointEvent
 
 _STEP = re.compile(
@@ -40,7 +40,7 @@ def _found(line):
             number("total_iterations", int),
             number("lm_loss", float),
             number("seconds", float, 3, "elapsed_ms"),
-            number("beads", float, 0, f"{OTHER}beads"),
+            number("beads", float, 0, f"{EXTRA_METRIC_PREFIX}beads"),
         ]
         yield FoundIteration(iteration_of(fields), step.start(), fields)
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.artifacts.checkpoints import find_checkpoints, flaw_of, rename_damaged
-from parakit.artifacts.io import made_whole
+from parakit.artifacts.checkpoints import find_checkpoints, find_flaw, rename_damaged
+from parakit.artifacts.io import atomic_directory
 from parakit.artifacts.run import LOG_FILE
-from parakit.artifacts.torch_dist import TRACKER_FILE, finished_iteration
+from parakit.artifacts.torch_dist import TRACKER_FILE, read_finished_iteration
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
@@ -31,21 +31,21 @@ from parakit.config.model import imported_weights
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
 from parakit.data import EVAL_ITERATIONS_FLAG, SPLIT_FLAG
-from parakit.launch.compose import Launch, compose
+from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
-from parakit.logs import diagnose
+from parakit.logs import diagnose_log
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
 
-Run = Callable[[Launch, Path], int]
+RunLaunch = Callable[[Launch, Path], int]
 """Trains a launch on one rank, whose output goes to a log; its exit code."""
 
 
-def ensure_start_checkpoint(
-    launch: Launch, console: Console, run: Run | None = None
+def ensure_initial_checkpoint(
+    launch: Launch, console: Console, run: RunLaunch | None = None
 ) -> Path | None:
     """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
 
@@ -57,7 +57,7 @@ def ensure_start_checkpoint(
     Raises:
         LaunchError: Megatron did not write it; the message names its log.
     """
-    path = launch.start_checkpoint
+    path = launch.initial_checkpoint
     if path is None or launch.resume_point:  # Which loads what it saved.
         return None
     is_there = path.is_dir()
@@ -89,13 +89,13 @@ def ensure_start_checkpoint(
     return path
 
 
-def _write(path: Path, launch: Launch, run: Run) -> None:
+def _write(path: Path, launch: Launch, run: RunLaunch) -> None:
     try:
-        with made_whole(path) as partial:
+        with atomic_directory(path) as partial:
             log = partial / LOG_FILE
             exit_code = run(_writing_launch(launch, partial), log)
             if exit_code != 0:
-                reason = diagnose(log, exit_code, interrupted=False).reason
+                reason = diagnose_log(log, exit_code, interrupted=False).reason
                 kept = path.with_name(f"{path.name}.log")
                 with suppress(FileNotFoundError):
                     log.rename(kept)
@@ -119,9 +119,9 @@ def _flaw(folder: Path) -> str | None:
     One without a manifest, of before there was one, is read back against its own checksums.
     """
     stored = find_checkpoints(folder)
-    if not stored or stored[0].iteration != finished_iteration(folder):
+    if not stored or stored[0].iteration != read_finished_iteration(folder):
         return f"it holds no checkpoint, or {TRACKER_FILE} names another"
-    flaw = flaw_of(stored[0])
+    flaw = find_flaw(stored[0])
     return f"{stored[0].path.name}: {flaw}" if flaw else None
 
 
@@ -187,7 +187,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
         patch_file=None,
     )
     job = Job("baseline", launch.model, 1, launch.spec.device, alone)
-    composed = compose(job, launch.runtime)
+    composed = compose_launch(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
     noise = {variables.START_NOISE: str(alone.seed)} if alone.noisy_start else {}
     return replace(composed, warm=launch.warm, environment=composed.environment | noise)

@@ -10,7 +10,7 @@ from itertools import batched
 from parakit.config.run import RunSpec
 from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
 from parakit.formatting.units import amount, count
-from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads
+from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_rank_headings
 
 _LABEL = 108
 """Width of what stands before the ranks' columns."""
@@ -37,12 +37,12 @@ class _Row:
     """None where a rank has nothing of it."""
 
 
-def held(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
+def draw_tensors(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The sheet: a column for each rank, a row for each tensor, of which the rank's part is filled."""
     sheet = Sheet(f"{name}-held", f"What each rank holds: {spec.model} as {spec.name}")
     for band in batched(ranks, 4):
         wide = (WIDTH - _LABEL) / len(band)
-        draw_heads(sheet, spec.parallelism, band, _LABEL, wide)
+        draw_rank_headings(sheet, spec.parallelism, band, _LABEL, wide)
         for title, rows in (
             ("the batch", _batch_rows(spec)),
             ("weights it computes with", _weight_rows(spec)),

@@ -18,14 +18,14 @@ from parakit.costs import (
     sum_bytes_by_group,
 )
 from parakit.formatting.units import percent
-from parakit.site.drawing.sent import COLOURS, is_few
+from parakit.site.drawing.communication import COLOURS, is_small_reduction
 from parakit.site.drawing.sheet import WIDTH, DrawnRank, Sheet
 
 _MOST_PASSES = 24
 _MOST_WITH_MESSAGES = 40
 
 
-def when(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
+def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The passes of each stage that is shown, with what is sent beside them."""
     sheet = Sheet(f"{name}-when", f"When each stage computes: {spec.model} as {spec.name}")
     split = spec.parallelism
@@ -84,7 +84,9 @@ def _stripes(
     sheet: Sheet, calls: tuple[CollectiveCall, ...], phase: Phase, x: float, y: float, wide: float
 ) -> None:
     """A stripe of each dimension over which something is sent in a phase."""
-    sent = sum_bytes_by_group(call for call in calls if call.phase is phase and not is_few(call))
+    sent = sum_bytes_by_group(
+        call for call in calls if call.phase is phase and not is_small_reduction(call)
+    )
     kinds = sorted({COLOURS[group] for group in sent if group in COLOURS})
     for place, kind in enumerate(kinds):
         sheet.box(x + wide * place / len(kinds), y, wide / len(kinds), 4, f"dim {kind}")
