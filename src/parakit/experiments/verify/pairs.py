@@ -169,6 +169,15 @@ class Verification:
                 f"{self.saving.spec.name} against undisturbed"
             )
 
+    def with_other_batches(self, number: int) -> Verification:
+        """Return the verification from the same weights with a seed that is larger by `number`."""
+
+        def with_seed(launch: Launch) -> Launch:
+            seed = Flags(launch.flags).integer("--seed") + number
+            return replace(launch, flags=merge_flags(launch.flags, ("--seed", str(seed))))
+
+        return replace(self, strategy=with_seed(self.strategy), reference=with_seed(self.reference))
+
     def saved(self, launch: Launch, folder: Path) -> Launch:
         """The launch that ends with a checkpoint of the iteration before."""
         before = self.iteration - 1
