@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parakit.accounting.timeline import Clock, Span, TimeMark
 from parakit.artifacts.measurements import CallSummary, RankCommunication, RankTime
 from parakit.config.run import Transport
-from parakit.costs import Operation, Phase, algorithm, wire_bytes
+from parakit.costs import Operation, Phase, describe_algorithm, wire_bytes
 
 SECONDS_PER_NANOSECOND = 1e-9
 
@@ -221,7 +221,7 @@ def _summarise_calls(counts: Mapping[Call, int], sums: _IterationSums) -> Iterat
             calls=count,
             payload_bytes=round(sums.payload_bytes[call] / (count * sums.iterations)),
             wire_bytes=round(sums.wire_bytes[call] / sums.iterations),
-            algorithm=algorithm(call.operation, call.transport),
+            algorithm=describe_algorithm(call.operation, call.transport),
             wait_seconds=sums.wait_ns[call] * per_iteration,
             transfer_seconds=sums.transfer_ns[call] * per_iteration,
         )

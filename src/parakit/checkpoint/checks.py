@@ -38,12 +38,12 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import (
     UNTIED,
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
     strategy_name,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 _MOMENT = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
@@ -144,7 +144,7 @@ def _list_model_parts(shape: ModelShape) -> set[str]:
         parts |= {"experts", "router"}
     else:
         parts.add("MLP")
-    if shape.mtp_depth:
+    if shape.mtp_layers:
         parts.add("MTP")
     return parts
 
@@ -414,8 +414,8 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
         reason = f"No verdict is given on {subject}; convert it to torch_dist."
         return LoadVerdict("not judged", flags=(), reasons=(reason,))
     saved = spec.parallelism
-    new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
-    refusals = [*contents.problems, *violations(replace_parallelism(spec, new))]
+    new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
+    refusals = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
     refusals += _explain_unloadable(contents, new)
     if not refusals and is_legacy and _rank_file_sizes(new) != _rank_file_sizes(saved):
         refusals.append(

@@ -40,9 +40,9 @@ from parakit.checkpoint.full_tensors import (
     join_rank_files,
     stack_fsdp_tensors,
 )
-from parakit.config.files import file_flaw, open_regular_file, read_regular_file
+from parakit.config.files import describe_file_problem, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
-from parakit.config.run import RunSpec, spec_of_printed
+from parakit.config.run import RunSpec, spec_from_printed_arguments
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
 """Names of the formats: Megatron's (`--ckpt-format`), and Hugging Face's safetensors."""
@@ -108,7 +108,7 @@ class Contents:
     @cached_property
     def spec(self) -> RunSpec | None:
         """The run that the arguments describe; None if they describe none."""
-        return spec_of_printed(self.arguments) if self.arguments else None
+        return spec_from_printed_arguments(self.arguments) if self.arguments else None
 
     @property
     def parameters(self) -> int:
@@ -169,7 +169,7 @@ def _refuse_special_tracker(folder: Path) -> None:
     Raises:
         UnknownFormatError: The tracker file is no regular file.
     """
-    flaw = file_flaw(folder / TRACKER_FILE)
+    flaw = describe_file_problem(folder / TRACKER_FILE)
     if flaw and flaw != "is missing":
         raise UnknownFormatError(
             f"{folder / TRACKER_FILE} {flaw}; name the folder of one checkpoint (iter_…)."
@@ -206,7 +206,7 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
     has_megatron_names = any(name.startswith(_WEIGHT_PREFIXES) for name in stored.tensors)
     if checkpoint_format == FSDP and has_megatron_names:
         checkpoint_format = TORCH_DIST
-        flaw = file_flaw(folder / FORMAT) or "does not name a format"
+        flaw = describe_file_problem(folder / FORMAT) or "does not name a format"
         problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
     common: dict[str, Any] = {}
     try:
@@ -271,9 +271,9 @@ def _find_unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
             yield f"{name} lacks the piece at {list(missing_pieces[0])}."
         if flaw := _covering_flaw(tensor):
             yield f"The pieces of {name} {flaw}."
-    for file, parts in stored.by_file.items():
+    for file, parts in stored.parts_by_file.items():
         path = folder / file
-        if flaw := file_flaw(path):
+        if flaw := describe_file_problem(path):
             yield f"{file} {flaw}, with {len(parts)} pieces."
             continue
         size_bytes = path.stat().st_size

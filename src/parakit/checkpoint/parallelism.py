@@ -33,7 +33,7 @@ _STEP_KEY = "step"
 def parallelism_arguments(parallelism: Parallelism) -> dict[str, Any]:
     """Return Megatron's arguments that define a strategy, by argument name."""
     virtual_stages = parallelism.virtual_stages if parallelism.virtual_stages > 1 else None
-    expert_tensor = parallelism.tensor_of_experts
+    expert_tensor = parallelism.effective_expert_tensor
     is_distributed = parallelism.sharding is not Sharding.NONE
     return {
         "tensor_model_parallel_size": parallelism.tensor,
@@ -208,7 +208,7 @@ def _read_scalar(tensor: Any) -> float:
     """Return the value of a stand-in for a tensor of one fp32 element, or of a number."""
     if not isinstance(tensor, StandIn):
         return float(tensor)
-    (value,) = struct.unpack("<f", tensor.given[0].data[:4])
+    (value,) = struct.unpack("<f", tensor.arguments[0].data[:4])
     return float(value)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parakit.artifacts.run import is_run_folder
-from parakit.config.files import OWN_READINGS, ROOT
-from parakit.config.hardware import UnknownHardwareError, calibration_file, device_by_key
+from parakit.config.files import ROOT, USER_MEASUREMENTS_FILE
+from parakit.config.hardware import UnknownHardwareError, calibration_file_name, device_by_key
 from parakit.config.settings import CALIBRATION, GPU, ITERS, READINGS, RUN, RUNS
 
 TRACE = "trace-"
@@ -34,8 +34,8 @@ def add_own_measurements(texts: Mapping[str, str]) -> VariableTexts:
         calibration = _find_calibration(texts.get(GPU.name, "h200"))
         if calibration:
             completed[CALIBRATION.name] = str(calibration)
-    if READINGS.name not in texts and OWN_READINGS.is_file():
-        completed[READINGS.name] = str(OWN_READINGS)
+    if READINGS.name not in texts and USER_MEASUREMENTS_FILE.is_file():
+        completed[READINGS.name] = str(USER_MEASUREMENTS_FILE)
     return completed
 
 
@@ -50,7 +50,7 @@ def add_own_runs(texts: Mapping[str, str]) -> VariableTexts:
         from parakit.launch import read_run_statuses
 
         read_run_statuses(runs)
-    defaults = {} if RUNS.name in texts else {READINGS.name: str(OWN_READINGS)}
+    defaults = {} if RUNS.name in texts else {READINGS.name: str(USER_MEASUREMENTS_FILE)}
     return {**defaults, **texts}
 
 
@@ -97,7 +97,7 @@ def _find_calibration(device: str) -> Path | None:
     None is also the answer for an unknown device, which the planner refuses itself.
     """
     try:
-        path = Path("runs") / calibration_file(device_by_key(device).key)
+        path = Path("runs") / calibration_file_name(device_by_key(device).key)
     except UnknownHardwareError:
         return None
     return path if (ROOT / path).is_file() else None

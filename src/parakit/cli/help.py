@@ -64,7 +64,7 @@ def list_variables() -> "list[tuple[list[str], str]]":
         commands_by_use[setting.name, setting.help] = []
     for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
-            if not setting.in_make:
+            if not setting.make_equivalent:
                 use = (setting.name, setting.help)
                 commands_by_use.setdefault(use, []).append(command.name)
     order = [setting.name for setting in SETTINGS]

@@ -16,7 +16,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
-from parakit.config.setting import SettingError, read, refuse_renamed, values
+from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
@@ -116,8 +116,8 @@ def parse_make_variables(
     """
     names = (*parse_makeflags(environment.get("MAKEFLAGS", "")), *written)
     refuse_unused_variables(names, name, command)
-    used = {setting.name for setting in command.variables if not setting.in_make}
-    in_make = {setting.name for setting in command.variables if setting.in_make}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
+    in_make = {setting.name for setting in command.variables if setting.make_equivalent}
     renamed = {old for old, new in RENAMED.items() if new in used}
     for old in sorted(renamed | in_make):
         if environment.get(old):
@@ -128,7 +128,7 @@ def parse_make_variables(
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
     texts = {key: environment[key] for key in used if environment.get(key)}
     if ARGS.name not in used:
-        arguments = (*arguments, *read(ARGS, environment.get(ARGS.name, "")))
+        arguments = (*arguments, *parse_setting(ARGS, environment.get(ARGS.name, "")))
     if _has_own_parser(command):
         parsed = Namespace(arguments=arguments, program=f"make {name}")
     else:
@@ -250,7 +250,7 @@ def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str
             continue
         if not equals_sign:
             value = _take_value(name, setting, waiting)
-        if not setting.in_make:
+        if not setting.make_equivalent:
             assignments.append(f"{setting.name}={value}")
         elif setting.kind != SWITCH:
             passed_on.append(f"{name}={value}")
@@ -291,7 +291,9 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         SettingError: A variable is unknown, or the target does not use it; the sentence suggests a similar one.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables if not setting.in_make} | {ARGS.name}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent} | {
+        ARGS.name
+    }
     for name in names:
         refuse_renamed(name)
         is_foreign = name not in known and any(
@@ -349,7 +351,7 @@ def _make_reader(setting: Setting) -> Callable[[str], Any]:
 
     def read_value(text: str) -> Any:
         try:
-            return read(setting, text)
+            return parse_setting(setting, text)
         except SettingError as error:
             reason = str(error).rstrip(".").removeprefix(f"{setting.name}=")
             raise ArgumentTypeError(reason) from None
@@ -378,7 +380,7 @@ def _complete_values(
         SettingError: A required variable is missing, or a value is not of its kind.
     """
     parsed.texts = texts
-    for key, value in values(command.variables, texts).items():
+    for key, value in parse_settings(command.variables, texts).items():
         if getattr(parsed, key, None) in (None, [], ()):
             setattr(parsed, key, value)
     for requirement in command.required:
@@ -392,7 +394,7 @@ def _complete_values(
 def _show_variable(name: str, command: Command, variable_format: str) -> str:
     """Return a variable's name in the form of make or of a command line."""
     setting = next(setting for setting in command.variables if setting.name == name)
-    if setting.in_make:
+    if setting.make_equivalent:
         return option_name(setting)
     is_make_form = variable_format.endswith("=")
     return variable_format.format(name if is_make_form else name.lower())

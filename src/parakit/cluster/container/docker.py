@@ -20,7 +20,7 @@ from parakit.cluster.checks.docker import DockerEngine
 from parakit.cluster.checks.result import run_program
 from parakit.config import variables
 from parakit.config.files import PYTHON_PATH, ROOT
-from parakit.config.flags import flag_words
+from parakit.config.flags import format_flags
 
 IMAGE_PYTHON = "python3"
 """The Python of the image, which has torch and Transformer Engine."""
@@ -98,7 +98,7 @@ class Container:
         environment = [("--env", name) for name in names]
         environment.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
         repeated = chain.from_iterable(mounts + environment)
-        return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
+        return ("docker", "run", *format_flags(options), *FOR_NCCL, *repeated, self.image, *command)
 
     def mounting(self, *folders: Path) -> Container:
         """Return the container with mounts of further folders; a folder inside of a mount gets none."""

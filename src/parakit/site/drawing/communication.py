@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import CollectiveCall, Operation, Phase, communication_of_rank, total_wire_bytes
+from parakit.costs import CollectiveCall, Operation, Phase, rank_collectives, total_wire_bytes
 from parakit.formatting.units import count, gb, joined, megabytes
 from parakit.site.drawing.sheet import (
     EXACT_BYTES,
@@ -90,8 +90,8 @@ def _merge_calls(spec: RunSpec, stages: Iterable[int]) -> list[_CallLine]:
     """
     lines: dict[tuple[Phase, Group, Operation, str], _CallLine] = {}
     for stage in stages:
-        for call in communication_of_rank(spec, stage):
-            key = (call.phase, call.group, call.operation, call.what)
+        for call in rank_collectives(spec, stage):
+            key = (call.phase, call.group, call.operation, call.description)
             if call.phase is Phase.DATA:
                 key = (*key[:3], "the batch, which TP rank 0 reads")
             elif is_small_reduction(call):
@@ -138,7 +138,7 @@ def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 def _describe_group(split: Parallelism, group: Group) -> str:
     """Return ` over TP and CP`: the dimensions of a group that are above 1; empty without any."""
     degrees = {"TP": split.tensor, "CP": split.context, "DP": split.data, "EP": split.expert}
-    degrees["TP of experts"] = split.tensor_of_experts
+    degrees["TP of experts"] = split.effective_expert_tensor
     # A dimension that has no degree here, such as PP, is only used if it is above 1.
     names = [name for name in _DIMENSIONS.get(group, ()) if degrees.get(name, 2) > 1]
     return f" over {joined(names)}" if names else ""

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import (
-    EXAMPLES,
+    EXAMPLE_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    count_devices,
     parse_strategy,
+    scale_batch,
 )
-from parakit.costs import communication_of_rank, total_wire_bytes
+from parakit.costs import rank_collectives, total_wire_bytes
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
 from parakit.planner import PlanOptions, time_strategy
@@ -111,7 +111,7 @@ def _caption_sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
     if split.sharding:
         yield _SHARDINGS[split.sharding]
     stages = sorted({rank.stage for rank in ranks})
-    sent_bytes = {stage: total_wire_bytes(communication_of_rank(spec, stage)) for stage in stages}
+    sent_bytes = {stage: total_wire_bytes(rank_collectives(spec, stage)) for stage in stages}
     devices = "CPU ranks" if spec.device is DeviceKind.CPU else "GPUs"
     text = (
         f"{spec.model} as {spec.name} on {split.world_size:,} {devices}, {spec.dtype}, micro batch "
@@ -121,7 +121,7 @@ def _caption_sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
     if len(ranks) < split.world_size:
         text += f" {len(ranks)} of its ranks are drawn."
     yield text
-    if spec.shape.experts and group_ranks(split, Group.TENSOR_EXPERT) > 1:
+    if spec.shape.experts and group_size(split, Group.TENSOR_EXPERT) > 1:
         yield (
             "A router decides how many tokens each expert gets. So only the sum of these bytes over all "
             "ranks is exact."
@@ -178,8 +178,8 @@ def resolve_run(
     Raises:
         ValueError: There is no such model, strategy or device, or Megatron refuses the run; one sentence.
     """
-    devices = devices or devices_of(strategy)
-    batch = batch_for(load_model(model).batch, parse_strategy(strategy, devices))
+    devices = devices or count_devices(strategy)
+    batch = scale_batch(load_model(model).batch, parse_strategy(strategy, devices))
     options = PlanOptions(
         model=model,
         gpu=device,
@@ -203,7 +203,7 @@ def render_drawings_page() -> str:
     return template.render(
         sections=sections,
         models=model_names(),
-        strategies=EXAMPLES,
+        strategies=EXAMPLE_STRATEGIES,
         devices=load_hardware().devices.values(),
         gpu=GPU,
     )

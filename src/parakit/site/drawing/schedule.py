@@ -12,9 +12,9 @@ from parakit.costs import (
     Pass,
     Phase,
     SimulatedSchedule,
-    communication_of_rank,
-    figures,
-    simulate,
+    measure_schedule,
+    rank_collectives,
+    simulate_schedule,
     sum_bytes_by_group,
 )
 from parakit.formatting.units import percent
@@ -45,7 +45,7 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     scale = (end - start) / timeline.length
     tops = {stage: sheet.y + 34 * row for row, stage in enumerate(stages)}
     for stage, top in tops.items():
-        calls = communication_of_rank(spec, stage)
+        calls = rank_collectives(spec, stage)
         label = f"stage {stage}" if split.pipeline > 1 else "all ranks"
         sheet.draw_text(0, top + 14, label)
         sheet.draw_box(start, top, end - start, 20, "idle")
@@ -72,7 +72,9 @@ def _simulate_drawn_part(spec: RunSpec) -> SimulatedSchedule:
     most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
     # Interleaved schedules need a multiple of the number of stages.
     drawn = min(spec.microbatches, most - most % split.pipeline)
-    return simulate(split.run_schedule, split.pipeline, drawn, virtual=split.virtual_stages)
+    return simulate_schedule(
+        split.executed_schedule, split.pipeline, drawn, virtual=split.virtual_stages
+    )
 
 
 def _draw_pass(
@@ -148,7 +150,7 @@ def _describe_timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
         "measured."
     )
     if spec.parallelism.pipeline > 1:
-        idle = percent(figures(timeline).idle_share)
+        idle = percent(measure_schedule(timeline).idle_fraction)
         text += f" Under {timeline.schedule.paper_name} stages idle {idle} of the time drawn."
     if timeline.microbatches < spec.microbatches:
         text += f" The first {timeline.microbatches:,} of {spec.microbatches:,} micro batches are drawn."

@@ -140,7 +140,7 @@ def locate_rank(split: Parallelism, number: int) -> DrawnRank:
     quotient, context = divmod(quotient, split.context)
     stage, data = divmod(quotient, split.data)
     rank_in_stage = number % (split.world_size // split.pipeline)
-    expert_quotient, expert_tensor = divmod(rank_in_stage, split.tensor_of_experts)
+    expert_quotient, expert_tensor = divmod(rank_in_stage, split.effective_expert_tensor)
     expert_data, expert = divmod(expert_quotient, split.expert)
     return DrawnRank(
         number=number,

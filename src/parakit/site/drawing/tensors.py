@@ -8,7 +8,12 @@ from functools import partial
 from itertools import batched
 
 from parakit.config.run import RunSpec
-from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
+from parakit.costs import (
+    PredictedMemory,
+    bytes_per_parameter,
+    estimate_rank_memory,
+    rank_parameters,
+)
 from parakit.formatting.units import amount, count
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_rank_headings
 
@@ -161,11 +166,11 @@ def _weight_rows(spec: RunSpec) -> Iterator[_TensorRow]:
         ),
     )
     parameters_by_stage = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
-    bytes_per_parameter = precision_of(spec).weights
+    bytes_per_weight = bytes_per_parameter(spec).weights
     for component, (label, cut) in _WEIGHTS.items():
         numbers = [getattr(parameters, component) for parameters in parameters_by_stage]
         if any(numbers):
-            sizes = [number * bytes_per_parameter for number in numbers]
+            sizes = [number * bytes_per_weight for number in numbers]
             yield _TensorRow(label, partial(_make_weight_box, spec, sizes, cut))
 
 
@@ -191,7 +196,7 @@ def _make_weight_box(
 def _list_layers(spec: RunSpec, stage: int) -> list[int]:
     """Return the numbers of the layers on a stage; with virtual stages they are several ranges."""
     stages = range(spec.parallelism.pipeline)
-    chunk_layers_by_stage = [spec.chunk_layers(number) for number in stages]
+    chunk_layers_by_stage = [spec.layers_per_chunk(number) for number in stages]
     layers: list[int] = []
     first = 0
     for layers_by_stage in zip(*chunk_layers_by_stage, strict=True):
@@ -208,7 +213,7 @@ def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
     The frame of a sharded component is as long as the component on all ranks, and the rank's shard is filled.
     """
     split, sharding = spec.parallelism, spec.parallelism.sharding
-    memory_by_stage = [memory_of_rank(spec, stage) for stage in range(split.pipeline)]
+    memory_by_stage = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
     shard_ranks = split.data * split.context // spec.optimizer_instances
     components: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
         ("weights", lambda memory: memory.weights, sharding.shards_weights),
