@@ -108,7 +108,7 @@ class Columns:
         return map(Iteration, *(lists[name] for name in Iteration.__struct_fields__))
 
 
-def columns_of(lines: Sequence[Iteration]) -> Columns:
+def make_columns(lines: Sequence[Iteration]) -> Columns:
     """Lines as columns; integers must be below 2**63."""
     found = Columns(len(lines))
     values = {name: list(map(operator.attrgetter(name), lines)) for name in _FIELDS}
@@ -122,11 +122,11 @@ def columns_of(lines: Sequence[Iteration]) -> Columns:
             if not all(known):
                 found.known[name] = np.array(known)
             plain = [0 if value is None else value for value in column]
-            found.values[name] = np.array(plain, dtype=dtype_of(name))
+            found.values[name] = np.array(plain, dtype=find_dtype(name))
     return found
 
 
-def dtype_of(name: str) -> type[np.generic]:
+def find_dtype(name: str) -> type[np.generic]:
     """The type of a field's column."""
     if name in _FLAGS:
         return np.bool_
@@ -142,7 +142,7 @@ class IterationTable(Sequence[Iteration]):
     @classmethod
     def of(cls, lines: Iterable[Iteration]) -> IterationTable:
         """A table of these lines, as they come."""
-        return cls(columns_of(list(lines)))
+        return cls(make_columns(list(lines)))
 
     def values(self, name: str) -> NDArray[np.float64]:
         """A field of every line; NaN where the line does not have it (or holds NaN, see `known`)."""
@@ -304,8 +304,8 @@ class TableBuilder:
     def _flush(self) -> None:
         if self._recent:
             lines, places = zip(*self._recent, strict=True)
-            columns = columns_of(lines)
-            columns.values[LOG_LINE] = np.array(places, dtype_of(LOG_LINE))
+            columns = make_columns(lines)
+            columns.values[LOG_LINE] = np.array(places, find_dtype(LOG_LINE))
             self._chunks.append(columns)
             self._recent = []
 
@@ -315,7 +315,7 @@ def _joined(chunks: list[Columns], count: int) -> Columns:
     joined = Columns(count)
     names = dict.fromkeys(name for chunk in chunks for name in chunk.values)
     for name in names:
-        column = np.zeros(count, dtype_of(name))
+        column = np.zeros(count, find_dtype(name))
         known = np.zeros(count, np.bool_)
         start = 0
         for chunk in chunks:

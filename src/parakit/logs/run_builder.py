@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from parakit.logs.dialects import FoundIteration, dialects
+from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
 from parakit.logs.iterations import Columns, TableBuilder
 from parakit.logs.lines import make_printable
@@ -56,8 +56,10 @@ class RunBuilder:
     """Feed it the lines of one run; `build` gives the result."""
 
     def __init__(self) -> None:
-        self._news = [(one.mark, one.read) for each in dialects() for one in each.news]
-        self._unread = [one for each in dialects() for one in each.unread]
+        self._event_readers = [
+            (one.mark, one.read) for each in load_dialects() for one in each.events
+        ]
+        self._unread = [one for each in load_dialects() for one in each.unread]
         self.iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
@@ -102,7 +104,7 @@ class RunBuilder:
                 self._keep(fact)
         self._listed |= pending._listed
 
-    def completed(self, line: FoundIteration) -> FoundIteration | None:
+    def completed(self, line: ParsedIteration) -> ParsedIteration | None:
         """An iteration with what lines before it say; None of one that needs it and has none."""
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
@@ -115,7 +117,7 @@ class RunBuilder:
         self._ahead = None
         return line._replace(iteration=found) if found else None
 
-    def add_iteration(self, line: FoundIteration, log_line: int) -> None:
+    def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""
         if len(self.iterations) >= MAX_ITERATIONS:
             self._overflow = True
@@ -165,7 +167,7 @@ class RunBuilder:
             elif (found := self._list.read(line)) and len(self._listed) < _MAX_NAMES:
                 self._listed[found[0]] = found[1]
         began = self.iterations.last is not None
-        for mark, read in self._news:
+        for mark, read in self._event_readers:
             if mark in line and (mark or began):
                 for fact in read(line):
                     self._take(fact)

@@ -91,7 +91,7 @@ def read_trace_events(path: Path) -> list[TraceEvent]:
     return [event for event in trace.traceEvents if event.ph == "X" and event.dur >= 0]
 
 
-class Busy(NamedTuple):
+class DeviceInterval(NamedTuple):
     """A stretch of the device's time."""
 
     name: str
@@ -101,7 +101,7 @@ class Busy(NamedTuple):
     duration_us: float
 
 
-def split_of(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
+def read_group_milliseconds(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
     """Milliseconds an iteration by group in a run folder's trace, or why there are none."""
     try:
         events = read_trace_events(folder / TRACE)
@@ -132,7 +132,7 @@ def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     covered = reached = 0.0  # µs in which anything ran, and up to where.
     for stretch in sorted(busy, key=lambda b: b.start_us):
-        found[group_of(stretch.name, stretch.around)] += stretch.duration_us
+        found[classify_kernel(stretch.name, stretch.around)] += stretch.duration_us
         start = max(stretch.start_us, reached)
         stop = min(stretch.start_us + stretch.duration_us, end)
         if stop > start:
@@ -144,7 +144,7 @@ def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
 
 
 @cache
-def group_of(name: str, around: tuple[str, ...] = ()) -> str:
+def classify_kernel(name: str, around: tuple[str, ...] = ()) -> str:
     """The group of a kernel, by its own name first and then by the operators around its launch."""
     everything = "\n".join((name, *around))
     tries = [(everything, _BY_OPERATOR), (name, _BY_KERNEL)]
@@ -153,22 +153,24 @@ def group_of(name: str, around: tuple[str, ...] = ()) -> str:
     return next((group for group, p, text in groups if re.search(p, text, re.IGNORECASE)), OTHER)
 
 
-def _busy(events: Sequence[TraceEvent]) -> list[Busy]:
+def _busy(events: Sequence[TraceEvent]) -> list[DeviceInterval]:
     """The device's kernels; without one, each operator's time without those inside it."""
     by_thread: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event.cat in _ON_HOST and not event.name.startswith(_STEP):
             by_thread[event.pid, event.tid].append(event)
     around: dict[int, tuple[str, ...]] = {}
-    own: list[Busy] = []
+    own: list[DeviceInterval] = []
     for thread in by_thread.values():
         _walk(sorted(thread, key=lambda e: (e.ts, -e.dur)), around, own)
     kernels = [event for event in events if event.cat in _ON_DEVICE]
-    return [Busy(k.name, around.get(k.args.correlation, ()), k.ts, k.dur) for k in kernels] or own
+    return [
+        DeviceInterval(k.name, around.get(k.args.correlation, ()), k.ts, k.dur) for k in kernels
+    ] or own
 
 
 def _walk(
-    ordered: Sequence[TraceEvent], around: dict[int, tuple[str, ...]], own: list[Busy]
+    ordered: Sequence[TraceEvent], around: dict[int, tuple[str, ...]], own: list[DeviceInterval]
 ) -> None:
     """One thread's events, outer before inner: keep a stack of those that are open."""
     open_: list[tuple[TraceEvent, list[float]]] = []
@@ -178,7 +180,9 @@ def _walk(
             event, inside = open_.pop()
             if event.cat == "cpu_op":
                 names = tuple(outer.name for outer, _ in open_)
-                own.append(Busy(event.name, names, event.ts, max(event.dur - sum(inside), 0.0)))
+                own.append(
+                    DeviceInterval(event.name, names, event.ts, max(event.dur - sum(inside), 0.0))
+                )
 
     for event in ordered:
         close(event.ts)

@@ -66,7 +66,7 @@ def select_window(log: ScrapedLog) -> Window:
     batch = _usual_batch(lines, left)
     if batch is not None:
         leave_out("at another global batch size", lines.values("global_batch_size") != batch)
-    warm_up = warm_up_length(times[left])
+    warm_up = count_warm_up_samples(times[left])
     counts.sort(key=lambda each: each[0])
     return Window(
         tuple(times[left][warm_up:].tolist()),
@@ -76,7 +76,7 @@ def select_window(log: ScrapedLog) -> Window:
     )
 
 
-def warm_up_length(samples: Sequence[float] | NDArray[np.float64]) -> int:
+def count_warm_up_samples(samples: Sequence[float] | NDArray[np.float64]) -> int:
     """Number of leading samples that are not yet settled, at most half of them.
 
     MSER (White 1997): the cut that makes the rest's mean most certain. It is taken only if what it
