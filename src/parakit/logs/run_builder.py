@@ -46,7 +46,7 @@ _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
     TheoreticalMemory: lambda _: "",
     Ending: lambda _: "",
-    TheoreticalParameters: lambda found: found.what,
+    TheoreticalParameters: lambda parameters: parameters.label,
     MoreArgument: lambda argument: argument.name,
 }
 """Of facts with one key the later counts; of other kinds each does."""
@@ -153,7 +153,7 @@ class RunBuilder:
         room = MAX_ITERATIONS - len(self.iterations)
         if room < lines.count:
             self._overflow = True
-            lines = lines.at(slice(max(room, 0)))
+            lines = lines.select(slice(max(room, 0)))
         if lines.count:
             self._lines_since_start += lines.count
             self.iterations.extend(lines)
@@ -180,7 +180,7 @@ class RunBuilder:
     def build(self, path: str, part: int, parts: int) -> ScrapedLog:
         """The run as data."""
         iterations, replaced = self.iterations.build()
-        iterations = iterations.timed()
+        iterations = iterations.with_times()
         notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
             for first in self._restarts[:20]
@@ -205,7 +205,7 @@ class RunBuilder:
             memory=self._all(MemoryReading),
             theoretical_memory=next(iter(self._all(TheoreticalMemory)), None),
             theoretical_parameters_billions={
-                found.what: found.billions for found in self._all(TheoreticalParameters)
+                found.label: found.billions for found in self._all(TheoreticalParameters)
             },
             timers=tuple(
                 Timer(name, count, low / count, high / count)

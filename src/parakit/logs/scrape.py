@@ -111,7 +111,7 @@ class _Scraper:
                 self.feed_lines(block.text(begin, begin + 1), block.numbers[begin : begin + 1])
                 begin += 1
             if begin < stop:
-                self._run.add_iterations(block.columns.at(slice(begin, stop)))
+                self._run.add_iterations(block.columns.select(slice(begin, stop)))
 
     def _feed(self, line: str, number: int) -> None:
         if len(line) < _SHORTEST:
