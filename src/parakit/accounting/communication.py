@@ -16,7 +16,7 @@ from typing import NamedTuple
 from parakit.accounting.timeline import Clock, Span, TimeMark
 from parakit.artifacts.measurements import CallSummary, RankCommunication, RankTime
 from parakit.config.run import Transport
-from parakit.costs import Operation, Phase, algorithm, wire_bytes
+from parakit.costs import Operation, Phase, describe_algorithm, wire_bytes
 
 NANO = 1e-9
 
@@ -196,7 +196,7 @@ def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[CallSummary]:
             calls=count,
             payload_bytes=round(sums.payload_bytes[call] / (count * sums.iterations)),
             wire_bytes=round(sums.wire_bytes[call] / sums.iterations),
-            algorithm=algorithm(call.operation, call.transport),
+            algorithm=describe_algorithm(call.operation, call.transport),
             wait_seconds=sums.wait_ns[call] * per_iteration,
             transfer_seconds=sums.transfer_ns[call] * per_iteration,
         )

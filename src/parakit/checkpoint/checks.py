@@ -35,12 +35,12 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import (
     UNTIED,
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
     strategy_name,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
@@ -135,7 +135,7 @@ def _parts_of_model(shape: ModelShape) -> set[str]:
         parts |= {"experts", "router"}
     else:
         parts.add("MLP")
-    return parts | ({"MTP"} if shape.mtp_depth else set())
+    return parts | ({"MTP"} if shape.mtp_layers else set())
 
 
 def _part_of(name: str) -> str:
@@ -367,8 +367,8 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
         why = f"No verdict is given on {what}; convert it to torch_dist."
         return LoadVerdict("not judged", (), (why,))
     saved = spec.parallelism
-    new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
-    refused = [*contents.problems, *violations(replace_parallelism(spec, new))]
+    new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
+    refused = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
     refused += _unloadable(contents, new)
     if not refused and is_legacy and _files_of(new) != _files_of(saved):
         refused = [

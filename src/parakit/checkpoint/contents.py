@@ -36,9 +36,9 @@ from parakit.checkpoint.full_tensors import (
     join_rank_files,
     stack_fsdp_tensors,
 )
-from parakit.config.files import file_flaw, open_regular_file, read_regular_file
+from parakit.config.files import describe_file_problem, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
-from parakit.config.run import RunSpec, spec_of_printed
+from parakit.config.run import RunSpec, spec_from_printed_arguments
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
 """Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
@@ -98,7 +98,7 @@ class Contents:
     @cached_property
     def spec(self) -> RunSpec | None:
         """The run that its arguments describe; None where they do not."""
-        return spec_of_printed(self.arguments) if self.arguments else None
+        return spec_from_printed_arguments(self.arguments) if self.arguments else None
 
     @property
     def parameters(self) -> int:
@@ -156,7 +156,7 @@ def _refuse_special_tracker(folder: Path) -> None:
     Raises:
         UnknownFormatError: It is one.
     """
-    flaw = file_flaw(folder / TRACKER_FILE)
+    flaw = describe_file_problem(folder / TRACKER_FILE)
     if flaw and flaw != "is missing":
         raise UnknownFormatError(
             f"{folder / TRACKER_FILE} {flaw}; name the folder of one checkpoint (iter_…)."
@@ -183,7 +183,7 @@ def _distributed(folder: Path, backend: str) -> Contents:
     problems = list(_unreadable(folder, stored))
     if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
         kind = TORCH_DIST
-        flaw = file_flaw(folder / FORMAT) or "does not say a format"
+        flaw = describe_file_problem(folder / FORMAT) or "does not say a format"
         problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
     common: Any = {}
     try:
@@ -240,7 +240,7 @@ def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
             yield f"The pieces of {name} {flaw}."
     for file, parts in stored.parts_by_file.items():
         path = folder / file
-        if flaw := file_flaw(path):
+        if flaw := describe_file_problem(path):
             yield f"{file} {flaw}, with {len(parts)} pieces."
             continue
         size, end = path.stat().st_size, max(at.offset_bytes + at.length_bytes for at in parts)

@@ -29,7 +29,7 @@ _STEP_KEY = "step"
 def parallelism_arguments(parallelism: Parallelism) -> dict[str, Any]:
     """Arguments that say a strategy, by Megatron's names."""
     stages = parallelism.virtual_stages if parallelism.virtual_stages > 1 else None
-    experts = parallelism.tensor_of_experts
+    experts = parallelism.effective_expert_tensor
     return {
         "tensor_model_parallel_size": parallelism.tensor,
         "tensor_parallel_num_weight_shards": parallelism.tensor,

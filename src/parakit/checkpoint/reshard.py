@@ -67,9 +67,15 @@ from parakit.checkpoint.parallelism import (
     rerun_state_sizes,
 )
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
+from parakit.config.strategy import (
+    Parallelism,
+    Sharding,
+    count_devices,
+    parse_strategy,
+    strategy_name,
+)
 from parakit.convert import ConversionProgress, check_disk_space
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 MIN_FILE_BYTES = 1 << 30
 """About the least of a file: what a kill costs."""
@@ -172,14 +178,14 @@ def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
         raise ReshardError(
             f"{contents.folder} holds no arguments that define a model and its strategy."
         )
-    new = parse_strategy(strategy, devices_of(strategy, spec.parallelism.world_size))
+    new = parse_strategy(strategy, count_devices(strategy, spec.parallelism.world_size))
     for parallelism in (spec.parallelism, new):
         if parallelism.sharding not in _MAIN or parallelism.schedule:
             raise ReshardError(
                 f"{strategy_name(parallelism)} has no checkpoints in Megatron's torch_dist format; name "
                 "a product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
             )
-    for reason in violations(replace_parallelism(spec, new)):
+    for reason in find_violations(replace_parallelism(spec, new)):
         raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
     if contents.vocabulary_rows % new.tensor:
         raise ReshardError(
@@ -330,7 +336,7 @@ class _Plan:
     def _ranks(self, name: str, stacked: int) -> tuple[int, int]:
         """Where the new strategy cuts a tensor, and in how many."""
         axis = tensor_parallel_axis(name)
-        ranks = self._new.tensor_of_experts if ".experts." in name else self._new.tensor
+        ranks = self._new.effective_expert_tensor if ".experts." in name else self._new.tensor
         if axis is None:
             return stacked, 1
         gated = ".linear_fc1." in name and self._spec.shape.gated

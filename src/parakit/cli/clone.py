@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parakit.artifacts.run import is_run_folder
-from parakit.config.files import OWN_READINGS, ROOT
-from parakit.config.hardware import UnknownHardwareError, calibration_file, device_by_key
+from parakit.config.files import ROOT, USER_MEASUREMENTS_FILE
+from parakit.config.hardware import UnknownHardwareError, calibration_file_name, device_by_key
 from parakit.config.settings import CALIBRATION, GPU, ITERS, READINGS, RUN, RUNS
 
 TRACE = "trace-"
@@ -28,8 +28,8 @@ def add_own_measurements(texts: Mapping[str, str]) -> Texts:
     found = dict(texts)
     if CALIBRATION.name not in texts and (measured := _calibrated(texts.get(GPU.name, "h200"))):
         found[CALIBRATION.name] = str(measured)
-    if READINGS.name not in texts and OWN_READINGS.is_file():
-        found[READINGS.name] = str(OWN_READINGS)
+    if READINGS.name not in texts and USER_MEASUREMENTS_FILE.is_file():
+        found[READINGS.name] = str(USER_MEASUREMENTS_FILE)
     return found
 
 
@@ -43,7 +43,7 @@ def add_own_runs(texts: Mapping[str, str]) -> Texts:
         from parakit.launch import read_run_statuses
 
         read_run_statuses(runs)
-    here = {} if RUNS.name in texts else {READINGS.name: str(OWN_READINGS)}
+    here = {} if RUNS.name in texts else {READINGS.name: str(USER_MEASUREMENTS_FILE)}
     return {**here, **texts}
 
 
@@ -77,7 +77,7 @@ def train_and_trace(target: str, given: Namespace) -> int:
 
 def _calibrated(device: str) -> Path | None:
     try:
-        path = Path("runs") / calibration_file(device_by_key(device).key)
+        path = Path("runs") / calibration_file_name(device_by_key(device).key)
     except UnknownHardwareError:  # The planner says so, for every way to call it.
         return None
     return path if (ROOT / path).is_file() else None

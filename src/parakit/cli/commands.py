@@ -54,7 +54,7 @@ _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
 _SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
-TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.OF_NODES, *v.OF_SLURM)
+TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
 """Of a training target: everything that can be said of one run."""
 _OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
 _CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
@@ -106,7 +106,7 @@ SECTIONS = {
              default=False)),
             is_usual=True),
         Command("doctor", "", "what this machine can do, and fixes: LAUNCHER=slurm",
-            v.OF_SLURM, is_usual=True),
+            v.SLURM_SETTINGS, is_usual=True),
         Command("list", "parakit.launch.listing:print_list",
             "models, strategies, and what this machine can run", (v.MEGATRON_LM,), is_usual=True),
     ),
@@ -160,7 +160,7 @@ SECTIONS = {
             "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
             (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
              "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
-             *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
+             *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
             (v.IMAGE, v.DRY_RUN), on_host=True),
@@ -205,7 +205,7 @@ SECTIONS = {
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
         Command("sweep", "parakit.experiments.commands:run_sweep",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
-            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.OF_SLURM)),
+            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
             (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL, *_PREDICTION),
             required=("NAME",), example="NAME=blueberry"),

@@ -56,7 +56,7 @@ def list_variables() -> "list[tuple[list[str], str]]":
         meanings[name, text] = []
     for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
-            if setting.in_make:
+            if setting.make_equivalent:
                 continue
             meanings.setdefault((setting.name, setting.help), []).append(command.name)
     order = [one.name for one in SETTINGS]

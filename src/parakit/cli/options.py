@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
-from parakit.config.setting import SettingError, read, refuse_renamed, values
+from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
@@ -102,15 +102,15 @@ def parse_make_variables(
     """
     named = (*parse_makeflags(environment.get("MAKEFLAGS", "")), *given_variables)
     refuse_unused_variables(named, name, command)
-    used = {setting.name for setting in command.variables if not setting.in_make}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
     in_environment = {old for old, new in RENAMED.items() if new in used}
-    in_environment |= {setting.name for setting in command.variables if setting.in_make}
+    in_environment |= {setting.name for setting in command.variables if setting.make_equivalent}
     for old in sorted(in_environment):
         if environment.get(old):
             refuse_renamed(old)
     texts = {key: text for key in used if (text := environment.get(key, ""))}
     if ARGS.name not in used:
-        words = (*words, *read(ARGS, environment.get(ARGS.name, "")))
+        words = (*words, *parse_setting(ARGS, environment.get(ARGS.name, "")))
     for variable, remedy in _NEVER_IGNORED.items():
         if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
@@ -221,7 +221,7 @@ def rewrite_as_variables(words: Sequence[str], command: Command) -> list[str]:
             if not waiting:
                 raise SettingError(f"{name} has no value; see --help.")
             value = waiting.pop(0)
-        if not setting.in_make:
+        if not setting.make_equivalent:
             made.append(f"{setting.name}={value}")
         elif setting.kind != SWITCH:
             passed.append(f"{name}={value}")
@@ -237,7 +237,9 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         SettingError: One that no command knows, with the near name, or that this one does not use.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables if not setting.in_make} | {ARGS.name}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent} | {
+        ARGS.name
+    }
     for name in names:
         refuse_renamed(name)
         others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
@@ -282,7 +284,7 @@ def _add(parser: ArgumentParser, setting: Setting) -> None:
 def _argument(setting: Setting) -> Callable[[str], Any]:
     def reader(text: str) -> Any:
         try:
-            return read(setting, text)
+            return parse_setting(setting, text)
         except SettingError as error:
             said = str(error).rstrip(".")
             raise ArgumentTypeError(said.removeprefix(f"{setting.name}=")) from None
@@ -295,7 +297,7 @@ def _completed(
 ) -> Namespace:
     """What was given with the values of all other variables; refused where a required one is missing."""
     given.texts = texts
-    for key, value in values(command.variables, texts).items():
+    for key, value in parse_settings(command.variables, texts).items():
         if getattr(given, key, None) in (None, [], ()):
             setattr(given, key, value)
     for name, *others in (names.split("|") for names in command.required):
@@ -308,7 +310,7 @@ def _completed(
 def _shown(name: str, command: Command, shown: str) -> str:
     """Return a variable's name as make or a command line has it."""
     setting = next(setting for setting in command.variables if setting.name == name)
-    if setting.in_make:
+    if setting.make_equivalent:
         return option_name(setting)
     return shown.format(name if shown.endswith("=") else name.lower())
 

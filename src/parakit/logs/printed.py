@@ -16,7 +16,7 @@ from pathlib import Path
 from parakit.config.flag_table import FLAGS
 from parakit.config.hardware import load_hardware
 from parakit.config.model import GPT2_VOCABULARY, ModelShape, load_model, model_names
-from parakit.config.run import Backend, RunSpec, spec_of_printed
+from parakit.config.run import Backend, RunSpec, spec_from_printed_arguments
 from parakit.config.strategy import Batch, Sharding
 from parakit.logs.lines import read_lines
 
@@ -49,7 +49,7 @@ def parse_printed_spec(
     if torn or not _ranks_multiply(arguments):
         return None
     try:
-        spec = spec_of_printed(arguments)
+        spec = spec_from_printed_arguments(arguments)
     except (ArithmeticError, ValueError):
         return None
     if spec is None:

@@ -18,7 +18,7 @@ from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
 from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind, RunSpec, flags_of_printed
+from parakit.config.run import DeviceKind, RunSpec, flags_from_printed_arguments
 from parakit.config.strategy import Parallelism
 from parakit.logs.diagnosis import classify_log
 from parakit.logs.dialects import canonicalise_arguments
@@ -289,7 +289,7 @@ def _add_printed(run: Run) -> Run:
     arguments, unread = drop_unreadable_values(canonicalise_arguments(run.log.arguments))
     if not arguments:
         return run
-    flags = Flags(flags_of_printed(arguments))
+    flags = Flags(flags_from_printed_arguments(arguments))
     data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,

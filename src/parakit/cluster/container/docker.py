@@ -17,7 +17,7 @@ from parakit.cluster.checks.docker import DockerEngine
 from parakit.cluster.checks.result import run_program
 from parakit.config import variables
 from parakit.config.files import PYTHON_PATH, ROOT
-from parakit.config.flags import flag_words
+from parakit.config.flags import format_flags
 
 IMAGE_PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
@@ -85,7 +85,7 @@ class Container:
         variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
         variables.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
         repeated = chain.from_iterable(mounts + variables)
-        return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
+        return ("docker", "run", *format_flags(options), *FOR_NCCL, *repeated, self.image, *command)
 
     def mounting(self, *folders: Path) -> Container:
         """The same with mounts of those folders that are not mounted yet."""

@@ -25,7 +25,7 @@ from parakit.cluster.sbatch import FIRST_NODE, MASTER_PORT
 from parakit.cluster.slurm import parse_slurm_options, split_directives
 from parakit.config import settings
 from parakit.config.errors import LaunchError
-from parakit.config.setting import values
+from parakit.config.setting import parse_settings
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, gb
@@ -134,7 +134,7 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
     count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
-    slurm = parse_slurm_options(Namespace(**values(settings.OF_SLURM, environment)))
+    slurm = parse_slurm_options(Namespace(**parse_settings(settings.SLURM_SETTINGS, environment)))
     return ("srun", *count, *split_directives(slurm.directives if slurm else ()))
 
 
@@ -210,7 +210,7 @@ def _node_count(environment: Mapping[str, str]) -> int:
     allocated = environment.get("SLURM_JOB_NUM_NODES", "")
     if allocated.isdecimal():
         return int(allocated)
-    nodes: int | None = values((settings.NODES,), environment)["nodes"]
+    nodes: int | None = parse_settings((settings.NODES,), environment)["nodes"]
     return nodes or 1
 
 

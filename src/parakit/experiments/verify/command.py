@@ -49,6 +49,7 @@ from parakit.verify import (
     Judgement,
     VerifyError,
     confirm,
+    count_seeds,
     explain_by_parts,
     judge,
     measure_drift,
@@ -68,8 +69,10 @@ Train = Callable[[str, Launch], str]
 ROUNDING_PROBES = 3
 DRIFT_RUNS = 2
 """Runs of the reference by which it is measured how far earlier iterations' rounding carries."""
-FIRST_DRIFT_ITERATION = 4
-"""The first iteration in which that is asked: before it the responses of one iteration suffice."""
+FIRST_DRIFT_ITERATION = 2
+"""The first iteration in which that is asked: before it no iteration has rounded a state or a weight."""
+NEAR_SEEDS = 3
+"""Seeds in which an error near its tolerance is looked for, the seed that was asked for included."""
 FURTHER_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
 """Beside the model's own, by the flags that switch them off."""
 _PART_NAMES = {"begun": "strategy with the reference's routing and weights"}
@@ -195,11 +198,14 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
     """Train both with `train`, compare their tensors; where errors spread, train the strategy again.
 
     If all tensors held, what the logs print is compared. Where the iteration begins with wrong weights,
-    the one in which they became wrong is looked for.
+    the one in which they became wrong is looked for. An error near its tolerance is looked for in other
+    seeds, too: rounding exceeds a measured tolerance in few of them, a fault in all.
     """
     judgement = _IterationVerification(
         verification.iteration, verification, scratch, train
     ).judged()
+    if judgement.is_near_tolerance and verification.saving is None:
+        return _count_wrong_seeds(judgement, verification, scratch, train)
     right, wrong = 0, verification.iteration
     while judgement.begins_before and verification.saving is None and wrong - right > 1:
         tried = (right + wrong) // 2
@@ -213,6 +219,26 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
     return judgement
 
 
+def _count_wrong_seeds(
+    judgement: Judgement, verification: Verification, scratch: Path, train: Train
+) -> Judgement:
+    """Return the judgement with the number of seeds in which some tensor is wrong.
+
+    Other seeds start from the same weights, with other batches. A seed that cannot be compared is not
+    counted.
+    """
+    num_wrong = num_seeds = 1
+    for number in range(1, NEAR_SEEDS):
+        other = verification.with_other_batches(number)
+        at_seed = _IterationVerification(
+            verification.iteration, other, scratch, train, label=f"-seed-{number}"
+        )
+        outcome = at_seed.judged().verdict.verdict
+        num_seeds += outcome is not VerifyOutcome.NOT_COMPARABLE
+        num_wrong += outcome is VerifyOutcome.DIFFERS
+    return count_seeds(judgement, num_wrong, num_seeds)
+
+
 @dataclass(frozen=True)
 class _IterationVerification:
     """A verification by the tensors of one iteration."""
@@ -221,11 +247,14 @@ class _IterationVerification:
     verification: Verification
     scratch: Path
     train: Train
+    label: str = ""
+    """Ends the names of what is trained with another seed than is asked for."""
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what is trained for another iteration than is asked for."""
-        return "" if self.iteration == self.verification.iteration else f"-{self.iteration}"
+        """Ends the names of what is trained for another iteration or seed than is asked for."""
+        is_asked_for = self.iteration == self.verification.iteration
+        return self.label if is_asked_for else f"{self.label}-{self.iteration}"
 
     def judged(self) -> Judgement:
         """The judgement on it."""

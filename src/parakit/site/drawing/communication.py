@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import CollectiveCall, Operation, Phase, communication_of_rank, total_wire_bytes
+from parakit.costs import CollectiveCall, Operation, Phase, rank_collectives, total_wire_bytes
 from parakit.formatting.units import count, gb, joined, megabytes
 from parakit.site.drawing.sheet import (
     EXACT_BYTES,
@@ -67,8 +67,8 @@ def _lines(spec: RunSpec, stages: Iterable[int]) -> list[_Sent]:
     """Every call of these stages, equal ones together; so are the batch's tensors and a few numbers."""
     found: dict[tuple[Phase, Group, Operation, str], _Sent] = {}
     for stage in stages:
-        for call in communication_of_rank(spec, stage):
-            key = (call.phase, call.group, call.operation, call.what)
+        for call in rank_collectives(spec, stage):
+            key = (call.phase, call.group, call.operation, call.description)
             if call.phase is Phase.DATA:
                 key = (*key[:3], "the batch, which TP rank 0 reads")
             elif is_small_reduction(call):
@@ -103,7 +103,7 @@ def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 
 def _over(split: Parallelism, group: Group) -> str:
     degrees = {"TP": split.tensor, "CP": split.context, "DP": split.data, "EP": split.expert}
-    degrees["TP of experts"] = split.tensor_of_experts
+    degrees["TP of experts"] = split.effective_expert_tensor
     words = [word for word in _OVER.get(group, ()) if degrees.get(word, 2) > 1]
     return f" over {joined(words)}" if words else ""
 

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import (
-    EXAMPLES,
+    EXAMPLE_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    count_devices,
     parse_strategy,
+    scale_batch,
 )
-from parakit.costs import communication_of_rank, total_wire_bytes
+from parakit.costs import rank_collectives, total_wire_bytes
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
 from parakit.planner import PlanOptions, time_strategy
@@ -107,7 +107,7 @@ def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
     if split.sharding:
         yield _SHARDINGS[split.sharding]
     stages = sorted({rank.stage for rank in ranks})
-    sent = {stage: total_wire_bytes(communication_of_rank(spec, stage)) for stage in stages}
+    sent = {stage: total_wire_bytes(rank_collectives(spec, stage)) for stage in stages}
     kind = "CPU ranks" if spec.device is DeviceKind.CPU else "GPUs"
     yield (
         f"{spec.model} as {spec.name} on {split.world_size:,} {kind}, {spec.dtype}, micro batch "
@@ -115,7 +115,7 @@ def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
         f"iteration a rank sends {_list_by_stage(sent)}."
         + ("" if len(ranks) == split.world_size else f" {len(ranks)} of its ranks are drawn.")
     )
-    if spec.shape.experts and group_ranks(split, Group.TENSOR_EXPERT) > 1:
+    if spec.shape.experts and group_size(split, Group.TENSOR_EXPERT) > 1:
         yield "A router decides how many tokens go where: of these bytes the sum over ranks is exact."
 
 
@@ -155,8 +155,8 @@ def resolve_run(
     Raises:
         ValueError: There is no such model, strategy or device, or Megatron refuses it; one sentence.
     """
-    devices = devices or devices_of(strategy)
-    batch = batch_for(load_model(model).batch, parse_strategy(strategy, devices))
+    devices = devices or count_devices(strategy)
+    batch = scale_batch(load_model(model).batch, parse_strategy(strategy, devices))
     options = PlanOptions(
         model=model,
         gpu=device,
@@ -180,7 +180,7 @@ def render_drawings_page() -> str:
     return template.render(
         sections=sections,
         models=model_names(),
-        strategies=EXAMPLES,
+        strategies=EXAMPLE_STRATEGIES,
         devices=load_hardware().devices.values(),
         gpu=GPU,
     )

@@ -12,9 +12,9 @@ from parakit.costs import (
     Pass,
     Phase,
     SimulatedSchedule,
-    communication_of_rank,
-    figures,
-    simulate,
+    measure_schedule,
+    rank_collectives,
+    simulate_schedule,
     sum_bytes_by_group,
 )
 from parakit.formatting.units import percent
@@ -33,14 +33,14 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
     drawn = min(spec.microbatches, most - most % split.pipeline)
     virtual = split.virtual_stages
-    timeline = simulate(split.run_schedule, split.pipeline, drawn, virtual=virtual)
+    timeline = simulate_schedule(split.executed_schedule, split.pipeline, drawn, virtual=virtual)
     sheet.text(0, 12, "one iteration", "title")
     sheet.y = 22
     start, end = 58, WIDTH - 74
     scale = (end - start) / timeline.length
     tops = {stage: sheet.y + 34 * place for place, stage in enumerate(stages)}
     for stage, top in tops.items():
-        calls = communication_of_rank(spec, stage)
+        calls = rank_collectives(spec, stage)
         label = f"stage {stage}" if split.pipeline > 1 else "all ranks"
         sheet.text(0, top + 14, label)
         sheet.box(start, top, end - start, 20, "idle")
@@ -118,6 +118,6 @@ def _timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
     only = f" The first {drawn:,} of {every:,} micro batches are drawn." if drawn < every else ""
     text = "F and B: forward and backward of a micro batch, B twice as long; lengths are no measurement."
     if spec.parallelism.pipeline > 1:
-        idle = percent(figures(timeline).idle_share)
+        idle = percent(measure_schedule(timeline).idle_fraction)
         text += f" Under {timeline.schedule.paper_name} stages idle {idle} of the time drawn."
     return text + only

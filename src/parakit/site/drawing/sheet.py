@@ -120,7 +120,7 @@ def locate_rank(split: Parallelism, number: int) -> DrawnRank:
     rest, context = divmod(rest, split.context)
     stage, data = divmod(rest, split.data)
     inside = number % (split.world_size // split.pipeline)
-    inside, expert_tensor = divmod(inside, split.tensor_of_experts)
+    inside, expert_tensor = divmod(inside, split.effective_expert_tensor)
     expert_data, expert = divmod(inside, split.expert)
     return DrawnRank(number, tensor, context, data, stage, expert_tensor, expert, expert_data)
 
