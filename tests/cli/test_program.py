@@ -42,7 +42,7 @@ def test_train_without_a_name_shows_one(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert program.main(["train"]) == program.REFUSED
-    assert capsys.readouterr().err == "Name what, for example: parakit train tp2-gpt2-tiny-2cpu\n"
+    assert capsys.readouterr().err == "Name a target, for example: parakit train tp2-gpt2-tiny-2cpu\n"
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(

@@ -459,7 +459,7 @@ def _list_load_flags(
 
 
 def _explain_unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
-    """Yield a sentence if Megatron cannot load this format, or these tensors, under a strategy.
+    """Yield the reason why Megatron cannot load the checkpoint's format or tensors under a strategy, if there is one.
 
     The rules are those of Megatron 0.19 (`training/arguments.py: validate_args`). `--use-megatron-fsdp`
     takes only `--ckpt-format fsdp_dtensor`; a torch_dist checkpoint ends in `KeyError: 'model'`.

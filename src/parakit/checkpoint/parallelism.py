@@ -80,7 +80,7 @@ def convert_common_state(
     """Convert the common state in place: arguments, RNG state and the optimizer's entries.
 
     Args:
-        common: The common state as `rewrite_saved` passes it: its classes are stand-ins.
+        common: The common state as `rewrite_saved` passes it. Objects of Megatron's classes are `StandIn`s.
         new: The strategy to convert to.
         old: The strategy to convert from.
         vocabulary_rows: Rows of the padded vocabulary; 0 if unknown, which keeps the padding's flag.

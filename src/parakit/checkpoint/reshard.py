@@ -229,7 +229,7 @@ def _refuse_fixed_states(contents: Contents, old: Parallelism, new: Parallelism)
     """Raise an error if the optimizer's states are in a form that only the strategy `old` can load.
 
     Raises:
-        ReshardError: They are.
+        ReshardError: The states are in such a form, and `new` is not `old` with another DP.
     """
     optimizer_format = contents.optimizer_format
     is_sharded = old.sharding is not Sharding.NONE

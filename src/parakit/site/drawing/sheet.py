@@ -135,7 +135,10 @@ def select_ranks(split: Parallelism) -> list[DrawnRank]:
 
 
 def locate_rank(split: Parallelism, number: int) -> DrawnRank:
-    """Return the indices of a global rank. Experts have dimensions of their own inside of a stage."""
+    """Return a global rank with its index in each dimension.
+
+    Inside of a stage, experts have dimensions of their own.
+    """
     quotient, tensor = divmod(number, split.tensor)
     quotient, context = divmod(quotient, split.context)
     stage, data = divmod(quotient, split.data)
