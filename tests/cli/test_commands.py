@@ -30,7 +30,7 @@ from parakit.config.setting import SettingError
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, REPLACED, SETTINGS
 from tests.given import command_named, given, run
 
-HANDLED = [one for one in (*COMMANDS, *BENCHES) if one.handler]
+HANDLED = [command for command in (*COMMANDS, *BENCHES) if command.handler]
 NAMED = [
     command for command in HANDLED if "NAME" in {setting.name for setting in command.variables}
 ]
@@ -42,7 +42,7 @@ def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
 
 
-@pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
+@pytest.mark.parametrize("command", HANDLED, ids=lambda handled: handled.name)
 def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> None:
     handler = import_function(command.handler)
     named = {setting.name.lower() for setting in command.variables}
@@ -50,16 +50,16 @@ def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> N
     if command.name in ("run", "module", "validate", "guide"):
         known |= {"words", "fit", "write"}  # Of their own arguments.
     needed = {
-        each.name
-        for each in inspect.signature(handler).parameters.values()
-        if each.default is inspect.Parameter.empty
+        parameter.name
+        for parameter in inspect.signature(handler).parameters.values()
+        if parameter.default is inspect.Parameter.empty
     }
     assert needed <= known
     required = {name for names in command.required for name in names.split("|")}
     assert required <= {setting.name for setting in command.variables}
 
 
-@pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
+@pytest.mark.parametrize("command", HANDLED, ids=lambda handled: handled.name)
 def test_every_command_has_a_command_line_with_an_option_for_each_variable(
     command: Command,
 ) -> None:
@@ -77,8 +77,8 @@ def test_no_variable_stands_twice_in_a_command() -> None:
 
 def test_a_longer_name_is_found_before_a_pattern_that_fits_it_too() -> None:
     names = ("verify-matrix", "verify-tp2-x-2cpu", "train-auto-x-2cpu", "train-x-2cpu", "nothing")
-    found = [find_command(name) for name in names]
-    assert [one and one.name for one in found] == [
+    commands = [find_command(name) for name in names]
+    assert [command and command.name for command in commands] == [
         *("verify-matrix", "verify-*", "train-auto-*", "train-*", None)
     ]
 
@@ -92,8 +92,8 @@ def test_variables_and_options_give_a_command_the_same() -> None:
     command = find_command("plan")
     assert command is not None
     by_make = given("plan", {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1", "SVG": ""})
-    words = ["--model", "gpt2-large", "--gpus", "2", "--json"]
-    by_words = parse_arguments(command, words, "parakit plan")
+    options = ["--model", "gpt2-large", "--gpus", "2", "--json"]
+    by_words = parse_arguments(command, options, "parakit plan")
     texts = {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1"}
     assert vars(by_make) == {**vars(by_words), "texts": texts}
     assert (by_words.gpus, by_words.gpu, by_words.json, by_words.svg) == (2, "h200", True, None)
@@ -244,13 +244,13 @@ def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
 
 
 def test_a_report_adds_to_ones_own_readings_and_a_plan_takes_them(tmp_path: Path) -> None:
-    own = tmp_path / "mine.csv"
+    measurements = tmp_path / "mine.csv"
     asked = {"MODEL": "gpt2-large"}
-    assert given("report").readings == own
+    assert given("report").readings == measurements
     assert given("report", {"RUNS": str(tmp_path)}).readings is None
     assert given("plan", asked).readings is None
-    own.touch()
-    assert given("plan", asked).readings == own
+    measurements.touch()
+    assert given("plan", asked).readings == measurements
     assert given("plan", asked | {"READINGS": "x.csv"}).readings == Path("x.csv")
 
 
@@ -306,22 +306,24 @@ def test_make_help_fits_a_screen_and_names_variables_that_its_targets_use() -> N
 def test_the_makefile_does_what_has_no_handler_and_nothing_else() -> None:
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     made = {name for names in rules for name in names.split()} - {"help", "help-all"}
-    assert made == {one.name for one in COMMANDS if not one.handler}
+    assert made == {command.name for command in COMMANDS if not command.handler}
 
 
 def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
-    said = "'make {}' is for the host; the kit's image has what training and reports need alone."
+    sentence = (
+        "'make {}' is for the host; the kit's image has what training and reports need alone."
+    )
     for target in ("test", "test-slow", "lint", "docs", "setup-hf", "setup-bridge"):
         dry = ("make", "--dry-run", target)
         answer = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert said.format(target) in answer.stderr
+        assert sentence.format(target) in answer.stderr
     for command in (one for one in (*COMMANDS, *BENCHES) if one.on_host):
         with pytest.raises(SettingError) as refusal:
             call_handler(command, command.name, Namespace())
-        assert str(refusal.value) == said.format(command.name)
+        assert str(refusal.value) == sentence.format(command.name)
 
 
 def test_help_needs_no_package_of_the_kit() -> None:

@@ -42,15 +42,19 @@ def test_train_without_a_name_shows_one(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert program.main(["train"]) == program.REFUSED
-    assert capsys.readouterr().err == "Name a target, for example: parakit train tp2-gpt2-tiny-2cpu\n"
+    assert (
+        capsys.readouterr().err == "Name a target, for example: parakit train tp2-gpt2-tiny-2cpu\n"
+    )
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     absent = ("torch",)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in absent else found(n))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n in absent else find_spec(n)
+    )
     assert program.main(["dryrun"]) == program.REFUSED
     assert "'parakit dryrun' needs torch" in capsys.readouterr().err
 

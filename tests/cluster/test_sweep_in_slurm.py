@@ -109,10 +109,16 @@ def ended(folder: Path, status: Status = Status.OK) -> None:
 def test_elements_get_what_the_sweep_was_given(
     programs: Path, options: Options, sample_prefix: Path
 ) -> None:
-    given = {"SAVE_EVERY": "10", "KEEP": "3", "HANG_TIMEOUT": "60", "WANDB": "1", "FUSED": "norm"}
+    variables = {
+        "SAVE_EVERY": "10",
+        "KEEP": "3",
+        "HANG_TIMEOUT": "60",
+        "WANDB": "1",
+        "FUSED": "norm",
+    }
     places = {"LAUNCHER": "slurm", "DATA": str(sample_prefix), "RUNS": str(options.runs)}
     request = axes(DEVICES="1cpu", BACKENDS="megatron")
-    asked = options_from_texts({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
+    asked = options_from_texts({**places, **variables, "REPEATS": "2", "IMAGE": "26.02-py3"})
     sweep(request, asked)
     folders = run_folders(options.runs)
     (line, again) = re.findall("export (.*RUN_FOLDER.*)", (programs / "submitted").read_text())

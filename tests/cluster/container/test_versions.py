@@ -20,10 +20,10 @@ def test_the_hosts_versions_come_from_metadata_without_importing_torch() -> None
 
 
 def test_what_trains_is_named_and_what_is_missing_left_out() -> None:
-    found = installed_versions()
-    assert {"python", "torch", "megatron-core", "numpy"} <= found.keys()
-    assert "transformer-engine" not in found
-    assert all(found.values())
+    versions = installed_versions()
+    assert {"python", "torch", "megatron-core", "numpy"} <= versions.keys()
+    assert "transformer-engine" not in versions
+    assert all(versions.values())
 
 
 def test_in_the_image_the_libraries_come_from_its_environment(
