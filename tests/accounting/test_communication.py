@@ -58,7 +58,7 @@ def test_a_span_ends_when_the_result_is_there() -> None:
     ]
 
 
-def test_nothing_is_said_of_a_run_without_a_whole_iteration() -> None:
+def test_run_without_complete_iteration_has_no_calls_and_no_time() -> None:
     ledger = CommunicationLog()
     ledger.observed_calls.append(ObservedCall(REDUCE, 0, 1))
     ledger.drop_calls()
@@ -72,7 +72,7 @@ def routed(rows: int, sent: int) -> ObservedCall:
     return ObservedCall(call._replace(row_bytes=8), 0, 1)
 
 
-def test_iterations_that_differ_only_in_what_the_router_chose_are_of_one_kind() -> None:
+def test_iterations_that_differ_only_in_routed_bytes_are_one_kind() -> None:
     ledger = CommunicationLog()
     iteration(ledger, routed(10, 32), routed(6, 16), ObservedCall(REDUCE, 0, 1))
     iteration(ledger, routed(10, 40), routed(14, 24), ObservedCall(REDUCE, 0, 1))

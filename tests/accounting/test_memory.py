@@ -21,7 +21,7 @@ def followed(action: object) -> RankMemory:
     return ledger.result
 
 
-def test_what_others_send_arrives_in_a_communication_buffer() -> None:
+def test_received_bytes_count_as_communication_buffer() -> None:
     def receive(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(1024)
         ledger.note_received([buffer])
@@ -64,7 +64,7 @@ def test_weights_that_are_gathered_into_stay_weights() -> None:
     assert categories[MemoryCategory.COMMUNICATION] == 0
 
 
-def test_logits_stay_logits_kept_or_not() -> None:
+def test_logits_stored_for_backward_stay_logits() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -227,7 +227,7 @@ def test_a_healthy_checkpoint_of_any_format_is_whole_and_is_the_same_model(
     assert len(relations) == len(shapes) * (3 if form == "fsdp_dtensor" else 4)
 
 
-def test_stages_and_ranks_of_the_format_torch_are_put_together(tmp_path: Path) -> None:
+def test_rank_files_of_format_torch_are_joined_to_full_tensors(tmp_path: Path) -> None:
     held = made(SHAPES)
     first = read_contents(as_torch_dist(tmp_path / "a", held, {}))
     other = read_contents(as_legacy(tmp_path / "b", held, {}, (range(2), range(2, 3))))
@@ -447,7 +447,7 @@ def test_a_shard_of_another_iteration_is_named(tmp_path: Path, form: str) -> Non
     ) in problems
 
 
-def test_what_ranks_hold_alike_and_differs_is_named(tmp_path: Path) -> None:
+def test_unequal_copies_of_ranks_are_named(tmp_path: Path) -> None:
     """A norm that TP ranks have each, and the tied embedding of the last stage."""
     for name, rank_folder in ((NORM, "mp_rank_01_000"), (EMBEDDING, "mp_rank_00_001")):
         folder = as_legacy(tmp_path / rank_folder, made(SHAPES), {}, (range(2), range(2, 3)))

@@ -150,7 +150,7 @@ def test_the_last_lines_say_what_was_checked_and_what_was_not(
     assert "VERIFY=1" not in lines
 
 
-def test_what_a_mixture_has_beyond_attention_is_not_claimed(
+def test_unchecked_parts_of_a_mixture_of_experts_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = {name: values for name, values in states().items() if ".mlp." not in name}
@@ -340,7 +340,7 @@ MOMENT = f"optimizer.state.exp_avg.{QKV}"
         (QKV, changed(QKV, lambda w: w * (1 + 1e-6 * w)), "equal but for rounding", "worst at"),
     ],
 )
-def test_what_differs_between_two_checkpoints_is_named(
+def test_differing_tensors_of_two_checkpoints_are_named(
     healthy: Path,
     tmp_path: Path,
     name: str,
@@ -357,7 +357,7 @@ def test_what_differs_between_two_checkpoints_is_named(
     assert detail in only.detail
 
 
-def test_a_factor_is_named_as_far_as_the_type_keeps_it(tmp_path: Path) -> None:
+def test_scaling_factor_is_named_within_the_dtypes_precision(tmp_path: Path) -> None:
     narrow = {
         name: tensor.bfloat16() for name, tensor in states().items() if "optimizer" not in name
     }
@@ -402,7 +402,7 @@ def test_values_that_no_training_leaves_are_named(
     assert (named in " ".join(problems)) if named else problems == ()
 
 
-def test_what_is_not_finite_is_equal_to_itself(tmp_path: Path) -> None:
+def test_nan_and_infinity_equal_themselves(tmp_path: Path) -> None:
     held = states()
     not_finite(held)
     held[EMBEDDING][0] = torch.nan
@@ -432,7 +432,7 @@ def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> No
         ("tp3", "refuses", (), "3"),
     ],
 )
-def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
+def test_strategy_loads_all_states_or_some_or_refuses(
     healthy: Path, strategy: str, verdict: str, flags: tuple[str, ...], reason: str
 ) -> None:
     found = judge_loading(read_contents(healthy), strategy)

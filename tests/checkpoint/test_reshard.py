@@ -154,7 +154,7 @@ PAIRS = list(permutations(LAYOUTS, 2))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS[:: len(PAIRS) // 4])
-def test_a_layout_and_back_is_bit_identical(
+def test_reshard_and_back_is_bit_identical(
     laid: dict[str, Path], tmp_path: Path, first: str, second: str
 ) -> None:
     check_there_and_back(laid, first, second, tmp_path)
@@ -162,7 +162,7 @@ def test_a_layout_and_back_is_bit_identical(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_every_layout_and_back_is_bit_identical(
+def test_every_reshard_and_back_is_bit_identical(
     laid: dict[str, Path], tmp_path: Path, first: str, second: str
 ) -> None:
     check_there_and_back(laid, first, second, tmp_path)
@@ -178,7 +178,7 @@ def test_weights_and_moments_are_those_that_were_saved(laid: dict[str, Path], la
     assert all(torch.equal(values, main[name]) for name, values in tensors.items())
 
 
-def test_a_rank_of_the_new_layout_reads_whole_pieces(laid: dict[str, Path]) -> None:
+def test_ranks_of_the_new_strategy_read_full_pieces(laid: dict[str, Path]) -> None:
     tensors = held(laid["sp2"])
     fc1, _ = tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     # Gate and value are cut apart: a rank has a part of each.
@@ -188,7 +188,7 @@ def test_a_rank_of_the_new_layout_reads_whole_pieces(laid: dict[str, Path]) -> N
     assert tensors["embedding.word_embeddings.weight"][0] == {(0, 0): (16, 8), (16, 0): (16, 8)}
 
 
-def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
+def test_common_state_has_the_new_strategy_and_the_same_data_position(
     laid: dict[str, Path],
 ) -> None:
     common_state = common(laid["sp2pp2dp2-zero1"])
@@ -204,7 +204,7 @@ def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
     assert experts[0]["state"] is not experts[1]["state"]  # Megatron merges into both.
 
 
-def test_a_killed_command_goes_on_behind_what_was_read_back(
+def test_killed_reshard_continues_after_the_last_verified_file(
     base: Path, laid: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resharding, "MIN_FILE_BYTES", 2000)
@@ -233,7 +233,7 @@ def test_a_killed_command_goes_on_behind_what_was_read_back(
     assert not list(tensors.rglob("*.distcp.json"))
 
 
-def test_what_is_not_read_as_it_was_written_is_no_checkpoint(
+def test_reshard_fails_if_a_file_is_not_read_as_written(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = resharding.read_piece
@@ -252,7 +252,7 @@ def test_what_is_not_read_as_it_was_written_is_no_checkpoint(
         ("pp8", "8"),
     ],
 )
-def test_a_strategy_that_cannot_have_it_is_refused(
+def test_strategy_without_torch_dist_checkpoints_is_refused(
     base: Path, tmp_path: Path, strategy: str, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -314,7 +314,7 @@ def test_a_pipe_is_not_opened_and_is_named(tmp_path: Path, name: str) -> None:
         moved(folder, "baseline", tmp_path / "to")
 
 
-def test_states_in_the_order_of_gradient_buffers_hold_for_any_dp_alone(tmp_path: Path) -> None:
+def test_states_in_gradient_buffer_order_are_resharded_to_another_dp_only(tmp_path: Path) -> None:
     buckets = {"optimizer.distributed.dp_group_idx_0.bucket_idx_0.exp_avg": torch.arange(70.0)}
     weights = {name: tensor for name, tensor in dense_states().items() if "optimizer" not in name}
     folder = dense_written(tmp_path / "a", weights | buckets, use_distributed_optimizer=True)
@@ -389,7 +389,7 @@ def large(folder: Path) -> tuple[Path, int]:
 
 
 @pytest.mark.slow
-def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
+def test_reshard_memory_is_below_eight_of_the_largest_piece(tmp_path: Path) -> None:
     small = dense_written(tmp_path / "a", dense_states())
     source, largest = large(tmp_path / "b")
     done = subprocess.run(
@@ -413,7 +413,7 @@ reshard.reshard(sys.argv[1], "pp2", sys.argv[2], Console(quiet=True))
 
 
 @pytest.mark.slow
-def test_what_was_killed_at_any_moment_is_finished_by_the_next_command(tmp_path: Path) -> None:
+def test_reshard_killed_at_any_moment_is_finished_by_the_next_command(tmp_path: Path) -> None:
     source, _ = large(tmp_path / "a")
     whole = moved(source, "pp2", tmp_path / "whole")
     to, unfinished = tmp_path / "to", tmp_path / ".to.resharding"

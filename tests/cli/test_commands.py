@@ -115,7 +115,7 @@ def test_a_variable_that_a_target_would_ignore_is_refused(
         given(target, {"MAKEFLAGS": f"-- {name}=1"})
 
 
-def test_what_other_programs_read_is_let_through() -> None:
+def test_variables_of_other_programs_are_not_refused() -> None:
     command = find_command("train-x")
     assert command is not None
     refuse_unused_variables(
@@ -140,7 +140,7 @@ def test_what_other_programs_read_is_let_through() -> None:
         ("demo", {"NNODES": "2"}, "'demo' runs on this machine alone; leave NNODES= out"),
     ],
 )
-def test_what_is_missing_or_not_of_its_kind_is_refused(
+def test_missing_and_invalid_values_are_refused(
     target: str, environment: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(SettingError, match=sentence):
@@ -192,7 +192,7 @@ def test_make_runs_nothing_of_a_targets_name(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "hit").exists()
 
 
-def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
+def test_target_name_with_shell_syntax_is_refused_by_make_and_parakit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -243,7 +243,7 @@ def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
     assert seen == [tmp_path]
 
 
-def test_a_report_adds_to_ones_own_readings_and_a_plan_takes_them(tmp_path: Path) -> None:
+def test_report_adds_own_measurements_and_plan_uses_them(tmp_path: Path) -> None:
     measurements = tmp_path / "mine.csv"
     asked = {"MODEL": "gpt2-large"}
     assert given("report").readings == measurements
@@ -309,7 +309,7 @@ def test_the_makefile_does_what_has_no_handler_and_nothing_else() -> None:
     assert made == {command.name for command in COMMANDS if not command.handler}
 
 
-def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
+def test_host_only_commands_are_refused_in_the_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
@@ -348,7 +348,7 @@ def test_an_old_name_of_a_variable_is_refused_with_the_one_of_now(old: str, new:
         parse_arguments(find_named("plan"), [f"--{old.lower()}", "x"], "plan")
 
 
-def test_an_old_name_in_the_environment_of_a_command_without_it_is_let_through() -> None:
+def test_old_variable_name_is_ignored_by_commands_without_the_variable() -> None:
     assert parse_make_variables("list", find_named("list"), {"LAYOUT": "x"}).texts == {}
 
 
@@ -408,7 +408,7 @@ def test_a_removed_variable_is_refused_with_its_replacement(name: str) -> None:
             parse_make_variables(command.name, command, {name: "1"})
 
 
-def test_arguments_give_make_the_options_that_no_variable_is_for() -> None:
+def test_args_passes_options_that_have_no_variable() -> None:
     asked = given("plan", {"MODEL": "gpt2-large", "ARGS": "--tokens 3e9 --intra nvlink4"})
     assert (asked.tokens, asked.intra, asked.model) == (3e9, "nvlink4", "gpt2-large")
     assert given("report", {"ARGS": "--all"}).all
@@ -416,7 +416,7 @@ def test_arguments_give_make_the_options_that_no_variable_is_for() -> None:
         given("plan", {"MODEL": "gpt2-large", "ARGS": "--a 'b"})
 
 
-def test_what_a_command_starts_is_not_given_its_arguments(
+def test_programs_that_a_command_starts_do_not_get_its_args(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ARGS", "--pipeline 4 --microbatches 8")

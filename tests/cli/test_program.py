@@ -85,7 +85,7 @@ def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
     assert "--save-every" not in text
 
 
-def test_help_is_in_the_words_of_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_options_instead_of_make_variables(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.main(["--help"])
     told = [line for line in capsys.readouterr().out.splitlines() if "=" in line]
@@ -137,7 +137,7 @@ def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
     assert started == [(target, variables)]
 
 
-def test_a_word_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argument_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["train", "dp2-gpt2-tiny-2cpu", "-j"]) == program.REFUSED
     assert capsys.readouterr().err == "'-j' is no option; see --help.\n"
 

@@ -81,7 +81,7 @@ def test_two_hosts_train_one_run_over_their_own_addresses(
         (0, {}, "NODE_RANK=0 is taken by host"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_made(
+def test_nodes_that_do_not_fit_are_refused_before_a_folder_is_made(
     rank: int,
     variables: dict[str, str],
     reason: str,

@@ -85,7 +85,7 @@ def test_the_reference_has_every_variable() -> None:
     assert [s.name for s in SETTINGS if f"`{s.name}`" not in page] == []
 
 
-def test_items_inside_items_are_indented_as_the_sites_renderer_wants_but_code_is_left() -> None:
+def test_nested_list_items_are_indented_outside_of_code() -> None:
     text = "1. one\n   - inside\n     goes on\n- two\n  - inside\n\n```yaml\n  - code\n```\n  - after\n"
     inside, after = (
         text.replace("   - i", "    - i").replace("\n  - i", "\n    - i").split("  - after")

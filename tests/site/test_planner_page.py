@@ -69,7 +69,7 @@ def test_the_page_offers_every_model_and_its_batch() -> None:
     assert {"name": "gpt2-large", "global_batch": 32} in models
 
 
-def test_the_answer_is_the_command_lines_and_a_refusal_is_its_sentence() -> None:
+def test_plan_in_browser_answers_like_the_command_line() -> None:
     options = [word for name, value in QUESTION.items() for word in (f"--{name}", value)]
     answer = json.loads(in_browser.plan(options))
     assert answer["code"] == 0
@@ -79,7 +79,7 @@ def test_the_answer_is_the_command_lines_and_a_refusal_is_its_sentence() -> None
     assert "There is no model 'gpt2-huge'" in refused["err"]
 
 
-def test_a_pasted_config_is_planned_under_the_name_of_its_place() -> None:
+def test_pasted_config_is_planned_under_the_name_of_its_folder() -> None:
     options = ["--gpus", "2", "--gpu", "h200"]
     answer = json.loads(in_browser.plan(options, json.dumps(CONFIG)))
     assert answer["err"] == ""

@@ -118,7 +118,7 @@ def test_the_kits_python_is_asked_for_the_devices() -> None:
         ),
     ],
 )
-def test_docker_is_looked_at_up_to_the_image(
+def test_docker_checks_stop_at_the_first_missing_part(
     bin_folder: Path, body: str | None, expected: dict[str, str]
 ) -> None:
     if body is not None:
@@ -220,7 +220,7 @@ def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> No
     assert run_program(["no-such-program"]).code is None
 
 
-def test_of_a_traceback_the_exception_is_the_answer(bin_folder: Path) -> None:
+def test_problem_of_a_traceback_is_its_exception(bin_folder: Path) -> None:
     program(
         bin_folder,
         "broken",

@@ -37,7 +37,7 @@ OLD = pythons()
 
 @pytest.mark.skipif(not OLD, reason="no Python 3.6 or 3.8 in pyenv to run the doctor with")
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.split("/")[-3])
-def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
+def test_doctor_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
     kit = tmp_path / "kit"
     (kit / "src/parakit/cluster").mkdir(parents=True)
     (kit / "tools").mkdir()
