@@ -509,7 +509,7 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
     assert contents.states == ("optimizer",)
     assert contents.problems == (
         "mp_rank_00 is of iteration 4, not of 8.",
-        "mp_rank_01 is missing, which its arguments have.",
+        "mp_rank_01 is missing: the checkpoint's arguments imply it.",
     )
     assert not target.exists()
 

@@ -223,7 +223,7 @@ def test_killed_reshard_continues_after_the_last_verified_file(
     assert not (tmp_path / "to").exists()
     finished = set(asked) - {asked[-1]}
     assert finished
-    with pytest.raises(ValueError, match="what another reshard has left; remove it"):
+    with pytest.raises(ValueError, match="left over from another reshard; remove it"):
         moved(base / ITERATION, "pp2", tmp_path / "to")
     asked.clear()
     asked += ["counted before"] * 40

@@ -318,7 +318,7 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
     arguments = next(filter(None, printed), {})
     stored, copies = join_rank_files(folder, content_by_rank, arguments)
     for name in find_missing_ranks({path.parent.name for path in rank_files}, arguments):
-        problems.append(f"{name} is missing, which its arguments have.")
+        problems.append(f"{name} is missing: the checkpoint's arguments imply it.")
     keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
     states = tuple(
         state

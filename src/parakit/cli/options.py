@@ -220,7 +220,9 @@ _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
 def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str]:
-    """Return a command line as make's variables (`NAME=value`), which may be among the arguments already.
+    """Return a command line as assignments of make's variables, `NAME=value`.
+
+    Arguments that are assignments already stay.
 
     If the command takes ARGS=, options that are no variables of make go there.
 

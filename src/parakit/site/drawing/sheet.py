@@ -177,7 +177,7 @@ _SHARED_INDICES = {
 
 
 def group_ranks_by(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
-    """Return the ranks of each process group of a kind, sorted by first rank."""
+    """Group the ranks by their process group of a kind; return the members of each group, by first rank."""
 
     def group_key(rank: DrawnRank) -> tuple[int, ...]:
         return tuple(getattr(rank, index) for index in _SHARED_INDICES[group])
