@@ -105,7 +105,7 @@ def test_variables_and_options_give_a_command_the_same() -> None:
         ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
         ("plan", "ITERS", "'make plan' does not use ITERS=; did you mean INTER="),
         ("list", "MODELS", "'make list' does not use MODELS="),
-        ("explain", "XYZZY", "no variable XYZZY; 'make help-all' names those that it takes"),
+        ("explain", "XYZZY", "no variable XYZZY; 'make help-all' lists the variables of each target"),
     ],
 )
 def test_a_variable_that_a_target_would_ignore_is_refused(

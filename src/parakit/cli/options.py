@@ -307,7 +307,7 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         hint = (
             f"did you mean {similar[0]}=?"
             if similar
-            else "'make help-all' names those that it takes."
+            else "'make help-all' lists the variables of each target."
         )
         if name not in known:
             raise SettingError(f"There is no variable {name}; {hint}")
