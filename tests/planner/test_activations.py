@@ -45,7 +45,7 @@ def tiny(offload: Offload, split: Parallelism | None = None, **changes: object) 
 
 
 def fine(*modules: str, min_elements: int = 0, fraction: float = 1.0, kept: int = 0) -> Offload:
-    return Offload(0, modules, smallest, fraction, kept)
+    return Offload(0, modules, min_elements, fraction, kept)
 
 
 @pytest.mark.parametrize(
