@@ -258,13 +258,17 @@ def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _joining(spec: RunSpec) -> Iterator[_Tensor]:
-    """What a depth of multi-token prediction keeps beside its layer: the inputs of three norms, which
-    are the embeddings, the hidden states before and the layer's output; the projection's input, as wide
-    as the first two together; its part of what the output layer reads, all depths' in one tensor
-    (`multi_token_prediction.py`). Recomputed, it keeps the first two and the last, of which one is
-    counted with the layer.
+    """Yield the stored tensors of a layer of multi-token prediction besides those of its
+    transformer layer.
 
-    The layer's input is a view of the projection's output, which sequence parallelism does not split.
+    They are the inputs of three norms (embeddings, preceding hidden states, the layer's output),
+    the projection's input, which is as wide as the first two together, and its part of the output
+    layer's input, which is one tensor for all MTP layers (`multi_token_prediction.py`). With
+    recomputation, only the first two norms' inputs and the output layer's input are stored; one of
+    them is counted with the layer.
+
+    The layer's input is a view of the projection's output, which sequence parallelism does not
+    split.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden
     own = elements // spec.sequence_shards
@@ -274,14 +278,18 @@ def _joining(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
-    """The input projection's output and the scan's; backward computes convolution and states again
-    (`mamba_ssm: mamba_split_conv1d_scan_combined`). Behind them the output projection's input."""
+    """Yield the stored tensors of a Mamba-2 mixer: outputs of the input projection and of the scan,
+    and the output projection's input.
+
+    Backward recomputes convolution and states (`mamba_ssm: mamba_split_conv1d_scan_combined`).
+    """
     tensor = spec.parallelism.tensor
     yield _saved(spec, spec.micro_batch_tokens * (mamba.projected_columns + mamba.width) // tensor)
     yield _operand(spec, spec.micro_batch_tokens * mamba.width // tensor)
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
+    """Yield the stored tensors of attention without latent projections: Q, K, V and the output."""
     shape = spec.shape
     # Unfused products take K and V repeated for each head (`repeat_interleave`).
     repeats = not spec.fused_attention and not spec.recompute.recomputes("core_attn")
@@ -302,11 +310,12 @@ def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _keeps_whole_projection(spec: RunSpec) -> bool:
-    """Whether V, a view of what the projection made, keeps Q and K there too, beside their rotated
-    copies.
+    """Return True if Q and K are stored twice: before rotation in the projection's output, and
+    rotated.
 
-    Transformer Engine's attention copies V (`dot_product_attention/utils.py: get_qkv_layout`), as does
-    the dry run, and context parallelism gathers it; PyTorch's takes the view.
+    The projection's output stays because V is a view of it. Transformer Engine's attention copies V
+    (`dot_product_attention/utils.py: get_qkv_layout`), as does the dry run, and context parallelism
+    gathers V; PyTorch's attention takes the view.
     """
     torchs = spec.device is DeviceKind.CPU or spec.fused_attention
     rotary = not spec.shape.positions
@@ -314,8 +323,9 @@ def _keeps_whole_projection(spec: RunSpec) -> bool:
 
 
 def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
-    """Attention's output, which it keeps if it is fused, and the projection its own copy of in fewer
-    bits."""
+    """Yield attention's output, which fused attention stores, and the output projection's quantised
+    copy.
+    """
     own = ("core_attn",) if spec.fused_attention else ()
     if not spec.fp8_recipe:
         yield _saved(spec, elements, (), *own, "attn_proj")
@@ -325,8 +335,12 @@ def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
 
 
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
-    """Queries and what keys and values share, compressed, before and behind a norm; both and the rotary
-    part, once for each head, as they are multiplied (`multi_latent_attention.py`)."""
+    """Yield the stored tensors of latent attention.
+
+    They are the low-rank queries, keys and values before and after a norm, and the full queries,
+    keys and values with the rotary part repeated per head, as they are multiplied
+    (`multi_latent_attention.py`).
+    """
     own, again = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     for rank in (latent.query_rank, latent.key_value_rank):
         yield _saved(spec, own * rank, (), "qkv_linear")
@@ -340,7 +354,9 @@ def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterato
 
 
 def _scores(spec: RunSpec) -> _Tensor:
-    """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
+    """Return the softmax statistics of fused attention, or else softmax, dropout mask and dropout
+    output.
+    """
     heads, own = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
     if spec.fused_attention:
         statistics = heads * spec.micro_batch_tokens
@@ -352,7 +368,7 @@ def _scores(spec: RunSpec) -> _Tensor:
 
 
 def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
-    """Both wide tensors."""
+    """Yield both wide tensors of an MLP: the input and the output of its activation."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     yield _saved(
         spec, spec.micro_batch_tokens * (ffn * (2 if shape.gated else 1) // tensor), modules
@@ -361,13 +377,13 @@ def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[
 
 
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """The busiest rank's routed tokens as its experts read them, both wide tensors, and the router's
-    scores.
+    """Yield the stored tensors of experts on the busiest rank.
 
-    Dispatching, permuting and putting back in order save where each token went, and no tokens
-    (Transformer Engine, `pytorch/permutation.py`: `row_id_map`; Megatron, `fused_a2a.py`: handles). An
-    activation that no kernel multiplies with its probabilities is saved for their gradients
-    (`experts.py: bias_act_func`), and what is clamped before as well as behind.
+    They are routed tokens, both wide tensors, and the router's scores. Dispatching and permuting
+    store where each token went, and no tokens (Transformer Engine, `pytorch/permutation.py`:
+    `row_id_map`; Megatron, `fused_a2a.py`: handles). An activation that no kernel multiplies with
+    its probabilities is stored for their gradients (`experts.py: bias_act_func`). A clamped
+    activation is stored before and after clamping.
     """
     shape, split = spec.shape, spec.parallelism.effective_expert_tensor
     own, inside = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)

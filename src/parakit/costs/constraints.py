@@ -1,8 +1,8 @@
-"""Which combinations Megatron refuses, each in one sentence that names a fix.
+"""Combinations that Megatron refuses; each gives one sentence that names a fix.
 
 The rules are those of `megatron/training/arguments.py: validate_args`, `TransformerConfig`, the
-pipeline schedules and the FSDP adapters, read at f4fa7d6b and at core_v0.19.0; where the two differ
-the stricter one counts and its sentence says so.
+pipeline schedules and the FSDP adapters, at f4fa7d6b and core_v0.19.0. If the two differ, the
+stricter rule counts and its sentence names the version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parakit.config.strategy import PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-"""Context-parallel attention that the planner knows (`--cp-comm-type`)."""
+"""Context-parallel algorithms that the planner knows (`--cp-comm-type`)."""
 
 _EXPERTS_IN_FP16 = (0, 16)
 """First release without `Expert parallelism is not supported with fp16 training`."""
@@ -27,7 +27,7 @@ _SHARED_GROUPS = (0, 16)
 """First release whose `num_query_groups` may divide TP instead of being divided by it."""
 
 NEWEST = (0, 16)
-"""The release from which on the rules are the fewest."""
+"""The release from which on the fewest rules apply."""
 
 _LARGEST_NAMED = 64
 
@@ -35,12 +35,12 @@ _LARGEST_NAMED = 64
 def find_violations(
     spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
-    """Every reason why Megatron refuses a run; empty if it would train.
+    """Return every reason why Megatron refuses a run, one sentence each; empty if it would train.
 
     Args:
         spec: The run.
-        release: Megatron's major and minor version, whose own rules alone are asked; None asks all.
-        patched: A patch file changes the run: what Megatron does wrong without refusing it is left out.
+        release: Megatron's major and minor version, so that only its rules apply; None applies the rules of all.
+        patched: True if a patch file changes Megatron; errors that Megatron makes silently are then left out.
     """
     parallelism, batch, shape = spec.parallelism, spec.batch, spec.shape
     sizes = {
