@@ -96,7 +96,7 @@ def _ranks_multiply(arguments: Mapping[str, str]) -> bool:
     return world is None or (world % ranks == 0 and data in (None, world // ranks))
 
 
-def readable(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Arguments without those whose value is not of its kind, and these as text.
 
     Such a one costs itself and none of the others; what defines a model stays, and defines none.

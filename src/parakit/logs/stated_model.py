@@ -112,7 +112,7 @@ class StatedModel:
         return [ModelDifference("--vocab-size", *map(_printed_size, (one, two)))]
 
 
-def model_of_record(record: RunRecord) -> StatedModel:
+def find_recorded_model(record: RunRecord) -> StatedModel:
     """Return the model of a run of the kit, without the flags that its strategy needs."""
     # Torch FSDP2 unties the embeddings: it is judged as a strategy, by the losses.
     of_strategy = values_by_flag(strategy_flags(record.spec.parallelism))
@@ -126,7 +126,7 @@ def model_of_record(record: RunRecord) -> StatedModel:
     return _model(printed, Flags(words), is_complete=True, vocabulary=vocabulary)
 
 
-def model_of_arguments(arguments: Mapping[str, str]) -> StatedModel:
+def find_printed_model(arguments: Mapping[str, str]) -> StatedModel:
     """Return the model of a foreign log's printed arguments, under Megatron's present names."""
     # GPT-NeoX prints a complete list too, but not of Megatron's flags.
     is_complete = len(arguments) >= FEWEST_OF_ALL and "kv_channels" in arguments
