@@ -375,7 +375,7 @@ def test_a_fault_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
     held = made(SHAPES)
     fault.change(held)
     contents = read_contents(WRITERS[form](tmp_path, held, dict(fault.extra)))
-    assert fault.said in " ".join(find_problems(contents, reads_pieces=True))
+    assert fault.sentence in " ".join(find_problems(contents, reads_pieces=True))
 
 
 @pytest.mark.parametrize(("fault", "form"), cases(COMPARED))
@@ -390,7 +390,7 @@ def test_a_difference_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
     assert find_problems(faulty, reads_pieces=True) == ()
     wrong = [relation for relation in compare_weights(healthy, faulty) if not relation.is_same]
     assert "optimizer" not in wrong[0].name
-    assert fault.said in wrong[0].detail
+    assert fault.sentence in wrong[0].detail
 
 
 def truncate(path: Path) -> None:

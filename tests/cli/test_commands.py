@@ -105,7 +105,11 @@ def test_variables_and_options_give_a_command_the_same() -> None:
         ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
         ("plan", "ITERS", "'make plan' does not use ITERS=; did you mean INTER="),
         ("list", "MODELS", "'make list' does not use MODELS="),
-        ("explain", "XYZZY", "no variable XYZZY; 'make help-all' lists the variables of each target"),
+        (
+            "explain",
+            "XYZZY",
+            "no variable XYZZY; 'make help-all' lists the variables of each target",
+        ),
     ],
 )
 def test_a_variable_that_a_target_would_ignore_is_refused(
@@ -340,7 +344,9 @@ def test_help_needs_no_package_of_the_kit() -> None:
 def test_an_old_name_of_a_variable_is_refused_with_the_one_of_now(old: str, new: str) -> None:
     assert new in {setting.name for setting in SETTINGS}
     assert old not in {setting.name for setting in SETTINGS}
-    command = next(one for one in HANDLED if new in {each.name for each in one.variables})
+    command = next(
+        handled for handled in HANDLED if new in {variable.name for variable in handled.variables}
+    )
     for environment in ({"MAKEFLAGS": f"-- {old}=x"}, {old: "x"}):
         with pytest.raises(SettingError, match=f"^{old}= is {new}= now"):
             parse_make_variables(command.name, command, environment)
