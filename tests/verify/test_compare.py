@@ -633,12 +633,16 @@ def test_weights_that_are_not_their_rounded_master_copy_are_wrong_without_a_refe
             record = capture.records[0]
             stored = memoryview(capture.tensor_bytes(record))
             writer.add(copy, "float32", record.shape, stored, record.placement)
+            average = TensorKey(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg")
+            halved = np.ascontiguousarray(capture.values(record) / 2)
+            halved_bytes = memoryview(halved.ravel().view(np.uint8))
+            writer.add(average, "float32", record.shape, halved_bytes, record.placement)
             writer.close(ours[number][0])
         (tmp_path / "bf16" / f"rank-{number}" / RESPONSES_FILE).write_text("{}")
     strategy = read_capture(tmp_path / "bf16")
     comparisons = compare(strategy, strategy).comparisons
-    wrong = [one for one in comparisons if one.differs]
-    assert [one.key[2] for one in wrong] == ([MASTER_CAST] if stale else [])
+    wrong = [comparison for comparison in comparisons if comparison.differs]
+    assert [comparison.key[2] for comparison in wrong] == ([MASTER_CAST] if stale else [])
     if stale:
         assert wrong[0].wrong_ranks == {0, 1}
         assert wrong[0].fault == "not the rounded master copy in 8.3% of its elements"

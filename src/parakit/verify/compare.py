@@ -648,7 +648,9 @@ class _Comparer:
         masters = group_parameter_parts(self._strategy, CaptureStage.OPTIMIZER_STATE, _MASTER)
         for key, master_parts in masters.items():
             parts = weights.get((*key[:2], _WEIGHT), [])
-            if master_parts[0].record.dtype != "float32" or not parts:
+            # Several slots may share one group, and only the master copy is rounded to the weight.
+            is_master = key[2] == _MASTER and master_parts[0].record.dtype == "float32"
+            if not (is_master and parts):
                 continue
             full = assemble_parameter(master_parts, self._strategy)
             is_mastered = np.zeros(full.shape, bool)

@@ -61,10 +61,13 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
 def test_both_logs_print_every_iteration_so_that_every_reported_loss_is_compared(
     composed: Composer, where: str
 ) -> None:
-    words = "--log-interval 100"
-    given: dict[str, Any] = {where: words if where == "extra" else tuple(words.split())}
-    verified = composed("tp2-gpt2-tiny-2cpu", **given)
-    assert {Flags(one.flags).text("--log-interval") for one in verified.launches} == {"1"}
+    interval = "--log-interval 100"
+    variables_of_make: dict[str, Any] = {
+        where: interval if where == "extra" else tuple(interval.split())
+    }
+    verified = composed("tp2-gpt2-tiny-2cpu", **variables_of_make)
+    intervals = {Flags(launch.flags).text("--log-interval") for launch in verified.launches}
+    assert intervals == {"1"}
 
 
 @pytest.mark.parametrize("comm_type", ["a2a", "a2a+p2p"])
