@@ -70,12 +70,12 @@ def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
         (
             "train-ep2-moe-tiny-2cpu",
             "--moe-expert-capacity-factor 1.5",
-            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on nothing.*SHARED_START=0",
+            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on no token.*SHARED_START=0",
         ),
         (
             "train-ep2-moe-tiny-2cpu",
             "--moe-grouped-gemm",
-            "--moe-grouped-gemm is Transformer Engine's, which does not work here; leave it out",
+            "--moe-grouped-gemm needs Transformer Engine, which does not work here; leave it out",
         ),
     ],
 )
@@ -141,6 +141,6 @@ def test_a_flag_that_the_kit_does_not_know_is_said_before_training(composed: Com
     )
     assert known == ()
     assert unknown == (
-        "Not known to this kit: --app-tag-run-name, --adlr-autoresume-interval; Megatron gets what is "
-        "given, and no plan or report counts it.",
+        "This kit does not know --app-tag-run-name, --adlr-autoresume-interval: Megatron gets the flags "
+        "as they are, and no plan or report counts them.",
     )

@@ -99,7 +99,7 @@ def test_what_two_ranks_need_must_fit_the_one_gpu(composed: Composer, one_h200: 
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
     assert launch.spec.batch == Batch(64, 64)
     (problem,) = gpu_memory_problems(launch)
-    assert "GiB a rank" in problem
+    assert "GiB per rank" in problem
     assert "for each" in problem
     smaller = composed(
         "train-tp2-gpt2-large-2gpu", share_gpu=True, micro_batch_size=16, global_batch_size=64
@@ -121,7 +121,7 @@ def test_sharing_is_refused_with_an_nccl_that_knows_no_sharing(
 ) -> None:
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
     for version, refused in (("2.29.7", True), ("2.30.3", False)):
-        monkeypatch.setattr(preflight_gpu, "_nccl", lambda version=version: version)
+        monkeypatch.setattr(preflight_gpu, "_find_nccl_version", lambda version=version: version)
         found = list(sharing_problems(launch))
         assert (f"needs NCCL 2.30, found {version}" in "".join(found)) == refused
 

@@ -185,7 +185,7 @@ _SPLITS = {
     "ep2": parse_strategy("ep2", 2),
     "ep8": parse_strategy("ep8", 8),
     "tp2ep2": parse_strategy("tp2ep2", 4),
-    "tp2ep2, ETP 1": parse_strategy("tp2ep2-etp1", 4),
+    "tp2ep2-etp1": parse_strategy("tp2ep2-etp1", 4),
     "pp2ep2": parse_strategy("pp2ep2", 4),
 }
 

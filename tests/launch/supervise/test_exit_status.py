@@ -178,5 +178,5 @@ def test_a_run_that_saved_and_was_interrupted_says_how_it_goes_on(folder: Path) 
         for name in files:
             (saved / name).touch()
     said = exit_status.format_outcome(folder, interrupted).splitlines()
-    assert said[1] == f"'make resume RUN={folder}' goes on from what was saved at 20."
+    assert said[1] == f"'make resume RUN={folder}' continues from the checkpoint of iteration 20."
     assert len(exit_status.format_outcome(folder, StatusRecord(Status.OK)).splitlines()) == 1
