@@ -125,7 +125,7 @@ def test_ranks_that_nodes_cannot_share_are_refused(
 ) -> None:
     answer = submit(tmp_path / "runs", sample_prefix, NODES="4")
     assert answer.returncode == 2
-    assert "2 ranks cannot be shared evenly by 4 nodes" in answer.stdout
+    assert "2 ranks cannot be split evenly over 4 nodes" in answer.stdout
     assert run_folders(tmp_path / "runs") == []
 
 

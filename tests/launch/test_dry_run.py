@@ -61,8 +61,8 @@ def test_a_dry_run_says_that_the_data_make_another_model(
 ) -> None:
     with pytest.raises(LaunchError):
         dry_run("train-dp2-llama3-8b-2gpu", data=None)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
-    assert ": 7,391," in said[0]
+    sentences = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert ": 7,391," in sentences[0]
 
 
 def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
@@ -70,11 +70,11 @@ def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
 ) -> None:
     extra = ("--app-tag-run-name", "1", "--window-size", "16,0")
     assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=extra) == 0
-    command, *said = capsys.readouterr().out.splitlines()
+    command, *sentences = capsys.readouterr().out.splitlines()
     assert command.endswith(
         "--app-tag-run-name 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
     )
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in sentences] == [
         "# This kit does not know --app-tag-run-name"
     ]
 

@@ -53,8 +53,8 @@ def test_mixtures_show_what_is_active_and_what_a_rank_holds(
     listed: str, beginning: str, counts: list[str]
 ) -> None:
     # moe-tiny, three sizes of the size axis, blueberry-79m, the fourth, mixtral-8x7b.
-    found = figures(listed, beginning)[-7:]
-    assert [found[0], found[4], found[6]] == counts
+    numbers = figures(listed, beginning)[-7:]
+    assert [numbers[0], numbers[4], numbers[6]] == counts
 
 
 def test_the_batch_of_a_strategy_is_said_to_be_scaled(listed: str) -> None:

@@ -129,7 +129,9 @@ def test_a_resumed_run_keeps_its_patch_file_and_takes_no_other(tmp_path: Path) -
     with pytest.raises(ValueError, match="a was trained with no PATCH_FILE=, which cannot change"):
         _choose_patch_file(run_record("a"), options)
     written(tmp_path, "CHANGED = 2\n")
-    with pytest.raises(ValueError, match="was changed after a was trained with it; put it back"):
+    with pytest.raises(
+        ValueError, match="was changed after a was trained with it; restore the file"
+    ):
         _choose_patch_file(record, Options())
 
 

@@ -83,9 +83,9 @@ def identify_code(entry: MegatronEntry | None) -> CodeHashes:
 
 
 def hash_sources(root: Path, names: Iterable[str]) -> str:
-    """Return one hash over names and contents of the source files in some files and folders of `root`.
+    """Return one hash over the source files among `names`, which are files and folders in `root`.
 
-    Hidden folders, caches and unreadable files are left out.
+    The hash covers the files' names and contents. Hidden folders, caches and unreadable files are left out.
     """
     digest = hashlib.sha256()
     files: list[Path] = []

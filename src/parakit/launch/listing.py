@@ -131,7 +131,10 @@ def _named_strategies(model: Model) -> tuple[str, ...]:
 def _fits_in_memory(
     model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = True
 ) -> bool:
-    """Return True if Megatron accepts the strategy and its ranks fit into `available_bytes` together."""
+    """Return True if Megatron accepts the strategy with the model's batch, and its ranks fit into memory.
+
+    `available_bytes` is the memory of all ranks together.
+    """
     devices = devices_of(strategy)
     parallelism = parse_strategy(strategy, devices)
     batch = batch_for(model.batch, parallelism)

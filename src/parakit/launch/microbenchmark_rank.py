@@ -246,7 +246,10 @@ def _measure_logit_seconds(
 
 
 def _measure_update_seconds(timer: _Timer, elements: int) -> float:
-    """Return the seconds from a tensor's backward to its next forward: gradient and optimizer, fp32, unfused."""
+    """Return the seconds of one AdamW update of a tensor, unfused and in fp32.
+
+    The time includes zeroing, accumulating, norming and clipping the tensor's gradient.
+    """
     weight = torch.nn.Parameter(torch.zeros(elements, device=timer.device))
     weight.grad, new_gradient = torch.zeros_like(weight), torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], lr=1e-6)
@@ -317,7 +320,8 @@ def _measure_rate(
 ) -> float:
     """Return the bytes per second that a rank sends in a collective.
 
-    gloo sends what NCCL sends, except in a reduce-scatter (`wire_bytes`).
+    `work` makes the call on `tensor`, and `typical` picks one of the measured times. gloo sends what NCCL sends,
+    except in a reduce-scatter (`wire_bytes`).
     """
     sent_bytes = wire_bytes(operation, tensor.nbytes, ranks, Transport.GLOO)
     return sent_bytes / typical(_time_calls(work, tensor.device.type, LARGE_CALLS))

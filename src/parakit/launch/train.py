@@ -274,14 +274,15 @@ def format_result_lines(launch: Launch, folder: Path) -> list[str]:
         figures.append(f"{number(time.median)} ms/iteration (median of {time.count})")
         figures.append(f"{tokens * 1000 / time.median:,.0f} tokens/s")
     report = format_make_command("report", {"RUNS": job.variables.get(settings.RUNS.name, "")})
-    next_commands = f"Next: '{report}' compares it with the other runs there"
+    next_commands = f"Next: '{report}' compares this run with the others there"
     on_cpu_ranks = job.device is DeviceKind.CPU and job.options.backend is Backend.MEGATRON
     # A resumed run has all of its recorded flags in EXTRA=, too many for a command to type.
     if on_cpu_ranks and not run.is_baseline and not launch.resume_point:
         verify_variables = {
             name: text for name, text in job.variables.items() if name in _VERIFY_VARIABLES
         }
-        next_commands += f"; '{format_make_command(f'verify-{job.name}', verify_variables)}' checks every tensor of it"
+        verify = format_make_command(f"verify-{job.name}", verify_variables)
+        next_commands += f"; '{verify}' compares its tensors with the baseline's"
     summary = f"{', '.join(figures)}." if figures else ""
     return [line for line in (summary, resumption_sentence(run), f"{next_commands}.") if line]
 

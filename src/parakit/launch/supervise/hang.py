@@ -105,9 +105,9 @@ def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
 
 
 def find_awaited_ranks(folder: Path) -> HangVerdict | None:
-    """Return the verdict on a run that NCCL's watchdog ended, if it shows for which rank the others waited.
+    """Return the verdict on a run that NCCL's watchdog ended: for which rank the other ranks waited.
 
-    None means that the ranks' records do not show it.
+    None means that the ranks' stacks and the log do not show it.
     """
     with suppress(UnreadableDumpError, FileNotFoundError):
         verdict = judge_hang(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))

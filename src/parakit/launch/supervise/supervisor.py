@@ -31,7 +31,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(folder: Path, command: Sequence[str]) -> int:
-    """Run the command until it or the launcher ends; return its exit code, 128 + n if signal n ended it."""
+    """Run the command until it or the launcher ends, and end all its processes; return the exit code.
+
+    The code is 128 + n if signal n ended the command. If the launcher has ended first, the run's final status
+    is written to `folder`.
+    """
     # torchrun would inherit SIG_IGN, but not these handlers. This process ends when its child has ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
