@@ -133,7 +133,7 @@ class Runner:
         if not self.experiment.file.takes_finished:
             return self._made.get(cell, [])[::-1]
         in_slurm = launch.job.options.slurm is not None
-        found = finished_in_slurm(launch) if in_slurm else finished_runs(launch)
+        found = find_runs_finished_in_slurm(launch) if in_slurm else find_finished_runs(launch)
         return found[: cell.repeats]
 
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
@@ -181,19 +181,19 @@ def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     ]
 
 
-ON_THE_WAY = ("queued", "running", Status.OK.value)
+STATES_NOT_RESUBMITTED = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""
 
 
-def finished_runs(launch: Launch) -> list[Path]:
+def find_finished_runs(launch: Launch) -> list[Path]:
     """Runs that did exactly this, here, and ended well, newest first.
 
     A run that was resumed in its own folder counts if each attempt was made here and asked for the
     same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
     """
-    folders = _folders_like(launch)
+    folders = _find_candidate_folders(launch)
     wanted = identify_launch(launch, launch.job.options.runs) if folders else None
-    return [folder for folder in folders if wanted and _is_same(folder, wanted)]
+    return [folder for folder in folders if wanted and _stands_for(folder, wanted)]
 
 
 def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
@@ -217,7 +217,7 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         assert slurm is not None
         # Over NODES= where they share its ranks evenly, else on one node.
         nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
-        wanted = cell.repeats - len(_find_runs_in_state(ON_THE_WAY, seen, launch))
+        wanted = cell.repeats - len(_find_runs_in_state(STATES_NOT_RESUBMITTED, seen, launch))
         if wanted > 0:
             spread = spread_over_nodes(launch, nodes)
             groups.setdefault(launch.job.device_suffix, []).extend([spread] * wanted)
@@ -225,7 +225,7 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         submit_array(f"sweep-{place}", each, console)
 
 
-def finished_in_slurm(launch: Launch) -> list[Path]:
+def find_runs_finished_in_slurm(launch: Launch) -> list[Path]:
     """Runs of this cell that a job made and that ended well, newest first."""
     seen = {one.run: one.state for one in read_run_statuses(launch.job.options.runs)}
     return _find_runs_in_state((Status.OK.value,), seen, launch)
@@ -236,7 +236,7 @@ def _find_runs_in_state(
 ) -> list[Path]:
     return [
         folder
-        for folder in _folders_like(launch)
+        for folder in _find_candidate_folders(launch)
         if seen.get(folder.name, "") in states and _was_submitted(folder, launch)
     ]
 
@@ -252,7 +252,7 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
     try:
         asked = decode_run(job.submitted)
         # `make resume` takes ITERS= and EXTRA=.
-        alike = len({identify_run(attempt).training for attempt in _attempts_of(folder)}) == 1
+        alike = len({identify_run(attempt).training for attempt in _read_attempts(folder)}) == 1
     except (OSError, ValueError):
         return False
     same_image = job.image == choose_image(launch)
@@ -260,7 +260,7 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
     return alike and same_work and asked.entry == launch.entry and same_image
 
 
-def _folders_like(launch: Launch) -> list[Path]:
+def _find_candidate_folders(launch: Launch) -> list[Path]:
     """Run folders of this model and number of devices, newest first, whatever their strategy's name.
 
     A strategy has several names (`zero1` over two ranks is `dp2-zero1`); what was trained says the
@@ -270,7 +270,7 @@ def _folders_like(launch: Launch) -> list[Path]:
     return sorted(launch.job.options.runs.glob(pattern), reverse=True)
 
 
-def _attempts_of(folder: Path) -> list[RunRecord]:
+def _read_attempts(folder: Path) -> list[RunRecord]:
     """What each attempt of a run was asked for and where, oldest first; one for a run never resumed.
 
     Raises:
@@ -282,9 +282,9 @@ def _attempts_of(folder: Path) -> list[RunRecord]:
     return [records.read_run(each) for each in (*earlier, folder)]
 
 
-def _is_same(folder: Path, wanted: Identity) -> bool:
+def _stands_for(folder: Path, wanted: Identity) -> bool:
     try:
-        attempts, status = _attempts_of(folder), records.read_status(folder)
+        attempts, status = _read_attempts(folder), records.read_status(folder)
     except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
         return False
     ended_well = status.status is records.Status.OK

@@ -55,7 +55,7 @@ class CallMismatch:
 
     @property
     def differs(self) -> str:
-        """What differs between the calls: operation, dtype, size or place in the code."""
+        """First difference between the calls: operation, dtype, size or place in the code."""
         first_call, second_call = self.first[1], self.second[1]
         if first_call.operation != second_call.operation:
             return "operation"
@@ -94,10 +94,10 @@ def _find_mismatch_in_group(
 ) -> CallMismatch | None:
     """Return the mismatch with the lowest number in the group; None if all calls fit."""
     for _, ranks_and_calls in sorted(calls_by_number.items()):
-        first, *others = ranks_and_calls
-        for other in others:
-            if not _fit_together(first[1], other[1]):
-                return CallMismatch(group, first, other)
+        first = ranks_and_calls[0]
+        for second in ranks_and_calls[1:]:
+            if not _fit_together(first[1], second[1]):
+                return CallMismatch(group, first, second)
     return None
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import OWN_READINGS
+from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
+from parakit.config.run import DeviceKind, adapt_to_cpu_ranks, searched_flags, spec_from_model
+from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
 from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, calibration_conditions, find_local_device
 from parakit.launch.compose import adapt_model_to_data
@@ -52,7 +52,7 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         LaunchError: The target is not in the grammar, this machine lacks the devices, or no strategy fits.
     """
     baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
-    plan = plan_for_machine(baseline, console, OWN_READINGS)
+    plan = plan_for_machine(baseline, console, USER_MEASUREMENTS_FILE)
     print_explanation(plan, console)
     chosen = plan.winner
     if chosen is None:
@@ -90,14 +90,14 @@ def build_request(job: Job, device: Device, calibration: Calibration) -> Request
     # The data set decides the vocabulary that is trained, and so the model's size.
     model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
     is_cpu = job.device is DeviceKind.CPU
-    default_samples = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
+    default_samples = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or default_samples
     expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
-    template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
+    template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if is_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     execution = Execution()
     if not is_cpu:
         runtime = choose_runtime(options, job.device)
@@ -137,7 +137,7 @@ def options_for_candidate(chosen: Candidate, options: Options) -> Options:
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        extra=(*chosen_flags(spec), *options.extra),
+        extra=(*searched_flags(spec), *options.extra),
     )
 
 

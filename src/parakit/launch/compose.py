@@ -19,23 +19,23 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import (
     Flags,
-    counted_vocabulary,
+    count_end_of_document_in_vocabulary,
     drop_flags,
-    flag_words,
+    format_flags,
     merge_flags,
-    null_tokenizer,
+    null_tokenizer_flags,
     values_by_flag,
 )
 from parakit.config.model import (
     GPT2_VOCABULARY,
     Model,
-    changed_model,
-    imported_weights,
+    apply_flags_to_model,
+    imported_weights_folder,
+    merge_training_flags,
     replace_vocabulary,
-    trained_flags,
 )
-from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
-from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
+from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
+from parakit.config.strategy import UNTIED, parallelism_from_flags, scale_batch
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import find_entry, identify_code
@@ -250,8 +250,8 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     data = options.data or DEFAULT_DATA[device]
     model = adapt_model_to_data(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
-    scaled_batch = batch_for(model.batch, parallelism)
-    is_imported = imported_weights(model) is not None
+    scaled_batch = scale_batch(model.batch, parallelism)
+    is_imported = imported_weights_folder(model) is not None
     is_shared = is_imported or (
         device is DeviceKind.CPU if options.shared_start is None else options.shared_start
     )
@@ -266,7 +266,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
-    model_flags = trained_flags(model, in_half=device is DeviceKind.GPU)
+    model_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
     has_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
     requested_flags = merge_flags(model_flags, job.flags, extra)
     flags = merge_flags(
@@ -274,7 +274,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
-        flag_words(
+        format_flags(
             {
                 "--micro-batch-size": options.micro_batch_size or scaled_batch.micro_batch_size,
                 "--global-batch-size": options.global_batch_size or scaled_batch.global_batch_size,
@@ -285,7 +285,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
             }
         ),
         () if has_split else choose_split_flags(data, requested_flags, model.shape.seq_length),
-        null_tokenizer(model.shape.vocabulary, entry.megatron_version),
+        null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
         initial_checkpoint_flags(checkpoint, parallelism, padded_to) if checkpoint else (),
         ("--train-iters", str(iterations)) if is_longer else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
@@ -295,8 +295,11 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         extra,
     )
     spec = replace(
-        spec_of_flags(
-            counted_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
+        spec_from_flags(
+            count_end_of_document_in_vocabulary(flags, entry.megatron_version),
+            job.devices,
+            device,
+            model.name,
         ),
         fused=options.fused,
         link_bits_per_second=options.link_bits_per_second,
@@ -324,8 +327,8 @@ def adapt_model_to_data(model: Model, texts: Sequence[str], data: str) -> Model:
 
     An imported model keeps the vocabulary of its weights.
     """
-    model = changed_model(model, texts)
-    has_own_vocabulary = data not in GPT2_DATA or imported_weights(model) is not None
+    model = apply_flags_to_model(model, texts)
+    has_own_vocabulary = data not in GPT2_DATA or imported_weights_folder(model) is not None
     return model if has_own_vocabulary else replace_vocabulary(model, GPT2_VOCABULARY)
 
 
@@ -337,7 +340,7 @@ def initial_checkpoint_path(
     A model with a separate output layer (`untied`), or with noise, has other weights and so another folder.
     An imported model has its own weights, whose folder is returned.
     """
-    if imported := imported_weights(model):
+    if imported := imported_weights_folder(model):
         return imported
     variants = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
     identity = "\n".join((*model.flags, *variants, str(options.seed), entry.megatron_version))

@@ -28,8 +28,8 @@ from parakit.artifacts.torch_dist import TRACKER_FILE, read_finished_iteration
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.config.flags import Flags, flag_words
-from parakit.config.model import imported_weights
+from parakit.config.flags import Flags, format_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
 from parakit.data import EVAL_ITERATIONS_FLAG, SPLIT_FLAG
@@ -72,7 +72,7 @@ def ensure_initial_checkpoint(
         flaw = _find_initial_flaw(path)
         if flaw is None:
             return path
-    if path == imported_weights(launch.model):
+    if path == imported_weights_folder(launch.model):
         problem = f"have changed since they were imported ({flaw})" if exists else "are not there"
         raise LaunchError(
             f"The weights {relative_to_root(path)} {problem}; remove the model's folder and run 'make import-hf' "
@@ -166,7 +166,7 @@ def _compose_writer(launch: Launch, folder: Path) -> Launch:
     """
     flags = Flags(launch.flags)
     router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
-    flags_to_save = flag_words(
+    flags_to_save = format_flags(
         {
             "--lr": 0,
             "--min-lr": 0,

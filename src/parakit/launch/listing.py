@@ -17,22 +17,22 @@ from parakit.config.model import (
     model_names,
     replace_vocabulary,
 )
-from parakit.config.run import on_cpu_ranks, spec_of_model
+from parakit.config.run import adapt_to_cpu_ranks, spec_from_model
 from parakit.config.strategy import (
     BATCH_RULE,
-    NAMED,
-    OF_EXPERTS,
+    EXPERT_STRATEGIES,
+    PUBLISHED_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    count_devices,
     parse_strategy,
+    scale_batch,
 )
 from parakit.costs import (
     active_parameters,
-    fullest_rank,
-    parameters_total,
+    find_peak_rank,
+    find_violations,
     rank_parameters,
-    violations,
+    total_parameters,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
@@ -71,7 +71,7 @@ def print_list(console: Console) -> None:
         f"{f'{len(gpus)} × {gpus[0].name}' if gpus else 'no GPU'}.",
         highlight=False,
     )
-    models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
+    models = sorted(map(load_model, model_names()), key=lambda model: total_parameters(model.shape))
     console.print(rich_table(_models_table(models, memory.available, gpus), console.width))
     console.print(_describe_vocabulary_sizes(models), highlight=False)
     console.print(_describe_batch_scaling(models[0]), highlight=False)
@@ -89,7 +89,7 @@ def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:
     """Return a sentence with the sizes that models of another vocabulary have on the kit's data sets."""
     other_models = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
     trained_models = (replace_vocabulary(model, GPT2_VOCABULARY) for model in other_models)
-    sizes = (f"{model.name} {count(parameters_total(model.shape))}" for model in trained_models)
+    sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained_models)
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
         f"vocabulary have other sizes: {', '.join(sizes)}."
@@ -98,7 +98,7 @@ def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:
 
 def _describe_batch_scaling(model: Model) -> str:
     """Return the sentences that say how a strategy scales a model file's batch, with one example."""
-    scaled = batch_for(model.batch, parse_strategy("tp2", 2))
+    scaled = scale_batch(model.batch, parse_strategy("tp2", 2))
     return (
         f"batch is a baseline's, micro/global. A strategy scales it, {BATCH_RULE}: tp2 of "
         f"{model.name} trains {scaled}. MICRO_BATCH= and GLOBAL_BATCH= set others."
@@ -118,14 +118,14 @@ def list_gpu_strategies(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     return tuple(
         name
         for name in _named_strategies(model)
-        if devices_of(name) <= len(gpus)
-        and _fits_in_memory(model, name, smallest * devices_of(name), on_cpu=False)
+        if count_devices(name) <= len(gpus)
+        and _fits_in_memory(model, name, smallest * count_devices(name), on_cpu=False)
     )
 
 
 def _named_strategies(model: Model) -> tuple[str, ...]:
     """Return the strategies that have a name of their own, for models with or without experts."""
-    return OF_EXPERTS if model.shape.experts else NAMED
+    return EXPERT_STRATEGIES if model.shape.experts else PUBLISHED_STRATEGIES
 
 
 def _fits_in_memory(
@@ -135,15 +135,15 @@ def _fits_in_memory(
 
     `available_bytes` is the memory of all ranks together.
     """
-    devices = devices_of(strategy)
+    devices = count_devices(strategy)
     parallelism = parse_strategy(strategy, devices)
-    batch = batch_for(model.batch, parallelism)
-    spec = spec_of_model(model, parallelism, batch)
+    batch = scale_batch(model.batch, parallelism)
+    spec = spec_from_model(model, parallelism, batch)
     if on_cpu:
-        spec = on_cpu_ranks(spec)
-    if violations(spec):
+        spec = adapt_to_cpu_ranks(spec)
+    if find_violations(spec):
         return False
-    memory = fullest_rank(spec)[1]
+    memory = find_peak_rank(spec)[1]
     if on_cpu:
         return memory.total * devices <= available_bytes
     return judge_fit(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
@@ -164,7 +164,7 @@ def _models_table(
 
     columns = (
         Column[Model]("model", lambda model: model.name, right=False),
-        Column[Model]("parameters", lambda model: parameters_total(model.shape), count),
+        Column[Model]("parameters", lambda model: total_parameters(model.shape), count),
         Column[Model]("shape", lambda model: f"{model.shape.layers}×{model.shape.hidden}"),
         Column[Model]("heads", lambda model: model.shape.heads),
         Column[Model]("length", lambda model: model.shape.seq_length),
@@ -178,7 +178,7 @@ def _models_table(
 def _join_names(names: Sequence[str], known: Sequence[str]) -> str:
     """Return the names joined by commas; `all …` if nothing of `known` is missing, `none` if `names` is empty."""
     if len(names) == len(known):
-        return "all six" if len(known) == len(NAMED) else f"all {len(known)}"
+        return "all six" if len(known) == len(PUBLISHED_STRATEGIES) else f"all {len(known)}"
     return ", ".join(names) or "none"
 
 
@@ -201,7 +201,7 @@ def _experts_table(models: Sequence[Model]) -> Table[ExpertsRow]:
     a smaller one in their width alone.
     """
     rows: list[ExpertsRow] = [
-        ("all", lambda model: parameters_total(model.shape)),
+        ("all", lambda model: total_parameters(model.shape)),
         ("active", lambda model: active_parameters(model.shape)),
     ]
     rows += [
@@ -223,7 +223,7 @@ def _experts_table(models: Sequence[Model]) -> Table[ExpertsRow]:
 
 def _peak_rank_parameters(model: Model, split: Parallelism) -> int:
     """Return the parameters of the rank that has the most."""
-    spec = spec_of_model(model, split, model.batch)
+    spec = spec_from_model(model, split, model.batch)
     return max(rank_parameters(spec, stage).total for stage in range(split.pipeline))
 
 

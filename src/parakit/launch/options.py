@@ -15,7 +15,7 @@ from parakit.cluster import Nodes, Slurm, parse_nodes, parse_slurm_options, read
 from parakit.config import settings
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
-from parakit.config.setting import SettingError, read, text_of, values
+from parakit.config.setting import SettingError, format_setting, parse_setting, parse_settings
 from parakit.config.settings import Setting
 from parakit.launch.network import format_rate, parse_rate
 
@@ -151,9 +151,9 @@ def options_from_namespace(variables: Namespace) -> Options:
         saving=_build_saving(
             *map(read_value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))
         ),
-        link_bits_per_second=_parse_setting(variables, settings.NET, parse_rate),
-        fused=_parse_setting(variables, _FUSED, parse_fusions) or (),
-        patch_file=_parse_setting(variables, settings.PATCH_FILE, read_patch_file),
+        link_bits_per_second=_parse_special_setting(variables, settings.NET, parse_rate),
+        fused=_parse_special_setting(variables, _FUSED, parse_fusions) or (),
+        patch_file=_parse_special_setting(variables, settings.PATCH_FILE, read_patch_file),
     )
 
 
@@ -163,7 +163,7 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
     Raises:
         LaunchError, SettingError: A value is not of its variable's kind; the message names both.
     """
-    return options_from_namespace(Namespace(**values(RUN_SETTINGS, texts)))
+    return options_from_namespace(Namespace(**parse_settings(RUN_SETTINGS, texts)))
 
 
 def format_variables(options: Options) -> dict[str, str]:
@@ -191,9 +191,9 @@ def format_variables(options: Options) -> dict[str, str]:
         )
     if nodes:
         node_values = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
-        value_by_setting |= dict(zip(settings.OF_NODES, node_values, strict=True))
+        value_by_setting |= dict(zip(settings.NODE_SETTINGS, node_values, strict=True))
     shown = (setting for setting in RUN_SETTINGS if value_by_setting.get(setting) not in (None, ""))
-    return {setting.name: text_of(value_by_setting[setting]) for setting in shown}
+    return {setting.name: format_setting(value_by_setting[setting]) for setting in shown}
 
 
 _SETTING_BY_FIELD: dict[str, Setting] = {
@@ -204,10 +204,12 @@ _SETTING_BY_FIELD: dict[str, Setting] = {
 """The variable of each field that holds one variable's value."""
 
 
-def _parse_setting(variables: Namespace, setting: Setting, parse: Callable[[str], Any]) -> Any:
-    """Return a variable's value read by `parse`, for kinds that only this package knows; None if it is not set."""
+def _parse_special_setting(
+    variables: Namespace, setting: Setting, parse: Callable[[str], Any]
+) -> Any:
+    """Return a variable's value as `parse` reads it, for kinds that only this package knows; None if it is not set."""
     text = getattr(variables, setting.name.lower(), None)
-    return read(setting, text, parse) if text else None
+    return parse_setting(setting, text, parse) if text else None
 
 
 def _build_saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
@@ -256,7 +258,7 @@ RUN_SETTINGS = (
     *_SETTING_BY_FIELD.values(),
     *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
     *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
-    *(*settings.OF_NODES, *settings.OF_SLURM),
+    *(*settings.NODE_SETTINGS, *settings.SLURM_SETTINGS),
 )
 """Every variable of a training target."""
 
@@ -266,7 +268,7 @@ def choose_wandb(variables: Namespace) -> Wandb:
 
     Without WANDB_MODE the run is uploaded if there is a key or a login, and else logged offline.
     """
-    from_environment = values(WANDB_SETTINGS, os.environ)
+    from_environment = parse_settings(WANDB_SETTINGS, os.environ)
     project, entity, mode = (
         getattr(variables, setting.name.lower(), None) or from_environment[setting.name.lower()]
         for setting in WANDB_SETTINGS

@@ -25,11 +25,11 @@ from parakit.cluster import (
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.config.flag_table import argument_names, release
-from parakit.config.flags import Flags, misspelled
-from parakit.config.model import imported_weights
+from parakit.config.flag_table import argument_names, parse_release
+from parakit.config.flags import Flags, find_misspelled_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.costs import fullest_rank, parameters_total, violations
+from parakit.costs import find_peak_rank, find_violations, total_parameters
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -183,7 +183,7 @@ def _flag_problems(launch: Launch) -> Iterator[str]:
     """
     if launch.spec.backend is not Backend.MEGATRON or variables.PATCH_FILE in launch.environment:
         return
-    sentences = misspelled(launch.flags)
+    sentences = find_misspelled_flags(launch.flags)
     checkout = launch.job.options.megatron_lm
     if sentences and checkout:
         files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
@@ -223,7 +223,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
         model=launch.model.name,
         vocabulary=launch.model.shape.vocabulary,
         # An imported model's own tokenizer may have fewer entries than the model has rows.
-        takes_smaller_vocabulary=imported_weights(launch.model) is not None,
+        takes_smaller_vocabulary=imported_weights_folder(launch.model) is not None,
         seq_length=launch.model.shape.seq_length,
         split=flags.text(SPLIT_FLAG),
         eval_iterations=flags.integer(EVAL_ITERATIONS_FLAG, 1),
@@ -235,7 +235,9 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
 def _constraint_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why this version of Megatron refuses the run's parallelism, batch or model."""
     is_patched = variables.PATCH_FILE in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), is_patched)
+    yield from find_violations(
+        launch.spec, parse_release(launch.entry.megatron_version), is_patched
+    )
 
 
 def _saving_problems(launch: Launch) -> Iterator[str]:
@@ -262,7 +264,7 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
 
 def _cpu_memory_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence if the CPU ranks need more memory than this machine has free."""
-    needed_bytes = fullest_rank(launch.spec)[1].total * launch.local_devices
+    needed_bytes = find_peak_rank(launch.spec)[1].total * launch.local_devices
     available_bytes = psutil.virtual_memory().available
     if needed_bytes > available_bytes:
         yield (
@@ -305,7 +307,7 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     writes_initial = initial is not None and not initial.is_dir() and not launch.resume_point
     saved_bytes = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
     bytes_per_parameter = (4 if writes_initial else 0) + checkpoints * saved_bytes
-    needed_bytes = LOG_BYTES + bytes_per_parameter * parameters_total(launch.model.shape)
+    needed_bytes = LOG_BYTES + bytes_per_parameter * total_parameters(launch.model.shape)
     room = check_room(
         str(existing_folder), needed_bytes, "the run", "name another folder with RUNS=", files
     )

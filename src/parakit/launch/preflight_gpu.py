@@ -19,11 +19,11 @@ from pathlib import Path
 from parakit.artifacts.run import MegatronEntry
 from parakit.cluster import check_busy, check_container, refusal_sentences
 from parakit.config import variables
-from parakit.config.flag_table import release
+from parakit.config.flag_table import parse_release
 from parakit.config.hardware import find_device
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import Batch
-from parakit.costs import PredictedMemory, divisors, fullest_rank
+from parakit.costs import PredictedMemory, divisors, find_peak_rank
 from parakit.formatting.units import gib
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
@@ -141,7 +141,7 @@ def _peak_memory(launch: Launch, batch: Batch) -> PredictedMemory:
     """Return the predicted memory of the peak rank with this batch."""
     # GPU ranks have fused attention, from Transformer Engine or from the kit's patch on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
-    return fullest_rank(spec)[1]
+    return find_peak_rank(spec)[1]
 
 
 def fused_problems(launch: Launch) -> Iterator[str]:
@@ -185,7 +185,7 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
             f"SHARE_GPU=1 needs one visible GPU, found {len(visible_gpus())}{_describe_selection()}; "
             "choose one with CUDA_VISIBLE_DEVICES=, or leave it out."
         )
-    elif (version := _find_nccl_version()) and release(version) < FIRST_NCCL_TO_SHARE:
+    elif (version := _find_nccl_version()) and parse_release(version) < FIRST_NCCL_TO_SHARE:
         yield f"SHARE_GPU=1 needs NCCL 2.30, found {version}; install a newer torch, or leave it out."
     if launch.spec.backend is not Backend.MEGATRON:
         yield (
@@ -208,7 +208,7 @@ def torch_problem() -> str | None:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return "torch is not installed; the bench uses the machine's own, 2.9 or newer, with CUDA."
-    if release(version) < OLDEST_TORCH:
+    if parse_release(version) < OLDEST_TORCH:
         return f"torch {version} is too old; the bench needs 2.9 or newer."
     return None
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_atomically
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, args_text, relative_to_root
+from parakit.config.files import ROOT, format_args_file, relative_to_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert import (
@@ -34,7 +34,7 @@ from parakit.convert import (
     render_entry,
     render_recipe,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 from parakit.formatting.terminal import say
 from parakit.launch.job import format_make_command, parse_target
 from parakit.launch.options import Options
@@ -73,7 +73,7 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     """
     if run.startswith("train-"):
         source = compose_recipe_run(run, options)
-        for reason in violations(source.spec):
+        for reason in find_violations(source.spec):
             raise LaunchError(f"{run} makes a run that Megatron refuses: {reason}")
     else:
         source = read_recipe_run(run)
@@ -125,12 +125,12 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
     translation = flags_from_fields(read_recipe(file))
     imported = build_imported_recipe(translation, name, gpus)
-    for reason in violations(imported.spec):
+    for reason in find_violations(imported.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(imported.spec)
     model_file = ROOT / "examples" / imported.family / "models" / f"{name}.args"
     title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
-    text = args_text([title], imported.model_flags)
+    text = format_args_file([title], imported.model_flags)
     if model_file.exists() and model_file.read_text() != text:
         raise LaunchError(
             f"Another model is in {relative_to_root(model_file)} already; set NAME=another-name."
@@ -210,7 +210,7 @@ def _refuse_another_strategy(spec: RunSpec) -> None:
     """Raise a LaunchError if no target names the recipe's parallelism."""
     name = spec.name
     named = parse_strategy(name, spec.parallelism.world_size)
-    if named.split_experts(spec.parallelism.expert_tensor) != spec.parallelism:
+    if named.with_expert_tensor(spec.parallelism.expert_tensor) != spec.parallelism:
         recipe_flags = shlex.join(strategy_flags(spec.parallelism))
         target_flags = shlex.join(strategy_flags(named))
         raise LaunchError(

@@ -21,12 +21,12 @@ from parakit.checkpoint import read_contents
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
-from parakit.config.flags import Flags, counted_vocabulary, drop_flags, merge_flags
-from parakit.config.model import imported_weights, load_model
+from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, drop_flags, merge_flags
+from parakit.config.model import imported_weights_folder, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
 from parakit.config.strategy import (
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
 )
@@ -157,7 +157,7 @@ def compose_resumed_launch(
             f"{entry.megatron_version} is here; name a checkout of the former with MEGATRON_LM=."
         )
     data = Flags(record.argv).text("--data-path")
-    arguments = counted_vocabulary(record.argv, entry.megatron_version)
+    arguments = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
     model = adapt_model_to_data(load_model(record.spec.model, options.model), arguments, data)
     job = Job(
         strategy or record.spec.name,
@@ -172,7 +172,7 @@ def compose_resumed_launch(
             data=data,
             # The recorded arguments count, because the kit's files may have changed since the run.
             extra=merge_flags(
-                counted_vocabulary(
+                count_end_of_document_in_vocabulary(
                     _select_recorded_flags(record, parallelism), entry.megatron_version
                 ),
                 options.extra,
@@ -186,7 +186,7 @@ def compose_resumed_launch(
         ),
         strategy_flags(parallelism),
     )
-    initial_checkpoint = imported_weights(model)
+    initial_checkpoint = imported_weights_folder(model)
     if initial_checkpoint is None and record.start_checkpoint:
         initial_checkpoint = options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
     environment = {
@@ -254,7 +254,7 @@ def _choose_parallelism(record: RunRecord, strategy: str | None, saved: Parallel
     strategy = strategy or record.spec.name
     parallelism = record.spec.parallelism
     if strategy != record.spec.name:
-        parallelism = parse_strategy(strategy, devices_of(strategy, parallelism.world_size))
+        parallelism = parse_strategy(strategy, count_devices(strategy, parallelism.world_size))
     if parallelism.sharding != saved.sharding:
         raise LaunchError(
             f"The checkpoint was saved with {saved.sharding or 'unsharded optimizer states'}, and "

@@ -22,10 +22,10 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
-from parakit.config.model import load_model, trained_flags
+from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import parse_strategy, scaling_sentence
-from parakit.costs import vocabulary_sentence
+from parakit.config.strategy import describe_batch_scaling, parse_strategy
+from parakit.costs import explain_vocabulary_change
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -324,7 +324,7 @@ def describe_launch(launch: Launch) -> str:
 def list_differences(launch: Launch) -> tuple[str, ...]:
     """Return a sentence for each way in which the run differs from its model's file, or is unknown to the kit."""
     spec, model = launch.spec, launch.job.model
-    scaling = scaling_sentence(model.batch, spec.batch, spec.parallelism)
+    scaling = describe_batch_scaling(model.batch, spec.batch, spec.parallelism)
     schedule = _schedule_sentence(launch)
     sentences = (
         describe_vocabulary_change(launch),
@@ -381,7 +381,7 @@ def describe_chosen_split(launch: Launch) -> str:
     The kit chooses one if the model's split leaves a part of the data set empty or too short.
     """
     chosen = Flags(launch.flags).text(SPLIT_FLAG)
-    model_split = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    model_split = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
     if chosen == model_split or Flags((*launch.job.flags, *launch.job.options.extra)).has(
         SPLIT_FLAG
     ):
@@ -400,4 +400,4 @@ def describe_vocabulary_change(launch: Launch) -> str:
     spec, model = launch.spec, launch.job.model
     shape = replace(spec.trained_shape, vocabulary=model.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
-    return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)
+    return explain_vocabulary_change(shape, vocabulary, spec.parallelism.tensor)
