@@ -110,14 +110,14 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
     return flags
 
 
-def build_config(words: Sequence[str], dtype: str) -> dict[str, Any]:
+def build_config(arguments: Sequence[str], dtype: str) -> dict[str, Any]:
     """The `config.json` of a model that is trained with these flags of Megatron's, the vocabulary
     among them; its weights are stored in the type that torch calls `dtype`.
 
     Raises:
         ConfigError: It is neither GPT-2 nor Llama; the message names the flag.
     """
-    flags = Flags(words)
+    flags = Flags(arguments)
     for flag, why in _NO_COUNTERPART.items():
         if flags.has(flag):
             raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
@@ -167,12 +167,12 @@ class _Config:
     @property
     def rotary(self) -> Mapping[str, Any]:
         """`rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before."""
-        found = {"rope_theta": self.number("rope_theta", 10000)}
+        parameters = {"rope_theta": self.number("rope_theta", 10000)}
         for field in ("rope_scaling", "rope_parameters"):
-            if not isinstance(more := self.values.get(field) or {}, dict):
+            if not isinstance(values := self.values.get(field) or {}, dict):
                 self._refuse(field, "an object or null")
-            found |= more
-        return found
+            parameters |= values
+        return parameters
 
     @property
     def scaling(self) -> str:
@@ -185,9 +185,9 @@ class _Config:
         longest = self.maybe("max_position_embeddings") or self.maybe("n_positions") or 1024
         return min(_LONGEST, longest)
 
-    def _refuse(self, field: str, wanted: str) -> NoReturn:
-        found = json.dumps(self.values[field])[:40]
-        raise ConfigError(f"{self.path} has {field} = {found}; use {wanted}.")
+    def _refuse(self, field: str, valid_values: str) -> NoReturn:
+        shown_value = json.dumps(self.values[field])[:40]
+        raise ConfigError(f"{self.path} has {field} = {shown_value}; use {valid_values}.")
 
 
 def _refuse_unsupported(config: _Config) -> None:
