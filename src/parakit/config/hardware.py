@@ -97,7 +97,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Contents of `hardware.yaml`."""
+    """Devices and links in `hardware.yaml`, by key."""
 
     devices: Mapping[str, Device]
     links: Mapping[str, Link]

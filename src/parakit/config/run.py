@@ -45,7 +45,7 @@ class Backend(StrEnum):
 
 
 class RuntimeName(StrEnum):
-    """Where GPU ranks run: in NVIDIA's container, or on this machine."""
+    """Software environment of GPU ranks: NVIDIA's container, or this machine's."""
 
     DOCKER = "docker"
     HOST = "host"
@@ -114,8 +114,8 @@ class Transport(StrEnum):
 
 
 class TokenDispatcher(StrEnum):
-    """How tokens reach their experts (`--moe-token-dispatcher-type`, and the backend of the type
-    `flex`).
+    """Algorithm that sends tokens to their experts (`--moe-token-dispatcher-type`, or the backend
+    of its `flex`).
     """
 
     ALL_TO_ALL = "alltoall"
@@ -385,20 +385,19 @@ class RunSpec:
 
     @cached_property
     def without_recompute(self) -> RunSpec:
-        """The same run without recomputation."""
+        """This run without recomputation."""
         return replace(self, recompute=Recompute.NONE)
 
     @cached_property
     def without_cp_comm_type(self) -> RunSpec:
-        """The same run without a context-parallel algorithm, as a cache key for what does not
-        depend on it.
+        """This run without a context-parallel algorithm, as a cache key for what does not depend on
+        it.
         """
         return replace(self, cp_comm_type="") if self.cp_comm_type else self
 
     @cached_property
     def one_layer_per_stage(self) -> RunSpec:
-        """The same micro batch with one layer per stage and the smallest data parallelism that EP
-        allows.
+        """This run with one layer per stage and the smallest data parallelism that EP allows.
 
         Time and stored bytes of one layer depend on nothing else. The layer is recomputed if any
         layer of the run is.
@@ -419,7 +418,7 @@ class RunSpec:
 
     @cached_property
     def with_dense_layers(self) -> RunSpec:
-        """The same run with dense layers only."""
+        """This run with dense layers only."""
         return replace(self, shape=self.shape.without_experts)
 
     def count_dense_layers(self, pipeline_rank: int) -> tuple[int, int]:

@@ -38,7 +38,7 @@ class StageSplit:
 
     @property
     def counted_ends(self) -> int:
-        """How many of embedding and loss count as a layer: 0, 1 or 2."""
+        """Number of ends that count as a layer: embedding and loss, 0 to 2."""
         return self.embedding + self.loss
 
     @property

@@ -22,7 +22,7 @@ from parakit.config.stages import parse_stage_split
 
 
 class Sharding(StrEnum):
-    """How the data-parallel part of a strategy is sharded."""
+    """The sharding of the data-parallel part of a strategy."""
 
     NONE = ""
     ZERO1 = "zero1"
@@ -166,7 +166,7 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks over all dimensions."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
