@@ -193,7 +193,7 @@ class RunBuilder:
     def build(self, path: str, part: int, parts: int) -> ScrapedLog:
         """Return the run. `part` is its number in the file, and `parts` the number of runs."""
         iterations, replaced = self.iterations.build()
-        iterations = iterations.with_times()
+        iterations = iterations.derive_times()
         notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
             for first in self._restarts[:20]

@@ -57,9 +57,9 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
 
 def make_event_pattern() -> re.Pattern[bytes]:
     """Return a pattern for lines that may state more than an iteration's numbers."""
-    marks = {reader.mark for each in load_dialects() for reader in each.events if reader.mark}
-    words = "|".join(map(re.escape, sorted(marks)))
-    return re.compile(f"{words}|{_STARTS.pattern}|{FAILURES.pattern}".encode())
+    marks = {reader.mark for dialect in load_dialects() for reader in dialect.events if reader.mark}
+    mark_pattern = "|".join(map(re.escape, sorted(marks)))
+    return re.compile(f"{mark_pattern}|{_STARTS.pattern}|{FAILURES.pattern}".encode())
 
 
 class _Scraper:

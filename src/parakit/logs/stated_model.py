@@ -47,7 +47,7 @@ _LAYOUT_OR_CODE: Final = frozenset(
 _COMPARED: Final = tuple(
     FLAGS[name] for name in sorted(flags_with_role("shape", "architecture") - _LAYOUT_OR_CODE)
 )
-_ORDER: Final = {name: place for place, name in enumerate(FLAGS)}
+_ORDER: Final = {name: position for position, name in enumerate(FLAGS)}
 _PRINTED_NAMES: Final = {"--disable-bias-linear": "add_bias_linear"}
 """Flags whose printed argument has another name and the opposite value."""
 

@@ -210,14 +210,14 @@ def load_line_formats() -> tuple[LineFormat, ...]:
 def make_iteration(fields: Iterable[LineField]) -> Iteration:
     """Return the iteration with the numbers of a line."""
     values: dict[str, int | float | None] = {}
-    others: dict[str, float] = {}
+    extra_metrics: dict[str, float] = {}
     for name, value, *_ in fields:
         if name.startswith(EXTRA_METRIC_PREFIX):
             if value is not None:
-                others[name.removeprefix(EXTRA_METRIC_PREFIX)] = value
+                extra_metrics[name.removeprefix(EXTRA_METRIC_PREFIX)] = value
         elif name:
             values[name] = value
-    return Iteration(**values, extra_metrics=others or None)  # type: ignore[arg-type]
+    return Iteration(**values, extra_metrics=extra_metrics or None)  # type: ignore[arg-type]
 
 
 def find_iterations(text: str) -> list[Iteration]:

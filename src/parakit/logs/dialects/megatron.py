@@ -341,8 +341,8 @@ def _read_memory(match: re.Match[str]) -> MemoryReading | None:
 
 def _read_theoretical_memory(match: re.Match[str]) -> Fact:
     """Return Megatron's estimate of its memory."""
-    others = (float(size) if size else None for size in match.groups()[1:])
-    return TheoreticalMemory(float(match[1]), *others)
+    activation_and_total = (float(size) if size else None for size in match.groups()[1:])
+    return TheoreticalMemory(float(match[1]), *activation_and_total)
 
 
 def _read_timer(line: str) -> Iterator[Fact]:
