@@ -30,7 +30,7 @@ from rich.console import Console
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 from parakit.experiments.verify.pairs import LaunchPair, compose_pair
 from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
@@ -141,7 +141,7 @@ def drawn(seed: int, megatron_lm: Path | None = None) -> Drawn:
             ends = "--fp16" in one.flags and one.strategy in ("zero2", "zero3")
             # Not healthy: docs/upstream/experts-of-two-stages-alike.md.
             alike = "pp" in one.strategy and "ep" in one.strategy
-            if not (ends or alike) and not any(violations(launch.spec) for launch in launches):
+            if not (ends or alike) and not any(find_violations(launch.spec) for launch in launches):
                 return one
         raise ValueError(f"Seed {seed}: all of 100 draws are refused.")
 

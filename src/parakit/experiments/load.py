@@ -22,8 +22,8 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
 from parakit.config.run import Backend, DeviceKind, OptimizerName
-from parakit.config.strategy import devices_of
-from parakit.costs import parameters_total
+from parakit.config.strategy import count_devices
+from parakit.costs import total_parameters
 from parakit.experiments.definition import (
     FOLDER,
     SWEEP,
@@ -189,7 +189,7 @@ class _Loader:
             for strategy in (strategies,) if isinstance(strategies, str) else strategies:
                 for model in models:  # What is not known is refused.
                     parse_target(f"train-{strategy}-{model}-1cpu")
-            sizes = {model: parameters_total(load_model(model).shape) for model in models}
+            sizes = {model: total_parameters(load_model(model).shape) for model in models}
             ordered["model"] = sorted(models, key=sizes.__getitem__)
         lists = (each if isinstance(each, list) else [each] for each in ordered.values())
         for values in product(*lists):
@@ -201,7 +201,7 @@ class _Loader:
     def _cell(self, entry: _CellEntry, seed: int) -> Cell:
         file, job = self.file, self.trained
         if job is None:  # A strategy that names no number of devices has the file's.
-            number = devices_of(entry.strategy, otherwise=file.devices)
+            number = count_devices(entry.strategy, otherwise=file.devices)
             place = parse_devices(entry.devices) if entry.devices else (number, self._device)
             model = load_model(entry.model or self.model or file.model)
             job = Job(entry.strategy, model, *place)

@@ -90,7 +90,7 @@ def render(model: str, runs: SeedRuns, notes: Sequence[str]) -> str:
     rows = tuple(map(_SetupRow, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    figures = markdown_table(Table(_PUBLISHED_COLUMNS, published.of(SOURCE)))
+    figures = markdown_table(Table(_PUBLISHED_COLUMNS, published.figures_of(SOURCE)))
     return format_page(
         "moe",
         model=model,

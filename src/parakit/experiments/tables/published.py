@@ -43,7 +43,7 @@ def announce_published(launches: Sequence[Launch]) -> str:
 
     As the published machine would take; an unpublished strategy takes what baseline does.
     """
-    figures = {figure.strategy: figure for figure in load_published().of(MAIN_SOURCE)}
+    figures = {figure.strategy: figure for figure in load_published().figures_of(MAIN_SOURCE)}
     runs = launches[0].job.options.runs
     left = [launch for launch in launches if not find_finished_runs(launch)]
     minutes = 0.0

@@ -21,7 +21,7 @@ from parakit.config.files import relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import UNTIED, devices_of, parse_strategy
+from parakit.config.strategy import UNTIED, count_devices, parse_strategy
 from parakit.formatting.units import plural
 from parakit.launch import (
     Job,
@@ -314,7 +314,7 @@ def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
 
 def _count_devices(strategy: str, job: Job) -> int:
     """Ranks of a strategy beside the job's: one for baseline."""
-    return 1 if strategy == "baseline" else devices_of(strategy, job.devices)
+    return 1 if strategy == "baseline" else count_devices(strategy, job.devices)
 
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
