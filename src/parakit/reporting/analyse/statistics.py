@@ -140,6 +140,27 @@ class TimeComparison:
         return f"a difference below {known:.1%} cannot be seen with these runs" if known else ""
 
 
+def describe_ratio(ratio: float) -> str:
+    """Return a ratio of times as people say it: `35% less`, `4.2% more`, or `2.3 times` from 2 on."""
+    if ratio >= 2:
+        return f"{ratio:.3g} times"
+    return f"{_percentage(abs(ratio - 1))} {'less' if ratio < 1 else 'more'}"
+
+
+def describe_ratio_interval(low: float, high: float) -> str:
+    """Return the ends of a ratio's interval: `23% to 45% less`, `1.9% less to 33% more`."""
+    if high < 1:
+        return f"{_percentage(1 - high)} to {_percentage(1 - low)} less"
+    if low > 1 and high < 2:
+        return f"{_percentage(low - 1)} to {_percentage(high - 1)} more"
+    return f"{describe_ratio(low)} to {describe_ratio(high)}"
+
+
+def _percentage(fraction: float) -> str:
+    """Return a percentage without decimals from 10% on, with one decimal below."""
+    return f"{fraction:.0%}" if fraction >= 0.0995 else f"{fraction:.1%}"
+
+
 def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
     """Median and interval of the samples of one run, or of several repeats.
 
