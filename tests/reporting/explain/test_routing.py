@@ -160,7 +160,9 @@ def test_choice_and_cost_are_sentences_with_their_numbers(run: Path) -> None:
     write_calls(run, waiting(0.010, 0.004))
     write_times(run, *(seconds(rank, {Phase.FORWARD: 0.1}) for rank in (0, 1)))
     choice, cost = answers(run)
-    assert "the busiest of 2 experts computed 1.14 times its even part (expert 0 of layer 1)" in choice
+    assert (
+        "the busiest of 2 experts computed 1.14 times its even part (expert 0 of layer 1)" in choice
+    )
     assert "4 of 32 copies of tokens were dropped" in choice
     assert f"of at most {math.log(2):.3f} nats" in choice
     assert "compute 0.857 to 1.143 times the mean" in cost

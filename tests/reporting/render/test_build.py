@@ -41,13 +41,21 @@ def demo(root, count=25):
 
 
 def made(tmp_path, width=100, **options):
-    """Build a report of tmp_path/runs; gives exit code, what was printed, and the folder."""
+    """Build a report of tmp_path/runs; return exit code, printed text with all verdicts, and folder."""
     defaults = {"name": "r", "runs_root": tmp_path / "runs", "reports_root": tmp_path / "reports"}
     output = io.StringIO()
     code = build(
         BuildOptions(**(defaults | options)), Console(file=output, width=width, highlight=False)
     )
-    return code, output.getvalue(), tmp_path / "reports" / (options.get("name") or "r")
+    folder = tmp_path / "reports" / (options.get("name") or "r")
+    return code, f"{output.getvalue()}\n{all_verdicts(folder)}", folder
+
+
+def all_verdicts(folder):
+    """Return the sentences of a report, of which the terminal prints a few."""
+    if not (folder / "results.json").is_file():
+        return ""
+    return "\n".join(json.loads((folder / "results.json").read_text())["sentences"])
 
 
 def read_csv(folder):

@@ -146,7 +146,7 @@ def _other_devices(reference: Run, other: Run) -> str:
         if reference.device != other.device:
             return f"their devices differ ({reference.device} | {other.device})"
     elif named := next((name for name, device in devices.items() if device), ""):
-        return f"only {named} names its device ({devices[named]}); DEVICE= states it for all logs"
+        return f"only {named} names its device ({devices[named]}); --device (make: DEVICE=) states it for all logs"
     counts = {run.name: run.num_devices for run in (reference, other)}
     stated = [name for name, count in counts.items() if count]
     if len(stated) == 1:

@@ -89,6 +89,11 @@ class Parity:
     """By how many units repeats differ that should be equal; None where they are, or there are none."""
 
     @property
+    def is_broken(self) -> bool:
+        """True if the losses differ from the reference's by more than the tolerance."""
+        return self.verdict.startswith("broken")
+
+    @property
     def repeats_differ(self) -> str:
         """What its repeats show, a sentence's end; empty where there is none."""
         if self.repeats_units is None:

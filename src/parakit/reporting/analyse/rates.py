@@ -107,7 +107,11 @@ def _against_megatron(run: Run, theirs: float | None, flops: int) -> str:
 
 def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
     if not device:
-        return None, "", "no MFU: the log does not name the device (DEVICE=h100 names it)"
+        return (
+            None,
+            "",
+            "no MFU: the log does not name the device; --device h100 (make: DEVICE=h100) names it",
+        )
     if device == "cpu":
         return None, "", ""
     known = find_device(device)
