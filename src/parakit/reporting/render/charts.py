@@ -221,13 +221,14 @@ def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         _draw_curves(upper, entries)
         upper.set_xlabel("")
-        for lane, (place, _, steps, units) in enumerate(compared):
-            kept = extreme_indexes(units, _MAX_POINTS)
-            # A hair's breadth apart, because most differences are exactly 0.
+        for lane, difference in enumerate(compared):
+            # Most differences are exactly 0, so the rows are drawn a little beside one another.
             shift = 0.12 * (lane - (len(compared) - 1) / 2)
+            indexes = extreme_indexes(difference.units, _MAX_POINTS)
             look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3}
-            xs, ys = [steps[at] + shift for at in kept], [units[at] for at in kept]
-            lower.plot(xs, ys, color=entry_colour(place), **look)
+            xs = [difference.iterations[index] + shift for index in indexes]
+            ys = [difference.units[index] for index in indexes]
+            lower.plot(xs, ys, color=entry_colour(difference.index), **look)
         lower.axhline(0, color=INK, linewidth=0.8, alpha=0.6)
         low, high = lower.get_ylim()
         lower.set_ylim(min(low, -2.2), max(high, 2.2))

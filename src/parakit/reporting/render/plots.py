@@ -206,8 +206,14 @@ def _differences(entries: Sequence[Entry]) -> Plot | None:
     """Loss less its reference's, where parity was judged."""
     labels = entry_names(entries)
     series = tuple(
-        _series(labels[place], place, judged, np.array(steps), np.array(units))
-        for place, judged, steps, units in loss_differences(entries)
+        _series(
+            labels[difference.index],
+            difference.index,
+            difference.run,
+            np.array(difference.iterations),
+            np.array(difference.units),
+        )
+        for difference in loss_differences(entries)
     )
     if not series:
         return None

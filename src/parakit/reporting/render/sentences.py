@@ -450,7 +450,7 @@ def _parity_sentences(report: Report) -> list[str]:
     texts += unjudged_parity_sentences(report)
     for entry in report.entries:
         if entry.parity.repeats_differ:
-            texts.append(f"Repeats of {entry.label}: {entry.parity.repeats_differ}.")
+            texts.append(f"{entry.label}: {entry.parity.repeats_differ}.")
     labels_by_reason: dict[str, list[str]] = {}
     for entry in report.entries:
         if entry.parity.without_baseline:
