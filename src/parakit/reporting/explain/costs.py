@@ -81,7 +81,7 @@ def answer_costs(subjects: Sequence[Subject]) -> str:
         )
     parts = sorted(payers.items(), key=lambda item: -len(item[1]))
     costs = [f"{_join_payers(names)} for {part}" for part, names in parts]
-    text = f"Beyond baseline's fair time they pay per iteration: {'; '.join(costs)}."
+    text = f"Beyond baseline's work divided over their ranks they pay per iteration: {'; '.join(costs)}."
     if unnamed:
         text += (
             f" For {plural(unnamed, 'other row')} no cost is above noise, or a record is missing."

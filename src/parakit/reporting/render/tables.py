@@ -27,10 +27,10 @@ _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "runn
 
 
 def format_ratio(comparison: TimeComparison) -> str:
-    """Return a comparison for a table, such as `24% more (slower)` or `within noise (1.2% less)`."""
+    """Return a comparison for a table, such as `24% more` or `within noise (1.2% less)`."""
     ratio = describe_ratio(comparison.ratio)
     if comparison.verdict.is_clear:
-        return f"{ratio} ({comparison.verdict})"
+        return ratio
     return f"{comparison.verdict} ({ratio})"
 
 
@@ -38,7 +38,7 @@ def format_speed(entry: Entry) -> str:
     """Return the verdict on a row's time per token; empty if it is compared with no other.
 
     If the numbers of devices differ, the verdict is on the time per device: `95% less, per device 30%
-    more (slower)`.
+    more`.
     """
     speed = entry.speed
     if speed is None or speed.per_token is None:
