@@ -36,7 +36,7 @@ class ArgumentDifference:
 
 @dataclass(frozen=True)
 class Report:
-    """Report as data."""
+    """Report as data, before it is rendered."""
 
     name: str
     created_utc: str
@@ -191,17 +191,17 @@ def _find_log_reference(entry: Entry, timed: Sequence[Entry], entries: Sequence[
     return next(other for other in same_size if _are_comparable(other.run, run))
 
 
-def _are_of_one_size(one: Run, two: Run) -> bool:
+def _are_of_one_size(first: Run, second: Run) -> bool:
     """Return True if two logs train models of one size; without a model, if their batches are equal."""
-    if one.dimensions or two.dimensions:
-        return one.dimensions == two.dimensions
-    work = (one.global_batch_size, one.seq_length)
-    return work == (two.global_batch_size, two.seq_length)
+    if first.dimensions or second.dimensions:
+        return first.dimensions == second.dimensions
+    work = (first.global_batch_size, first.seq_length)
+    return work == (second.global_batch_size, second.seq_length)
 
 
-def _are_comparable(one: Run, two: Run) -> bool:
+def _are_comparable(first: Run, second: Run) -> bool:
     """Return True if the devices are the same and no flag of the models differs.
 
     A flag that only one of the runs states counts as different.
     """
-    return one.device == two.device and not one.stated_model.differences(two.stated_model)
+    return first.device == second.device and not first.stated_model.differences(second.stated_model)

@@ -263,24 +263,28 @@ def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> 
     return TimeComparison(ratio, low, high, verdict, smallest, _p_value(ratio, distances))
 
 
-def adjust_verdicts(found: Sequence[TimeComparison]) -> list[TimeComparison]:
+def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeComparison]:
     """Return comparisons with one reference whose verdicts are right together (Holm 1979).
 
     Among many pairs of equal times one looks different by chance. A verdict that Holm's rule takes back
     becomes `within noise`, and `among` has the number of comparisons.
     """
-    tested = [index for index, comparison in enumerate(found) if comparison.chance is not None]
-    tested.sort(key=lambda index: found[index].chance or 0.0)
-    result = list(found)
+    tested = [
+        index for index, comparison in enumerate(comparisons) if comparison.chance is not None
+    ]
+    tested.sort(key=lambda index: comparisons[index].chance or 0.0)
+    result = list(comparisons)
     if len(tested) < 2:
         # For a single pair the interval decides alone.
         return result
     still_holds = True
     for rank, index in enumerate(tested):
-        p_value = found[index].chance or 0.0
+        p_value = comparisons[index].chance or 0.0
         still_holds = still_holds and p_value <= (1 - CONFIDENCE) / (len(tested) - rank)
-        if not still_holds and found[index].verdict.is_clear:
-            result[index] = replace(found[index], verdict=TimeVerdict.NOISE, among=len(tested))
+        if not still_holds and comparisons[index].verdict.is_clear:
+            result[index] = replace(
+                comparisons[index], verdict=TimeVerdict.NOISE, among=len(tested)
+            )
     return result
 
 

@@ -229,18 +229,18 @@ def _find_step_indexes(values: Floats, depth: int = 0) -> list[int]:
     return [*before, cut, *(cut + index for index in after)]
 
 
-def _differ_clearly(values: Floats, others: Floats, count: int | None = None) -> bool:
+def _differ_clearly(values: Floats, other_values: Floats, count: int | None = None) -> bool:
     """Return True if two medians differ by more than single iterations scatter.
 
     Args:
         values: Times of one stretch.
-        others: Times of the other stretch.
+        other_values: Times of the other stretch.
         count: Number of iterations that show the scatter; None takes those of the shorter stretch.
     """
-    count = count or min(len(values), len(others))
-    median, other_median = float(np.median(values)), float(np.median(others))
+    count = count or min(len(values), len(other_values))
+    median, other_median = float(np.median(values)), float(np.median(other_values))
     spreads = _MIN_SPREADS + _MIN_SPREADS_OF_FEW / count
-    scatter = max(robust_spread(values), robust_spread(others))
+    scatter = max(robust_spread(values), robust_spread(other_values))
     least = max(_MIN_CHANGE * min(median, other_median), spreads * scatter)
     return abs(other_median - median) > least
 

@@ -222,7 +222,7 @@ def answer_routing(subjects: Sequence[Subject]) -> str:
     cost = _measure_wait_cost(subject, _scaled_loads(subject, record))
     if cost is None:
         return text
-    return f"{text} Waiting for other ranks' experts costs {cost.least} to {cost.most} of the iteration."
+    return f"{text} Waiting for other ranks' experts costs {cost.lowest} to {cost.highest} of the iteration."
 
 
 @dataclass(frozen=True)
@@ -274,9 +274,9 @@ class _WaitCost:
     shortest: RankLoad
     longest: RankLoad
     iteration_seconds: float
-    least: str
+    lowest: str
     """Difference between the two waits as a percentage of the iteration."""
-    most: str
+    highest: str
     """Longest wait as a percentage of the iteration."""
 
 
@@ -310,8 +310,8 @@ def _describe_load_cost(subject: Subject, loads: Sequence[RankLoad], busiest_rat
         f"{text}. In calls that exchange tokens, rank {cost.shortest.rank} spends {milliseconds(low)}"
         f" and rank {cost.longest.rank} {milliseconds(high)} of an iteration of"
         f" {milliseconds(cost.iteration_seconds)}. Waiting for another rank's experts costs at least the"
-        f" difference, {milliseconds(high - low)} ({cost.least}), and at most the longer time"
-        f" ({cost.most}); the transfer itself takes the remainder."
+        f" difference, {milliseconds(high - low)} ({cost.lowest}), and at most the longer time"
+        f" ({cost.highest}); the transfer itself takes the remainder."
     )
 
 

@@ -81,7 +81,7 @@ class TraceSpan:
 
     @property
     def milliseconds(self) -> float:
-        """Duration in milliseconds."""
+        """Duration of the span in milliseconds."""
         return self.end_ms - self.start_ms
 
 

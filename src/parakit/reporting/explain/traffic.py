@@ -52,13 +52,13 @@ def answer_traffic(subjects: Sequence[Subject]) -> str:
                 labels_of_deviating.append(subject.label)
     if not sent_bytes:
         return ""
-    most, least = (
-        max(sent_bytes, key=lambda k: sent_bytes[k]),
-        min(sent_bytes, key=lambda k: sent_bytes[k]),
+    highest, lowest = (
+        max(sent_bytes, key=lambda label: sent_bytes[label]),
+        min(sent_bytes, key=lambda label: sent_bytes[label]),
     )
-    text = f"The busiest rank of {most} sends {amount(sent_bytes[most])} per iteration"
-    if most != least:
-        text += f", the most of all; {least} sends the least, {amount(sent_bytes[least])}"
+    text = f"The busiest rank of {highest} sends {amount(sent_bytes[highest])} per iteration"
+    if highest != lowest:
+        text += f", the most of all; {lowest} sends the least, {amount(sent_bytes[lowest])}"
     if labels_of_deviating:
         return f"{text}. Calls of {joined(labels_of_deviating[:_MAX_CALL_GROUPS])} differ from the closed form."
     return f"{text}. Every measured call is in the planner's closed form."
@@ -180,7 +180,7 @@ def answer_context(subjects: Sequence[Subject]) -> str:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """What the busiest rank sends per iteration, and how long ranks wait for it."""
+    """Bytes that the busiest rank sends per iteration, and the time that ranks wait for them."""
 
     pass_bytes: int
     """Bytes in forward and backward, without groups of one rank."""

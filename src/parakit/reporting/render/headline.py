@@ -117,14 +117,14 @@ def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
 
 def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
     """Return the labels of rows that the runs do not show to be slower than the fastest row."""
-    others = [entry for entry in members if entry is not best]
+    other_rows = [entry for entry in members if entry is not best]
     comparisons = [
-        compare_speed(best.configuration, entry.configuration).judged_time for entry in others
+        compare_speed(best.configuration, entry.configuration).judged_time for entry in other_rows
     ]
     verdicts = adjust_verdicts([comparison for comparison in comparisons if comparison])
     return [
         entry.label
-        for entry, comparison in zip(others, verdicts, strict=True)
+        for entry, comparison in zip(other_rows, verdicts, strict=True)
         if comparison.verdict is not TimeVerdict.SLOWER
     ]
 

@@ -122,10 +122,10 @@ def published_sentences(report: Report) -> list[str]:
     return texts
 
 
-def _limit_sentences(texts: list[str], others: str) -> list[str]:
+def _limit_sentences(texts: list[str], remainder: str) -> list[str]:
     """Return the first texts of one kind, and then how many more there are."""
     more = len(texts) - _MAX_SENTENCES
-    return [*texts[:_MAX_SENTENCES], f"{more} more {others}"] if more > 0 else texts
+    return [*texts[:_MAX_SENTENCES], f"{more} more {remainder}"] if more > 0 else texts
 
 
 def _planner_sentences(report: Report) -> list[str]:
