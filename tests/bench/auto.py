@@ -15,7 +15,7 @@ from parakit.experiments.load import load_sweep
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import percent, plural, signed_percent
-from parakit.launch.auto import options_for_candidate, plan_here
+from parakit.launch.auto import options_for_candidate, plan_for_machine
 from parakit.launch.job import Job
 from parakit.launch.options import Options
 from parakit.planner.search import Candidate, Plan
@@ -80,7 +80,7 @@ def bench_auto(models: str | None, devices: str | None, options: Options, consol
     candidates: dict[Cell, Candidate] = {}
     for job in (cell.job for cell in experiment.cells):
         say(console, f"{job.model.name} on {plural(job.devices, f'{job.device} rank')}")
-        chosen = chosen_candidates(plan_here(job, console))
+        chosen = chosen_candidates(plan_for_machine(job, console))
         candidates |= {cell_of(job, each): each for each in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
     output = Output(partial(finish, candidates), also_interrupted=True)
@@ -116,7 +116,9 @@ def cell_of(job: Job, candidate: Candidate) -> Cell:
     micro_batch = candidate.spec.batch.micro_batch_size
     options = replace(options_for_candidate(candidate, job.options), micro_batch_size=micro_batch)
     label = f"{candidate.strategy}, micro batch {micro_batch}"
-    return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)
+    return Cell(
+        job.with_strategy(candidate.strategy).with_options(options), label, repeats=options.repeats
+    )
 
 
 def render(groups: Sequence[Group]) -> str:

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, what is wrong with it, and which strategy can load it.
+"""Describe checkpoints, find their faults, judge which strategy can load them, and reshard them.
 
-This package decides whether a checkpoint is complete, and rewrites it as another strategy would have saved it
+This package decides whether a checkpoint is complete, and writes it as another strategy would have saved it
 (`reshard`). It executes nothing that a checkpoint holds.
 """
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.checkpoint.checks import other_model_problem
+    from parakit.checkpoint.checks import describe_model_mismatch
     from parakit.checkpoint.command import inspect_command
     from parakit.checkpoint.contents import read_contents
     from parakit.checkpoint.inspection import CheckpointInspection, inspect_folder
@@ -18,8 +18,8 @@ else:
 
 __all__ = [
     "CheckpointInspection",
+    "describe_model_mismatch",
     "inspect_command",
     "inspect_folder",
-    "other_model_problem",
     "read_contents",
 ]

@@ -113,9 +113,9 @@ def compare_logs(
     """
     if judgement.verdict.verdict is not VerifyOutcome.HELD or judgement.compared is None:
         return judgement
-    rounding = measured_rounding(judgement.compared, rank.dtype, same_backend=same_backend)
+    rounding = measure_rounding(judgement.compared, rank.dtype, same_backend=same_backend)
     lines, other_lines = scrape_log(ours).iterations, scrape_log(reference).iterations
-    values = list(logged_values(lines, other_lines, rounding))
+    values = list(list_logged_values(lines, other_lines, rounding))
     wrong = [value for value in values if value.differs]
     if not wrong:
         held = replace(judgement.verdict, logged=_describe_held(values))
@@ -142,7 +142,7 @@ def compare_logs(
     return replace(judgement, verdict=verdict)
 
 
-def measured_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
+def measure_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
     """Return the rounding of one iteration: the larger of the parity's and the tensors' tolerances."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
     rate = max(
@@ -165,7 +165,7 @@ def measured_rounding(compared: CaptureComparison, dtype: str, *, same_backend: 
     )
 
 
-def logged_values(
+def list_logged_values(
     ours: Sequence[Iteration], reference: Sequence[Iteration], rounding: Rounding
 ) -> Iterator[LoggedValue]:
     """Yield what both logs print of each iteration: losses first, then norms, then counters.

@@ -15,7 +15,7 @@ from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
-from parakit.config.strategy import EXAMPLES
+from parakit.config.strategy import EXAMPLE_STRATEGIES
 from parakit.formatting.units import bit_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.disturbance import why_disturbed

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.run import Backend
-from parakit.costs import NODES, at_other_rate, link_seconds
+from parakit.costs import NUM_NODES, link_seconds, seconds_at_other_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
@@ -95,7 +95,7 @@ def busy_seconds_at_one_bit(run: Run) -> float | None:
     They are counted from the run's own communication log; without one the result is None.
     """
     record, spec = run.measurements.communication, run.spec
-    if record is None or spec is None or spec.parallelism.world_size % NODES:
+    if record is None or spec is None or spec.parallelism.world_size % NUM_NODES:
         return None
     return max(
         (

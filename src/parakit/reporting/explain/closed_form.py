@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.config.run import Backend, RunSpec
 from parakit.costs import (
-    LATEST,
-    Megatron,
+    LATEST_MEGATRON,
+    MegatronVersion,
     communication_bytes,
+    estimate_rank_memory,
     held_parameters,
     logits_bytes,
-    memory_of_rank,
     rank_parameters,
 )
 from parakit.formatting.units import amount

@@ -17,10 +17,10 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.costs import (
-    Megatron,
+    MegatronVersion,
     Operation,
     UnevenSplitError,
-    communication_of_rank,
+    rank_collectives,
     rank_parameters,
 )
 from parakit.formatting.units import ms
@@ -109,7 +109,7 @@ class CallComparison:
 
 
 def compare_calls(
-    configuration: RunSpec, rank: RankCommunication, megatron: Megatron
+    configuration: RunSpec, rank: RankCommunication, megatron: MegatronVersion
 ) -> CallComparison:
     """Compare the calls of a rank's steady iteration with the closed form, by group and operation."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)

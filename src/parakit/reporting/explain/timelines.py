@@ -19,7 +19,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import TRACE_FILE
 from parakit.config.strategy import Parallelism
-from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate
+from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate_schedule
 from parakit.formatting.terminal import say
 from parakit.logs import Run, find_run_folders, load_folder, read_trace_events
 from parakit.reporting.analyse.entry import Entry

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from parakit.artifacts.run import Status
 from parakit.config.run import RunSpec
-from parakit.config.strategy import BATCH_RULE, Parallelism, batch_for
+from parakit.config.strategy import BATCH_RULE, Parallelism, scale_batch
 from parakit.formatting.units import joined, number, plural, signed_percent
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import (

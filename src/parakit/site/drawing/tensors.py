@@ -1,0 +1,248 @@
+"""Draw what each rank holds: samples and tokens of the batch, weights by component, memory at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import batched
+
+from parakit.config.run import RunSpec
+from parakit.costs import (
+    PredictedMemory,
+    bytes_per_parameter,
+    estimate_rank_memory,
+    rank_parameters,
+)
+from parakit.formatting.units import amount, count
+from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_rank_headings
+
+_LABEL_WIDTH = 108
+"""Width of the labels to the left of the ranks' columns."""
+_RANKS_PER_BAND = 4
+"""The most ranks side by side. Further ranks are drawn below."""
+_CELL_WIDTH, _CELL_HEIGHT = 100, 14
+"""The largest width of a tensor's box, and its height."""
+
+
+@dataclass(frozen=True)
+class _TensorBox:
+    """A tensor that is cut into equal parts, and the parts that a rank holds."""
+
+    text: str
+    parts: int = 1
+    held: Iterable[int] = (0,)
+    """Numbers of the parts that the rank holds."""
+    cut: str = "columns"
+    """`columns`, `rows`, or `both`: of two matrices the first by columns and the second by rows."""
+    length: float = 1.0
+    """The box's width as a fraction of the largest width."""
+    size_bytes: int = 0
+    """Bytes that the rank holds; 0 if they are not to be added up."""
+
+
+@dataclass(frozen=True)
+class _TensorRow:
+    """A row of the sheet: a tensor, with a box per rank."""
+
+    name: str
+    make_box: Callable[[DrawnRank], _TensorBox | None]
+    """Returns the box of a rank; None if the rank holds nothing of the tensor."""
+
+
+def draw_tensors(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
+    """Return the sheet as SVG: a column per rank, and a row per tensor with the rank's part filled.
+
+    Args:
+        spec: The run.
+        ranks: The ranks to draw.
+        name: The prefix of the sheet's id.
+    """
+    sheet = Sheet(f"{name}-held", f"What each rank holds: {spec.model} as {spec.name}")
+    for band in batched(ranks, _RANKS_PER_BAND):
+        wide = (WIDTH - _LABEL_WIDTH) / len(band)
+        draw_rank_headings(sheet, spec.parallelism, band, _LABEL_WIDTH, wide)
+        for title, rows in (
+            ("the batch", _batch_rows(spec)),
+            ("weights it computes with", _weight_rows(spec)),
+            ("memory at its peak, in scale", _memory_rows(spec)),
+        ):
+            sheet.draw_text(0, sheet.y + 12, title, "title")
+            sheet.y += 19
+            for row in rows:
+                _draw_row(sheet, row, band, wide)
+        sheet.y += 10
+    return sheet.to_svg()
+
+
+def _draw_row(sheet: Sheet, row: _TensorRow, ranks: Iterable[DrawnRank], wide: float) -> None:
+    """Draw the label of a row and the box of each rank, and move the sheet's `y` below the row."""
+    top = sheet.y
+    sheet.y -= 1
+    num_lines = sheet.draw_wrapped_text(0, _LABEL_WIDTH - 8, row.name)
+    for column, rank in enumerate(ranks):
+        left_edge, box = _LABEL_WIDTH + wide * column, row.make_box(rank)
+        if box is None:
+            sheet.draw_text(left_edge + wide / 2, top + 12, "–", "q", "middle")
+            continue
+        data = {"rank": rank.number, "holds": box.size_bytes} if box.size_bytes else {}
+        sheet.begin_group(f"rank {rank.number}, {row.name}: {box.text}", **data)
+        room = min(wide - 8, _CELL_WIDTH)
+        x = left_edge + 4 + (wide - 8 - room) / 2
+        width = room * box.length
+        if box.cut == "both":
+            matrix_width = width / 2 - 3
+            _draw_parts(sheet, box, x, top, matrix_width, cut_rows=False)
+            _draw_parts(sheet, box, x + width / 2 + 3, top, matrix_width, cut_rows=True)
+        else:
+            _draw_parts(sheet, box, x, top, width, cut_rows=box.cut == "rows")
+        kind = "q" if wide > 70 else "q small"
+        sheet.draw_text(x + room / 2, top + _CELL_HEIGHT + 10, box.text, kind, "middle")
+        sheet.end_group()
+    sheet.y = top + max(_CELL_HEIGHT + 19, 13 * num_lines + 5)
+
+
+def _draw_parts(
+    sheet: Sheet, box: _TensorBox, x: float, y: float, wide: float, *, cut_rows: bool
+) -> None:
+    """Draw the frame of a tensor and the parts that the rank holds, cut by rows or by columns."""
+    sheet.draw_box(x, y, wide, _CELL_HEIGHT, "whole")
+    for part in box.held:
+        start, size = part / box.parts, 1 / box.parts
+        if cut_rows:
+            sheet.draw_box(x, y + _CELL_HEIGHT * start, wide, _CELL_HEIGHT * size, "held")
+        else:
+            sheet.draw_box(x + wide * start, y, wide * size, _CELL_HEIGHT, "held")
+
+
+def _batch_rows(spec: RunSpec) -> Iterator[_TensorRow]:
+    """Yield the rows of the batch: samples, tokens per sample, and the tokens that SP splits further.
+
+    Under CP a rank holds two chunks of a sample, one from the front and one from the back.
+    """
+    split, batch, length = spec.parallelism, spec.batch.global_batch_size, spec.shape.seq_length
+    samples = f"{batch // split.data:,} of {batch:,}"
+    yield _TensorRow("samples", lambda rank: _TensorBox(samples, split.data, (rank.data,)))
+    rank_tokens, chunks = length // split.context, 2 * split.context
+    tokens = f"{rank_tokens:,} of {length:,}"
+    yield _TensorRow(
+        "tokens of each",
+        lambda rank: _TensorBox(tokens, chunks, (rank.context, chunks - 1 - rank.context)),
+    )
+    if split.sequence_parallel:
+        split_tokens = f"{rank_tokens // split.tensor:,} of {rank_tokens:,}"
+        name = "of these in norms and dropouts"
+        yield _TensorRow(name, lambda rank: _TensorBox(split_tokens, split.tensor, (rank.tensor,)))
+
+
+_WEIGHTS = {
+    "word_embedding": ("word embedding", "rows"),
+    "position_embedding": ("positions", ""),
+    "norms": ("norms", ""),
+    "attention": ("attention: in, out", "both"),
+    "dense_mlp": ("MLP: in, out", "both"),
+    "router": ("router", ""),
+    "experts": ("experts", "experts"),
+    "output_layer": ("output layer", "rows"),
+}
+"""Label and cut of each component, by field of `Parameters`.
+
+TP cuts input projections by columns, output projections and tables by rows, and the others not at all. EP cuts
+experts.
+"""
+
+
+def _weight_rows(spec: RunSpec) -> Iterator[_TensorRow]:
+    """Yield the rows of the weights: layers, and each component that a stage has."""
+    split = spec.parallelism
+    layers_by_stage = [_list_layers(spec, stage) for stage in range(split.pipeline)]
+    num_layers = sum(map(len, layers_by_stage))
+    yield _TensorRow(
+        "layers",
+        lambda rank: _TensorBox(
+            f"{len(layers_by_stage[rank.stage]):,} of {num_layers:,}",
+            num_layers,
+            layers_by_stage[rank.stage],
+        ),
+    )
+    parameters_by_stage = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
+    bytes_per_weight = bytes_per_parameter(spec).weights
+    for component, (label, cut) in _WEIGHTS.items():
+        numbers = [getattr(parameters, component) for parameters in parameters_by_stage]
+        if any(numbers):
+            sizes = [number * bytes_per_weight for number in numbers]
+            yield _TensorRow(label, partial(_make_weight_box, spec, sizes, cut))
+
+
+def _make_weight_box(
+    spec: RunSpec, bytes_by_stage: list[int], cut: str, rank: DrawnRank
+) -> _TensorBox | None:
+    """Return the box of a component of the weights; None if the rank's stage has nothing of it."""
+    size_bytes, split = bytes_by_stage[rank.stage], spec.parallelism
+    if not size_bytes:
+        return None
+    text = _format_bytes(size_bytes)
+    if cut == "experts":
+        num_experts = spec.shape.experts
+        experts_per_rank = num_experts // split.expert
+        first = rank.expert * experts_per_rank
+        held = range(first, first + experts_per_rank)
+        return _TensorBox(text, num_experts, held, size_bytes=size_bytes)
+    if not cut:
+        return _TensorBox(text, size_bytes=size_bytes)
+    return _TensorBox(text, split.tensor, (rank.tensor,), cut, size_bytes=size_bytes)
+
+
+def _list_layers(spec: RunSpec, stage: int) -> list[int]:
+    """Return the numbers of the layers on a stage; with virtual stages they are several ranges."""
+    stages = range(spec.parallelism.pipeline)
+    chunk_layers_by_stage = [spec.layers_per_chunk(number) for number in stages]
+    layers: list[int] = []
+    first = 0
+    for layers_by_stage in zip(*chunk_layers_by_stage, strict=True):
+        for number, num_layers in enumerate(layers_by_stage):
+            if number == stage:
+                layers += range(first, first + num_layers)
+            first += num_layers
+    return layers
+
+
+def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
+    """Yield the rows of a rank's memory at its peak, in one scale.
+
+    The frame of a sharded component is as long as the component on all ranks, and the rank's shard is filled.
+    """
+    split, sharding = spec.parallelism, spec.parallelism.sharding
+    memory_by_stage = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
+    shard_ranks = split.data * split.context // spec.optimizer_instances
+    components: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
+        ("weights", lambda memory: memory.weights, sharding.shards_weights),
+        ("gradients", lambda memory: memory.gradients, sharding.shards_gradients),
+        (
+            "optimizer's state",
+            lambda memory: memory.main_parameters + memory.optimizer_state,
+            bool(sharding),
+        ),
+        ("activations", lambda memory: memory.activations, False),
+    )
+    longest = 0
+    for memory in memory_by_stage:
+        for _, get_bytes, is_sharded in components:
+            longest = max(longest, get_bytes(memory) * (shard_ranks if is_sharded else 1))
+
+    def make_box(
+        get_bytes: Callable[[PredictedMemory], int], shards: int, rank: DrawnRank
+    ) -> _TensorBox:
+        size_bytes = get_bytes(memory_by_stage[rank.stage])
+        shard = (rank.data * split.context + rank.context) % shards
+        length = size_bytes * shards / longest
+        return _TensorBox(_format_bytes(size_bytes), shards, (shard,), length=length)
+
+    for name, get_bytes, is_sharded in components:
+        shards = shard_ranks if is_sharded else 1
+        yield _TensorRow(name, partial(make_box, get_bytes, shards))
+
+
+def _format_bytes(size_bytes: int) -> str:
+    """Return a size with all digits if it is small, else with a binary unit."""
+    return f"{count(size_bytes)} B" if size_bytes < EXACT_BYTES else amount(size_bytes)
