@@ -210,7 +210,11 @@ def _conditions_key(run: Run) -> tuple[object, ...]:
 def _row_order(row: Configuration) -> tuple[object, ...]:
     """Return the sort key of a row: model, device, precision, strategy's place in the examples, ranks."""
     run, spec = row.newest, row.newest.spec
-    position = EXAMPLES.index(run.strategy) if run.strategy in EXAMPLES else len(EXAMPLES)
+    position = (
+        EXAMPLE_STRATEGIES.index(run.strategy)
+        if run.strategy in EXAMPLE_STRATEGIES
+        else len(EXAMPLE_STRATEGIES)
+    )
     dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
     return run.model or "~", run.device, dtype, position, ranks, run.strategy, run.name
 

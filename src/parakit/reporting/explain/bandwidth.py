@@ -47,7 +47,7 @@ class RateCurve:
         if self.sent_seconds is None:
             return None
         fastest_rate, milliseconds = self.points[-1]
-        seconds = at_other_rate(
+        seconds = seconds_at_other_rate(
             milliseconds / 1e3, self.sent_seconds / fastest_rate, fastest_rate, bits_per_second
         )
         return 1e3 * seconds

@@ -116,9 +116,9 @@ def find_peak_candidate(configuration: RunSpec, stage: int, kernels: Kernels) ->
     return max(candidates, key=lambda candidate: candidate.total)
 
 
-def detect_megatron_version(run: Run) -> Megatron:
+def detect_megatron_version(run: Run) -> MegatronVersion:
     """Return the Megatron version whose calls the run makes; the newest one if it is unknown."""
-    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD_VERSIONS) else LATEST
+    return MegatronVersion.F4FA7D6B if run.megatron.startswith(_OLD_VERSIONS) else LATEST_MEGATRON
 
 
 def compare_memory(
@@ -129,7 +129,7 @@ def compare_memory(
     The last two components are the allocator's and the device's own figures; CPU ranks have neither.
     """
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    prediction = memory_of_rank(configuration, stage)
+    prediction = estimate_rank_memory(configuration, stage)
     candidate = find_peak_candidate(configuration, stage, kernels)
     measured = {category: rank.categories.get(category, 0) for category in MemoryCategory}
     temporaries = measured[MemoryCategory.LOGITS] + measured[MemoryCategory.TEMPORARY]
@@ -192,7 +192,7 @@ def _list_peak_candidates(
 
     The planner has the first one. Megatron's unfused kernels and torch's Adam add up to three others.
     """
-    prediction, split = memory_of_rank(configuration, stage), configuration.parallelism
+    prediction, split = estimate_rank_memory(configuration, stage), configuration.parallelism
     is_last_stage = stage == split.pipeline - 1
     yield PeakCandidate(
         "the loss" if is_last_stage else "backward", prediction.activations, prediction.temporaries

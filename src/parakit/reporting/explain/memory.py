@@ -140,7 +140,7 @@ def _explain_embedding(spec: RunSpec, last_stage: int) -> str:
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
     """Return a rank's micro batches in flight, their predicted and their measured activations."""
     stage = spec.parallelism.pipeline_rank(rank.rank)
-    micro_batches = layers_in_flight(spec, stage) / spec.stage_layers(stage)
+    micro_batches = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
     forward_peak = rank.phase_peak_bytes.get(Phase.FORWARD)
     state_bytes = sum(rank.categories.get(category, 0) for category in _STATE)
     measured = ""
@@ -222,7 +222,7 @@ def _describe_saving(subject: Subject, plain: Subject) -> str:
 def _predicted_stored_bytes(spec: RunSpec) -> int:
     """Return the bytes per micro batch that the first stage stores for backward, in closed form."""
     stored = head_bytes(spec)
-    chunks = zip(spec.chunk_layers(0), spec.chunk_dense_layers(0), strict=True)
+    chunks = zip(spec.layers_per_chunk(0), spec.dense_layers_per_chunk(0), strict=True)
     for num_layers, num_dense_layers in chunks:
         stored += chunk_activation_bytes(spec, num_layers, num_dense_layers)
     return stored

@@ -122,7 +122,7 @@ def compare_calls(
             measured_calls[key].append(call)
             payload = _UNKNOWN_SIZE if call.group in _ROUTED else call.payload_bytes
             surplus[*key, payload] += call.calls
-    for prediction in communication_of_rank(configuration, stage, megatron):
+    for prediction in rank_collectives(configuration, stage, megatron):
         key = prediction.group.value, prediction.operation.value
         predicted_calls[key].append(prediction)
         payload = _UNKNOWN_SIZE if key[0] in _ROUTED else prediction.payload_bytes
@@ -130,7 +130,7 @@ def compare_calls(
     rows = tuple(
         CallRow(
             *key,
-            what="; ".join(dict.fromkeys(call.what for call in predicted_calls[key])),
+            what="; ".join(dict.fromkeys(call.description for call in predicted_calls[key])),
             measured_calls=sum(call.calls for call in measured_calls[key]),
             predicted_calls=sum(call.calls for call in predicted_calls[key]),
             measured_wire_bytes=sum(call.wire_bytes for call in measured_calls[key]),

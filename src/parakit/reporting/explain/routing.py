@@ -123,8 +123,8 @@ def compute_rank_loads(
     work = _tokens_by_expert_index(record, split)
     loads = []
     for number in sorted(rank.rank for rank in record.ranks):
-        block, position = divmod(number, split.expert * split.tensor_of_experts)
-        index = position // split.tensor_of_experts
+        block, position = divmod(number, split.expert * split.effective_expert_tensor)
+        index = position // split.effective_expert_tensor
         # A pipeline stage may have no layer with experts, and then its block has no tokens.
         num_iterations = len({iteration for iteration, _ in work[block]}) or 1
         totals = [sum(column) for column in zip(*work[block].values(), strict=True)]
@@ -179,7 +179,7 @@ def _tokens_by_expert_index(record: RoutingRecord, split: Parallelism) -> dict[i
     """Return per block of ranks that exchange tokens the tokens of each expert-parallel index."""
     work: dict[int, _BlockWork] = defaultdict(_BlockWork)
     for rank in record.ranks:
-        block_work = work[rank.rank // (split.expert * split.tensor_of_experts)]
+        block_work = work[rank.rank // (split.expert * split.effective_expert_tensor)]
         for row in rank.layers:
             per_rank = len(row.tokens_per_expert) // split.expert
             totals = block_work.setdefault((row.iteration, row.layer), [0] * split.expert)

@@ -121,8 +121,8 @@ def _list_steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, 
             direction: [Step(direction, number) for number in range(microbatches)]
             for direction in _PASSES.values()
         }
-    timeline = simulate(
-        split.run_schedule, split.pipeline, microbatches, virtual=split.virtual_stages
+    timeline = simulate_schedule(
+        split.executed_schedule, split.pipeline, microbatches, virtual=split.virtual_stages
     )
     stage = split.pipeline_rank(rank)
     events = sorted(timeline.events, key=lambda event: event.start)
@@ -174,8 +174,8 @@ class Scene:
     def ideal(self) -> SimulatedSchedule:
         """Schedule of the run with equal stages, which take the measured mean time per pass."""
         passes = select_passes(self.pieces)
-        return simulate(
-            *(self.split.run_schedule, self.split.pipeline, self.microbatches),
+        return simulate_schedule(
+            *(self.split.executed_schedule, self.split.pipeline, self.microbatches),
             virtual=self.split.virtual_stages,
             forward=self._mean_pass_ms(passes, Pass.FORWARD),
             backward=self._mean_pass_ms(passes, Pass.BACKWARD),

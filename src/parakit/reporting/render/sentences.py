@@ -413,7 +413,7 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
     if reference is None or other is None or reference.batch == other.batch:
         return ""
     text = f" (batch {reference.batch} | {other.batch}"
-    is_scaled = other.batch == batch_for(reference.batch, other.parallelism)
+    is_scaled = other.batch == scale_batch(reference.batch, other.parallelism)
     if reference.parallelism == Parallelism() and is_scaled:
         text += (
             f", scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= set one for all"
