@@ -29,6 +29,7 @@ from parakit.launch import (
     Options,
     Saving,
     WarmPool,
+    attention_problems,
     compose_job,
     parse_target,
     saving_flags,
@@ -42,6 +43,8 @@ ITERATION_RESUMED = 3
 """One more: the first update has a learning rate of 0, so weights move in the second."""
 MICRO_BATCH, MICRO_BATCHES = 2, 3
 """More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
+LOG_EVERY_ITERATION = ("--log-interval", "1")
+"""Flags of every run: what the loss function reports is compared per iteration, as the log prints it."""
 NATIVE, HF = "native", "hf"
 REIMPLEMENTATIONS = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 """References that are the model written again by others, on one rank."""
@@ -232,13 +235,18 @@ def compose_pair(pair: LaunchPair) -> Verification:
             noisy_start=True,
             ledger=False,
             saving=None,
-            extra=(*untied, *(("--bf16",) if pair.is_bf16 else ()), *options.extra),
+            extra=(
+                *untied,
+                *(("--bf16",) if pair.is_bf16 else ()),
+                *options.extra,
+                *LOG_EVERY_ITERATION,
+            ),
         )
     )
     own = alike.with_options(
         replace(
             alike.options,
-            extra=(*alike.options.extra, *pair.flags),
+            extra=(*alike.options.extra, *pair.flags, *LOG_EVERY_ITERATION),
             megatron_lm=pair.megatron_lm or options.megatron_lm,
         )
     )
@@ -250,6 +258,8 @@ def compose_pair(pair: LaunchPair) -> Verification:
         saving = _share_initial_weights(reference, compose_job(there))
     verification = Verification(pair, strategy, _pad_vocabulary(strategy, reference), saving)
     for launch in verification.launches:
+        for problem in attention_problems(launch):
+            raise LaunchError(problem)
         degrees = launch.spec.parallelism
         if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
             raise LaunchError(
