@@ -100,7 +100,7 @@ SECTIONS = {
         Command("demo", _EXPERIMENT, "train six strategies of gpt2-tiny on CPU ranks, and write a report", TRAINING,
             fixed=(("name", "demo"),), is_usual=True),
         Command("parity", "parakit.experiments.commands:run_parity_check",
-            "check that the losses of all strategies agree: MEGATRON_LM= VERIFY=",
+            "check that losses of all strategies agree: MEGATRON_LM= VERIFY=",
             (*TRAINING, _meaning(v.VERIFY,
              "1 finds the first wrong tensor of a strategy whose losses differ", kind=v.SWITCH,
              default=False)),
