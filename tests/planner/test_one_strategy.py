@@ -508,6 +508,6 @@ def test_a_time_says_how_far_readings_like_it_were_missed(
     assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Expect .* to .* s \(80%; 95%: .* to .* s\), by \d+ published", text)
-    assert "A100" in text.split("measured near this: ")[1]
+    assert "A100" in text.split("The nearest measurements are ")[1]
     assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx6000-ada"]) == 0
     assert "No published measurement on" in " ".join(capsys.readouterr().out.split())
