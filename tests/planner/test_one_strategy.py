@@ -302,7 +302,7 @@ def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
     make_request: Callable[..., Request], model: str
 ) -> None:
     request = make_request(model, 2, "h200", 64)
-    assert list_ignored_flags(request, laid=True) == ()
+    assert list_ignored_flags(request, is_one_strategy=True) == ()
 
 
 def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,9 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     if options.imbalance:
         refuse_imbalance(options.imbalance, spec.shape, split.expert)
     return TimedStrategy(
-        request, evaluate_configuration(request, spec), list_ignored_flags(request, laid=True)
+        request,
+        evaluate_configuration(request, spec),
+        list_ignored_flags(request, is_one_strategy=True),
     )
 
 

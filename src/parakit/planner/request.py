@@ -137,10 +137,14 @@ def parse_expert_tensor(flags: Flags, model: Model) -> int:
     return degree
 
 
-def list_ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
+def list_ignored_flags(request: Request, is_one_strategy: bool) -> tuple[str, ...]:
     """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a strategy was
     given."""
-    known = planned("counted", "neither", "one strategy") if laid else planned("counted", "neither")
+    known = (
+        planned("counted", "neither", "one strategy")
+        if is_one_strategy
+        else planned("counted", "neither")
+    )
     words = merge_flags(
         drop_flags(request.model.flags, planned("MICRO_BATCH=", "GLOBAL_BATCH=")), request.extra
     )
