@@ -33,7 +33,7 @@ def test_a_model_that_data_parallelism_cannot_hold_is_worth_megatron() -> None:
     found = advised("--model", "gpt3-175b", "--gpus", "64", "--gpu", "a100-80g")
     assert found["Megatron for this?"].startswith("Yes: ")
     assert "does not fit" in found["Avoid"]
-    assert "the bubble is" in found["Micro batches"]
+    assert "pipeline bubble is" in found["Micro batches"]
 
 
 def test_what_would_change_the_choice_is_looked_for() -> None:

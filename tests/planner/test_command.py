@@ -224,4 +224,4 @@ def test_ports_of_a_node_are_said_and_divided(capsys: pytest.CaptureFixture[str]
     assert seconds[0] == seconds[1]
     assert seconds[2] == pytest.approx(8 * seconds[0], rel=0.05)
     assert main(words[:-3]) == 0
-    assert "one port a GPU unless NICS= says so" in " ".join(capsys.readouterr().out.split())
+    assert "one port per GPU unless NICS= says so" in " ".join(capsys.readouterr().out.split())

@@ -327,7 +327,7 @@ def bottleneck_sentence(plan: Plan) -> str:
     if wait and wait not in shown:
         shown.append(wait)
     fractions = [
-        f"{100 * getattr(seconds, name) / seconds.total:.0f}% {_component_name(name)}"
+        f"{100 * getattr(seconds, name) / seconds.total:.0f}% {_component_name(name).removeprefix('the ')}"
         for name in shown
     ]
     return f"The bottleneck is {name_bottleneck(plan)}: an iteration's time is {joined(fractions)}."

@@ -108,10 +108,10 @@ class Cluster:
 
     @property
     def network(self) -> str:
-        """Phrase for the network between nodes and its ports, such as `ndr400 between them with 4 ports a node`."""
-        assumed = "one port a GPU unless NICS= says so"
-        ports = f"{plural(self.nics, 'port')} a node" if self.nics else assumed
-        return f"{self.inter.key} between them with {ports}"
+        """Phrase for the network between nodes and its ports, such as `ib-400g between nodes with 4 ports per node`."""
+        assumed = "one port per GPU unless NICS= says so"
+        ports = f"{plural(self.nics, 'port')} per node" if self.nics else assumed
+        return f"{self.inter.key} between nodes with {ports}"
 
 
 @dataclass(frozen=True)
