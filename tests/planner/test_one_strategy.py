@@ -291,7 +291,7 @@ def test_why_a_flag_is_no_part_of_the_prediction_is_said(
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= sets it), "
-        "--attention-softmax-in-fp32 (no formula has it), "
+        "--attention-softmax-in-fp32 (no formula counts it), "
         "--cp-comm-type (a search chooses it; STRATEGY= takes it), "
         "--app-tag-run-name (not known to this kit)."
     ) in said
@@ -507,7 +507,10 @@ def test_a_time_says_how_far_readings_like_it_were_missed(
     words = ["--model", "gpt3-175b", "--strategy", "tp8pp16dp8", "--micro-batch", "1"]
     assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"Expect .* to .* s \(80%; 95%: .* to .* s\), by \d+ published", text)
+    assert re.search(
+        r"Expect .* to .* s per iteration with 80% probability, or .* to .* s with 95%, by the",
+        text,
+    )
     assert "A100" in text.split("The nearest measurements are ")[1]
     assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx6000-ada"]) == 0
     assert "No published measurement on" in " ".join(capsys.readouterr().out.split())

@@ -65,14 +65,14 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     predicted = compute_residuals(found, unreadable, leave_out, *here)
     errors = collect_errors(predicted)
     if path != MEASUREMENTS_FILE:
-        errors = errors.beside(load_public_errors())
+        errors = errors.merge(load_public_errors())
     if json:
         print(dumps(encode_summary(predicted, errors), indent=1))
         return
     console = wide_console()
     _print(predicted, errors, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        write_atomically(ERRORS_FILE, errors.table())
+        write_atomically(ERRORS_FILE, errors.to_csv())
         page, picture = write_page(predicted, errors)
         console.print(
             f"{relative_to_root(page)} and {relative_to_root(picture)} show every reading."

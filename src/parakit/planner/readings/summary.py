@@ -265,7 +265,7 @@ def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]
 
 def collect_errors(residuals: Residuals) -> PredictionErrors:
     """Of all times and all memory."""
-    return PredictionErrors.of(drop_matrix_products(residuals))
+    return PredictionErrors.from_residuals(drop_matrix_products(residuals))
 
 
 def drop_matrix_products(residuals: Residuals) -> list[Residual]:
