@@ -104,8 +104,8 @@ class PublishedMeasurement:
     fused: str = ""
     """Patches of the kit that fuse kernels, as `FUSED=` names them."""
     counts: str = ""
-    """Operations that the figure counts as FLOPs, in words of `src/parakit/costs/flops.py: COUNTS`. If empty, they are those
-    of the source."""
+    """Operations that the figure counts as FLOPs, in words of `src/parakit/costs/flops.py: COUNTS`. If empty, they are
+    those of the source."""
 
     @property
     def is_held_out(self) -> bool:
