@@ -18,7 +18,7 @@ from megatron_patches.registry import Patch, Replacement
 from parakit.accounting import Recorder, Timeline
 from parakit.config import variables
 
-_recorder = functools.cache(Recorder.from_environment)
+_recorder = functools.cache(Recorder.create_from_environment)
 """Returns the recorder of this process. It is made at the first call, because a forked rank gets its
 environment only after this module is imported."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from parakit.data.indexed import DocumentIndex, bin_path, idx_path, manifest_path, write_index
-from parakit.launch.data import fold
+from parakit.launch.data import write_small_vocabulary_dataset
 
 VOCABULARY = 1100
 """Above the folded data's tokens; TP 2 pads it further than one rank does, as it does GPT-2's."""
@@ -20,7 +20,7 @@ SMALL = ("--vocab-size", str(VOCABULARY))
 def folded(prefix: Path, folder: Path) -> Path:
     """A data set in a small vocabulary, with a manifest that says so."""
     small = folder / prefix.name
-    fold(prefix, small)
+    write_small_vocabulary_dataset(prefix, small)
     manifest = json.loads(manifest_path(prefix).read_text())
     manifest["identity"]["vocabulary"] = VOCABULARY
     manifest["bin_sha256"] = hashlib.sha256(bin_path(small).read_bytes()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parakit.accounting import gradient_of, optimizers
+from parakit.accounting import list_optimizers, parameter_gradient
 from parakit.artifacts.capture import Placement
 from parakit.capturing import Piece, local_tensor
 
@@ -154,7 +154,7 @@ class OptimizerPart:
 
 def _optimizer_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
     """Return the part of a parameter that this rank's optimizer updates; None if it updates nothing."""
-    for megatron_optimizer in optimizers(optimizer):
+    for megatron_optimizer in list_optimizers(optimizer):
         if getattr(megatron_optimizer, "model_param_gbuf_map", None) is None:
             part = _full_part(megatron_optimizer, parameter)
             if part is not None:
@@ -174,7 +174,7 @@ def _sharded_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPar
         states = optimizer._get_main_param_and_optimizer_states(parameter)
     except KeyError:
         return None
-    gradient = gradient_of(parameter)
+    gradient = parameter_gradient(parameter)
     if gradient is not None:
         gradient = gradient.view(-1)[held_range.start : held_range.end]
     group_index, index_in_group = optimizer.model_param_group_index_map[parameter]
@@ -200,7 +200,7 @@ def _full_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart |
                 start=None,
                 main=main,
                 states=_select_tensors(states, parameter),
-                gradient=gradient_of(parameter),
+                gradient=parameter_gradient(parameter),
                 group=group,
             )
     return None

@@ -17,7 +17,7 @@ from megatron_patches.capture.probes import (
     list_modules,
     locate_function,
 )
-from parakit.accounting import optimizers
+from parakit.accounting import list_optimizers
 from parakit.artifacts.capture import (
     BUCKETS,
     CLIPPING,
@@ -140,7 +140,7 @@ def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
     """
     is_fused = getattr(config, "cross_entropy_loss_fusion", False)
     loss_module = "fusions.fused_cross_entropy" if is_fused else "tensor_parallel.cross_entropy"
-    optimizer_class = type(optimizers(optimizer)[0])
+    optimizer_class = type(list_optimizers(optimizer)[0])
     optimizer_module = optimizer_class.__module__.removeprefix("megatron.core.")
     optimizer_name = f"{optimizer_module}:{optimizer_class.__name__}"
     functions = {

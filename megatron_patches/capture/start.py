@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
-from parakit.accounting import is_megatron_fsdp, optimizers
+from parakit.accounting import is_megatron_fsdp, list_optimizers
 from parakit.artifacts.capture import (
     START_BUFFER,
     START_WEIGHT,
@@ -139,7 +139,7 @@ class Snapshot:
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
         """Copy weights, buffers, optimizer states, scheduler, loss scalers and random states."""
-        megatron_optimizers = optimizers(optimizer)
+        megatron_optimizers = list_optimizers(optimizer)
         torch_optimizers = [getattr(outer, "optimizer", outer) for outer in megatron_optimizers]
         tensors: list[torch.Tensor] = []
         for chunk in chunks:

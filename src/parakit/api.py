@@ -296,7 +296,7 @@ def _plan_options(**arguments: Any) -> PlanOptions:
         ValueError: A value is not of its kind.
     """
     from parakit.config import settings
-    from parakit.config.setting import read, text_of
+    from parakit.config.setting import format_setting, parse_setting
     from parakit.planner import PlanOptions
 
     options: dict[str, Any] = {}
@@ -308,7 +308,7 @@ def _plan_options(**arguments: Any) -> PlanOptions:
         elif name == "calibrate":
             options[name] = value
         else:
-            options[name] = read(getattr(settings, name.upper()), text_of(value))
+            options[name] = parse_setting(getattr(settings, name.upper()), format_setting(value))
     return PlanOptions(**options)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parakit.accounting import timeline as timeline_module
-from parakit.accounting.timeline import DeviceClock, HostClock, clock_of
+from parakit.accounting.timeline import DeviceClock, HostClock, clock_for_model
 
 
 @dataclass
@@ -51,26 +51,26 @@ def host_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_marks_of_a_device_are_read_on_the_hosts_clock(host_ns: list[int]) -> None:
     host_ns.extend([5_000_000])
     clock = DeviceClock(ScriptedDevice(iter([100.0, 102.5])))
-    assert clock.nanoseconds(clock.mark()) == 7_500_000
+    assert clock.to_nanoseconds(clock.now()) == 7_500_000
 
 
 def test_marks_from_before_the_last_settling_lie_before_it(host_ns: list[int]) -> None:
     host_ns.extend([0, 50_000_000])
     device = ScriptedDevice(iter([10.0, 12.0, 20.0]))
     clock = DeviceClock(device)
-    mark = clock.mark()
-    clock.settle()
-    assert clock.nanoseconds(mark) == 42_000_000
+    mark = clock.now()
+    clock.synchronize()
+    assert clock.to_nanoseconds(mark) == 42_000_000
     assert device.synchronised == 2
 
 
 def test_the_host_clock_reads_its_marks_as_they_are(host_ns: list[int]) -> None:
     host_ns.extend([7])
     clock = HostClock()
-    clock.settle()
-    assert clock.nanoseconds(clock.mark()) == 7
+    clock.synchronize()
+    assert clock.to_nanoseconds(clock.now()) == 7
 
 
 def test_a_model_on_the_host_is_timed_by_the_host() -> None:
-    assert isinstance(clock_of(torch.nn.Linear(1, 1)), HostClock)
-    assert isinstance(clock_of(torch.nn.Module()), HostClock)
+    assert isinstance(clock_for_model(torch.nn.Linear(1, 1)), HostClock)
+    assert isinstance(clock_for_model(torch.nn.Module()), HostClock)

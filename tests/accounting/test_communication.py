@@ -1,6 +1,6 @@
 import pytest
 
-from parakit.accounting.communication import Call, CommunicationLedger, Watched
+from parakit.accounting.communication import Call, CommunicationLog, ObservedCall
 from parakit.accounting.timeline import HostClock, Span
 from parakit.costs.operations import Operation, Phase
 
@@ -9,17 +9,17 @@ GATHER = Call("tp", 2, Operation.ALL_GATHER, Phase.FORWARD, "float32", 800, None
 CLOCK = HostClock()
 
 
-def iteration(ledger: CommunicationLedger, *calls: Watched, seconds: int = 1) -> None:
-    ledger.watched.extend(calls)
+def iteration(ledger: CommunicationLog, *calls: ObservedCall, seconds: int = 1) -> None:
+    ledger.observed_calls.extend(calls)
     ledger.end_iteration({Phase.FORWARD: seconds * 10**9}, CLOCK)
 
 
 def test_the_most_frequent_kind_of_iteration_is_the_steady_one() -> None:
-    ledger = CommunicationLedger()
-    iteration(ledger, Watched(GATHER, 0, 1))
+    ledger = CommunicationLog()
+    iteration(ledger, ObservedCall(GATHER, 0, 1))
     for _ in range(2):
-        iteration(ledger, Watched(REDUCE, 0, 1), Watched(REDUCE, 1, 2))
-    found = ledger.communication(0)
+        iteration(ledger, ObservedCall(REDUCE, 0, 1), ObservedCall(REDUCE, 1, 2))
+    found = ledger.steady_communication(0)
     assert (found.steady_iterations, found.other_iterations) == (2, 1)
     assert [(row.operation, row.calls, row.wire_bytes) for row in found.calls] == [
         (Operation.ALL_REDUCE, 2, 800)
@@ -27,53 +27,56 @@ def test_the_most_frequent_kind_of_iteration_is_the_steady_one() -> None:
 
 
 def test_waiting_is_distinct_from_the_transfer_and_belongs_to_its_own_phase() -> None:
-    ledger = CommunicationLedger()
+    ledger = CommunicationLog()
     later = (Phase.OPTIMIZER, 700_000_000, 900_000_000)
-    iteration(ledger, Watched(REDUCE, 0, 100_000_000, [later]))
-    (row,) = ledger.communication(0).calls
+    iteration(ledger, ObservedCall(REDUCE, 0, 100_000_000, [later]))
+    (row,) = ledger.steady_communication(0).calls
     assert row.wait_seconds == pytest.approx(0.1 + 0.2)
     assert row.transfer_seconds == pytest.approx(0.9)
-    time = ledger.time(0)
+    time = ledger.steady_time(0)
     assert time.communication_seconds == pytest.approx({Phase.FORWARD: 0.1, Phase.OPTIMIZER: 0.2})
     assert time.iteration_seconds == pytest.approx(1)
 
 
 def test_means_are_over_steady_iterations() -> None:
-    ledger = CommunicationLedger()
-    iteration(ledger, Watched(REDUCE, 0, 2_000_000_000), seconds=1)
-    iteration(ledger, Watched(REDUCE, 0, 4_000_000_000), seconds=3)
-    assert ledger.communication(0).calls[0].wait_seconds == pytest.approx(3)
-    assert ledger.time(0).iteration_seconds == pytest.approx(2)
+    ledger = CommunicationLog()
+    iteration(ledger, ObservedCall(REDUCE, 0, 2_000_000_000), seconds=1)
+    iteration(ledger, ObservedCall(REDUCE, 0, 4_000_000_000), seconds=3)
+    assert ledger.steady_communication(0).calls[0].wait_seconds == pytest.approx(3)
+    assert ledger.steady_time(0).iteration_seconds == pytest.approx(2)
 
 
 def test_a_span_ends_when_the_result_is_there() -> None:
-    ledger = CommunicationLedger()
-    ledger.watched += [Watched(REDUCE, 1, 2, [(Phase.FORWARD, 5, 8)]), Watched(GATHER, 3, 4)]
-    assert list(ledger.spans(CLOCK)) == [
+    ledger = CommunicationLog()
+    ledger.observed_calls += [
+        ObservedCall(REDUCE, 1, 2, [(Phase.FORWARD, 5, 8)]),
+        ObservedCall(GATHER, 3, 4),
+    ]
+    assert list(ledger.call_spans(CLOCK)) == [
         Span("all_reduce tp", "communication", 1, 8),
         Span("all_gather tp", "communication", 3, 4),
     ]
 
 
 def test_nothing_is_said_of_a_run_without_a_whole_iteration() -> None:
-    ledger = CommunicationLedger()
-    ledger.watched.append(Watched(REDUCE, 0, 1))
-    ledger.forget()
-    assert ledger.communication(3).calls == ()
-    assert ledger.time(3).iteration_seconds == 0
+    ledger = CommunicationLog()
+    ledger.observed_calls.append(ObservedCall(REDUCE, 0, 1))
+    ledger.drop_calls()
+    assert ledger.steady_communication(3).calls == ()
+    assert ledger.steady_time(3).iteration_seconds == 0
 
 
-def routed(rows: int, sent: int) -> Watched:
+def routed(rows: int, sent: int) -> ObservedCall:
     """An all-to-all of rows of 8 bytes."""
     call = Call("ep", 2, Operation.ALL_TO_ALL, Phase.FORWARD, "float32", 8 * rows, sent)
-    return Watched(call._replace(row_bytes=8), 0, 1)
+    return ObservedCall(call._replace(row_bytes=8), 0, 1)
 
 
 def test_iterations_that_differ_only_in_what_the_router_chose_are_of_one_kind() -> None:
-    ledger = CommunicationLedger()
-    iteration(ledger, routed(10, 32), routed(6, 16), Watched(REDUCE, 0, 1))
-    iteration(ledger, routed(10, 40), routed(14, 24), Watched(REDUCE, 0, 1))
-    found = ledger.communication(0)
+    ledger = CommunicationLog()
+    iteration(ledger, routed(10, 32), routed(6, 16), ObservedCall(REDUCE, 0, 1))
+    iteration(ledger, routed(10, 40), routed(14, 24), ObservedCall(REDUCE, 0, 1))
+    found = ledger.steady_communication(0)
     assert (found.steady_iterations, found.other_iterations) == (2, 0)
     assert [(row.group, row.calls, row.payload_bytes, row.wire_bytes) for row in found.calls] == [
         ("ep", 2, 8 * 10, (32 + 16 + 40 + 24) // 2),
@@ -82,32 +85,32 @@ def test_iterations_that_differ_only_in_what_the_router_chose_are_of_one_kind() 
 
 
 def test_rows_of_another_length_are_other_calls() -> None:
-    ledger = CommunicationLedger()
+    ledger = CommunicationLog()
     wide = routed(10, 0).call._replace(row_bytes=16)
-    iteration(ledger, routed(10, 0), Watched(wide, 0, 1))
-    assert [row.calls for row in ledger.communication(0).calls] == [1, 1]
+    iteration(ledger, routed(10, 0), ObservedCall(wide, 0, 1))
+    assert [row.calls for row in ledger.steady_communication(0).calls] == [1, 1]
 
 
 def test_calls_that_differ_in_size_alone_are_in_the_order_in_which_they_were_made() -> None:
-    ledger = CommunicationLedger()
+    ledger = CommunicationLog()
     sizes = [4 * (37 * place % 23) for place in range(23)]
-    iteration(ledger, *(Watched(REDUCE._replace(payload_bytes=size), 0, 1) for size in sizes))
-    assert [row.payload_bytes for row in ledger.communication(0).calls] == sizes
+    iteration(ledger, *(ObservedCall(REDUCE._replace(payload_bytes=size), 0, 1) for size in sizes))
+    assert [row.payload_bytes for row in ledger.steady_communication(0).calls] == sizes
 
 
 def test_of_equally_frequent_kinds_the_later_is_steady() -> None:
-    ledger = CommunicationLedger()
-    iteration(ledger, Watched(GATHER, 0, 1))
-    iteration(ledger, Watched(REDUCE, 0, 1))
-    assert [row.operation for row in ledger.communication(0).calls] == [Operation.ALL_REDUCE]
+    ledger = CommunicationLog()
+    iteration(ledger, ObservedCall(GATHER, 0, 1))
+    iteration(ledger, ObservedCall(REDUCE, 0, 1))
+    assert [row.operation for row in ledger.steady_communication(0).calls] == [Operation.ALL_REDUCE]
 
 
 def test_a_slowed_iteration_counts_calls_and_no_time() -> None:
-    ledger = CommunicationLedger()
-    iteration(ledger, Watched(REDUCE, 0, 2_000_000_000), seconds=1)
-    ledger.watched.append(Watched(REDUCE, 0, 90_000_000_000))
-    ledger.end_slowed_iteration()
-    found = ledger.communication(0)
+    ledger = CommunicationLog()
+    iteration(ledger, ObservedCall(REDUCE, 0, 2_000_000_000), seconds=1)
+    ledger.observed_calls.append(ObservedCall(REDUCE, 0, 90_000_000_000))
+    ledger.end_untimed_iteration()
+    found = ledger.steady_communication(0)
     assert (found.steady_iterations, found.calls[0].calls, found.calls[0].wire_bytes) == (2, 1, 400)
     assert found.calls[0].wait_seconds == pytest.approx(2)
-    assert ledger.time(0).iteration_seconds == pytest.approx(1)
+    assert ledger.steady_time(0).iteration_seconds == pytest.approx(1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from parakit.accounting.memory import MemoryLedger
+from parakit.accounting.memory import MemoryAccounting
 from parakit.accounting.timeline import Timeline
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.native.pipelines import StageModules
@@ -12,7 +12,7 @@ WEIGHT_BYTES, BUFFER_BYTES = 4 * 4 * 4, 4 * 1024
 
 def followed(action: object) -> RankMemory:
     model = torch.nn.Linear(4, 4, bias=False)
-    ledger = MemoryLedger(Timeline())
+    ledger = MemoryAccounting(Timeline())
     ledger.start(0, 2, [model], torch.optim.SGD(model.parameters()))
     assert callable(action)
     action(model, ledger)
@@ -22,9 +22,9 @@ def followed(action: object) -> RankMemory:
 
 
 def test_what_others_send_arrives_in_a_communication_buffer() -> None:
-    def receive(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+    def receive(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(1024)
-        ledger.received([buffer])
+        ledger.note_received([buffer])
 
     found = followed(receive).categories
     assert found[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
@@ -33,9 +33,9 @@ def test_what_others_send_arrives_in_a_communication_buffer() -> None:
 
 
 def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_go() -> None:
-    def receive(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+    def receive(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(256, 4)
-        ledger.received([buffer])
+        ledger.note_received([buffer])
         kept = model(buffer).sum()
         del kept
         torch.empty(10**5)
@@ -45,9 +45,9 @@ def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_g
     assert found[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
     assert found[MemoryCategory.TEMPORARY] == 4 * 10**5
 
-    def keep(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
+    def keep(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(256, 4)
-        ledger.received([buffer])
+        ledger.note_received([buffer])
         kept = model(buffer)
         torch.empty(10**5)
         del kept
@@ -56,8 +56,8 @@ def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_g
 
 
 def test_weights_that_are_gathered_into_stay_weights() -> None:
-    def gather(model: torch.nn.Linear, ledger: MemoryLedger) -> None:
-        ledger.received([model.weight.detach()])
+    def gather(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
+        ledger.note_received([model.weight.detach()])
 
     found = followed(gather).categories
     assert found[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
@@ -71,7 +71,7 @@ def test_logits_stay_logits_kept_or_not() -> None:
             self.output_layer = torch.nn.Linear(2, 7, bias=False)
 
     model = Tied()
-    ledger = MemoryLedger(Timeline())
+    ledger = MemoryAccounting(Timeline())
     ledger.start(0, 2, [model], torch.optim.SGD(model.parameters()))
     logits = model.output_layer(torch.ones(3, 2))
     kept = torch.nn.functional.relu(logits)
@@ -86,9 +86,9 @@ def test_every_version_that_a_pipeline_keeps_of_its_weights_is_counted_once() ->
     stages = StageModules([torch.nn.Linear(4, 4, bias=False)])
     newest = [parameter.data for parameter in stages.parameters()]
     stages.weight_versions = [newest, [torch.empty_like(each) for each in newest]]
-    ledger = MemoryLedger(Timeline())
+    ledger = MemoryAccounting(Timeline())
     ledger.start(0, 2, [stages], torch.optim.SGD(stages.parameters()))
-    ledger.received([torch.empty(1024)])  # Which makes a peak.
+    ledger.note_received([torch.empty(1024)])  # Which makes a peak.
     ledger.stop()
     assert ledger.result is not None
     assert ledger.result.categories[MemoryCategory.WEIGHTS] == 2 * WEIGHT_BYTES

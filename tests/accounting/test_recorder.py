@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parakit.accounting import recorder as recorder_module
-from parakit.accounting.collect import RankLedger
-from parakit.accounting.communication import Call, Watched
+from parakit.accounting.collect import RankRecord
+from parakit.accounting.communication import Call, ObservedCall
 from parakit.accounting.recorder import MEMORY_ITERATION, Recorder
 from parakit.artifacts.measurements import MemoryCategory
 from parakit.costs.operations import Operation, Phase
@@ -58,12 +58,12 @@ def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
     only_first = reduce._replace(group="mp", payload_bytes=4)
     for made in ([reduce, only_first], [reduce], [reduce]):
         recorder.begin_iteration([model], optimizer)
-        recorder._communication.watched += [Watched(call, 0, 1) for call in made]
+        recorder._communication.observed_calls += [ObservedCall(call, 0, 1) for call in made]
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
         recorder.end_step()
     recorder._write()
-    ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankLedger)
+    ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankRecord)
     assert [call.group for call in ledger.communication.calls] == ["tp"]
     assert (ledger.communication.steady_iterations, ledger.communication.other_iterations) == (1, 1)
     assert ledger.time.iteration_seconds == 0  # Measuring memory slowed the one that counts.
@@ -87,7 +87,7 @@ def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(
         time.sleep(0.05)
         recorder.end_step()
     recorder._write()
-    ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankLedger)
+    ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankRecord)
     # Of the first there is none, the second measures memory, the last has not ended.
     assert ledger.time.processor_seconds == (0.25, 0.25)
     assert ledger.time.iteration_seconds >= 0.05

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from parakit.accounting.collect import RankLedger, collect_ledgers
-from parakit.accounting.routing import RoutingLedger, record_routing
+from parakit.accounting.collect import RankRecord, collect_rank_records
+from parakit.accounting.routing import RoutingLog, record_routing
 from parakit.artifacts import run as records
 from parakit.artifacts.measurements import (
     LayerRouting,
@@ -22,21 +22,21 @@ CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
 
 
 @pytest.fixture
-def ledger() -> Iterator[RoutingLedger]:
-    ledger = RoutingLedger(kept_iterations=4)
+def ledger() -> Iterator[RoutingLog]:
+    ledger = RoutingLog(kept_iterations=4)
     ledger.install()
     yield ledger
-    RoutingLedger.installed = None
+    RoutingLog.installed = None
 
 
-def rows(ledger: RoutingLedger) -> tuple[LayerRouting, ...]:
+def rows(ledger: RoutingLog) -> tuple[LayerRouting, ...]:
     result = ledger.result(rank=0)
     assert result is not None
     return result.layers
 
 
 def test_tokens_and_drops_add_up_over_micro_batches_and_losses_are_their_mean(
-    ledger: RoutingLedger,
+    ledger: RoutingLog,
 ) -> None:
     for loss in (1.0, 2.0):
         record_routing(
@@ -49,7 +49,7 @@ def test_tokens_and_drops_add_up_over_micro_batches_and_losses_are_their_mean(
     assert row.load_balancing_loss == pytest.approx(1.5)
 
 
-def test_an_indifferent_router_has_the_entropy_of_its_experts(ledger: RoutingLedger) -> None:
+def test_an_indifferent_router_has_the_entropy_of_its_experts(ledger: RoutingLog) -> None:
     record_routing(1, torch.full((2, 3), 2.0), CHOSEN)
     ledger.end_iteration(1)
     (row,) = rows(ledger)
@@ -59,13 +59,13 @@ def test_an_indifferent_router_has_the_entropy_of_its_experts(ledger: RoutingLed
     assert row.load_balancing_loss is None
 
 
-def test_a_certain_router_has_no_entropy(ledger: RoutingLedger) -> None:
+def test_a_certain_router_has_no_entropy(ledger: RoutingLog) -> None:
     record_routing(1, torch.tensor([[0.0, 100.0]]), torch.tensor([[False, True]]))
     ledger.end_iteration(1)
     assert rows(ledger)[0].entropy_nats == pytest.approx(0, abs=1e-30)
 
 
-def test_layers_are_in_order_and_iterations_apart(ledger: RoutingLedger) -> None:
+def test_layers_are_in_order_and_iterations_apart(ledger: RoutingLog) -> None:
     for iteration in (1, 2):
         for layer in (2, 1):
             record_routing(layer, torch.zeros(2, 3), CHOSEN)
@@ -74,14 +74,14 @@ def test_layers_are_in_order_and_iterations_apart(ledger: RoutingLedger) -> None
     assert all(row.tokens_per_expert == (2, 1, 1) for row in rows(ledger))
 
 
-def test_evaluation_is_not_counted(ledger: RoutingLedger) -> None:
+def test_evaluation_is_not_counted(ledger: RoutingLog) -> None:
     with torch.no_grad():
         record_routing(1, torch.zeros(2, 3), CHOSEN)
     ledger.end_iteration(1)
     assert ledger.result(0) is None
 
 
-def test_a_long_run_keeps_every_other_iteration(ledger: RoutingLedger) -> None:
+def test_a_long_run_keeps_every_other_iteration(ledger: RoutingLog) -> None:
     for iteration in range(1, 10):
         record_routing(1, torch.zeros(2, 3), CHOSEN)
         ledger.end_iteration(iteration)
@@ -89,7 +89,7 @@ def test_a_long_run_keeps_every_other_iteration(ledger: RoutingLedger) -> None:
     assert rows(ledger)[1].tokens_per_expert == (2, 1, 1)
 
 
-def test_a_figure_that_is_not_finite_is_unknown(ledger: RoutingLedger) -> None:
+def test_a_figure_that_is_not_finite_is_unknown(ledger: RoutingLog) -> None:
     record_routing(1, torch.full((2, 3), math.nan), CHOSEN)
     ledger.end_iteration(1)
     (row,) = rows(ledger)
@@ -102,7 +102,7 @@ def test_without_a_ledger_nothing_happens() -> None:
 
 def rank_file(rank: int, rows: RankRouting | None) -> bytes:
     empty = RankCommunication(rank, 0, 0, ()), RankTime(rank, 0.0, {}, {})
-    return msgspec.json.encode(RankLedger(rank, *empty, None, (), rows))
+    return msgspec.json.encode(RankRecord(rank, *empty, None, (), rows))
 
 
 def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
     for rank in (1, 0):
         file = tmp_path / records.LEDGER_FOLDER / f"rank{rank}.json"
         file.write_bytes(rank_file(rank, RankRouting(rank, (row,))))
-    collect_ledgers(tmp_path)
+    collect_rank_records(tmp_path)
     assert read_measurements(tmp_path, RoutingRecord) == RoutingRecord(
         (RankRouting(0, (row,)), RankRouting(1, (row,)))
     )
@@ -120,5 +120,5 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
 def test_a_dense_model_gets_no_file(tmp_path: Path) -> None:
     (tmp_path / records.LEDGER_FOLDER).mkdir()
     (tmp_path / records.LEDGER_FOLDER / "rank0.json").write_bytes(rank_file(0, None))
-    collect_ledgers(tmp_path)
+    collect_rank_records(tmp_path)
     assert not (tmp_path / records.ROUTING_FILE).exists()

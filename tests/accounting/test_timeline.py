@@ -2,7 +2,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from parakit.accounting.timeline import Mark, Span, Timeline, phase_of
+from parakit.accounting.timeline import Span, Timeline, TimeMark, phase_of_timer
 from parakit.costs.operations import Phase
 
 
@@ -13,19 +13,19 @@ class Scripted:
         self._times = iter(times)
         self.settled = 0
 
-    def mark(self) -> Mark:
+    def now(self) -> TimeMark:
         return next(self._times)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.settled += 1
 
-    def nanoseconds(self, mark: Mark) -> int:
+    def to_nanoseconds(self, mark: TimeMark) -> int:
         return int(mark)
 
 
 def timeline(*times: int) -> Timeline:
     made = Timeline()
-    made.use(Scripted(times))
+    made.use_clock(Scripted(times))
     return made
 
 
@@ -36,7 +36,11 @@ def test_a_span_does_not_count_the_spans_inside_it() -> None:
     assert line.phase is Phase.PIPELINE
     line.end("forward-recv")
     line.end("forward-compute")
-    assert line.take() == {Phase.OTHER: 1 + 2, Phase.FORWARD: 2 + 3, Phase.PIPELINE: 4}
+    assert line.take_phase_nanoseconds() == {
+        Phase.OTHER: 1 + 2,
+        Phase.FORWARD: 2 + 3,
+        Phase.PIPELINE: 4,
+    }
 
 
 def test_a_span_without_a_phase_inherits_the_one_around_it() -> None:
@@ -46,20 +50,20 @@ def test_a_span_without_a_phase_inherits_the_one_around_it() -> None:
     assert line.phase is Phase.BACKWARD
     line.end("something else")
     line.end("backward-compute")
-    assert line.take() == {Phase.OTHER: 2, Phase.BACKWARD: 3}
+    assert line.take_phase_nanoseconds() == {Phase.OTHER: 2, Phase.BACKWARD: 3}
 
 
 def test_phases_sum_to_the_time_between_two_takes() -> None:
     line = timeline(0, 4, 10, 15, 21)
     line.begin("optimizer")
-    assert sum(line.take().values()) == 10
+    assert sum(line.take_phase_nanoseconds().values()) == 10
     line.end("optimizer")
-    assert line.take() == {Phase.OPTIMIZER: 5, Phase.OTHER: 6}
+    assert line.take_phase_nanoseconds() == {Phase.OPTIMIZER: 5, Phase.OTHER: 6}
 
 
 def test_spans_left_open_end_with_the_one_around_them() -> None:
     line = timeline(0, 1, 2, 5, 6)
-    line.keep_spans()
+    line.start_keeping_spans()
     line.begin("forward-compute")
     line.begin("forward-send")
     line.end("forward-compute")
@@ -75,9 +79,9 @@ def test_spans_left_open_end_with_the_one_around_them() -> None:
 def test_another_clock_forgets_what_is_open() -> None:
     line = timeline(0, 1)
     line.begin("forward-compute")
-    line.use(Scripted([100, 130]))
+    line.use_clock(Scripted([100, 130]))
     line.end("forward-compute")
-    assert line.take() == {Phase.OTHER: 30}
+    assert line.take_phase_nanoseconds() == {Phase.OTHER: 30}
 
 
 @pytest.mark.parametrize(
@@ -90,16 +94,16 @@ def test_another_clock_forgets_what_is_open() -> None:
     ],
 )
 def test_megatrons_timer_names_stand_for_phases(name: str, phase: Phase) -> None:
-    assert phase_of(name) is phase
+    assert phase_of_timer(name) is phase
 
 
 def test_spans_are_not_kept_while_recording_is_off() -> None:
     line = timeline(0, 1, 5, 9, 20)
     line.begin("forward-compute")
-    line.watch(active=False)
+    line.set_active(active=False)
     line.end("forward-compute")
     line.begin("optimizer")
     assert line.phase is Phase.OTHER
-    line.watch(active=True)
+    line.set_active(active=True)
     line.end("optimizer")
-    assert line.take() == {Phase.OTHER: 20 - 9}
+    assert line.take_phase_nanoseconds() == {Phase.OTHER: 20 - 9}

@@ -15,13 +15,13 @@ from parakit.experiments.load import load_sweep
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import percent, plural, signed_percent
-from parakit.launch.auto import options_for_candidate, plan_here
+from parakit.launch.auto import options_for_candidate, plan_for_machine
 from parakit.launch.job import Job
 from parakit.launch.options import Options
 from parakit.planner.search import Candidate, Plan
-from parakit.reporting.analyse.entry import rows_of
+from parakit.reporting.analyse.entry import build_entries_from_folders
 from parakit.reporting.analyse.statistics import Estimate
-from parakit.reporting.render.tables import time_text
+from parakit.reporting.render.tables import format_time
 
 BEST = 4
 """Of the planner's ranking, that are trained; and the best of each dimension alone."""
@@ -80,7 +80,7 @@ def bench_auto(models: str | None, devices: str | None, options: Options, consol
     candidates: dict[Cell, Candidate] = {}
     for job in (cell.job for cell in experiment.cells):
         say(console, f"{job.model.name} on {plural(job.devices, f'{job.device} rank')}")
-        chosen = chosen_candidates(plan_here(job, console))
+        chosen = chosen_candidates(plan_for_machine(job, console))
         candidates |= {cell_of(job, each): each for each in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
     output = Output(partial(finish, candidates), also_interrupted=True)
@@ -90,7 +90,7 @@ def bench_auto(models: str | None, devices: str | None, options: Options, consol
 def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
     """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
     groups: dict[tuple[str, int], list[AutoRow]] = {}
-    found = rows_of([result.folders for result in study.results])
+    found = build_entries_from_folders([result.folders for result in study.results])
     for result, entry in zip(study.results, found, strict=True):
         job, candidate = result.cell.job, candidates[result.cell]
         name = f"{job.strategy}, {candidate.spec.batch.micro_batch_size}"
@@ -116,7 +116,9 @@ def cell_of(job: Job, candidate: Candidate) -> Cell:
     micro_batch = candidate.spec.batch.micro_batch_size
     options = replace(options_for_candidate(candidate, job.options), micro_batch_size=micro_batch)
     label = f"{candidate.strategy}, micro batch {micro_batch}"
-    return Cell(job.laid(candidate.strategy).under(options), label, repeats=options.repeats)
+    return Cell(
+        job.with_strategy(candidate.strategy).with_options(options), label, repeats=options.repeats
+    )
 
 
 def render(groups: Sequence[Group]) -> str:
@@ -156,6 +158,6 @@ _ROWS: tuple[Column[AutoRow], ...] = (
     Column("ranks", lambda row: row.ranks),
     Column("layout, micro batch", lambda row: row.name),
     Column("predicted, ms", lambda row: row.predicted_ms, "{:.0f}".format),
-    Column("measured, ms [95%]", lambda row: row.measured, partial(time_text, shape=".0f")),
+    Column("measured, ms [95%]", lambda row: row.measured, partial(format_time, shape=".0f")),
     Column("error", lambda row: row.error, partial(signed_percent, decimals=0)),
 )

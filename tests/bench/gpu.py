@@ -162,7 +162,7 @@ def _dtype(cell: Cell) -> str:
 def _ceilings(console: Console) -> Ceilings | None:
     """What the device reaches at best; None where that could not be measured, and the runs follow."""
     try:
-        figures = microbenchmark.measure(
+        figures = microbenchmark.run_workload(
             CEILINGS, DeviceKind.GPU, 1, timeout_seconds=3 * CEILINGS_SECONDS
         )
     except LaunchError as error:

@@ -18,10 +18,10 @@ from parakit.config.run import DeviceKind
 from parakit.formatting.table import TextTable
 from parakit.formatting.units import DASH, size
 from parakit.logs.runs import Run, find_run_folders, load_runs
-from parakit.logs.traces import split_of
+from parakit.logs.traces import read_group_milliseconds
 from parakit.logs.window import Window
-from parakit.reporting.analyse.configurations import identity_of_run
-from parakit.reporting.analyse.entry import Entry, rows_of_runs
+from parakit.reporting.analyse.configurations import build_row_identity
+from parakit.reporting.analyse.entry import Entry, build_entries
 
 FOLDER, FILE = "bench-gpu", "ceilings.json"
 """`runs/bench-gpu/ceilings.json`; a setting's runs lie beside it in a folder of its name."""
@@ -114,7 +114,8 @@ def read_bench(runs: Path) -> Bench | None:
         kept = [
             run
             for run in each
-            if identity_of_run(run) == identity_of_run(each[-1]) and _where(run) == _where(newest)
+            if build_row_identity(run) == build_row_identity(each[-1])
+            and _where(run) == _where(newest)
         ]
         if kept:
             rows.append(_row(name, list(map(_timed, kept))))
@@ -152,7 +153,7 @@ def _row(name: str, runs: Sequence[Run]) -> BenchRow:
     row = BenchRow(name, spec.dtype, spec.fused)
     if not counting:
         return replace(row, note=runs[-1].notes[0])
-    (entry,) = rows_of_runs([counting[::-1]])
+    (entry,) = build_entries([counting[::-1]])
     kernels, problem = _kernels(counting)
     notes = (*(note for run in counting for note in run.notes), problem)
     return replace(row, entry=entry, kernels_ms=kernels, note="; ".join(filter(None, notes)))
@@ -227,7 +228,7 @@ def _kernels(runs: Sequence[Run]) -> tuple[Mapping[str, float], str]:
         if run.record is None or not Flags(run.record.argv).has("--profile"):
             continue
         on_gpu = run.spec is not None and run.spec.device is DeviceKind.GPU
-        found, said = split_of(run.path, on_gpu)
+        found, said = read_group_milliseconds(run.path, on_gpu)
         problem = problem or said
         if found:
             return found, problem

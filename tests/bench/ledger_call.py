@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from parakit.accounting.communication import CommunicationLedger
+from parakit.accounting.communication import CommunicationLog
 from parakit.accounting.process_groups import CallWatcher
 from parakit.accounting.timeline import Timeline
 
@@ -37,12 +37,12 @@ def main(kind: str) -> int:
 
 def _watch() -> Callable[[], None]:
     """Watch from here on; what ends an iteration."""
-    ledger, timeline = CommunicationLedger(), Timeline()
+    ledger, timeline = CommunicationLog(), Timeline()
     watcher = CallWatcher(ledger, timeline)
     watcher.install()
 
     def end_iteration() -> None:
-        ledger.end_iteration(timeline.take(), timeline.clock)
+        ledger.end_iteration(timeline.take_phase_nanoseconds(), timeline.clock)
         watcher.forget_pending()
 
     return end_iteration

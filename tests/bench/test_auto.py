@@ -4,12 +4,12 @@ from rich.console import Console
 
 from parakit.config.run import DeviceKind
 from parakit.experiments.load import load_sweep
-from parakit.launch.auto import request_here
-from parakit.launch.calibrate import calibration_from_figures
+from parakit.launch.auto import build_request
+from parakit.launch.calibrate import build_calibration
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
 from parakit.planner.search import search_configurations
-from parakit.reporting.analyse.statistics import estimate
+from parakit.reporting.analyse.statistics import estimate_time
 from tests.bench.auto import (
     AutoRow,
     best_of,
@@ -24,7 +24,7 @@ QUIET = Console(quiet=True)
 
 
 def row(strategy: str, predicted: float, measured: float | None) -> AutoRow:
-    found = None if measured is None else estimate([[measured] * 8])
+    found = None if measured is None else estimate_time([[measured] * 8])
     return AutoRow("gpt2-tiny", 2, f"{strategy}, 2", predicted, found)
 
 
@@ -45,8 +45,8 @@ def test_a_run_that_failed_has_no_error_and_a_failed_choice_no_loss() -> None:
 
 
 def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None:
-    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search_configurations(request_here(TINY, CPU, calibration))
+    calibration = build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    plan = search_configurations(build_request(TINY, CPU, calibration))
     chosen = chosen_candidates(plan)
     assert chosen[:4] == plan.ranked[:4]
     assert {"dp2", "tp2"} <= {candidate.strategy for candidate in chosen}

@@ -228,8 +228,8 @@ class Machine:
         self.limits: list[float | None] = []
         self.said = ""
         monkeypatch.setattr(runner, "execute_launch", self._execute)
-        monkeypatch.setattr(runner, "ensure_start_checkpoint", lambda *_: None)
-        monkeypatch.setattr(engine, "check", self._check)
+        monkeypatch.setattr(runner, "ensure_initial_checkpoint", lambda *_: None)
+        monkeypatch.setattr(engine, "check_launch", self._check)
         monkeypatch.setattr(engine, "make_sample", lambda *_: None)
         seconds = count()  # Folders are named by the second that they are made in.
         monkeypatch.setattr(records, "utc_stamp", lambda: f"20260101T{next(seconds):06}Z")
@@ -344,7 +344,7 @@ def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
     def small(cell: Cell) -> Cell:
         options = replace(cell.job.options, data=str(sample_prefix), shared_start=False)
         job = replace(cell.job, model=load_model("gpt2-tiny"), device=DeviceKind.CPU)
-        return replace(cell, job=job.under(options), repeats=1)
+        return replace(cell, job=job.with_options(options), repeats=1)
 
     asked = settings("published tuned", Options(runs=tmp_path))
     experiment: Experiment = replace(asked, cells=tuple(map(small, asked.cells)))

@@ -6,7 +6,7 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.experiments.load import load_experiment
 from parakit.launch.options import Options, options_from_texts
-from parakit.reporting.analyse.statistics import TimeVerdict, compare, estimate
+from parakit.reporting.analyse.statistics import TimeVerdict, compare_times, estimate_time
 from tests.bench.ledger_cost import LedgerCost, by_call, cost_of, kinds, refuse_without_ledger
 from tests.bench.within_runs import compare_within_runs, fastest_half
 
@@ -87,8 +87,8 @@ def test_ledger_is_on_unless_switched_off() -> None:
 
 def test_kinds_of_iterations_of_the_same_run_are_compared_more_finely_than_runs() -> None:
     one, two = times(100, 0.1), times(101, 0.1)
-    runs = [estimate([kind]) for kind in (one, two)]
+    runs = [estimate_time([kind]) for kind in (one, two)]
     assert runs[0] is not None
     assert runs[1] is not None
-    assert compare(*runs).verdict is TimeVerdict.NOISE
+    assert compare_times(*runs).verdict is TimeVerdict.NOISE
     assert compare_within_runs([one], [two], fastest_half).verdict is TimeVerdict.SLOWER

@@ -19,11 +19,11 @@ from parakit.reporting.analyse.statistics import (
     ON_GPUS,
     REPEATS_FOR_TRUST,
     Estimate,
-    Method,
+    IntervalMethod,
     TimeVerdict,
-    compare,
-    estimate,
-    estimate_of_medians,
+    compare_times,
+    estimate_from_medians,
+    estimate_time,
 )
 
 SCATTERS, RUNS, KEPT = (0.002, 0.005, 0.01, 0.02), (1, 2, 3, 5), (0.0, 0.7)
@@ -70,8 +70,8 @@ def _cell(
     counts = np.zeros(4)
     for _ in range(trials):
         first, second = (_side(side, shapes, generator) for side in (one, two))
-        equal = compare(first, second)
-        clear = [compare(first, second, weight).verdict.is_clear for weight in (1.03, 1.05)]
+        equal = compare_times(first, second)
+        clear = [compare_times(first, second, weight).verdict.is_clear for weight in (1.03, 1.05)]
         covered = equal.low is not None and equal.high is not None and equal.low <= 1 <= equal.high
         counts += (equal.verdict is not TimeVerdict.NOISE, *clear, covered)
     return VerdictRates(kept, one, two, *(counts / trials).tolist())
@@ -85,9 +85,9 @@ def _side(side: Side, shapes: list[Shape], generator: np.random.Generator) -> Es
     within = [
         (level * low, level * high) for level, (_, low, high) in zip(levels, drawn, strict=True)
     ]
-    method = Method.RUNS if count >= REPEATS_FOR_TRUST else Method.BOOTSTRAP
+    method = IntervalMethod.RUNS if count >= REPEATS_FOR_TRUST else IntervalMethod.BOOTSTRAP
     counts = (count * _LENGTH, count, _SPREAD)
-    return estimate_of_medians(medians, within, ON_GPUS, counts, method)
+    return estimate_from_medians(medians, within, ON_GPUS, counts, method)
 
 
 def _shape(kept: float, generator: np.random.Generator) -> Shape:
@@ -95,7 +95,7 @@ def _shape(kept: float, generator: np.random.Generator) -> Shape:
     for place, shock in enumerate(generator.standard_normal(len(values) - 1), start=1):
         values[place] = kept * values[place - 1] + (1 - kept**2) ** 0.5 * shock
     samples = 1 + _SPREAD * values[50:]
-    found = estimate([samples.tolist()])
+    found = estimate_time([samples.tolist()])
     assert found is not None
     # Without the scatter that one run is assumed to have.
     half = 1.96 * ((found.error or 0.0) ** 2 - ON_GPUS.assumed**2) ** 0.5 * found.median

@@ -12,9 +12,9 @@ from parakit.launch import train as training
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.resume import resume
+from parakit.launch.resume import resume_run
 from parakit.launch.supervise.warm import WarmPool
-from parakit.launch.train import start
+from parakit.launch.train import start_job
 
 
 class Runs:
@@ -26,13 +26,13 @@ class Runs:
 
     def train(self, target: str, **options: Any) -> Path:
         """The folder of a run that ended well."""
-        job = parse_target(target).under(replace(Options(runs=self.folder), **options))
-        return self._new(start(job, self._console))
+        job = parse_target(target).with_options(replace(Options(runs=self.folder), **options))
+        return self._new(start_job(job, self._console))
 
     def resume(self, run: Path, strategy: str, ckpt: Path, iterations: int) -> Path:
         """As 'make resume RUN= STRATEGY= CKPT= ITERS='."""
         options = Options(runs=self.folder, iterations=iterations)
-        return self._new(resume(run, strategy, options, self._console, str(ckpt)))
+        return self._new(resume_run(run, strategy, options, self._console, str(ckpt)))
 
     def _new(self, exit_code: int) -> Path:
         newest = max(self.folder.glob("2*"), key=lambda run: (run / "run.json").stat().st_mtime_ns)
@@ -47,7 +47,7 @@ def forked(folder: Path) -> Iterator[Runs]:
     with WarmPool() as pool:
 
         def warm(launch: Launch, *arguments: Any, **more: Any) -> Any:
-            return execute(launch.forked(pool), *arguments, **more)
+            return execute(launch.fork_from_pool(pool), *arguments, **more)
 
         training.execute_launch = warm
         try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, read_run
-from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
 from parakit.config.errors import LaunchError
@@ -32,8 +32,8 @@ CASES = (
 def faults(run: Path, strategy: str) -> Iterator[str]:
     """What is said of a checkpoint that nothing was done to."""
     contents = read_contents(run / CHECKPOINTS_FOLDER)
-    yield from problems_of(contents, reads_pieces=True)
-    verdict = loading(contents, strategy)
+    yield from find_problems(contents, reads_pieces=True)
+    verdict = judge_loading(contents, strategy)
     if verdict.verdict != "loads":
         yield f"its own layout {verdict.verdict}: {' '.join(verdict.reasons)}"
     yield from (

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 
 from parakit.artifacts.checkpoints import Checkpoint, verify_and_record
-from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
 from parakit.convert.hf.random_model import write_model
@@ -214,7 +214,7 @@ def test_a_healthy_checkpoint_of_any_format_is_whole_and_is_the_same_model(
         read_contents(WRITERS[name](tmp_path / name, made(shapes), extra))
         for name in ("torch_dist", form)
     )
-    assert problems_of(other, reads_pieces=True) == ()
+    assert find_problems(other, reads_pieces=True) == ()
     assert other.parameters == sum(torch.Size(shape).numel() for shape in shapes.values())
     found = compare_weights(one, other)
     assert {each.relation for each in found} == {"equal"}
@@ -225,7 +225,7 @@ def test_stages_and_ranks_of_the_format_torch_are_put_together(tmp_path: Path) -
     held = made(SHAPES)
     one = read_contents(as_torch_dist(tmp_path / "a", held, {}))
     other = read_contents(as_legacy(tmp_path / "b", held, {}, (range(2), range(2, 3))))
-    assert problems_of(other, reads_pieces=True) == ()
+    assert find_problems(other, reads_pieces=True) == ()
     assert {each.relation for each in compare_weights(one, other)} == {"equal"}
 
 
@@ -242,7 +242,7 @@ def test_stages_and_ranks_of_the_format_torch_are_put_together(tmp_path: Path) -
 def test_a_rank_loads_its_own_file_of_the_format_torch(
     tmp_path: Path, strategy: str, verdict: str
 ) -> None:
-    found = loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
+    found = judge_loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
     assert found.verdict == verdict
     assert ("--ckpt-format" in found.flags) == verdict.startswith("loads")
 
@@ -369,7 +369,7 @@ def test_a_fault_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
     held = made(SHAPES)
     fault.change(held)
     contents = read_contents(WRITERS[form](tmp_path, held, dict(fault.extra)))
-    assert fault.said in " ".join(problems_of(contents, reads_pieces=True))
+    assert fault.said in " ".join(find_problems(contents, reads_pieces=True))
 
 
 @pytest.mark.parametrize(("fault", "form"), cases(COMPARED))
@@ -381,7 +381,7 @@ def test_a_difference_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
     healthy = read_contents(as_torch_dist(tmp_path / "healthy", held, extra))
     fault.change(held)
     faulty = read_contents(WRITERS[form](tmp_path / "faulty", held, extra))
-    assert problems_of(faulty, reads_pieces=True) == ()
+    assert find_problems(faulty, reads_pieces=True) == ()
     wrong = [one for one in compare_weights(healthy, faulty) if not one.is_same]
     assert "optimizer" not in wrong[0].name
     assert fault.said in wrong[0].detail
@@ -418,7 +418,7 @@ def test_a_damaged_file_is_named(
 ) -> None:
     folder = WRITERS[form](tmp_path, made(SHAPES), {})
     damage(next(folder.glob(FILES[form])))
-    found = " ".join(problems_of(read_contents(folder), reads_pieces=True))
+    found = " ".join(find_problems(read_contents(folder), reads_pieces=True))
     assert otherwise.get(form, said) in found
 
 
@@ -431,7 +431,7 @@ def test_a_shard_of_another_iteration_is_named(tmp_path: Path, form: str) -> Non
         verify_and_record(Checkpoint(8, folder))
     shard = next(folder.glob(FILES[form]))
     shutil.copy(later / shard.relative_to(folder), shard)
-    found = " ".join(problems_of(read_contents(folder), reads_pieces=True))
+    found = " ".join(find_problems(read_contents(folder), reads_pieces=True))
     assert {"torch_dist": "is not what was saved", "torch": "is of iteration 9"}.get(
         form, "iteration 9"
     ) in found
@@ -446,7 +446,7 @@ def test_what_ranks_hold_alike_and_differs_is_named(tmp_path: Path) -> None:
         at = "decoder.layers.1.input_layernorm.weight" if name == NORM else "output_layer.weight"
         saved["model"][at] += 1
         torch.save(saved, path)
-        (said, *_) = problems_of(read_contents(folder), reads_pieces=True)
+        (said, *_) = find_problems(read_contents(folder), reads_pieces=True)
         assert said.startswith(f"{name} at")
         assert f"differs between {place}/" in said or f"and {place}/" in said
 
@@ -509,7 +509,7 @@ def test_a_fault_in_safetensors_is_named(
     faulty = Path(shutil.copytree(healthy, tmp_path / "faulty"))
     damage(faulty)
     contents = read_contents(faulty)
-    problems = problems_of(contents, reads_pieces=True)
+    problems = find_problems(contents, reads_pieces=True)
     pairs = [] if problems else compare_weights(read_contents(healthy), contents)
     assert said in " ".join((*problems, *(one.detail for one in pairs)))
 

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint
 
 from parakit.artifacts.torch_dist import StoredMetadata, StoredPart, StoredTensor
 from parakit.artifacts.torch_dist_writer import write_metadata
-from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.command import inspect_command
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import UnknownFormatError, read_contents
@@ -216,7 +216,7 @@ def test_tensors_that_do_not_fit_the_arguments_are_named(
 ) -> None:
     held = states()
     change(held)
-    assert named in " ".join(problems_of(read_contents(written(tmp_path, held))))
+    assert named in " ".join(find_problems(read_contents(written(tmp_path, held))))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_arguments_that_do_not_fit_the_weights_are_named(
     iteration = arguments.pop("iteration", 8)
     assert isinstance(iteration, int)
     folder = written(tmp_path, states(), iteration, **arguments)
-    assert named in " ".join(problems_of(read_contents(folder)))
+    assert named in " ".join(find_problems(read_contents(folder)))
 
 
 def data(folder: Path) -> Path:
@@ -256,7 +256,7 @@ def test_a_damaged_file_is_named(
 ) -> None:
     copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
     damage(copy)
-    assert named in " ".join(problems_of(read_contents(copy), reads_pieces=True))
+    assert named in " ".join(find_problems(read_contents(copy), reads_pieces=True))
 
 
 def make_pipe(path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_device_is_not_read(healthy: Path, tmp_path: Path) -> None:
     (copy / "iter_0000008/common.pt").unlink()
     (copy / "iter_0000008/common.pt").symlink_to("/dev/zero")
     assert "common.pt cannot be read (it is no regular file)" in " ".join(
-        problems_of(read_contents(copy))
+        find_problems(read_contents(copy))
     )
 
 
@@ -390,7 +390,7 @@ def test_values_that_no_training_leaves_are_named(
 ) -> None:
     held = states()
     change(held)
-    found = problems_of(read_contents(written(tmp_path, held)), reads_pieces=True)
+    found = find_problems(read_contents(written(tmp_path, held)), reads_pieces=True)
     assert (named in " ".join(found)) if named else found == ()
 
 
@@ -427,7 +427,7 @@ def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> No
 def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
     healthy: Path, strategy: str, verdict: str, flags: tuple[str, ...], reason: str
 ) -> None:
-    found = loading(read_contents(healthy), strategy)
+    found = judge_loading(read_contents(healthy), strategy)
     assert found.verdict == verdict
     assert set(flags) <= set(found.flags)
     assert reason in " ".join(found.reasons)
@@ -458,8 +458,8 @@ def test_no_strategy_loads_a_format_or_tensors_that_it_cannot(tmp_path: Path, fo
         arguments |= {"use_distributed_optimizer": True, "tensor_model_parallel_size": 1}
         arguments |= {"data_parallel_size": 2}
     contents = read_contents(written(tmp_path, held, **arguments))
-    assert problems_of(contents) == ()
-    loadings = [loading(contents, strategy) for strategy in UNDER]
+    assert find_problems(contents) == ()
+    loadings = [judge_loading(contents, strategy) for strategy in UNDER]
     assert tuple(verdict.verdict.partition(" ")[0] for verdict in loadings) == FORMS[form]
     for verdict in loadings:
         loads = verdict.verdict.startswith("loads")
@@ -473,7 +473,7 @@ def test_no_strategy_loads_a_format_or_tensors_that_it_cannot(tmp_path: Path, fo
 
 
 def test_two_degrees_of_one_number_are_both_among_the_flags(healthy: Path) -> None:
-    found = loading(read_contents(healthy), "tp2cp2")
+    found = judge_loading(read_contents(healthy), "tp2cp2")
     degrees = "--tensor-model-parallel-size 2 --context-parallel-size 2"
     assert " ".join(found.flags) == f"{degrees} --no-load-rng"
 

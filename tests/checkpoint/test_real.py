@@ -10,7 +10,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE
 from parakit.artifacts.torch_dist import TRACKER_FILE
-from parakit.checkpoint.checks import loading, problems_of
+from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.contents import read_contents
 from parakit.checkpoint.reshard import reshard
 from parakit.launch.options import Saving
@@ -56,11 +56,11 @@ def test_megatron_keeps_or_ignores_what_the_verdict_says(runs: Runs, tmp_path: P
     run = saved(runs, "tp2")
     folder = alone(run, tmp_path)
     contents = read_contents(folder)
-    assert problems_of(contents, reads_pieces=True) == ()
+    assert find_problems(contents, reads_pieces=True) == ()
     assert contents.states == ("optimizer", "scheduler", "random")
     for strategy in ("pp2", "dp2", "tp2"):
         log = (runs.resume(run, strategy, folder, LAST) / LOG_FILE).read_text()
-        verdict = loading(contents, strategy).verdict
+        verdict = judge_loading(contents, strategy).verdict
         assert verdict == ("loads without random states" if IGNORED in log else "loads"), strategy
 
 
@@ -76,7 +76,7 @@ def test_megatron_loads_what_the_verdict_says_it_loads(runs: Runs, form: str) ->
     contents = read_contents(folder)
     load = ("--load", str(folder), "--exit-on-missing-checkpoint")
     for strategy, expected in zip(UNDER, FORMS[form], strict=True):
-        verdict = loading(contents, strategy)
+        verdict = judge_loading(contents, strategy)
         assert verdict.verdict.partition(" ")[0] == expected, strategy
         # What is refused is tried too, with the strategy's own flags.
         target, flags = f"train-{strategy}-gpt2-tiny-2cpu", (*extra, *load, *verdict.flags)

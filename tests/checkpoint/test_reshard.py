@@ -205,7 +205,7 @@ def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
 def test_a_killed_command_goes_on_behind_what_was_read_back(
     base: Path, laid: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resharding, "FILE_BYTES", 2000)
+    monkeypatch.setattr(resharding, "MIN_FILE_BYTES", 2000)
     asked: list[str] = []
     original = resharding.add_piece
 

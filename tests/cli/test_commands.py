@@ -13,17 +13,17 @@ import pytest
 
 from parakit.cli import program
 from parakit.cli.commands import BENCHES, COMMANDS, REMOVED, SECTIONS, Command
-from parakit.cli.dispatch import called, run_command, run_target
+from parakit.cli.dispatch import call_handler, run_command, run_target
 from parakit.cli.options import (
-    check_given,
+    build_parser,
     find_bench,
     find_command,
-    function_of,
-    given_names,
+    import_function,
     parse_arguments,
     parse_make_variables,
-    parser_of,
-    variable_words,
+    parse_makeflags,
+    refuse_unused_variables,
+    rewrite_as_variables,
 )
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.setting import SettingError
@@ -39,12 +39,12 @@ EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
 
 @pytest.fixture(autouse=True)
 def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
+    monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
 
 
 @pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
 def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> None:
-    handler = function_of(command.handler)
+    handler = import_function(command.handler)
     named = {setting.name.lower() for setting in command.variables}
     known = EVERYWHERE | named | {name for name, _ in command.fixed}
     if command.name in ("run", "module", "validate", "guide"):
@@ -63,7 +63,7 @@ def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> N
 def test_every_command_has_a_command_line_with_an_option_for_each_variable(
     command: Command,
 ) -> None:
-    parser = parser_of(command, "x")
+    parser = build_parser(command, "x")
     known = {action.dest for action in parser._actions}
     names = {setting.name.lower() for setting in command.variables if setting.name != ARGS.name}
     assert command.name in ("bench NAME=preprocess",) or names <= known
@@ -84,8 +84,8 @@ def test_a_longer_name_is_found_before_a_pattern_that_fits_it_too() -> None:
 
 
 def test_names_are_read_from_makes_own_flags() -> None:
-    assert given_names(r"ks -- ITERS=5 EXTRA=--lr\ 1\ B=2 Q=a\"b") == ["ITERS", "EXTRA", "Q"]
-    assert given_names("") == given_names("k -j4") == []
+    assert parse_makeflags(r"ks -- ITERS=5 EXTRA=--lr\ 1\ B=2 Q=a\"b") == ["ITERS", "EXTRA", "Q"]
+    assert parse_makeflags("") == parse_makeflags("k -j4") == []
 
 
 def test_variables_and_options_give_a_command_the_same() -> None:
@@ -118,7 +118,9 @@ def test_a_variable_that_a_target_would_ignore_is_refused(
 def test_what_other_programs_read_is_let_through() -> None:
     command = find_command("train-x")
     assert command is not None
-    check_given(["NCCL_DEBUG", "HF_TOKEN", "CUDA_VISIBLE_DEVICES", "ITERS"], "train-x", command)
+    refuse_unused_variables(
+        ["NCCL_DEBUG", "HF_TOKEN", "CUDA_VISIBLE_DEVICES", "ITERS"], "train-x", command
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Path] = []
-    monkeypatch.setattr("parakit.launch.status.follow", seen.append)
+    monkeypatch.setattr("parakit.launch.status.read_run_statuses", seen.append)
     given("report", {"RUNS": str(tmp_path)})
     assert seen == []
     (tmp_path / "one").mkdir()
@@ -275,10 +277,12 @@ def test_tracing_trains_few_iterations_and_then_draws_them(monkeypatch: pytest.M
     monkeypatch.setattr(
         "parakit.reporting.command.trace", lambda run, runs: done.append((run, runs))
     )
-    clone.trace("trace-tp2-gpt2-tiny-2cpu", given("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "x"}))
+    clone.train_and_trace(
+        "trace-tp2-gpt2-tiny-2cpu", given("trace-tp2-gpt2-tiny-2cpu", {"RUNS": "x"})
+    )
     assert done == [("train-tp2-gpt2-tiny-2cpu", "6"), ("tp2-gpt2-tiny-2cpu", Path("x"))]
     done.clear()
-    clone.trace("trace-x", Namespace(texts={"ITERS": "9"}, dry_run=True))
+    clone.train_and_trace("trace-x", Namespace(texts={"ITERS": "9"}, dry_run=True))
     assert done == [("train-x", "9")]
 
 
@@ -296,7 +300,7 @@ def test_make_help_fits_a_screen_and_names_variables_that_its_targets_use() -> N
     for line in lines[:-1]:
         target = line.split()[0].replace("%", "tp2-gpt2-tiny-2cpu")
         if command := find_command(target):
-            check_given(re.findall(r"\b([A-Z_]+)=", line), target, command)
+            refuse_unused_variables(re.findall(r"\b([A-Z_]+)=", line), target, command)
 
 
 def test_the_makefile_does_what_has_no_handler_and_nothing_else() -> None:
@@ -316,7 +320,7 @@ def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
         assert said.format(target) in answer.stderr
     for command in (one for one in (*COMMANDS, *BENCHES) if one.on_host):
         with pytest.raises(SettingError) as refusal:
-            called(command, command.name, Namespace())
+            call_handler(command, command.name, Namespace())
         assert str(refusal.value) == said.format(command.name)
 
 
@@ -367,7 +371,9 @@ def test_a_removed_command_is_refused_with_its_replacement(
     replacement = REMOVED[name]
     arguments = shlex.split(replacement)
     environment = {"MAKEFLAGS": f"-- {' '.join(arguments[1:])}"}
-    check_given(given_names(environment["MAKEFLAGS"]), arguments[0], command_named(replacement))
+    refuse_unused_variables(
+        parse_makeflags(environment["MAKEFLAGS"]), arguments[0], command_named(replacement)
+    )
     monkeypatch.delenv("MAKELEVEL", raising=False)
     assert run_target(name) == program.REFUSED
     assert capsys.readouterr().err == f"'make {name}' was removed; use 'make {replacement}'.\n"
@@ -419,10 +425,12 @@ def test_what_a_command_starts_is_not_given_its_arguments(
 
 def test_options_without_a_variable_reach_a_command_of_a_clone_as_arguments() -> None:
     soak = find_bench("soak")
-    arguments = variable_words(["soak", "--strategy", "dp2", "--hours", "0.3"], soak)
+    arguments = rewrite_as_variables(["soak", "--strategy", "dp2", "--hours", "0.3"], soak)
     assert arguments == ["NAME=soak", "STRATEGY=dp2", "ARGS=--hours=0.3"]
     matrix = find_named("verify-matrix")
-    assert variable_words(["--executed", "--page=docs"], matrix) == ["ARGS=--executed --page=docs"]
+    assert rewrite_as_variables(["--executed", "--page=docs"], matrix) == [
+        "ARGS=--executed --page=docs"
+    ]
 
 
 def test_further_options_of_prepare_ds_are_passed_on() -> None:
@@ -437,7 +445,7 @@ def test_further_options_of_prepare_ds_are_passed_on() -> None:
         "n",
         "--workers=2",
     ]
-    assert variable_words(arguments, command) == [
+    assert rewrite_as_variables(arguments, command) == [
         *("INPUT=a b.jsonl", "NAME=n", "ARGS=--json-keys text body --workers=2")
     ]
     asked = given("prepare-ds", {"INPUT": "x", "NAME": "n", "ARGS": "--workers 2"})

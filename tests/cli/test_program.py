@@ -23,15 +23,15 @@ LOG = ROOT / "tests/reporting/logs/megatron-0.19.0.log"
 
 
 def test_a_clone_is_found_from_any_folder_in_it(tmp_path: Path) -> None:
-    assert program.clone_around(ROOT / "tests" / "planner") == ROOT
-    assert program.clone_around(tmp_path) is None
+    assert program.find_clone(ROOT / "tests" / "planner") == ROOT
+    assert program.find_clone(tmp_path) is None
 
 
 def test_a_command_that_trains_outside_of_a_clone_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "clone_around", lambda folder: None)
+    monkeypatch.setattr(program, "find_clone", lambda folder: None)
     assert program.main(["train", "tp2-gpt2-tiny-2cpu"]) == program.REFUSED
     assert "takes a clone of the kit" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.coordinator import Coordinator
 from parakit.launch.rendezvous.messages import NodeRecord
 from parakit.launch.rendezvous.worker import Worker
-from parakit.launch.supervise.warm import free_port
+from parakit.launch.supervise.warm import find_free_port
 from tests.patience import PATIENCE, until
 
 HAS = {"torch": "2.15.0", "flags": "abc"}
@@ -153,8 +153,8 @@ def test_nodes_that_have_the_same_start_in_the_folder_that_node_0_made(
     first.announce(run_folder(tmp_path))
     ((folder, seen),) = joining()
     assert (folder, seen.interface, seen.rank) == (tmp_path, "lo", 1)
-    assert first.failure() is None
-    assert other.failure() is None
+    assert first.find_failure() is None
+    assert other.find_failure() is None
     other.finish(0)
     assert first.finish(0) == 0
 
@@ -179,7 +179,7 @@ def test_what_the_others_log_comes_into_node_0s_log_whole(
     mine = node_folder(tmp_path, 1)
     mine.mkdir(parents=True)
     (mine / "log.txt").write_text("iteration 1\niterat")
-    assert first.failure() is None
+    assert first.find_failure() is None
     assert (tmp_path / "log.txt").read_text() == "first\niteration 1\n"
     (mine / "log.txt").write_text("iteration 1\niteration 2")
     (mine / "samples.csv").write_text("seconds,rank\n1,1\n")
@@ -197,7 +197,7 @@ def test_what_another_node_logged_in_an_attempt_before_is_not_added_again(
     log.write_text("of the attempt before\n")
     started(first, join, tmp_path)
     log.write_text("of the attempt before\nof this one\n")
-    first.failure()
+    first.find_failure()
     assert (tmp_path / "log.txt").read_text() == "first\nof this one\n"
 
 
@@ -207,7 +207,7 @@ def test_a_node_that_fails_ends_the_run_with_its_exit_code(
     other = started(first, join, tmp_path)
     other.finish(7)
     leave(other)
-    assert eventually(first.failure) == "Node 1 (b) ended with 7."
+    assert eventually(first.find_failure) == "Node 1 (b) ended with 7."
     assert first.finish(0) == 7
     assert first.cause is None  # the log says why
 
@@ -220,7 +220,7 @@ def test_a_launcher_that_ends_early_says_so_itself_because_no_log_does(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     leave(started(first, join, tmp_path))
-    assert eventually(first.failure) == GONE
+    assert eventually(first.find_failure) == GONE
     assert first.cause == StatusRecord(Status.CRASHED, None, GONE)
     assert first.finish(0) == 1
 
@@ -234,7 +234,7 @@ def test_a_node_is_lost_after_so_many_looks_without_a_heartbeat_and_not_before(
 
     def look(beat: int) -> str | None:
         first._look([messages.encode(NodeRecord("b", HAS, beat=beat)).encode()])
-        return first.failure()
+        return first.find_failure()
 
     assert [look(beat) for beat in range(9)] == [None] * 9
     assert [look(8) for _ in range(4)] == [None, None, None, LOST]
@@ -255,10 +255,10 @@ def test_a_launcher_that_is_killed_is_lost_without_its_heartbeats(
         first.gather()
         first.announce(run_folder(tmp_path))
         wait_for_beats(first, 3)
-        assert first.failure() is None
+        assert first.find_failure() is None
         process.send_signal(signal.SIGKILL)
         monkeypatch.setattr(messages, "SILENT_SECONDS", 1.0)
-        assert eventually(first.failure) == LOST
+        assert eventually(first.find_failure) == LOST
         assert first.cause == StatusRecord(Status.CRASHED, None, LOST)
     finally:
         process.kill()
@@ -271,7 +271,7 @@ def test_a_node_that_is_silent_is_lost_though_its_connection_stays(
     other = started(first, join, tmp_path)
     monkeypatch.setattr(other, "_exchange", lambda store: None)
     monkeypatch.setattr(messages, "SILENT_SECONDS", 1.0)
-    assert eventually(first.failure) == LOST
+    assert eventually(first.find_failure) == LOST
 
 
 def test_addresses_that_are_translated_between_the_nodes_name_no_interface(
@@ -287,7 +287,7 @@ def test_a_launcher_that_fails_says_why_because_no_log_does(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     started(first, join, tmp_path).finish(1, OSError(28, "No space left on device"))
-    assert eventually(first.failure) == "Node 1 (b): [Errno 28] No space left on device"
+    assert eventually(first.find_failure) == "Node 1 (b): [Errno 28] No space left on device"
     assert first.cause is not None
     assert first.cause.status is Status.CRASHED
 
@@ -296,7 +296,7 @@ def test_a_node_that_was_asked_to_stop_interrupts_the_run(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     started(first, join, tmp_path).finish(1, KeyboardInterrupt())
-    assert eventually(first.failure) == "Node 1 (b): its launcher was asked to stop."
+    assert eventually(first.find_failure) == "Node 1 (b): its launcher was asked to stop."
     assert first.cause is not None
     assert first.cause.status is Status.INTERRUPTED
 
@@ -309,7 +309,7 @@ def test_a_torchrun_that_was_killed_on_another_node_is_the_cause(
     log.parent.mkdir(parents=True)
     log.write_text("RuntimeError: connection closed by peer\n")
     other.finish(137)
-    reason = eventually(first.failure)
+    reason = eventually(first.find_failure)
     assert reason == "Node 1 (b): torchrun was killed by SIGKILL; its ranks were ended."
     assert first.finish(1) == 1
 
@@ -319,7 +319,7 @@ def test_a_node_that_node_0_ended_is_not_the_cause(
 ) -> None:
     other = started(first, join, tmp_path)
     finishing = in_thread(lambda: first.finish(3))
-    assert eventually(other.failure) == "Node 0 has ended the run."
+    assert eventually(other.find_failure) == "Node 0 has ended the run."
     other.finish(137)
     assert finishing() == [3]
     assert first.cause is None
@@ -332,7 +332,7 @@ def test_the_others_stop_when_node_0_vanishes(
         other = started(first, join, tmp_path)
     # Its connection ends: nobody waits here until an answer is overdue.
     monkeypatch.setattr(messages, "ANSWER_SECONDS", 10 * PATIENCE)
-    assert eventually(other.failure) == "Node 0 was lost."
+    assert eventually(other.find_failure) == "Node 0 was lost."
 
 
 def test_the_others_stop_when_node_0s_machine_no_longer_answers(
@@ -340,11 +340,11 @@ def test_the_others_stop_when_node_0s_machine_no_longer_answers(
 ) -> None:
     # Its kernel closes nothing then, and torch waits without end.
     other = started(first, join, tmp_path)
-    assert other.failure() is None
+    assert other.find_failure() is None
     never = threading.Event()
     monkeypatch.setattr(other, "_exchange", lambda store: never.wait())
     monkeypatch.setattr(messages, "ANSWER_SECONDS", 1.0)
-    assert eventually(other.failure) == "Node 0 was lost."
+    assert eventually(other.find_failure) == "Node 0 was lost."
     never.set()
 
 
@@ -366,8 +366,8 @@ def test_a_store_that_is_slow_to_answer_loses_no_node(
     wait_for_beats(first, 1)
     monkeypatch.setattr(messages, "SILENT_SECONDS", 0.5)  # Less than one of its answers takes.
     wait_for_beats(first, 2)
-    assert first.failure() is None
-    assert other.failure() is None
+    assert first.find_failure() is None
+    assert other.find_failure() is None
 
 
 def test_the_node_that_differs_is_named_with_both_values(first: Coordinator, join: Join) -> None:
@@ -441,10 +441,10 @@ def test_the_same_node_rank_twice_is_refused(first: Coordinator, join: Join) -> 
 def test_a_second_node_0_gives_way_to_the_one_at_the_address(
     first: Coordinator, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = messages.node_0_at
-    monkeypatch.setattr(messages, "is_here", lambda _: False)  # As on another host.
-    monkeypatch.setattr(messages, "node_0_at", lambda address, _: look(address, port))
-    with coordinator_at(free_port()) as second:
+    look = messages.find_node_0
+    monkeypatch.setattr(messages, "is_local_address", lambda _: False)  # As on another host.
+    monkeypatch.setattr(messages, "find_node_0", lambda address, _: look(address, port))
+    with coordinator_at(find_free_port()) as second:
         with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a at MASTER_ADDR=127"):
             second.gather()
         assert look("127.0.0.1", port) == first._own
@@ -453,7 +453,7 @@ def test_a_second_node_0_gives_way_to_the_one_at_the_address(
 def test_node_0_may_be_reached_by_an_address_that_it_does_not_see(
     port: int, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "is_here", lambda _: False)
+    monkeypatch.setattr(messages, "is_local_address", lambda _: False)
     with coordinator_at(port) as alone:
         join()
         assert alone.gather().hosts == ("a", "b")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, script
-from parakit.cluster.slurm import Slurm, argv_of_directives, slurm_of
+from parakit.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, render_batch_script
+from parakit.cluster.slurm import Slurm, parse_slurm_options, split_directives
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
-from parakit.config.settings import OF_SLURM
+from parakit.config.settings import SLURM_SETTINGS
 from tests.given import read_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -26,11 +26,11 @@ def job(*cells: ArrayTask, **changes: object) -> BatchJob:
     known = {
         "name": "dp2-gpt2-tiny-2cpu",
         "device": DeviceKind.CPU,
-        "devices_a_node": 1,
+        "devices_per_node": 1,
         "slurm": Slurm(nodes=2),
         "python": ".venv/bin/python",
     }
-    return BatchJob(cells=cells or (CELL,), **(known | changes))  # type: ignore[arg-type]
+    return BatchJob(tasks=cells or (CELL,), **(known | changes))  # type: ignore[arg-type]
 
 
 SITE = Slurm(
@@ -46,7 +46,7 @@ JOBS = {
         ArrayTask("runs/R3", ("run", "tp8dp4", "gpt2-large", "32gpu", "--", *TP8), {}),
         name="tp8dp4-gpt2-large-32gpu",
         device=DeviceKind.GPU,
-        devices_a_node=8,
+        devices_per_node=8,
         slurm=SITE,
         python="python3",
         inherited=("NCCL_DEBUG", "WANDB_API_KEY"),
@@ -57,7 +57,10 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_script_is_the_golden_one(name: str) -> None:
-    assert script(JOBS[name]).replace(str(ROOT), "/kit") == (GOLDEN / f"{name}.sbatch").read_text()
+    assert (
+        render_batch_script(JOBS[name]).replace(str(ROOT), "/kit")
+        == (GOLDEN / f"{name}.sbatch").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -65,7 +68,7 @@ def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
     checker = Path(sys.executable).with_name("shellcheck")
     answer = subprocess.run(
         (checker, "--shell=bash", "--exclude=SC2016", "-"),  # each node expands it
-        input=script(JOBS[name]),
+        input=render_batch_script(JOBS[name]),
         capture_output=True,
         text=True,
         check=False,
@@ -110,7 +113,7 @@ def run_script(text: str, folder: Path, **slurm: str) -> tuple[list[str], dict[s
 def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes_address(
     tmp_path: Path,
 ) -> None:
-    words, seen = run_script(script(job(python="python")), tmp_path)
+    words, seen = run_script(render_batch_script(job(python="python")), tmp_path)
     assert words == ["-m", "parakit", *CELL.argv]
     told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
@@ -126,7 +129,7 @@ def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "runs" / "R2").mkdir(parents=True)
     two = job(CELL, ArrayTask("runs/R2", ("run", "pp2"), {"SEED": "2"}), python="python")
     with pytest.raises(json.JSONDecodeError):  # its output goes to its own run folder
-        run_script(script(two), tmp_path, SLURM_ARRAY_TASK_ID="1")
+        run_script(render_batch_script(two), tmp_path, SLURM_ARRAY_TASK_ID="1")
     words, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
     assert words[2:] == ["run", "pp2"]
     assert (seen["SEED"], seen["RUN_FOLDER"]) == ("2", "runs/R2")
@@ -134,7 +137,7 @@ def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
 
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=40))
 def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
-    text = script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))
+    text = render_batch_script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))
     start = text.index("export EXTRA=")
     chosen = text[start : text.index("\nexport PYTHONPATH", start)]
     answer = subprocess.run(
@@ -148,7 +151,7 @@ def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
 
 def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": "--comment='a \"b\" c' --mem=0"}
-    slurm = slurm_of(read_of(OF_SLURM, asked))
+    slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
     assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
 
@@ -161,7 +164,7 @@ def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
     for folder in folders:
         folder.mkdir()
     cells = (ArrayTask(str(folder), CELL.argv, CELL.settings) for folder in folders)
-    lines = script(job(*cells, slurm=site)).splitlines()
+    lines = render_batch_script(job(*cells, slurm=site)).splitlines()
     text = "\n".join((*lines[: lines.index("esac") + 1], 'echo "$ITERS $RUN_FOLDER"'))
     environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "0"}
     subprocess.run(("bash", "-c", text), check=True, env=environment)
@@ -176,11 +179,11 @@ def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
             ("bash", "-euc", show), capture_output=True, text=True, check=True, env=environment
         )
         assert answer.stdout.strip() == told
-    assert CPUS in script(JOBS["gpus-in-the-image"])
+    assert CPUS in render_batch_script(JOBS["gpus-in-the-image"])
 
 
 def test_without_launcher_slurm_nothing_is_submitted() -> None:
-    assert slurm_of(read_of(OF_SLURM, {"NODES": "2"})) is None
+    assert parse_slurm_options(read_of(SLURM_SETTINGS, {"NODES": "2"})) is None
 
 
 @pytest.mark.parametrize(
@@ -198,17 +201,17 @@ def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
     value: str, line: str
 ) -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
-    slurm = slurm_of(read_of(OF_SLURM, asked))
+    slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
     assert slurm.directives == (line,)
-    assert argv_of_directives(slurm.directives) == (f"--comment={value}",)
+    assert split_directives(slurm.directives) == (f"--comment={value}",)
 
 
 def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.write_text("#SBATCH --comment='a b\n")
     with pytest.raises(ValueError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
-        slurm_of(read_of(OF_SLURM, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
+        parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
 
 
 def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> None:
@@ -216,9 +219,9 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
     site.write_text(
         "#!/bin/bash\n#SBATCH --partition=slow\n\nmodule load cuda\n#SBATCH --exclusive\n"
     )
-    slurm = slurm_of(
+    slurm = parse_slurm_options(
         read_of(
-            OF_SLURM,
+            SLURM_SETTINGS,
             {
                 "LAUNCHER": "slurm",
                 "NODES": "3",
@@ -251,7 +254,7 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
 )
 def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        slurm_of(read_of(OF_SLURM, {"LAUNCHER": "slurm", name: value}))
+        parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", name: value}))
 
 
 def test_a_folder_that_pyxis_would_misread_is_refused() -> None:

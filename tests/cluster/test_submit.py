@@ -17,11 +17,11 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import JobRecord, Status, StatusRecord, read_status, write_run
 from parakit.cli.dispatch import run_target
 from parakit.cluster.sbatch import ArrayTask, BatchJob
-from parakit.cluster.slurm import JobState, Slurm, job_states
+from parakit.cluster.slurm import JobState, Slurm, query_job_states
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
-from parakit.launch.status import follow
+from parakit.launch.status import read_run_statuses
 from parakit.launch.submit import _hand_over
 from tests.cluster.conftest import program, run_folders
 from tests.reporting.factory import run_record
@@ -158,7 +158,7 @@ def test_status_shows_what_waits_and_what_runs_as_slurm_says(
     job_folder(tmp_path, "12")
     job_folder(tmp_path, "13", iterations=3)
     program(programs, "squeue", "echo '12|PENDING|Resources'; echo '13|RUNNING|None'")
-    waiting, running = follow(tmp_path)
+    waiting, running = read_run_statuses(tmp_path)
     assert (waiting.state, waiting.note) == ("queued", "job 12: Resources")
     assert (running.state, running.iteration, running.loss) == ("running", 3, 10.75875)
 
@@ -178,7 +178,7 @@ def test_a_job_that_ended_without_its_launchers_status_gets_it_from_slurm(
 ) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
     program(programs, "squeue", f"echo '12|{state}|None'")
-    (seen,) = follow(tmp_path)
+    (seen,) = read_run_statuses(tmp_path)
     assert seen.state == status.value
     assert reason in seen.note
     assert read_status(folder).status is status
@@ -186,7 +186,7 @@ def test_a_job_that_ended_without_its_launchers_status_gets_it_from_slurm(
 
 def test_a_job_that_slurm_forgot_is_classified_by_its_log(programs: Path, tmp_path: Path) -> None:
     job_folder(tmp_path, "12", iterations=2)
-    (seen,) = follow(tmp_path)
+    (seen,) = read_run_statuses(tmp_path)
     assert seen.state == "incomplete"
     assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
 
@@ -195,7 +195,7 @@ def test_an_element_that_slurm_forgot_before_it_began_was_interrupted(
     programs: Path, tmp_path: Path
 ) -> None:
     folder = job_folder(tmp_path, "12_1")
-    (seen,) = follow(tmp_path)
+    (seen,) = read_run_statuses(tmp_path)
     assert (seen.state, seen.note) == (
         "interrupted",
         "Job 12_1 left Slurm's queue before it began.",
@@ -211,8 +211,8 @@ def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     folder = job_folder(tmp_path, "12")
     before = read_status(folder)
     program(programs, "squeue", answer)
-    assert job_states(["12"]) is None
-    (seen,) = follow(tmp_path)
+    assert query_job_states(["12"]) is None
+    (seen,) = read_run_statuses(tmp_path)
     assert (seen.state, seen.note) == ("incomplete", "job 12: Slurm does not answer.")
     assert read_status(folder) == before
 
@@ -223,7 +223,7 @@ def test_where_slurm_is_not_installed_no_job_is_settled(
     folder = job_folder(tmp_path, "12")
     before = read_status(folder)
     monkeypatch.setenv("PATH", str(tmp_path))
-    follow(tmp_path)
+    read_run_statuses(tmp_path)
     assert read_status(folder) == before
 
 
@@ -233,7 +233,7 @@ def test_a_job_of_somebody_else_is_left_alone_because_slurm_does_not_list_it(
     folder = job_folder(tmp_path, "12")
     before = read_status(folder)
     monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
-    follow(tmp_path)
+    read_run_statuses(tmp_path)
     assert read_status(folder) == before
 
 
@@ -255,7 +255,7 @@ def test_a_launcher_that_slurm_asked_to_stop_gets_slurms_reason(
     )
     write_record(folder / "status.json", asked)
     program(programs, "squeue", f"echo '12|{state}|None'")
-    assert follow(tmp_path)[0].note == reason
+    assert read_run_statuses(tmp_path)[0].note == reason
     assert read_status(folder) == replace(asked, reason=reason)
 
 
@@ -263,32 +263,32 @@ def test_what_a_launcher_recorded_is_not_overwritten(programs: Path, tmp_path: P
     folder = job_folder(tmp_path, "12", iterations=2)
     write_record(folder / "status.json", StatusRecord(Status.NAN, 0, "NaN from iteration 2."))
     program(programs, "squeue", "echo '12|COMPLETED|None'")
-    assert follow(tmp_path)[0].note == "NaN from iteration 2."
+    assert read_run_statuses(tmp_path)[0].note == "NaN from iteration 2."
 
 
 def test_a_local_run_is_running_while_its_samples_come(tmp_path: Path, programs: Path) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
     (folder / "job.json").unlink()
     (folder / "samples.csv").write_text("seconds\n")
-    assert follow(tmp_path)[0].state == "running"
+    assert read_run_statuses(tmp_path)[0].state == "running"
     long_ago = time.time() - 60
     os.utime(folder / "samples.csv", (long_ago, long_ago))
-    assert follow(tmp_path)[0].state == "incomplete"
+    assert read_run_statuses(tmp_path)[0].state == "incomplete"
 
 
 def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: Path) -> None:
     folder = job_folder(tmp_path, "12", iterations=30)
     program(programs, "squeue", "echo '12|RUNNING|None'")
-    assert follow(tmp_path)[0].left_seconds is None  # nobody knows of how many
+    assert read_run_statuses(tmp_path)[0].left_seconds is None  # nobody knows of how many
     write_run(folder, run_record(folder.name, "dp2", exit_interval=100))
-    (seen,) = follow(tmp_path)
+    (seen,) = read_run_statuses(tmp_path)
     assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
 
 
 def test_what_the_queue_forgot_is_asked_of_accounting(programs: Path) -> None:
     program(programs, "squeue", "echo '12_1|RUNNING|None'")
     program(programs, "sacct", "echo '11|CANCELLED by 1000|None'")
-    assert job_states(["11", "12_1", "13"]) == {
+    assert query_job_states(["11", "12_1", "13"]) == {
         "11": JobState("CANCELLED", "None"),
         "12_1": JobState("RUNNING", "None"),
     }

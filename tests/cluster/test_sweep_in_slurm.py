@@ -17,7 +17,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.flags import drop_flags
 from parakit.config.run import RuntimeName
 from parakit.experiments.engine import run_experiment
-from parakit.experiments.runner import finished_in_slurm
+from parakit.experiments.runner import find_runs_finished_in_slurm
 from parakit.experiments.tables.sweep import OUTPUT
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.job import parse_target
@@ -120,7 +120,7 @@ def test_elements_get_what_the_sweep_was_given(
     assert {"RUN_FOLDER", "RUNTIME"} < set(got)
     assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
     theirs, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
-    launch = compose_job(target.under(theirs))
+    launch = compose_job(target.with_options(theirs))
     assert launch.arguments(str(folders[0])) == read_run(folders[0]).argv
     assert launch.saving == asked.saving
     assert launch.job.options.hang_timeout_seconds == 60
@@ -149,7 +149,7 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
     create_run_folder(again, options.runs, folder)
     assert read_run(folder).argv != launch.arguments(str(folder))
     ended(folder)
-    assert finished_in_slurm(launch) == [folder]
+    assert find_runs_finished_in_slurm(launch) == [folder]
     sweep(one, options)
     assert run_folders(options.runs) == [folder]
 
@@ -173,7 +173,7 @@ def test_cells_that_nodes_compose_with_what_they_have_are_found(
     assert run_folders(options.runs) == [folder]
     program(programs, "squeue", "exit 0")
     ended(folder)
-    assert finished_in_slurm(launch) == [folder]
+    assert find_runs_finished_in_slurm(launch) == [folder]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_what_is_asked_otherwise_is_another_cell(
     (folder,) = run_folders(options.runs)
     ended(folder)
     asked = replace(options, **changes)  # type: ignore[arg-type]
-    assert finished_in_slurm(first_launch(request, options)) == [folder]
-    assert finished_in_slurm(first_launch(request, asked)) == []
+    assert find_runs_finished_in_slurm(first_launch(request, options)) == [folder]
+    assert find_runs_finished_in_slurm(first_launch(request, asked)) == []
 
 
 def test_while_slurm_does_not_answer_nothing_is_submitted_twice(

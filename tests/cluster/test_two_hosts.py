@@ -13,7 +13,7 @@ import pytest
 
 from parakit.artifacts.run import Status, read_run, read_status
 from parakit.config.files import ROOT
-from parakit.launch.network import link
+from parakit.launch.network import open_shaped_link
 from parakit.logs.scrape import scrape_log
 from tests.patience import OF_A_RUN, until
 
@@ -28,7 +28,7 @@ ITERATIONS = 4
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, ...]]:
     """How a command is run on each of two hosts, whose addresses are 10.77.0.1 and 10.77.0.2."""
-    with link(10**9, f"kit{os.getpid()}") as sides:
+    with open_shaped_link(10**9, f"kit{os.getpid()}") as sides:
         yield tuple(side.name for side in sides)
 
 

@@ -14,8 +14,8 @@ from parakit.cluster.container.image import (
     RECIPE,
     VERSIONS,
     ImagePair,
-    build,
     build_command,
+    build_image,
     build_settings,
     find_pair,
     read_pairs,
@@ -255,7 +255,7 @@ class TestBuild:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
         with pytest.raises(LaunchError, match="Docker is not installed"):  # As the build would.
-            build(None, dry_run=True)
+            build_image(None, dry_run=True)
         shown = capsys.readouterr().out
         assert f"--build-arg=MEGATRON_COMMIT={PUBLISHED}" in shown
         assert "--build-arg=MEGATRON_URL=https://mirror.example/mlm.git" in shown
@@ -278,7 +278,7 @@ class TestBuild:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")
         with pytest.raises(LaunchError, match="Docker is not installed"):
-            build(None)
+            build_image(None)
 
     def test_a_failed_build_is_reported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,4 +291,4 @@ class TestBuild:
         with pytest.raises(
             LaunchError, match=r"f4fa7d6b was not built \(docker build ended with 9\)"
         ):
-            build(None)
+            build_image(None)

@@ -27,9 +27,9 @@ from parakit.config.run import Backend
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch.compose import Launch
 from parakit.launch.execute import execute_launch
+from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.supervise.warm import WarmMegatron
 from parakit.launch.train import compose_job
 from parakit.logs.scrape import scrape_log
@@ -101,14 +101,14 @@ class Trainer:
         console = Console(quiet=True)
         # The start of the dense model is written as a user's is.
         forked = ranks if launch.model.shape.experts else None
-        with self._starts[launch.start_checkpoint]:
-            ensure_start_checkpoint(launch, console, forked and forked.exit_code)
+        with self._starts[launch.initial_checkpoint]:
+            ensure_initial_checkpoint(launch, console, forked and forked.exit_code)
         folder, _ = execute_launch(launch, launch.job.options.runs, console, name)
         return run_of(folder)
 
     def compose(self, name: str, **changes: object) -> Launch:
         target = parse_target(name)
-        return compose_job(target.under(self._options(changes)))
+        return compose_job(target.with_options(self._options(changes)))
 
     def _options(self, changes: Mapping[str, Any]) -> Options:
         extra = (*SMALL, *changes.get("extra", ()))

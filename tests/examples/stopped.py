@@ -15,8 +15,8 @@ from rich.console import Console
 
 from parakit.config.files import ROOT
 from parakit.experiments.verify.verifier import ForkedRanks
-from parakit.launch.stop import stop
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.stop import stop_run
+from parakit.launch.supervise.interruption import is_alive
 from tests.examples.forked_launcher import forked
 from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
@@ -59,11 +59,11 @@ def _stop(number: signal.Signals, runs: Path, data: Path, ranks: ForkedRanks) ->
         if number is signal.SIGTERM:  # As `make stop` sends it.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("parakit.launch.stop.STOP_SECONDS", OF_A_RUN)
-                assert stop(folder, Console(quiet=True)) == 0
+                assert stop_run(folder, Console(quiet=True)) == 0
         else:
             launcher.send_signal(number)
         code = launcher.wait(OF_A_RUN)
-        return Stopped(str(folder), code, len(started), sum(map(alive, started)))
+        return Stopped(str(folder), code, len(started), sum(map(is_alive, started)))
     finally:
         launcher.terminate()
         launcher.wait()

@@ -19,13 +19,13 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import Status
 from parakit.config.model import load_model
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.memory import activation_bytes
 from parakit.costs.operations import Operation
 from parakit.costs.tensors import rank_parameters
 from parakit.logs.runs import load_folder
-from parakit.reporting.explain.closed_form import configuration_of_run
-from parakit.reporting.explain.routing import iterations_of, loads
+from parakit.reporting.explain.closed_form import require_closed_form_spec
+from parakit.reporting.explain.routing import compute_rank_loads, merge_routing_of_ranks
 from tests.examples.runs import ITERATIONS, Run, Trainer
 
 SHAPE = load_model("moe-tiny").shape
@@ -52,7 +52,7 @@ def split(train: Trainer) -> Callable[[str], Run]:
 
 
 def configuration(run: Run) -> RunSpec:
-    return configuration_of_run(load_folder(run.folder))
+    return require_closed_form_spec(load_folder(run.folder))
 
 
 def sent(rank: RankCommunication) -> Counter[Key]:
@@ -68,7 +68,7 @@ def sent(rank: RankCommunication) -> Counter[Key]:
 def predicted(run: Run, rank: int) -> Counter[Key]:
     expected: Counter[Key] = Counter()
     form = configuration(run)
-    for item in communication_of_rank(form, form.parallelism.pipeline_rank(rank)):
+    for item in rank_collectives(form, form.parallelism.pipeline_rank(rank)):
         if item.group not in ("ep", "expert_tp"):
             expected[item.group, item.operation, item.payload_bytes] += item.calls
     return expected
@@ -89,7 +89,7 @@ def routed(run: Run) -> dict[tuple[str, str, str], list[int]]:
 def routed_in_closed_form(run: Run) -> dict[tuple[str, str, str], list[int]]:
     form, found = configuration(run), {}
     for rank in range(form.parallelism.world_size):
-        for item in communication_of_rank(form, form.parallelism.pipeline_rank(rank)):
+        for item in rank_collectives(form, form.parallelism.pipeline_rank(rank)):
             if item.group in ("ep", "expert_tp"):
                 entry = found.setdefault((item.group, item.operation, item.phase), [0, 0])
                 entry[0] += item.calls
@@ -166,7 +166,7 @@ def mean_copies(rows: tuple[LayerRouting, ...], experts: range) -> float:
 def test_routing_says_what_megatron_prints(experts: Run, ep2: Run) -> None:
     for run in (experts, ep2):
         lines = {line.iteration: line for line in run.log.iterations if not line.averaged}
-        for found in iterations_of(read_measurements(run.folder, RoutingRecord)):
+        for found in merge_routing_of_ranks(read_measurements(run.folder, RoutingRecord)):
             if found.iteration not in lines:
                 continue
             printed = lines[found.iteration].extra_metrics or {}
@@ -178,7 +178,8 @@ def test_routing_says_what_megatron_prints(experts: Run, ep2: Run) -> None:
 
 def test_both_runs_route_every_token_alike(experts: Run, ep2: Run) -> None:
     one, two = (
-        iterations_of(read_measurements(run.folder, RoutingRecord)) for run in (experts, ep2)
+        merge_routing_of_ranks(read_measurements(run.folder, RoutingRecord))
+        for run in (experts, ep2)
     )
     assert [found.iteration for found in one] == list(range(1, ITERATIONS + 1))
     for first, second in zip(one, two, strict=True):
@@ -188,9 +189,11 @@ def test_both_runs_route_every_token_alike(experts: Run, ep2: Run) -> None:
 
 
 def test_the_work_of_the_ranks_is_all_the_work(ep2: Run) -> None:
-    found = loads(read_measurements(ep2.folder, RoutingRecord), ep2.record.spec.parallelism, None)
+    found = compute_rank_loads(
+        read_measurements(ep2.folder, RoutingRecord), ep2.record.spec.parallelism, None
+    )
     assert sum(load.tokens for load in found) == pytest.approx(4 * COPIES)
-    assert sum(load.of_mean for load in found) == pytest.approx(2)
+    assert sum(load.ratio_to_mean for load in found) == pytest.approx(2)
 
 
 @pytest.mark.slow
@@ -201,7 +204,9 @@ def test_every_other_split_prints_one_ranks_losses(
     run = split(name)
     assert run.status.status is Status.OK
     assert run.losses == pytest.approx(experts.losses, abs=1.1e-5)
-    one, many = (iterations_of(read_measurements(r.folder, RoutingRecord)) for r in (experts, run))
+    one, many = (
+        merge_routing_of_ranks(read_measurements(r.folder, RoutingRecord)) for r in (experts, run)
+    )
     # Sums of other order may turn a close choice: no more than a few of all tokens.
     for first, second in zip(one, many, strict=True):
         for layer, tokens in first.tokens.items():
@@ -245,7 +250,7 @@ def test_what_capacity_drops_is_counted(train: Trainer, padding: tuple[str, ...]
     extra = ("--moe-expert-capacity-factor", "1.0", *padding)
     run = train("train-ep2-moe-tiny-2cpu", extra=extra, shared_start=False)
     assert run.status.status is Status.OK
-    for found in iterations_of(read_measurements(run.folder, RoutingRecord)):
+    for found in merge_routing_of_ranks(read_measurements(run.folder, RoutingRecord)):
         assert found.dropped > 0
         assert found.computed + found.dropped == 4 * COPIES
         # A micro batch of two sequences may give each expert an eighth of its 256 copies.

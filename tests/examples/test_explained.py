@@ -6,8 +6,8 @@ from parakit.config.published import Published
 from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import Explanation, explain
-from parakit.reporting.explain.predicted import PredictionEvidence, evidence_of
-from parakit.reporting.explain.timelines import idle_over_work, passes, scene_of
+from parakit.reporting.explain.predicted import PredictionEvidence, compare_run_with_predictions
+from parakit.reporting.explain.timelines import build_scene, select_passes, traced_idle_over_work
 from tests.examples.runs import Run
 
 NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
@@ -15,7 +15,9 @@ NAMES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1")
 
 @pytest.fixture(scope="module")
 def evidence(eight: dict[str, Run]) -> dict[str, PredictionEvidence]:
-    return {name: evidence_of(load_folder(run.folder)) for name, run in eight.items()}
+    return {
+        name: compare_run_with_predictions(load_folder(run.folder)) for name, run in eight.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def test_parameters_and_every_byte_on_the_wire_are_predicted(
     found = evidence[name]
     assert found.notes == ()
     assert found.parameters
-    assert all(compared.exact for compared in found.parameters)
+    assert all(compared.is_exact for compared in found.parameters)
     for comparison in found.calls:
         assert comparison.unattributed == ()
         assert all(row.residual_wire_bytes == 0 for row in comparison.rows)
@@ -61,8 +63,8 @@ def test_shares_of_a_rank_sum_to_its_iteration(
 def test_trace_numbers_every_pass_of_the_schedule(
     eight: dict[str, Run], name: str, passes_a_rank: int
 ) -> None:
-    scene = scene_of(load_folder(eight[name].folder))
-    worked = passes(scene.pieces)
+    scene = build_scene(load_folder(eight[name].folder))
+    worked = select_passes(scene.pieces)
     assert [sum(p.rank == rank for p in worked) for rank in (0, 1)] == [passes_a_rank] * 2
     assert all(piece.step for piece in worked)
 
@@ -70,7 +72,7 @@ def test_trace_numbers_every_pass_of_the_schedule(
 def test_both_stages_of_a_pipeline_are_idle_and_the_ideal_share_stands_beside(
     eight: dict[str, Run], evidence: dict[str, PredictionEvidence]
 ) -> None:
-    idle = idle_over_work(scene_of(load_folder(eight["pp2"].folder)).pieces)
+    idle = traced_idle_over_work(build_scene(load_folder(eight["pp2"].folder)).pieces)
     assert all(share > 0 for share in idle.values())
     first, last = evidence["pp2"].bubble
     assert first.measured > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_patches.entry import freeze_imports
 from megatron_patches.warm import _become_rank, _serve, _train
-from parakit.experiments.verify.verifier import START
+from parakit.experiments.verify.verifier import RANK_ENVIRONMENT
 from parakit.launch.supervise.warm import WarmMegatron
 
 
@@ -20,7 +20,7 @@ class WarmNative(WarmMegatron):
     module = "tests.examples.warm_native"
 
     def __init__(self) -> None:
-        super().__init__("examples/gpt3/pretrain_native.py", START)
+        super().__init__("examples/gpt3/pretrain_native.py", RANK_ENVIRONMENT)
 
 
 def main(descriptor: int, entry: Path) -> None:

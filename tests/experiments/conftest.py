@@ -4,14 +4,14 @@ import functools
 
 import pytest
 
-from parakit.launch.code import tree_hash
+from parakit.launch.code import hash_sources
 
-hash_once = functools.cache(tree_hash)
+hash_once = functools.cache(hash_sources)
 
 
 @pytest.fixture(autouse=True)
 def code_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parakit.launch.code.tree_hash", hash_once)
+    monkeypatch.setattr("parakit.launch.code.hash_sources", hash_once)
 
 
 @pytest.fixture(autouse=True)

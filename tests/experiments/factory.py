@@ -8,7 +8,7 @@ from parakit.config.model import load_model
 from parakit.config.run import Backend, DeviceKind
 from parakit.experiments.definition import Cell
 from parakit.experiments.runner import CellResult
-from parakit.experiments.tables.overtaking import Swept
+from parakit.experiments.tables.overtaking import SweptCell
 from parakit.launch.job import Job
 from parakit.launch.options import NO_OPTIONS, Options
 from parakit.launch.train import compose_job
@@ -39,7 +39,7 @@ def measured(
     strategy: str = "",
     failure: str = "",
     **changes: object,
-) -> Swept:
+) -> SweptCell:
     """Times of one percent's scatter about a median; None was never measured."""
     strategy = strategy or ("baseline" if devices == 1 else f"dp{devices}")
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
@@ -48,10 +48,10 @@ def measured(
     # What was launched says how large the model and the batch are: Megatron's is soonest composed.
     launch = LAUNCHED(cell(strategy, devices, model, **changes).job)
     result = CellResult(one, launch, () if failure else (Path("run"),), failure=failure)
-    return Swept(result, row, row.estimate if row else None)
+    return SweptCell(result, row, row.estimate if row else None)
 
 
-def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[Swept]:
+def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[SweptCell]:
     """Megatron's and native's times at each of the sizes."""
     found = []
     for model, (megatron, native) in zip(SIZES, milliseconds, strict=False):

@@ -6,7 +6,7 @@ import pytest
 from parakit.cli.dispatch import run_target
 from parakit.config.run import DeviceKind
 from parakit.experiments import load
-from parakit.experiments.commands import output_of
+from parakit.experiments.commands import find_output
 from parakit.experiments.definition import FOLDER
 from parakit.experiments.load import load_experiment
 from parakit.launch.options import Options, options_from_texts
@@ -19,7 +19,7 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 def test_every_experiment_can_be_read_and_its_table_is_known(name: str) -> None:
     experiment = load_experiment(name, Options())
     assert experiment.cells
-    assert output_of(experiment.file.table)
+    assert find_output(experiment.file.table)
 
 
 def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_not() -> None:

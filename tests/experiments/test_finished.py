@@ -6,7 +6,7 @@ import pytest
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.experiments.runner import finished_runs
+from parakit.experiments.runner import find_finished_runs
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import create_run_folder
@@ -27,10 +27,10 @@ def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
 ) -> None:
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
     targets = [parse_target(f"train-{name}-gpt2-tiny-2cpu") for name in (trained, asked)]
-    made, wanted = (compose_job(t.under(options)) for t in targets)
+    made, wanted = (compose_job(t.with_options(options)) for t in targets)
     folder = create_run_folder(made, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
-    assert finished_runs(wanted) == ([folder] if found else [])
+    assert find_finished_runs(wanted) == ([folder] if found else [])
 
 
 def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
@@ -38,12 +38,12 @@ def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
 ) -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
-    launch = compose_job(target.under(options))
+    launch = compose_job(target.with_options(options))
     folder = create_run_folder(launch, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
     record = records.read_run(folder)
     assert record.code is not None
     records.write_run(folder, replace(record, code=replace(record.code, kit="edited")))
-    assert finished_runs(launch) == [folder]
+    assert find_finished_runs(launch) == [folder]
     records.write_run(folder, replace(record, code=replace(record.code, megatron="edited")))
-    assert finished_runs(launch) == []
+    assert find_finished_runs(launch) == []

@@ -1,4 +1,4 @@
-from parakit.experiments.commands import disagreements
+from parakit.experiments.commands import describe_broken_parity
 from parakit.reporting.analyse.entry import Entry
 from tests.reporting.factory import report_row
 
@@ -10,11 +10,13 @@ def rows(*verdicts: tuple[str, str, str]) -> list[Entry]:
 
 
 def test_reference_and_kept_parity_agree() -> None:
-    assert disagreements(rows(("baseline", "ok", "reference"), ("tp2", "ok", "held"))) == []
+    assert (
+        describe_broken_parity(rows(("baseline", "ok", "reference"), ("tp2", "ok", "held"))) == []
+    )
 
 
 def test_what_broke_cannot_be_compared_or_is_not_known_does_not_pass() -> None:
-    found = disagreements(
+    found = describe_broken_parity(
         rows(
             ("baseline", "ok", "reference"),
             ("tp2", "ok", "broken@11"),

@@ -13,11 +13,11 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.errors import LaunchError
 from parakit.config.run import RuntimeName
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from parakit.experiments import runner as runner_module
-from parakit.experiments.commands import run_named
+from parakit.experiments.commands import run_named_experiment
 from parakit.experiments.load import load_experiment
-from parakit.experiments.runner import finished_runs
+from parakit.experiments.runner import find_finished_runs
 from parakit.experiments.tables.published import announce_published
 from parakit.launch import data as data_module
 from parakit.launch import runtime as runtime_module
@@ -55,8 +55,8 @@ class Machine:
 
 @pytest.fixture
 def machine(two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr("parakit.launch.run_folder.kit_commit", lambda: None)
-    monkeypatch.setattr(runtime_module, "transformer_engine_imports", lambda: True)
+    monkeypatch.setattr("parakit.launch.run_folder.read_kit_commit", lambda: None)
+    monkeypatch.setattr(runtime_module, "can_import_transformer_engine", lambda: True)
     return Machine(monkeypatch)
 
 
@@ -77,13 +77,13 @@ def compose_six(options: Options) -> list[Launch]:
 
 def said(options: Options) -> tuple[int, str]:
     text = io.StringIO()
-    code = run_named("published", options, Console(file=text, width=400))
+    code = run_named_experiment("published", options, Console(file=text, width=400))
     return code, text.getvalue()
 
 
 def test_six_runs_in_turn_then_a_report_of_them(machine: Machine, options: Options) -> None:
     code, text = said(options)
-    assert (code, machine.trained) == (0, list(NAMED))
+    assert (code, machine.trained) == (0, list(PUBLISHED_STRATEGIES))
     (command,) = machine.reported
     assert command[1:4] == ["-m", "parakit", "report"]
     assert len([word for word in command if word.startswith(str(options.runs))]) == 6
@@ -104,7 +104,7 @@ def test_a_failed_run_does_not_stop_the_rest_and_repeating_makes_it_alone(
 ) -> None:
     machine.ends["tp2"] = Status.OUT_OF_MEMORY
     code, text = said(options)
-    assert (code, machine.trained) == (1, list(NAMED))
+    assert (code, machine.trained) == (1, list(PUBLISHED_STRATEGIES))
     assert "5 of 6 runs ended well; repeat 'make reproduce'" in text
     machine.trained.clear()
     machine.ends.clear()
@@ -138,17 +138,17 @@ def test_only_exactly_the_same_run_counts_as_made(
 ) -> None:
     said(options)
     launches = compose_six(replace(options, iterations=100))
-    assert all(finished_runs(launch) for launch in launches)
+    assert all(find_finished_runs(launch) for launch in launches)
     others = compose_six(replace(options, **{"iterations": 100, **changes}))  # type: ignore[arg-type]
-    assert not any(finished_runs(launch) for launch in others)
+    assert not any(find_finished_runs(launch) for launch in others)
 
 
 def test_damaged_run_folders_are_passed_over(machine: Machine, options: Options) -> None:
     said(options)
     launch = compose_six(replace(options, iterations=100))[0]
-    (folder,) = finished_runs(launch)
+    (folder,) = find_finished_runs(launch)
     (folder / records.RUN_FILE).write_text("{")
-    assert finished_runs(launch) == []
+    assert find_finished_runs(launch) == []
     six = compose_six(replace(options, iterations=100))
     assert "1 of the 6" in announce_published(six)
 

@@ -43,7 +43,7 @@ class Trained:
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     found = Trained()
     monkeypatch.setattr(module, "execute_launch", found.execute)
-    monkeypatch.setattr(module, "ensure_start_checkpoint", found.start)
+    monkeypatch.setattr(module, "ensure_initial_checkpoint", found.start)
     return found
 
 

@@ -18,7 +18,7 @@ from parakit.experiments.tables.sweep import OUTPUT
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Saving, Wandb, options_from_texts
-from parakit.launch.resume import relaunch
+from parakit.launch.resume import compose_resumed_launch
 from parakit.launch.run_folder import create_run_folder
 from parakit.launch.supervise.interruption import Interrupted
 from parakit.launch.train import compose_job
@@ -40,8 +40,8 @@ class Machine:
         self.ends: dict[str, Status] = {}
         self.interrupts_at: str = ""
         monkeypatch.setattr(module, "execute_launch", self._execute)
-        monkeypatch.setattr(module, "ensure_start_checkpoint", lambda *_: None)
-        monkeypatch.setattr("parakit.launch.run_folder.kit_commit", lambda: None)
+        monkeypatch.setattr(module, "ensure_initial_checkpoint", lambda *_: None)
+        monkeypatch.setattr("parakit.launch.run_folder.read_kit_commit", lambda: None)
 
     def _execute(self, launch: Launch, runs: Path, *_: object) -> tuple[Path, StatusRecord]:
         name = f"{launch.spec.backend} {launch.spec.name}"
@@ -179,7 +179,7 @@ def resume(folder: Path, changed: Options) -> None:
     """As `make resume` does: the folder's next attempt, which ends well."""
     loaded = ResumePoint(folder.name, folder / records.CHECKPOINTS_FOLDER, 10)
     loaded.folder.mkdir(exist_ok=True)
-    launch = relaunch(records.read_run(folder), loaded, None, changed)
+    launch = compose_resumed_launch(records.read_run(folder), loaded, None, changed)
     create_run_folder(launch, folder.parent, folder)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0, ""))
 

@@ -3,16 +3,21 @@ from dataclasses import replace
 import pytest
 
 from parakit.config.run import Backend, DeviceKind
-from parakit.experiments.tables.overtaking import SizePoint, crossover, fastest, verdicts
+from parakit.experiments.tables.overtaking import (
+    SizeComparison,
+    describe_sweep,
+    estimate_crossover,
+    select_fastest,
+)
 from parakit.experiments.tables.sweep import draw_sweep, render
 from parakit.formatting.units import parameters
-from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate
+from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, estimate_time
 from tests.experiments.factory import measured, pair
 from tests.reporting.factory import report_row
 
 
 def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
-    assert verdicts(pair((110, 100), (200, 200.1), (1000, 1200))) == [
+    assert describe_sweep(pair((110, 100), (200, 200.1), (1000, 1200))) == [
         "On 1 CPU rank megatron overtakes native at 62.9M parameters [11.3M, 107.9M], between gpt2-tiny "
         "(3.4M) and gpt3-355m (354.9M); within noise of each other at gpt3-64m (63.8M)."
     ]
@@ -20,7 +25,7 @@ def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
 
 def test_a_crossover_is_where_ratio_and_both_ends_of_its_interval_pass_one() -> None:
     # A ratio that falls with the size from 4 to 1/4 within [ratio / 2, 2 ratio].
-    found = crossover([point(10, 4.0), point(1000, 0.25)])
+    found = estimate_crossover([point(10, 4.0), point(1000, 0.25)])
     # In logarithms the way from 10 to 1000 is 4 halvings of 10^0.5 each: one for the interval's end.
     assert found == pytest.approx((100, 10**1.5, 10**2.5))
 
@@ -31,7 +36,7 @@ def test_dense_models_and_mixtures_are_two_axes_of_size() -> None:
         measured(Backend.MEGATRON, 100, "moe-tiny"),
         measured(Backend.NATIVE, 200, "moe-tiny"),
     ]
-    assert [sentence.partition(" is")[0] for sentence in verdicts(cells)] == [
+    assert [sentence.partition(" is")[0] for sentence in describe_sweep(cells)] == [
         "On 1 CPU rank, dense models: native",
         "On 1 CPU rank, mixtures of experts: megatron",
     ]
@@ -44,30 +49,30 @@ def test_layouts_of_one_backend_are_compared_along_the_sizes() -> None:
         measured(Backend.MEGATRON, milliseconds, model, 2, strategy)
         for (strategy, model), milliseconds in times.items()
     ]
-    (said,) = verdicts(cells)
+    (said,) = describe_sweep(cells)
     assert said.startswith("On 2 CPU ranks megatron tp2 overtakes megatron dp2 at 14.8M parameters")
 
 
-def point(parameters: int, ratio: float) -> SizePoint:
+def point(parameters: int, ratio: float) -> SizeComparison:
     verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
-    return SizePoint("m", parameters, TimeComparison(ratio, ratio / 2, 2 * ratio, verdict))
+    return SizeComparison("m", parameters, TimeComparison(ratio, ratio / 2, 2 * ratio, verdict))
 
 
 def test_one_sided_results_say_that_there_is_no_crossover() -> None:
-    assert verdicts(pair((110, 100), (240, 200), devices=2)) == [
+    assert describe_sweep(pair((110, 100), (240, 200), devices=2)) == [
         "On 2 CPU ranks native is faster than megatron at gpt2-tiny (3.4M) and gpt3-64m (63.8M): "
         "no crossover in the range."
     ]
 
 
 def test_differences_within_noise_are_not_called() -> None:
-    assert verdicts(pair((100, 100.1))) == [
+    assert describe_sweep(pair((100, 100.1))) == [
         "On 1 CPU rank native is within noise of megatron at gpt2-tiny (3.4M): neither overtakes."
     ]
 
 
 def test_each_number_of_devices_has_a_sentence_of_its_own() -> None:
-    found = verdicts([*pair((110, 100)), *pair((100, 110), devices=2)])
+    found = describe_sweep([*pair((110, 100)), *pair((100, 110), devices=2)])
     assert [sentence.partition(" is")[0] for sentence in found] == [
         "On 1 CPU rank native",
         "On 2 CPU ranks megatron",
@@ -76,7 +81,7 @@ def test_each_number_of_devices_has_a_sentence_of_its_own() -> None:
 
 def test_a_backend_that_was_never_measured_is_not_compared() -> None:
     only = [measured(Backend.MEGATRON, 100), measured(Backend.NATIVE, None)]
-    assert verdicts(only) == [
+    assert describe_sweep(only) == [
         "On 1 CPU rank nothing can be said of native against megatron: no size has both."
     ]
 
@@ -84,13 +89,13 @@ def test_a_backend_that_was_never_measured_is_not_compared() -> None:
 def test_batches_of_another_size_are_compared_by_the_token() -> None:
     small = measured(Backend.MEGATRON, 100)
     large = measured(Backend.NATIVE, 150, global_batch_size=16)
-    assert "native is faster" in verdicts([small, large])[0]
+    assert "native is faster" in describe_sweep([small, large])[0]
 
 
 def test_of_several_strategies_the_fastest_speaks_for_the_backend() -> None:
     slow = measured(Backend.NATIVE, 200, devices=2, strategy="tp2")
     fast = measured(Backend.NATIVE, 100, devices=2, strategy="dp2")
-    lines = fastest([slow, fast])
+    lines = select_fastest([slow, fast])
     assert lines == {((2, DeviceKind.CPU), Backend.NATIVE): [fast]}
 
 
@@ -98,7 +103,7 @@ def test_the_fastest_of_a_model_may_be_one_that_flags_made_larger() -> None:
     slow = measured(Backend.NATIVE, 200)
     fast = measured(Backend.NATIVE, 100, extra=("--num-layers", "6"))
     assert fast.parameters > slow.parameters
-    assert list(fastest([slow, fast]).values()) == [[fast]]
+    assert list(select_fastest([slow, fast]).values()) == [[fast]]
 
 
 def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
@@ -135,7 +140,7 @@ def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
     cells = []
     for backend, (wall, processor) in times.items():
         samples = [processor + 0.01 * n for n in range(21)]
-        row = report_row(ms=wall, backend=backend, processor=estimate([samples]))
+        row = report_row(ms=wall, backend=backend, processor=estimate_time([samples]))
         cells.append(replace(measured(backend, wall), row=row))
     text = render("s", cells, [])
     assert "- On 1 CPU rank megatron is faster than native" in text

@@ -5,37 +5,37 @@ import pytest
 
 from parakit.config.errors import LaunchError
 from parakit.experiments.zero_prediction import (
-    STUDY,
-    Predicted,
-    predict,
-    scaling_table,
-    share_of_two,
-    verdict,
+    SETTINGS,
+    PredictedMethod,
+    format_scaling_table,
+    judge_column,
+    predict_methods,
+    scaling_efficiency,
 )
 from parakit.planner.options import PlanOptions
 from tests.given import run
 
 
-def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> Predicted:
+def predicted(method: str, seconds: float, peak: int = 1, nodes: int = 2) -> PredictedMethod:
     candidate = SimpleNamespace(
         seconds=SimpleNamespace(total=seconds), memory=SimpleNamespace(total=peak)
     )
     timed = cast(Any, SimpleNamespace(candidate=candidate))
-    return Predicted(method, "ethernet-1g", nodes, timed)
+    return PredictedMethod(method, "ethernet-1g", nodes, timed)
 
 
 def test_a_column_has_a_winner_or_those_within_the_planners_error() -> None:
     clear = [predicted("Baseline", 2.0), predicted("Pipeline", 1.0)]
-    assert verdict(clear) == ("Pipeline", "Pipeline")
+    assert judge_column(clear) == ("Pipeline", "Pipeline")
     close = [predicted("Baseline", 1.02, peak=1), predicted("Pipeline", 1.0, peak=2)]
-    assert verdict(close) == ("within noise: Baseline and Pipeline", "Baseline")
+    assert judge_column(close) == ("within noise: Baseline and Pipeline", "Baseline")
 
 
 def test_scaling_is_the_work_of_a_device_over_that_on_two_nodes() -> None:
     found = [predicted("ZeRO-3", 1.0), predicted("ZeRO-3", 4.0, nodes=64)]
-    assert share_of_two("ZeRO-3", "ethernet-1g", 64, found) == 0.25
-    assert share_of_two("ZeRO-3", "ethernet-1g", 32, found) is None
-    *_, row = scaling_table(found).splitlines()
+    assert scaling_efficiency("ZeRO-3", "ethernet-1g", 64, found) == 0.25
+    assert scaling_efficiency("ZeRO-3", "ethernet-1g", 32, found) is None
+    *_, row = format_scaling_table(found).splitlines()
     assert (
         row
         == "| ZeRO-3, 64 nodes | 25.0% | – | – | – | “scales very poorly”: confirmed at 1 Gbit/s |"
@@ -54,14 +54,15 @@ def test_scaling_is_the_work_of_a_device_over_that_on_two_nodes() -> None:
 )
 def test_a_share_near_a_limit_judges_nothing(share: float, said: str) -> None:
     found = [predicted("ZeRO-3", share), predicted("ZeRO-3", 1.0, nodes=64)]
-    assert f"“scales very poorly”: {said} at 1 Gbit/s" in scaling_table(found)
+    assert f"“scales very poorly”: {said} at 1 Gbit/s" in format_scaling_table(found)
 
 
 def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:
     options = PlanOptions("gpt3-64m", "a100-80g")
-    found = predict(options, nodes=(2,), links=tuple(STUDY.links))
+    found = predict_methods(options, nodes=(2,), links=tuple(SETTINGS.links))
     fastest = {
-        link: verdict([each for each in found if each.link == link])[0] for link in STUDY.links
+        link: judge_column([each for each in found if each.link == link])[0]
+        for link in SETTINGS.links
     }
     assert fastest["ethernet-1g"] == "Pipeline"
     assert "Pipeline" not in fastest["ib-400g"]
@@ -72,7 +73,7 @@ def test_a_slow_link_favours_the_pipeline_and_a_fast_one_does_not() -> None:
 
 def test_stages_that_do_not_divide_the_layers_are_left_out() -> None:
     options = PlanOptions("gpt3-64m", "a100-80g")
-    found = predict(options, nodes=(4, 8), links=("ib-400g",))
+    found = predict_methods(options, nodes=(4, 8), links=("ib-400g",))
     stages = [each for each in found if each.method == "Pipeline, a stage a node"]
     assert [each.seconds is None for each in stages] == [False, True]  # 12 layers
 

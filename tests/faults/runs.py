@@ -18,7 +18,7 @@ from parakit.artifacts import run as records
 from parakit.artifacts.run import StatusRecord
 from parakit.config.files import ROOT
 from parakit.config.published import load_published
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.supervise.interruption import is_alive
 from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.parity import Curve, loss_curve
 from parakit.reporting.analyse.report import build_report
@@ -54,7 +54,7 @@ def processes_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for process in launcher.children(recursive=True):
             with suppress(psutil.Error):
-                name = _name_of(process) if alive(process) else None
+                name = _name_of(process) if is_alive(process) else None
                 if name:  # A rank comes before what it starts.
                     found.setdefault(name, process)
     return found
@@ -132,7 +132,7 @@ class Victim:
     def end(self) -> Ended:
         """Wait for the end of all; the supervisor of a killed launcher first writes the status."""
         output, _ = self.launcher.communicate(timeout=OF_A_RUN)
-        until(lambda: not any(map(alive, self.family)), "processes are left", OF_A_RUN)
+        until(lambda: not any(map(is_alive, self.family)), "processes are left", OF_A_RUN)
         return Ended(self.folder, self.launcher.returncode, output)
 
 

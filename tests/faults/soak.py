@@ -30,16 +30,16 @@ from parakit.artifacts.run import utc_stamp
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.run import Backend
-from parakit.config.strategy import devices_of, parse_strategy
+from parakit.config.strategy import count_devices, parse_strategy
 from parakit.formatting.terminal import say
 from parakit.launch.compose import Launch
 from parakit.launch.data import make_sample
+from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
 from parakit.launch.job import Job, parse_target
-from parakit.launch.options import KEEP, Options, Saving, variables_of
-from parakit.launch.preflight import check
+from parakit.launch.options import DEFAULT_KEEP, Options, Saving, format_variables
+from parakit.launch.preflight import check_launch
 from parakit.launch.progress import LogFollower
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.train import compose_job, dry_run
+from parakit.launch.train import compose_job, print_dry_run
 from tests.faults.runs import Victim, kill, launch, processes_of
 from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessReading, judge
 from tests.patience import OF_A_RUN
@@ -108,10 +108,10 @@ def soak(what: Soak, console: Console) -> int:
     """
     options = what.job.options
     if options.dry_run:
-        return dry_run(what.launch)
+        return print_dry_run(what.launch)
     make_sample(what.launch.data, console)
-    check(what.launch)
-    ensure_start_checkpoint(what.launch, console)
+    check_launch(what.launch)
+    ensure_initial_checkpoint(what.launch, console)
     folder = options.runs / f"{utc_stamp()}-soak-{what.job.name}"
     folder.mkdir(parents=True)
     with _Soaking(what, folder, console) as watch:
@@ -132,7 +132,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         LaunchError: Strategy and model do not fit each other.
     """
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
-    devices = devices_of(strategy, otherwise=2)
+    devices = count_devices(strategy, otherwise=2)
     sharding = parse_strategy(strategy, devices).sharding
     if sharding.wraps_modules or options.backend != Backend.MEGATRON:
         raise LaunchError(
@@ -147,7 +147,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         options,
         iterations=iterations,
         extra=(*schedule, *options.extra),
-        saving=options.saving or Saving(SAVE_EVERY, KEEP),
+        saving=options.saving or Saving(SAVE_EVERY, DEFAULT_KEEP),
     )
     job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
     return Soak(hours, compose_job(job))
@@ -232,7 +232,7 @@ class _Soaking:
         self._logged_before = log.stat().st_size if log.is_file() else 0
         asked = replace(options, iterations=iterations, run_folder=folder.absolute())
         # What make was given is the soak's.
-        variables = {**variables_of(asked), "REPEATS": "", "MAKEFLAGS": ""}
+        variables = {**format_variables(asked), "REPEATS": "", "MAKEFLAGS": ""}
         with (self.folder / f"{run}.txt").open("ab") as output:
             launcher = launch((self.soak.job.target,), {**os.environ, **variables}, output)
         try:

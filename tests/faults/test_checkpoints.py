@@ -5,7 +5,7 @@ import pytest
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
 from parakit.logs.runs import Run
-from parakit.reporting.analyse.parity import Curve, last_digit, loss_curve
+from parakit.reporting.analyse.parity import Curve, last_digit_unit, loss_curve
 from tests.faults.runs import SAVE_EVERY, Ended, Kit, same_losses
 
 EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")
@@ -54,7 +54,7 @@ def agree_to_the_printed_digit(resumed: Run, whole: Curve) -> None:
     assert max(ours) == max(whole)
     assert len(ours.keys() & whole.keys()) >= 9
     for number in ours.keys() & whole.keys():
-        assert abs(ours[number] - whole[number]) <= 1.01 * last_digit(whole[number])
+        assert abs(ours[number] - whole[number]) <= 1.01 * last_digit_unit(whole[number])
     assert resumed.restarts == (SAVE_EVERY + 1,)
 
 

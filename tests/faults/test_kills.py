@@ -10,7 +10,7 @@ import pytest
 
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE, Status, StatusRecord, read_status
-from parakit.launch.compose import torchrun
+from parakit.launch.compose import torchrun_command
 from parakit.launch.supervise.exit_status import classify_exit
 from parakit.launch.supervise.ranks import RankProcesses
 from parakit.logs.runs import load_folder
@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
 
 def test_torchrun_ends_the_others_and_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     rank = "[ $RANK = 0 ] || kill -9 $BASHPID; exec sleep 3600"
-    command = (*torchrun(2, sys.executable), "--no-python", "bash", "-c", rank)
+    command = (*torchrun_command(2, sys.executable), "--no-python", "bash", "-c", rank)
     with RankProcesses(command, {}, tmp_path / LOG_FILE) as ranks:
         until(lambda: ranks.exit_code() is not None, "torchrun has not ended", OF_A_RUN)
         code = ranks.exit_code()

@@ -15,7 +15,7 @@ import pytest
 
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
-from parakit.launch.supervise.exit_status import memory_kills
+from parakit.launch.supervise.exit_status import count_memory_kills
 from tests.faults.runs import SAVE_EVERY, Kit, same_losses
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_rank_that_may_have_no_more_memory_is_named(kit: Kit) -> None:
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_is_named(kit: Kit) -> None:
-    if memory_kills() is None or not groups_are_enforced():
+    if count_memory_kills() is None or not groups_are_enforced():
         pytest.skip("this kernel ends nothing that exceeds a memory control group")
     victim = kit.start("dp2")
     victim.wait_for("initializing torch distributed")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parakit.experiments.tables import backends, moe, zero
-from parakit.reporting.analyse.entry import Entry, rows_of
+from parakit.reporting.analyse.entry import Entry, build_entries_from_folders
 
 
 def render_zero(folders: Sequence[Path]) -> str:
@@ -26,4 +26,8 @@ def render_moe(folders: Sequence[Path]) -> str:
 
 
 def _rows(folders: Sequence[Path]) -> list[Entry]:
-    return [row for row in rows_of([[folder] for folder in folders]) if row is not None]
+    return [
+        row
+        for row in build_entries_from_folders([[folder] for folder in folders])
+        if row is not None
+    ]

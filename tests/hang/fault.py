@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.nn.modules import module as hooks
 
-from parakit.accounting.process_groups import METHODS
+from parakit.accounting.process_groups import PROCESS_GROUP_METHODS
 
 OWN = int(os.environ["RANK"])
 FOLDER = Path(os.environ["KIT_STACKS"]).parent
@@ -265,7 +265,7 @@ if "WHY_HANG_LINK" in os.environ:
 if KIND != "none":
     training.train_step = counted(training.train_step)
     CheckpointFunction.backward = computed_again(CheckpointFunction.backward)
-    for name in METHODS:
+    for name in PROCESS_GROUP_METHODS:
         setattr(ProcessGroup, name, wrapped(getattr(ProcessGroup, name), name))
     hooks.register_module_forward_pre_hook(begin)
     hooks.register_module_forward_hook(end, always_call=True)

@@ -29,7 +29,7 @@ from parakit.hang.diagnosis import HangDiagnosis
 from parakit.hang.dumps import UnreadableDumpError
 from parakit.hang.gather import gather_evidence
 from parakit.hang.order import find_mismatch
-from parakit.hang.verdict import judge
+from parakit.hang.verdict import judge_hang
 from parakit.launch import execute as execution
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -145,7 +145,7 @@ class Bench:
             patch_file=read_patch_file(str(self.fault)),
             hang_timeout_seconds=SLOW_SECONDS if case.kind == "slow" else QUIET_SECONDS,
         )
-        launch = compose_job(parse_target(case.target).under(options))
+        launch = compose_job(parse_target(case.target).with_options(options))
         while len(self.warm) <= slot:
             self.warm.append(WarmMegatron(launch.entry.path, launch.environment))
         return replace(launch, warm=self.warm[slot])
@@ -303,7 +303,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     try:
         evidence = gather_evidence([run])
         is_seen = find_mismatch(evidence) is not None
-        row |= {"said": HangDiagnosis(judge(evidence), evidence).to_dict()}
+        row |= {"said": HangDiagnosis(judge_hang(evidence), evidence).to_dict()}
     except UnreadableDumpError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
     said, fired = row["said"], {one["rank"] for one in row["fired"]}

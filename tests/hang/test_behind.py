@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from parakit.hang.gather import gather_evidence
-from parakit.hang.verdict import HangVerdict, judge
+from parakit.hang.verdict import HangVerdict, judge_hang
 from tests.hang.made import Job, four
 
 NOT_COMPLETED_HERE = "entered, completed by the others, not by this rank"
@@ -28,7 +28,7 @@ def call_without_device(
 
 
 def judge_job(job: Job, folder: Path) -> HangVerdict:
-    return judge(gather_evidence([job.write(folder)]))
+    return judge_hang(gather_evidence([job.write(folder)]))
 
 
 def test_a_rank_whose_device_failed_in_calls_that_its_peers_completed_is_named(
@@ -45,10 +45,10 @@ def test_a_rank_whose_device_failed_in_calls_that_its_peers_completed_is_named(
     assert (verdict.culprits, verdict.suspects, verdict.kind) == ((1,), (), NOT_COMPLETED_HERE)
     assert verdict.waiting == (0, 3)
     assert verdict.sentence.startswith(
-        "Rank 1 (dp 0, tp 1) entered all_reduce no. 13 of its tensor-parallel group, which rank 0 "
-        "completed and it did not"
+        "Rank 1 (dp 0, tp 1) entered all_reduce no. 13 of its tensor-parallel group and did not "
+        "complete it; rank 0 did."
     )
-    assert "it is 4 calls in 2 groups behind" in verdict.sentence
+    assert "Rank 1 is 4 calls behind, in 2 groups." in verdict.sentence
     assert "CUDA error" in verdict.next_step
 
 

@@ -8,8 +8,8 @@ import pytest
 from parakit.hang.command import why_hang
 from parakit.hang.evidence import Progress
 from parakit.hang.gather import gather_evidence
-from parakit.hang.texts import TimedOut, read_watchdog
-from parakit.hang.verdict import HangVerdict, judge
+from parakit.hang.texts import ReportedTimeout, read_watchdog
+from parakit.hang.verdict import HangVerdict, judge_hang
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
 TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -20,14 +20,14 @@ DUMP_SIGNAL = (
 )
 
 
-def one_timeout(*lines: str) -> TimedOut:
+def one_timeout(*lines: str) -> ReportedTimeout:
     (timed_out,) = read_watchdog(lines).timeouts
     return timed_out
 
 
 def judge_log(folder: Path, *lines: str, name: str = "train.log") -> HangVerdict:
     (folder / name).write_text("\n".join(lines) + "\n")
-    return judge(gather_evidence([folder]))
+    return judge_hang(gather_evidence([folder]))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_stacks_that_all_wait_say_where_and_which_rank_left_nothing(tmp_path: Pa
     (tmp_path / "rank0.txt").write_text(stack.format("all_reduce", training))
     (tmp_path / "rank1.txt").write_text(stack.format("all_reduce", training))
     (tmp_path / "rank2.txt").write_text(stack.format("barrier", training))
-    verdict = judge(gather_evidence([tmp_path]))
+    verdict = judge_hang(gather_evidence([tmp_path]))
     assert why_hang([str(tmp_path)]) == 1
     caller = "called in the training step, training.py:1234 in train_step"
     assert f"Ranks 0 and 1 are in all_reduce, {caller}; rank 2 is in barrier, {caller}." in (
@@ -195,4 +195,7 @@ def test_a_job_at_work_names_nobody_and_exits_with_1(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"rank{rank}.txt").write_text(stack)
     assert why_hang([str(tmp_path)]) == 1
-    assert "Ranks 0 and 1 are in training.py:9 in f." in judge(gather_evidence([tmp_path])).sentence
+    assert (
+        "Ranks 0 and 1 are in training.py:9 in f."
+        in judge_hang(gather_evidence([tmp_path])).sentence
+    )

@@ -12,7 +12,7 @@ import pytest
 from parakit.artifacts.run import LOG_FILE, Status
 from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import read_watchdog
-from parakit.hang.verdict import HangKind, HangVerdict, judge
+from parakit.hang.verdict import HangKind, HangVerdict, judge_hang
 from parakit.launch.supervise.exit_status import classify_exit
 from parakit.logs.diagnosis import diagnose_log
 
@@ -28,7 +28,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verdict(*places: Path) -> HangVerdict:
-    return judge(gather_evidence(places))
+    return judge_hang(gather_evidence(places))
 
 
 @pytest.mark.parametrize(

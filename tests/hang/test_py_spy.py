@@ -8,7 +8,7 @@ from pathlib import Path
 from parakit.hang.evidence import Frame
 from parakit.hang.gather import gather_evidence
 from parakit.hang.texts import is_stacks, read_stacks
-from parakit.hang.verdict import judge
+from parakit.hang.verdict import judge_hang
 from parakit.hang.waits import is_in_collective
 
 IN_ALL_REDUCE = """Process 25505: python work.py 0
@@ -68,7 +68,7 @@ Thread 27525 (idle): "pin_memory"
 def test_the_rank_that_loads_data_is_named_by_the_default_output_of_py_spy(tmp_path: Path) -> None:
     for rank, text in enumerate((IN_ALL_REDUCE, IN_BARRIER, IN_DATA_LOADING)):
         (tmp_path / f"rank{rank}.txt").write_text(text)
-    verdict = judge(gather_evidence([tmp_path]))
+    verdict = judge_hang(gather_evidence([tmp_path]))
     assert (verdict.culprits, verdict.waiting, verdict.module) == ((2,), (0, 1), "data loading")
 
 

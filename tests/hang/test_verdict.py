@@ -14,8 +14,8 @@ from parakit.hang.dumps import UnreadableDumpError, read_dump
 from parakit.hang.evidence import Frame, RankEvidence, RecordedCall, StepStage
 from parakit.hang.gather import gather_evidence
 from parakit.hang.page import render_page
-from parakit.hang.place import place_of_call
-from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge
+from parakit.hang.place import locate_call_in_step
+from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge_hang
 from parakit.hang.waits import is_in_collective
 from tests.hang.made import DATA, SECOND, START, TENSOR, WORLD, Job, four, step
 
@@ -34,7 +34,7 @@ Current thread 0x7f (most recent call first):
 
 
 def verdict(job: Job, folder: Path, **more: tuple[int, ...]) -> HangVerdict:
-    return judge(gather_evidence([job.write(folder, **more)]))
+    return judge_hang(gather_evidence([job.write(folder, **more)]))
 
 
 def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
@@ -56,10 +56,10 @@ def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
         "Rank 3 (dp 1, tp 1) never entered all_reduce no. 14 of its tensor-parallel group, in which "
         "rank 2 waits (forward (mlp), mappings.py:1 in _reduce)"
     )
-    assert found.sentence.endswith("3 ranks wait for it in 3 groups.")
+    assert found.sentence.endswith("3 ranks wait for rank 3, in 3 groups.")
     assert found.module == "mlp"
     evidence = replace(gather_evidence([tmp_path]), stage=StepStage(4, 1))
-    assert "forward of layer 2 (mlp)" in judge(evidence).sentence
+    assert "forward of layer 2 (mlp)" in judge_hang(evidence).sentence
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_file_older_than_its_calls_says_nothing_of_when_it_was_dumped(tmp_path
         path = tmp_path / f"_dump_{rank}"
         path.write_text(json.dumps(dump))
         os.utime(path, (0, 0))
-    assert judge(gather_evidence([tmp_path])).culprits == (1,)
+    assert judge_hang(gather_evidence([tmp_path])).culprits == (1,)
 
 
 def test_a_rank_whose_dump_is_missing_is_named_only_if_others_wait_for_it(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_what_the_launcher_saw_stopped_is_named_though_it_went_on_for_its_dump(
     job = four()
     step(job)
     (job.write(tmp_path) / STOPPED_FILE).write_text("2")
-    found = judge(gather_evidence([tmp_path]))
+    found = judge_hang(gather_evidence([tmp_path]))
     assert (found.culprits, "stopped by a signal" in found.sentence) == ((2,), True)
 
 
@@ -189,9 +189,9 @@ def test_stages_wait_for_each_other_by_their_stacks(tmp_path: Path) -> None:
     (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
     (tmp_path / "rank1.txt").write_text(WAITING.format("send_forward_recv_backward"))
     (tmp_path / "rank2.txt").write_text(WORKING)
-    found = judge(gather_evidence([tmp_path]))
+    found = judge_hang(gather_evidence([tmp_path]))
     assert (found.culprits, found.waiting) == ((2,), (0, 1))
-    assert "it is in data loading, utils.py:12 in get_batch" in found.sentence
+    assert "Rank 2 is in data loading, utils.py:12 in get_batch." in found.sentence
 
 
 def test_a_rank_that_nobody_waits_for_yet_is_a_root_once_it_was_silent_for_long(
@@ -201,7 +201,7 @@ def test_a_rank_that_nobody_waits_for_yet_is_a_root_once_it_was_silent_for_long(
     job.call((0,), "1", done=False)
     job.write(tmp_path)
     (tmp_path / "rank2.txt").write_text(WORKING)
-    assert judge(gather_evidence([tmp_path])).culprits == (1, 2)
+    assert judge_hang(gather_evidence([tmp_path])).culprits == (1, 2)
 
 
 def test_what_ended_ranks_that_raised_is_the_one_that_left_nothing(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_what_ended_ranks_that_raised_is_the_one_that_left_nothing(tmp_path: Pat
     (tmp_path / "rank0.txt").write_text(raising)
     (tmp_path / "rank2.txt").write_text(WAITING.format("x"))
     (tmp_path / "rank3.txt").write_text(WAITING.format("x"))
-    assert judge(gather_evidence([tmp_path])).culprits == (1,)
+    assert judge_hang(gather_evidence([tmp_path])).culprits == (1,)
 
 
 def test_who_waits_for_what_all_entered_waits_for_the_network(tmp_path: Path) -> None:
@@ -232,10 +232,10 @@ def test_of_a_failed_run_the_one_without_calls_is_named_if_all_others_were_in_or
     job.call((0, 1), "1")
     job.call((2, 3), "2")
     evidence = replace(gather_evidence([job.write(tmp_path, without=(1,))]), is_over=True)
-    found = judge(evidence)
+    found = judge_hang(evidence)
     assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
     evidence = replace(gather_evidence([job.write(tmp_path / "two", without=(1, 3))]), is_over=True)
-    assert judge(evidence).verdict is HangOutcome.UNDECIDED
+    assert judge_hang(evidence).verdict is HangOutcome.UNDECIDED
 
 
 def test_in_backward_the_module_is_that_of_the_call_that_usually_follows(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_in_backward_the_module_is_that_of_the_call_that_usually_follows(tmp_pat
         calls = job.entries[rank]
         for call in calls:
             call["frames"][-1]["name"] = "backward_step"
-    found = judge(gather_evidence([job.write(tmp_path)]))
+    found = judge_hang(gather_evidence([job.write(tmp_path)]))
     assert (found.culprits, found.module) == ((1,), "mlp")
 
 
@@ -259,7 +259,7 @@ def test_the_page_has_a_row_a_rank_and_says_what_each_did(tmp_path: Path) -> Non
     job.call((2,), "2", done=False)
     job.call((3,), "2", size=8, done=False)
     evidence = gather_evidence([job.write(tmp_path)])
-    page = render_page(evidence, judge(evidence))
+    page = render_page(evidence, judge_hang(evidence))
     assert "Tensor-parallel group: ranks 0 and 1" in page
     for cell in ('class="waits"', 'class="absent"', "all_reduce of [8] Float</td>"):
         assert cell in page
@@ -272,7 +272,7 @@ def test_stacks_alone_name_the_one_that_is_in_no_collective(tmp_path: Path) -> N
         {"thread_name": "MainThread", "frames": [{"name": "f", "filename": "/a.py", "line": 3}]}
     ]
     (tmp_path / "rank2.json").write_text(json.dumps(threads))
-    assert judge(gather_evidence([tmp_path])).culprits == (2,)
+    assert judge_hang(gather_evidence([tmp_path])).culprits == (2,)
 
 
 FILES_THAT_COUNT_CALLS = (
@@ -316,7 +316,7 @@ def test_watchdogs_lines_stand_for_dumps_that_are_not_there(tmp_path: Path) -> N
         "NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
     )
     (tmp_path / "train.log").write_text(f"{line}\n")
-    found = judge(gather_evidence([tmp_path]))
+    found = judge_hang(gather_evidence([tmp_path]))
     assert (found.culprits, found.call) == ((0,), "all_reduce no. 2")
 
 
@@ -350,12 +350,12 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
     said = capsys.readouterr()
     assert json.loads(said.out)["culprits"] == [1]
     assert said.err.count("\n") == 1
-    assert "rank3.pkl is no whole flight recorder dump" in said.err
+    assert "rank3.pkl is no complete flight recorder dump" in said.err
     assert "it ran" not in said.out
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableDumpError, match=r"--page .* is in no folder that exists"):
+    with pytest.raises(UnreadableDumpError, match=r"--page .* is in a folder that does not exist"):
         why_hang([str(tmp_path)], page=str(tmp_path / "none/page.html"))
 
 
@@ -364,7 +364,7 @@ def test_json_dumps_say_the_same(tmp_path: Path) -> None:
     job.call((0,), "1", done=False)
     for rank in range(4):
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(job.dump(rank)))
-    assert judge(gather_evidence([tmp_path])) == verdict(job, tmp_path / "pickles")
+    assert judge_hang(gather_evidence([tmp_path])) == verdict(job, tmp_path / "pickles")
 
 
 def test_a_folder_without_evidence_is_refused(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_stages_that_are_in_the_same_exchange_accuse_nobody(tmp_path: Path) -> N
     job.write(tmp_path)
     (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
     (tmp_path / "rank1.txt").write_text(WAITING.format("recv_forward"))
-    found = judge(gather_evidence([tmp_path]))
+    found = judge_hang(gather_evidence([tmp_path]))
     assert (found.kind, found.culprits, found.suspects) == (HangKind.NOT_COMPLETED, (), (0, 1))
     assert (found.call, found.module) == ("exchange between stages", "pipeline exchange")
 
@@ -403,18 +403,18 @@ def test_interleaved_stages_wait_for_a_handle_in_the_schedule(tmp_path: Path) ->
         "Current thread 0x7f (most recent call first):\n"
         '  File "/m/megatron/core/pipeline_parallel/schedules.py", line 9 in pp_pre_forward\n'
     )
-    assert judge(gather_evidence([tmp_path])).culprits == (0,)
+    assert judge_hang(gather_evidence([tmp_path])).culprits == (0,)
 
 
 def test_the_size_that_a_rank_never_used_names_it_though_the_other_is_dead(tmp_path: Path) -> None:
     job = four()
     job.call((0,), "1", size=8, done=False)
     evidence = gather_evidence([job.write(tmp_path, without=(1, 2, 3))])
-    assert judge(replace(evidence, is_over=True)).culprits == (0,)
+    assert judge_hang(replace(evidence, is_over=True)).culprits == (0,)
     job = four()
     job.call((0,), "1", done=False)
     evidence = gather_evidence([job.write(tmp_path / "in order", without=(1, 2, 3))])
-    assert judge(replace(evidence, is_over=True)).kind is not HangKind.OTHER_COLLECTIVE
+    assert judge_hang(replace(evidence, is_over=True)).kind is not HangKind.OTHER_COLLECTIVE
 
 
 def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
@@ -427,7 +427,7 @@ def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
     clipped = replace(clipped, frames=(Frame("clip_grad_norm", "/x/megatron/optimizer.py", 1),))
     # Two micro batches of two layers: output layer, then MLP and attention of each.
     calls = [*[reduced] * 10, clipped, *[reduced] * 10]
-    found = [place_of_call(calls, at, StepStage(2, 2)) for at in range(11, 21)]
+    found = [locate_call_in_step(calls, at, StepStage(2, 2)) for at in range(11, 21)]
     layers = [None, 2, 2, 1, 1]
     modules = ["output_layer", "mlp", "self_attention", "mlp", "self_attention"]
     assert [place.module for place in found] == modules * 2

@@ -16,10 +16,10 @@ from parakit.cluster.nodes import Nodes, Rendezvous
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.launch import preflight
-from parakit.launch.compose import torchrun
+from parakit.launch.compose import torchrun_command
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.train import compose_job
 from tests.small import write_documents
 
@@ -38,7 +38,7 @@ CHECKS = """
 from parakit.cluster.checks import host
 
 for result in (host.check_loopback(), host.check_host_name()):
-    print(result.status, result.found, result.fix, sep="|")
+    print(result.status, result.finding, result.fix, sep="|")
 """
 
 
@@ -62,7 +62,7 @@ def without_a_name(*command: str) -> subprocess.CompletedProcess[str]:
 def test_ranks_of_a_machine_whose_name_has_no_address_find_each_other(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK)
-    done = without_a_name(*torchrun(2, sys.executable), str(program))
+    done = without_a_name(*torchrun_command(2, sys.executable), str(program))
     assert done.returncode == 0, done.stderr
     # Two ranks may end their lines one after the other.
     assert sorted(filter(None, done.stdout.splitlines())) == [
@@ -91,7 +91,7 @@ def test_a_name_that_is_another_machines_is_no_pass(monkeypatch: pytest.MonkeyPa
     elsewhere = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: elsewhere)
     result = host.check_host_name()
-    assert (result.status, result.found) == (WARN, "its address is not one of this machine's")
+    assert (result.status, result.finding) == (WARN, "its address is not one of this machine's")
     assert "192.0.2.1" in result.fix
 
 
@@ -100,21 +100,21 @@ def test_a_run_without_a_loopback_interface_is_refused(
 ) -> None:
     prefix = write_documents(tmp_path / "mine", [36] * 60)
     options = Options(data=prefix, runs=tmp_path)
-    launch = compose_job(parse_target("train-dp2-gpt2-tiny-2cpu").under(options))
+    launch = compose_job(parse_target("train-dp2-gpt2-tiny-2cpu").with_options(options))
     monkeypatch.setattr(preflight, "check_loopback", lambda: CheckResult(FAIL, "", "it is", "do"))
     with pytest.raises(LaunchError, match="it is; do"):
-        check(launch)
+        check_launch(launch)
 
 
 def test_node_0_is_refused_under_an_address_that_does_not_resolve(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "mine", [36] * 60)
     nodes = Nodes(2, 0, NO_NAME)
     options = Options(data=prefix, runs=tmp_path, nodes=nodes)
-    launch = compose_job(parse_target("train-dp2-gpt2-tiny-2cpu").under(options))
+    launch = compose_job(parse_target("train-dp2-gpt2-tiny-2cpu").with_options(options))
     with pytest.raises(LaunchError, match=rf"MASTER_ADDR={NO_NAME} has no address on this machine"):
-        check(launch)
+        check_launch(launch)
     # A cluster may give the name an address after other nodes have begun to wait for it.
-    check(replace(launch, nodes=replace(nodes, rank=1)))
+    check_launch(replace(launch, nodes=replace(nodes, rank=1)))
 
 
 def test_nodes_of_a_c10d_rendezvous_are_known_by_their_real_address() -> None:

@@ -11,16 +11,16 @@ from parakit.artifacts import run as records
 from parakit.config.errors import LaunchError
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape, load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, flags_from_spec, spec_from_flags
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
 from parakit.launch import auto, calibrate
-from parakit.launch.auto import options_for_candidate, plan_here, request_here, train_auto
+from parakit.launch.auto import build_request, options_for_candidate, plan_for_machine, train_auto
 from parakit.launch.calibrate import (
     GPU_LAYER,
     MEGATRON_LAYER,
-    calibration_from_figures,
-    conditions,
+    build_calibration,
+    calibration_conditions,
 )
 from parakit.launch.job import parse_target
 from parakit.launch.microbenchmark import Figures
@@ -49,7 +49,7 @@ QUIET = Console(quiet=True)
 
 
 def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
-    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    calibration = build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO)
     assert calibration.matmul == 1.5
     assert calibration.attention == 0.4
     assert calibration.memory == 1.2
@@ -60,9 +60,11 @@ def test_measured_rates_become_shares_of_the_nominal_ones() -> None:
 
 def test_what_is_planned_has_the_vocabulary_of_the_data_that_is_trained() -> None:
     target = parse_target("train-baseline-llama3-8b-2cpu")
-    asked = request_here(target, CPU, Calibration())
+    asked = build_request(target, CPU, Calibration())
     assert asked.template.shape.vocabulary == 50257
-    own = request_here(target.under(Options(data="owt-ds/mine_text_document")), CPU, Calibration())
+    own = build_request(
+        target.with_options(Options(data="owt-ds/mine_text_document")), CPU, Calibration()
+    )
     assert own.template.shape.vocabulary == 128256
 
 
@@ -74,7 +76,7 @@ def test_a_gpu_without_transformer_engine_is_planned_with_pytorchs_kernels(
     monkeypatch.setattr(auto, "choose_runtime", lambda *_: here)
     target = parse_target("train-baseline-gpt2-large-1gpu")
     options = Options(fused=("gradient_gemm",))
-    request = request_here(target.under(options), device_by_key("h200"), Calibration())
+    request = build_request(target.with_options(options), device_by_key("h200"), Calibration())
     execution = request.cluster.execution
     assert execution.torch_kernels is execution.unfused_rotary is not engine
     assert not execution.unfused_gradients  # The patch takes its flag away.
@@ -82,10 +84,10 @@ def test_a_gpu_without_transformer_engine_is_planned_with_pytorchs_kernels(
 
 
 def test_nothing_hides_behind_arithmetic_on_a_cpu_rank() -> None:
-    on_cpu = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    on_cpu = build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO)
     assert (on_cpu.contention, on_cpu.launch_beside_work) == (1.0, False)
     h200 = device_by_key("h200")
-    on_gpu = calibration_from_figures(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
+    on_gpu = build_calibration(FIGURES, DeviceKind.GPU, h200, link_by_key(h200.link))
     assert (on_gpu.contention, on_gpu.launch_beside_work) == (Calibration().contention, True)
 
 
@@ -95,9 +97,7 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
     assert work.matmul_size is not None
     assert work.attention_shape is not None
     took = Figures(matmul_flops=700e12, attention_flops=400e12, copy_bytes_per_second=2.9e12)
-    calibration = calibration_from_figures(
-        replace(took, layer_seconds=1e-3), DeviceKind.GPU, h100, link
-    )
+    calibration = build_calibration(replace(took, layer_seconds=1e-3), DeviceKind.GPU, h100, link)
     assert calibration.layer_launch_seconds == GPU_LAYER * 1e-3
     assert calibration.memory == pytest.approx(2.9 / 3.35)
     rate = compute_device_rates(Cluster(h100, 1, 1, link, link, calibration), "bf16")
@@ -113,7 +113,7 @@ def test_with_what_a_gpu_reached_the_formulas_give_its_kernels_the_time_they_too
 
 def test_one_rank_has_no_link_to_measure() -> None:
     alone = replace(FIGURES, all_reduce_bytes_per_second=None, all_reduce_latency_seconds=None)
-    calibration = calibration_from_figures(alone, DeviceKind.CPU, CPU, GLOO)
+    calibration = build_calibration(alone, DeviceKind.CPU, CPU, GLOO)
     assert calibration.link == Calibration().link
     assert calibration.link_latency_seconds is None
 
@@ -123,8 +123,8 @@ def test_the_file_carries_the_machine_s_name_and_the_device_s(tmp_path: Path) ->
 
 
 def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() -> None:
-    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search_configurations(request_here(TINY, CPU, calibration))
+    calibration = build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    plan = search_configurations(build_request(TINY, CPU, calibration))
     assert plan.winner is not None
     by_name = {candidate.strategy: candidate.seconds.total for candidate in plan.ranked}
     assert by_name["dp2"] < 1.05 * plan.winner.seconds.total
@@ -133,8 +133,8 @@ def test_on_two_cpu_ranks_nothing_is_worth_more_than_plain_data_parallelism() ->
 
 
 def test_cpu_ranks_are_planned_as_they_run() -> None:
-    request = request_here(
-        TINY.under(Options(dropout=0.1, global_batch_size=16)), CPU, Calibration()
+    request = build_request(
+        TINY.with_options(Options(dropout=0.1, global_batch_size=16)), CPU, Calibration()
     )
     assert request.template.dtype == "fp32"
     assert not request.template.fused_attention
@@ -147,24 +147,22 @@ def test_cpu_ranks_are_planned_as_they_run() -> None:
 def test_what_was_measured_is_kept_until_its_conditions_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, measured_again: bool
 ) -> None:
-    made_with = conditions(DeviceKind.CPU, 2)
-    kept = replace(
-        calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO), made_with=made_with
-    )
+    made_with = calibration_conditions(DeviceKind.CPU, 2)
+    kept = replace(build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO), made_with=made_with)
     calibration_path(tmp_path, CPU).write_text(json.dumps(asdict(kept)))
     faster = replace(FIGURES, matmul_flops=200e9)
-    monkeypatch.setattr("parakit.launch.microbenchmark.measure", lambda *_, **__: faster)
+    monkeypatch.setattr("parakit.launch.microbenchmark.run_workload", lambda *_, **__: faster)
     target = parse_target(f"train-baseline-gpt2-tiny-{ranks}cpu")
-    plan = plan_here(target.under(Options(runs=tmp_path)), QUIET)
+    plan = plan_for_machine(target.with_options(Options(runs=tmp_path)), QUIET)
     assert plan.request.cluster.calibration.source == f"measured on {platform.node()}"
     assert plan.request.cluster.calibration.matmul == (2.0 if measured_again else 1.5)
     now = load_calibration(calibration_path(tmp_path, CPU))
-    assert now.made_with == conditions(DeviceKind.CPU, ranks)
+    assert now.made_with == calibration_conditions(DeviceKind.CPU, ranks)
 
 
 def test_what_was_planned_is_what_is_trained() -> None:
-    calibration = calibration_from_figures(FIGURES, DeviceKind.CPU, CPU, GLOO)
-    plan = search_configurations(request_here(TINY, CPU, calibration))
+    calibration = build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO)
+    plan = search_configurations(build_request(TINY, CPU, calibration))
     assert plan.winner is not None
     options = options_for_candidate(plan.winner, Options(extra=("--lr", "1e-3")))
     batch = plan.winner.spec.batch
@@ -225,33 +223,33 @@ def test_two_cpu_ranks_are_measured_planned_for_and_trained(
     assert measured.link_latency_seconds is not None
     (run,) = (folder for folder in tmp_path.iterdir() if (folder / records.RUN_FILE).is_file())
     assert records.read_status(run).status is records.Status.OK
-    again = plan_here(TINY.under(replace(options, calibrate=False)), QUIET)
+    again = plan_for_machine(TINY.with_options(replace(options, calibrate=False)), QUIET)
     assert again.request.cluster.calibration == measured
 
 
 def test_ones_own_runs_correct_the_plan_of_train_auto(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = TINY.under(Options(runs=tmp_path, dry_run=True))
-    plain = plan_here(job, QUIET)
+    job = TINY.with_options(Options(runs=tmp_path, dry_run=True))
+    plain = plan_for_machine(job, QUIET)
     measured, own = next(c for c in plain.ranked if c.strategy == "dp2"), tmp_path / "mine.csv"
-    assert plan_here(job, QUIET, own).ranked == plain.ranked
-    argv = (*load_model("gpt2-tiny").flags, *flags_of_spec(measured.spec))
-    trained = spec_of_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
+    assert plan_for_machine(job, QUIET, own).ranked == plain.ranked
+    argv = (*load_model("gpt2-tiny").flags, *flags_from_spec(measured.spec))
+    trained = spec_from_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
     add_rows(own, [build_measurement_row(trained, argv, CPU, "run", 3 * measured.seconds.total)])
-    corrected = plan_here(job, QUIET, own)
+    corrected = plan_for_machine(job, QUIET, own)
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")
-    monkeypatch.setattr("parakit.launch.auto.OWN_READINGS", own)
+    monkeypatch.setattr("parakit.launch.auto.USER_MEASUREMENTS_FILE", own)
     with pytest.raises(MeasurementsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
 
 
 def test_experts_are_planned_over_the_tensor_ranks_that_a_flag_states() -> None:
     usual = parse_target("train-baseline-moe-tiny-4cpu")
-    whole = usual.under(Options(extra=("--expert-tensor-parallel-size", "1")))
+    whole = usual.with_options(Options(extra=("--expert-tensor-parallel-size", "1")))
     for job, degree in ((usual, None), (whole, 1)):
-        for candidate in search_configurations(request_here(job, CPU, Calibration())).ranked:
+        for candidate in search_configurations(build_request(job, CPU, Calibration())).ranked:
             split = candidate.spec.parallelism
-            assert split.tensor_of_experts == (degree or split.tensor)
+            assert split.effective_expert_tensor == (degree or split.tensor)

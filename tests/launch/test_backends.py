@@ -41,7 +41,7 @@ def launch(
 ) -> Launch:
     target = parse_target(f"train-{strategy}-{model}-{ranks}cpu")
     options = replace(Options(backend=backend), **changes)  # type: ignore[arg-type]
-    return compose_job(target.under(options))
+    return compose_job(target.with_options(options))
 
 
 @pytest.mark.parametrize(("backend", "strategy", "ranks"), KNOWN)
@@ -80,13 +80,13 @@ def test_fsdp2_of_pytorch_keeps_the_tied_embedding_that_megatrons_must_untie() -
     theirs, mine = (launch("fsdp2", 2, b) for b in (Backend.MEGATRON, Backend.NATIVE))
     assert Flags(theirs.flags).has("--untie-embeddings-and-output-weights")
     assert not Flags(mine.flags).has("--untie-embeddings-and-output-weights")
-    assert mine.start_checkpoint == launch("dp2", 2, Backend.MEGATRON).start_checkpoint
-    assert mine.start_checkpoint != theirs.start_checkpoint
+    assert mine.initial_checkpoint == launch("dp2", 2, Backend.MEGATRON).initial_checkpoint
+    assert mine.initial_checkpoint != theirs.initial_checkpoint
 
 
 def test_a_pipeline_without_flushes_is_untied_and_starts_from_an_untied_model() -> None:
     tied, untied = (launch(name, 2, Backend.NATIVE) for name in ("gpipe2", "pipedream2"))
-    assert tied.start_checkpoint != untied.start_checkpoint
+    assert tied.initial_checkpoint != untied.initial_checkpoint
     flags = Flags(untied.flags)
     assert flags.text("--pipeline-schedule") == "pipedream"
     assert flags.number("--clip-grad", 1) == 0

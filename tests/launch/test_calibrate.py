@@ -5,10 +5,10 @@ import pytest
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.hardware import calibration_file, device_by_key
+from parakit.config.hardware import calibration_file_name, device_by_key
 from parakit.config.run import DeviceKind
 from parakit.launch import calibrate
-from parakit.launch.calibrate import WORKLOADS, calibrate_here
+from parakit.launch.calibrate import WORKLOADS, calibrate_machine
 from parakit.planner.calibration import load_device_calibration
 from tests.given import given
 
@@ -28,7 +28,7 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(calibrate, "visible_gpus", tuple)
     with pytest.raises(LaunchError, match=message):
-        calibrate_here(devices, tmp_path, Console(quiet=True))
+        calibrate_machine(devices, tmp_path, Console(quiet=True))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,7 +46,7 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
         seconds_each=0.001,
     )
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)
-    assert calibrate_here("1cpu", tmp_path, Console(width=100)) == 0
+    assert calibrate_machine("1cpu", tmp_path, Console(width=100)) == 0
     said = capsys.readouterr().out
     kept = load_device_calibration(tmp_path, CPU)
     assert kept.matmul is not None
@@ -60,8 +60,8 @@ def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("parakit.cli.clone.ROOT", tmp_path)
-    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
-    kept = tmp_path / "runs" / calibration_file("h100")
+    monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
+    kept = tmp_path / "runs" / calibration_file_name("h100")
     kept.parent.mkdir()
     kept.write_text("{}")
     asked = {"MODEL": "gpt2-large", "GPUS": "2"}

@@ -7,7 +7,7 @@ import pytest
 
 from parakit.artifacts.run import CodeHashes, read_run
 from parakit.launch import code
-from parakit.launch.code import tree_hash
+from parakit.launch.code import hash_sources
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
@@ -32,7 +32,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def composed(options: Options) -> Launch:
     target = parse_target("train-sp2-gpt2-tiny-2cpu")
-    return compose_job(target.under(options))
+    return compose_job(target.with_options(options))
 
 
 def checkout(folder: Path) -> Path:
@@ -63,12 +63,12 @@ def test_every_edit_of_the_kit_is_another_code_and_undoing_it_is_the_first_again
 
 
 def test_caches_text_and_an_editors_own_files_are_no_code(kit: Path) -> None:
-    before = tree_hash(kit, ["src"])
+    before = hash_sources(kit, ["src"])
     for name in ("__pycache__/run.cpython-312.pyc", "spec/README.md", ".idea/x.py"):
         (kit / "src" / name).parent.mkdir(parents=True, exist_ok=True)
         (kit / "src" / name).touch()
     (kit / "src" / ".#run.py").symlink_to("nobody@nowhere")
-    assert tree_hash(kit, ["src"]) == before
+    assert hash_sources(kit, ["src"]) == before
 
 
 def test_an_edit_of_the_checkout_in_use_is_another_megatron_and_its_first_build_is_not(
@@ -98,7 +98,7 @@ def test_a_run_that_resumes_with_other_code_says_both(
     child = create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "child"))
     assert read_run(child).code == launch.code
     before = launch.code
-    monkeypatch.setattr("parakit.launch.compose.code_of", lambda _: CodeHashes("edited", "m"))
+    monkeypatch.setattr("parakit.launch.compose.identify_code", lambda _: CodeHashes("edited", "m"))
     both = read_run(create_run_folder(resumed, tmp_path, folder=_made(tmp_path / "other"))).code
     assert both is not None
     assert both.kit == f"{before.kit}+edited"

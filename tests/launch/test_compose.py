@@ -7,19 +7,19 @@ import pytest
 
 from parakit.artifacts.run import RUN_FILE, MegatronEntry, decode_run
 from parakit.config.files import ROOT
-from parakit.config.flags import Flags, counted_vocabulary, null_tokenizer
+from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, null_tokenizer_flags
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import (
-    NAMED,
+    PUBLISHED_STRATEGIES,
     Batch,
     Parallelism,
     StrategyError,
     parse_strategy,
     strategy_flags,
 )
-from parakit.launch.compose import Launch, compose
-from parakit.launch.flags import start_flags
+from parakit.launch.compose import Launch, compose_launch
+from parakit.launch.flags import initial_checkpoint_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options
 from parakit.launch.train import compose_job
@@ -27,10 +27,10 @@ from parakit.launch.train import compose_job
 
 def composed(name: str, **options: object) -> Launch:
     target = parse_target(name)
-    return compose_job(target.under(replace(Options(), **options)))  # type: ignore[arg-type]
+    return compose_job(target.with_options(replace(Options(), **options)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
     text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
     command = text.split("parakit run ", 1)[1].replace("\\\n", " ")
@@ -91,16 +91,16 @@ def test_a_run_longer_than_its_model_s_file_says_has_the_samples_for_it() -> Non
 
 
 def test_cpu_runs_share_their_start_by_default_and_gpu_runs_do_not() -> None:
-    tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").start_checkpoint for s in ("dp2", "tp2")]
+    tiny = [composed(f"train-{s}-gpt2-tiny-2cpu").initial_checkpoint for s in ("dp2", "tp2")]
     assert tiny[0] == tiny[1] is not None
-    assert composed("train-dp2-gpt2-tiny-2cpu", shared_start=False).start_checkpoint is None
-    assert composed("train-dp2-gpt2-tiny-2cpu", seed=7).start_checkpoint != tiny[0]
-    assert composed("train-dp2-gpt2-large-2gpu").start_checkpoint is None
+    assert composed("train-dp2-gpt2-tiny-2cpu", shared_start=False).initial_checkpoint is None
+    assert composed("train-dp2-gpt2-tiny-2cpu", seed=7).initial_checkpoint != tiny[0]
+    assert composed("train-dp2-gpt2-large-2gpu").initial_checkpoint is None
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(tensor: int) -> None:
-    flags = Flags(start_flags(Path("c"), Parallelism(tensor=tensor), 128))
+    flags = Flags(initial_checkpoint_flags(Path("c"), Parallelism(tensor=tensor), 128))
     multiple = flags.integer("--make-vocab-size-divisible-by", 0)
     shape = replace(load_model("gpt2-tiny").shape, vocabulary_multiple=multiple)
     assert shape.padded_vocabulary(tensor) == 50304
@@ -111,9 +111,12 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
     [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)],
 )
 def test_the_null_tokenizer_gets_the_size_that_gives_gpt2s(version: str, size: int) -> None:
-    words = null_tokenizer(50257, version)
+    words = null_tokenizer_flags(50257, version)
     assert words == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
-    assert Flags(counted_vocabulary(words, version)).integer("--vocab-size", 0) == 50257
+    assert (
+        Flags(count_end_of_document_in_vocabulary(words, version)).integer("--vocab-size", 0)
+        == 50257
+    )
 
 
 def test_a_run_of_an_older_megatron_has_the_models_vocabulary(
@@ -138,10 +141,10 @@ def test_fsdp_leaves_the_connection_limit_unset() -> None:
 def test_degrees_set_by_hand_count_in_the_record() -> None:
     extra = Options(extra=("--context-parallel-size", "2"))
     job = Job("dp4", load_model("gpt2-tiny"), 4, DeviceKind.CPU, extra)
-    launch = compose(job)
+    launch = compose_launch(job)
     assert (launch.spec.parallelism.data, launch.spec.parallelism.context) == (2, 2)
     with pytest.raises(StrategyError, match="does not divide 3"):
-        compose(job.laid("dp3", 3))
+        compose_launch(job.with_strategy("dp3", 3))
 
 
 def test_a_dry_run_prints_the_command_and_writes_nothing(tmp_path: Path) -> None:
@@ -159,9 +162,9 @@ def test_a_shape_in_extra_is_the_runs_own_with_starting_weights_of_its_own() -> 
     plain = composed("train-pp2-gpt2-tiny-2cpu")
     shallow = composed("train-pp2-gpt2-tiny-2cpu", extra=("--num-layers", "2"))
     assert (plain.model.shape.layers, shallow.model.shape.layers) == (4, 2)
-    assert shallow.start_checkpoint != plain.start_checkpoint
+    assert shallow.initial_checkpoint != plain.initial_checkpoint
     same = composed("train-tp2-gpt2-tiny-2cpu", extra=("--num-layers", "2"))
-    assert same.start_checkpoint == shallow.start_checkpoint
+    assert same.initial_checkpoint == shallow.initial_checkpoint
 
 
 def test_torch_fsdp2_runs_without_the_fusion_that_upstream_refuses_with_it() -> None:

@@ -7,10 +7,10 @@ from parakit.launch.devices import (
     describe_links,
     driver_version,
     find_links,
-    gpu_readings,
     memory_used_bytes,
+    name_throttle_reasons,
     process_ids,
-    throttle_reasons,
+    sample_gpus,
     visible_gpus,
 )
 from tests.launch.fake_nvml import DRIVER, FakeGpu, FakeNvml
@@ -58,7 +58,7 @@ def test_memory_in_use_is_nvidia_smis_without_what_the_driver_reserves(two_h200:
 
 def test_a_reading_has_every_column_and_the_rank_of_its_gpu(two_h200: FakeNvml) -> None:
     two_h200.gpus[1].throttle = 0x4 | 0x40 | 0x1
-    readings = dict(gpu_readings(visible_gpus({"CUDA_VISIBLE_DEVICES": "1,0"})))
+    readings = dict(sample_gpus(visible_gpus({"CUDA_VISIBLE_DEVICES": "1,0"})))
     assert list(readings) == [0, 1]
     assert {"seconds", "rank", *readings[0]} == set(SAMPLE_COLUMNS)
     assert readings[0] == {
@@ -74,7 +74,7 @@ def test_a_reading_has_every_column_and_the_rank_of_its_gpu(two_h200: FakeNvml) 
 
 
 def test_on_a_later_node_readings_carry_the_ranks_of_that_node(two_h200: FakeNvml) -> None:
-    assert [rank for rank, _ in gpu_readings(visible_gpus({}), 2)] == [2, 3]
+    assert [rank for rank, _ in sample_gpus(visible_gpus({}), 2)] == [2, 3]
 
 
 def test_what_a_gpu_does_not_report_is_left_out_and_a_lost_gpu_gives_nothing(
@@ -84,7 +84,7 @@ def test_what_a_gpu_does_not_report_is_left_out_and_a_lost_gpu_gives_nothing(
     two_h200.gpus[0].refuses |= {"nvmlDeviceGetCurrentClocksEventReasons"}
     gpus = visible_gpus({})
     two_h200.lost = {1}
-    readings = dict(gpu_readings(gpus))
+    readings = dict(sample_gpus(gpus))
     assert list(readings) == [0]
     assert "power_watts" not in readings[0]
     assert readings[0]["temperature_celsius"] == 60
@@ -101,7 +101,7 @@ def test_what_a_gpu_does_not_report_is_left_out_and_a_lost_gpu_gives_nothing(
     ],
 )
 def test_throttle_bits_become_words_and_unknown_ones_stay_visible(bits: int, text: str) -> None:
-    assert throttle_reasons(bits) == text
+    assert name_throttle_reasons(bits) == text
 
 
 def test_two_gpus_on_a_switch_are_joined_by_all_their_links(two_h200: FakeNvml) -> None:

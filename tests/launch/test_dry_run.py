@@ -12,7 +12,7 @@ from parakit.config.run import DeviceKind
 from parakit.launch.data import DEFAULT_DATA, make_sample
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.train import compose_job, start
+from parakit.launch.train import compose_job, start_job
 
 DryRun = Callable[..., int]
 
@@ -25,7 +25,7 @@ def dry_run(sample_prefix: Path, tmp_path: Path) -> DryRun:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", dry_run=True)
         options = replace(options, **changes)  # type: ignore[arg-type]
         target = parse_target(name, options)
-        return start(target.under(options), Console(quiet=True))
+        return start_job(target.with_options(options), Console(quiet=True))
 
     return run
 
@@ -165,7 +165,7 @@ def test_a_run_makes_the_sample_where_it_is_missing(
 
     monkeypatch.setattr("parakit.launch.data.call_module", make)
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    launch = compose_job(target.under(Options(shared_start=False)))
+    launch = compose_job(target.with_options(Options(shared_start=False)))
     for _ in range(2):
         make_sample(launch.data, Console(quiet=True))
     assert made == ["owt-ds/sample"]

@@ -9,14 +9,14 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
+from parakit.config.strategy import EXPERT_STRATEGIES, count_devices, parse_strategy, strategy_flags
 from parakit.launch.compose import Launch
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.runtime import Runtime
-from parakit.launch.train import compose_job, differences
+from parakit.launch.train import compose_job, list_differences
 
 Composer = Callable[..., Launch]
 CHECKOUT_OF_THE_COMMIT = "MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc2'\n"
@@ -30,30 +30,30 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
         options = Options(data=str(sample_prefix), runs=tmp_path / "runs", extra=(*extra.split(),))
         target = parse_target(name)
         options = replace(options, **changes)  # type: ignore[arg-type]
-        return compose_job(target.under(options), runtime)
+        return compose_job(target.with_options(options), runtime)
 
     return compose_named
 
 
 def refusal(launch: Launch, runs: Path) -> str:
     with pytest.raises(LaunchError) as caught:
-        check(launch)
+        check_launch(launch)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", OF_EXPERTS)
+@pytest.mark.parametrize("strategy", EXPERT_STRATEGIES)
 def test_scripts_pass_the_flags_of_the_grammar(strategy: str) -> None:
-    target = parse_target(f"train-{strategy}-moe-tiny-{devices_of(strategy)}cpu")
+    target = parse_target(f"train-{strategy}-moe-tiny-{count_devices(strategy)}cpu")
     script = target.script
     assert script == f"examples/moe/train_{strategy}.sh"
-    flags = strategy_flags(parse_strategy(strategy, devices_of(strategy)))
+    flags = strategy_flags(parse_strategy(strategy, count_devices(strategy)))
     assert target.read_script_flags() == flags
 
 
 def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
     split = parse_strategy("ep2dp2", 4)
-    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
-    assert parse_strategy("tp2ep2", 4).copies_of_experts == 1
+    assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
+    assert parse_strategy("tp2ep2", 4).expert_data == 1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused_with_its_rule(
 ) -> None:
     launch = composed(target, extra)
     with pytest.raises(LaunchError, match=message):
-        check(launch)
+        check_launch(launch)
     assert not (tmp_path / "runs").exists()
 
 
@@ -92,9 +92,9 @@ def test_a_capacity_that_drops_nothing_or_a_start_of_its_own_is_allowed(
     composed: Composer, tmp_path: Path
 ) -> None:
     factor = "--moe-expert-capacity-factor"
-    check(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"))
+    check_launch(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"))
     own = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
-    check(own)
+    check_launch(own)
 
 
 def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
@@ -105,7 +105,7 @@ def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
     (folder / "megatron" / "core" / "package_info.py").write_text(CHECKOUT_OF_THE_COMMIT)
     old = composed("train-ep2-moe-tiny-2cpu", "--fp16", megatron_lm=folder)
     assert "EP refuses fp16 (up to 0.15" in refusal(old, tmp_path / "runs")
-    check(composed("train-ep2-moe-tiny-2cpu", "--fp16"))
+    check_launch(composed("train-ep2-moe-tiny-2cpu", "--fp16"))
 
 
 def test_experts_are_multiplied_together_where_transformer_engine_is() -> None:
@@ -122,19 +122,21 @@ def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed:
     own_data = DEFAULT_DATA[DeviceKind.CPU]
     launch = composed("train-ep2-blueberry-79m-2cpu", data=own_data)
     assert Flags(launch.flags).integer("--vocab-size", 0) == 50257
-    (vocabulary, batch) = differences(launch)
+    (vocabulary, batch) = list_differences(launch)
     assert "a vocabulary of 50,257 is trained and not the model's own 49,152" in vocabulary
     assert "79,502,208 parameters, 442,368 more than its 79,059,840" in vocabulary
     assert batch.startswith("Batch 16/64 (micro/global), not the model file's 16/32")
     elsewhere = composed("train-ep2-blueberry-79m-2cpu")
     assert elsewhere.model.shape.vocabulary == 49152
-    assert elsewhere.start_checkpoint != launch.start_checkpoint
-    assert "vocabulary" not in str(differences(composed("train-ep2-moe-tiny-2cpu", data=own_data)))
+    assert elsewhere.initial_checkpoint != launch.initial_checkpoint
+    assert "vocabulary" not in str(
+        list_differences(composed("train-ep2-moe-tiny-2cpu", data=own_data))
+    )
 
 
 def test_a_flag_that_the_kit_does_not_know_is_said_before_training(composed: Composer) -> None:
     known, unknown = (
-        differences(composed("train-baseline-moe-tiny-1cpu", extra=words))
+        list_differences(composed("train-baseline-moe-tiny-1cpu", extra=words))
         for words in ("--window-size 16,0", "--app-tag-run-name 1 --adlr-autoresume-interval=2")
     )
     assert known == ()

@@ -33,7 +33,7 @@ def composed(tmp_path: Path) -> Composer:
     def compose_named(name: str, runtime: Runtime = ON_HOST, **changes: object) -> Launch:
         options = Options(data="owt-ds/any", runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return compose_job(target.under(options), runtime)
+        return compose_job(target.with_options(options), runtime)
 
     return compose_named
 

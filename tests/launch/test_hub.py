@@ -13,9 +13,9 @@ from parakit.convert.hf.into_megatron import import_model, read_source
 from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
 from parakit.launch.compose import Launch
+from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import NO_OPTIONS, Options
-from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.train import compose_job
 from tests.convert.hf.folders import GPT2, LLAMA
 from tests.given import run
@@ -55,7 +55,7 @@ def test_an_imported_model_begins_with_its_weights_and_no_padding_but_for_tensor
     launch = launch_of(hub, target, options)
     weights = hub / launch.model.name / "checkpoint"
     flags = Flags(launch.flags)
-    assert launch.start_checkpoint == weights
+    assert launch.initial_checkpoint == weights
     assert flags.text("--load") == str(weights)
     assert flags.has("--finetune")
     assert flags.text("--make-vocab-size-divisible-by") == padded_to
@@ -87,17 +87,17 @@ def test_weights_that_have_changed_are_refused_and_never_written_anew(tmp_path: 
     import_model(source, "mine-gpt2", ConversionProgress(), tmp_path)
     launch = launch_of(tmp_path, "baseline-mine-gpt2-1cpu")
     console, weights = Console(quiet=True), tmp_path / "mine-gpt2" / "checkpoint"
-    assert ensure_start_checkpoint(launch, console) == weights
+    assert ensure_initial_checkpoint(launch, console) == weights
     file = weights / "iter_0000001" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(LaunchError, match="have changed since they were imported"):
-        ensure_start_checkpoint(launch, console)
+        ensure_initial_checkpoint(launch, console)
     assert file.read_bytes() == bytes(content)
     weights.rename(tmp_path / "elsewhere")
     with pytest.raises(LaunchError, match=r"are not there; .*make import-hf"):
-        ensure_start_checkpoint(launch, console)
+        ensure_initial_checkpoint(launch, console)
 
 
 @pytest.mark.parametrize(

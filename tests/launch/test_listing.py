@@ -6,7 +6,7 @@ from rich.console import Console
 from parakit.config.model import load_model
 from parakit.launch import listing
 from parakit.launch.devices import Gpu
-from parakit.launch.listing import runnable_here, runnable_on, show_list
+from parakit.launch.listing import list_cpu_strategies, list_gpu_strategies, print_list
 
 GIB = 2**30
 
@@ -14,7 +14,7 @@ GIB = 2**30
 @pytest.fixture
 def listed() -> str:
     console = Console(file=io.StringIO(), width=160)
-    show_list(console)
+    print_list(console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -65,17 +65,17 @@ def test_the_batch_of_a_strategy_is_said_to_be_scaled(listed: str) -> None:
 
 def test_what_fits_is_asked_of_the_strategies_that_a_model_has() -> None:
     moe, dense = load_model("moe-tiny"), load_model("moe-tiny-dense")
-    assert runnable_here(moe, 100 * GIB)[2:5] == ("ep2", "ep2dp2", "tp2ep2")
-    assert "ep2" not in runnable_here(dense, 100 * GIB)
-    assert runnable_here(load_model("mixtral-8x7b"), 100 * GIB) == ()
+    assert list_cpu_strategies(moe, 100 * GIB)[2:5] == ("ep2", "ep2dp2", "tp2ep2")
+    assert "ep2" not in list_cpu_strategies(dense, 100 * GIB)
+    assert list_cpu_strategies(load_model("mixtral-8x7b"), 100 * GIB) == ()
 
 
 def test_gpus_take_what_their_number_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu(index, f"GPU-{index}", "A", 40 * GIB) for index in range(2)]
-    assert runnable_on(load_model("blueberry-79m"), gpus) == ("baseline", "dp2", "ep2")
-    assert runnable_on(load_model("mixtral-8x7b"), gpus) == ()
+    assert list_gpu_strategies(load_model("blueberry-79m"), gpus) == ("baseline", "dp2", "ep2")
+    assert list_gpu_strategies(load_model("mixtral-8x7b"), gpus) == ()
     monkeypatch.setattr(listing, "visible_gpus", lambda: tuple(gpus))
     console = Console(file=io.StringIO(), width=160)
-    show_list(console)
+    print_list(console)
     assert isinstance(console.file, io.StringIO)
     assert "GPUs here" in console.file.getvalue()

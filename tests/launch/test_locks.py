@@ -12,7 +12,7 @@ from parakit.artifacts.io import lock_file
 from parakit.artifacts.run import is_running
 from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
-from parakit.launch.run_folder import LOCK_FILE, only_attempt
+from parakit.launch.run_folder import LOCK_FILE, hold_run_folder
 
 HOLD = """
 import fcntl, sys
@@ -41,23 +41,23 @@ def test_a_run_is_one_launchers_and_not_anybodys_while_a_rank_lives(
     with (
         held(tmp_path / name),
         pytest.raises(LaunchError, match="still running"),
-        only_attempt(tmp_path, None),
+        hold_run_folder(tmp_path, None),
     ):
         raise AssertionError("both hold it")
-    with only_attempt(tmp_path, None):
+    with hold_run_folder(tmp_path, None):
         assert is_running(tmp_path / LOCK_FILE)
     assert not is_running(tmp_path / LOCK_FILE)
 
 
 def test_of_several_nodes_the_first_holds_it_and_a_new_folder_is_nobodys(tmp_path: Path) -> None:
-    with only_attempt(tmp_path, Nodes(2, 0, "a")), only_attempt(tmp_path, Nodes(2, 1, "a")):
+    with hold_run_folder(tmp_path, Nodes(2, 0, "a")), hold_run_folder(tmp_path, Nodes(2, 1, "a")):
         assert is_running(tmp_path / LOCK_FILE)
-    with only_attempt(None, None):
+    with hold_run_folder(None, None):
         pass
 
 
 def test_a_run_folder_that_is_none_is_refused_and_not_made(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="is no folder"), only_attempt(tmp_path / "none", None):
+    with pytest.raises(LaunchError, match="is no folder"), hold_run_folder(tmp_path / "none", None):
         raise AssertionError("a folder that is none is held")
     assert not (tmp_path / "none").exists()
 

@@ -8,7 +8,7 @@ import pytest
 from parakit.config.run import DeviceKind
 from parakit.formatting.units import bit_rate
 from parakit.launch.job import parse_target
-from parakit.launch.network import network_problems, parse_rate, rate_text, run
+from parakit.launch.network import format_rate, network_problems, parse_rate, run_over_shaped_link
 from parakit.launch.options import options_from_texts
 from parakit.launch.train import compose_job
 
@@ -36,7 +36,7 @@ sys.exit(int(sys.argv[1]))
 def test_rates_are_read_and_shown(text: str, bits: int, shown: str) -> None:
     assert parse_rate(text) == bits
     assert bit_rate(bits) == shown
-    assert parse_rate(rate_text(bits)) == bits
+    assert parse_rate(format_rate(bits)) == bits
 
 
 @pytest.mark.parametrize("text", ["fast", "1", "1gb", "0gbps", "-1gbps"])
@@ -73,7 +73,7 @@ def test_ranks_connect_across_the_link_and_leave_nothing_behind(
 ) -> None:
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
-    ended = run(10**9, 2, (str(script), str(code)))
+    ended = run_over_shaped_link(10**9, 2, (str(script), str(code)))
     assert (ended == 0) == (code == 0)
     sent = [int(line.split()[-2]) for line in capfd.readouterr().out.splitlines() if "sent" in line]
     # Each side sends the million bytes once, and some tens of kB of headers and of the rendezvous.

@@ -21,7 +21,7 @@ def launch(
 ) -> Launch:
     target = parse_target(name)
     options = Options(backend=backend, optimizer=optimizer, dropout=0.0)
-    return compose_job(target.under(options))
+    return compose_job(target.with_options(options))
 
 
 def test_adamw_changes_nothing() -> None:

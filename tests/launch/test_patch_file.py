@@ -11,11 +11,11 @@ from parakit.artifacts.run import decode_run, encode_run
 from parakit.config.run import Backend, PatchFile
 from parakit.launch.backends import backend_problems
 from parakit.launch.compose import Launch
+from parakit.launch.initial_checkpoint import _writing_launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.resume import _patch_file
 from parakit.launch.runtime import ON_HOST
-from parakit.launch.start import _writing_launch
 from parakit.launch.train import compose_job
 from tests.reporting.factory import run_record
 
@@ -28,7 +28,7 @@ def composed(tmp_path: Path) -> Composer:
     def compose_named(name: str, **changes: object) -> Launch:
         options = Options(data="owt-ds/any", runs=tmp_path / "runs", **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return compose_job(target.under(options), ON_HOST)
+        return compose_job(target.with_options(options), ON_HOST)
 
     return compose_named
 

@@ -12,7 +12,7 @@ from parakit.config.errors import LaunchError
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
-from parakit.launch.preflight import check, fp8_problems
+from parakit.launch.preflight import check_launch, fp8_problems
 from parakit.launch.runtime import Runtime
 from parakit.launch.train import compose_job
 
@@ -27,19 +27,19 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
     def compose_named(name: str, **changes: object) -> Launch:
         options = replace(Options(data=str(sample_prefix), runs=tmp_path / "runs"), **changes)  # type: ignore[arg-type]
         target = parse_target(name)
-        return compose_job(target.under(options))
+        return compose_job(target.with_options(options))
 
     return compose_named
 
 
 def refusal(launch: Launch, runs: Path) -> str:
     with pytest.raises(LaunchError) as caught:
-        check(launch)
+        check_launch(launch)
     return str(caught.value)
 
 
 def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Path) -> None:
-    check(composed("train-tp2-gpt2-tiny-2cpu"))
+    check_launch(composed("train-tp2-gpt2-tiny-2cpu"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -87,7 +87,7 @@ def test_an_mlp_is_recomputed_without_biases_or_where_a_patch_file_changes_megat
     composed: Composer, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     extra = (*RECOMPUTED_MLP, *changes.pop("extra", ()))  # type: ignore[misc]
-    check(composed("train-baseline-gpt2-tiny-1cpu", extra=extra, **changes))
+    check_launch(composed("train-baseline-gpt2-tiny-1cpu", extra=extra, **changes))
 
 
 def copied(prefix: Path, folder: Path) -> Path:
@@ -161,7 +161,7 @@ def test_an_untried_megatron_is_refused_by_its_version_unless_the_user_insists(
         "or set ALLOW_UNKNOWN_MEGATRON=1 to train with it."
     )
     launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, allow_unknown_megatron=True)
-    check(launch)
+    check_launch(launch)
     assert launch.environment["KIT_ALLOW_UNKNOWN_MEGATRON"] == "1"
 
 
@@ -172,10 +172,10 @@ def test_an_unreleased_megatron_is_known_at_the_commit_that_was_tried(
         return replace(launch, entry=replace(launch.entry, megatron_commit=commit))
 
     launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=checkout("20"))
-    check(at("d98e8a64dd01-dirty"))
+    check_launch(at("d98e8a64dd01-dirty"))
     for commit in ("e98e8a64dd01", None):
         with pytest.raises(LaunchError, match=r"0\.20\.0.* of MEGATRON_LM=.* has not been tried"):
-            check(at(commit))
+            check_launch(at(commit))
 
 
 @pytest.mark.parametrize(

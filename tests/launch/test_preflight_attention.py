@@ -8,7 +8,7 @@ from parakit.config.run import Backend
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.preflight_attention import attention_problems
 from parakit.launch.runtime import ON_HOST, Runtime
 from parakit.launch.train import compose_job
@@ -29,7 +29,7 @@ def composed(tmp_path: Path) -> Composer:
             extra=tuple(extra.split()),
             **changes,  # type: ignore[arg-type]
         )
-        return compose_job(parse_target(name).under(options), runtime)
+        return compose_job(parse_target(name).with_options(options), runtime)
 
     return compose_named
 
@@ -42,7 +42,6 @@ def composed(tmp_path: Path) -> Composer:
         "--cp-comm-type p2p p2p a2a p2p",
         "--hierarchical-context-parallel-sizes 1 2",
         "--attention-backend flash",
-        "--attention-backend unfused",
         "--flash-attention-version 3",
     ],
 )
@@ -94,6 +93,15 @@ def test_on_one_part_of_the_sequence_megatron_itself_ignores_how_it_would_be_spl
     assert "by Megatron's own layers, with explicit scores" in problem
 
 
+def test_explicit_scores_over_a_split_sequence_are_computed_on_cpus_alone(
+    composed: Composer,
+) -> None:
+    unfused = "--attention-backend unfused"
+    assert list(attention_problems(composed(ON_CPU, unfused))) == []
+    (problem,) = attention_problems(composed(ON_GPU, unfused))
+    assert "keys and values are gathered, as all_gather does; by PyTorch's attention" in problem
+
+
 def test_other_backends_refuse_flags_themselves(composed: Composer) -> None:
     launch = composed("train-dp2-gpt2-tiny-2cpu", backend=Backend.NATIVE)
     assert list(attention_problems(launch)) == []
@@ -103,7 +111,7 @@ def test_a_training_target_is_refused_before_anything_is_written(
     composed: Composer, tmp_path: Path
 ) -> None:
     with pytest.raises(LaunchError, match=r"^--cp-comm-type a2a chooses"):
-        check(composed(ON_CPU, "--cp-comm-type a2a"))
+        check_launch(composed(ON_CPU, "--cp-comm-type a2a"))
     assert not (tmp_path / "runs").exists()
 
 

@@ -8,19 +8,19 @@ import pytest
 from parakit.cluster.container.docker import Container
 from parakit.cluster.container.image import find_pair
 from parakit.config.errors import LaunchError
-from parakit.config.strategy import NAMED
-from parakit.costs.memory import memory_of_rank, placeholder_bytes
+from parakit.config.strategy import PUBLISHED_STRATEGIES
+from parakit.costs.memory import estimate_rank_memory, placeholder_bytes
 from parakit.launch import devices, preflight_gpu
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Wandb
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.preflight_gpu import (
     compiler_problem,
     gpu_memory_problems,
     gpu_memory_warning,
     gpu_problems,
-    peak_bytes,
+    predict_peak_bytes,
     torch_problem,
 )
 from parakit.launch.runtime import Runtime, docker_runtime
@@ -48,22 +48,22 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
         target = parse_target(name)
         # The sample's documents leave the published test split empty, which is not what is tested here.
         options = replace(options, extra=("--split", "90,9,1"))
-        return compose_job(target.under(options), runtime)
+        return compose_job(target.with_options(options), runtime)
 
     return compose_named
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_the_published_runs_pass_on_the_published_machine(
     composed: Composer, two_h200: FakeNvml, tmp_path: Path, strategy: str
 ) -> None:
     launch = composed(strategy)
-    check(launch)
+    check_launch(launch)
     spec = replace(launch.spec, fused_attention=True)
-    shown = max(memory_of_rank(spec, rank).total for rank in range(spec.parallelism.pipeline))
+    shown = max(estimate_rank_memory(spec, rank).total for rank in range(spec.parallelism.pipeline))
     assert shown / 2**20 == pytest.approx(PUBLISHED_MIB[strategy], rel=0.03)
     # The allocator gives some of that back before memory runs out.
-    assert peak_bytes(launch, spec.batch) < shown
+    assert predict_peak_bytes(launch, spec.batch) < shown
 
 
 def test_one_gpu_where_two_are_needed_is_said_with_what_to_run_instead(
@@ -138,8 +138,8 @@ def test_the_kits_attention_keeps_no_scores_either(composed: Composer, strategy:
     engine, host = composed(strategy), composed(strategy, Runtime())
     # Only Transformer Engine keeps placeholders of gradients.
     kept = placeholder_bytes(engine.spec, 0)
-    needed = peak_bytes(engine, engine.spec.batch)
-    assert peak_bytes(host, host.spec.batch) == needed - kept < 90e9
+    needed = predict_peak_bytes(engine, engine.spec.batch)
+    assert predict_peak_bytes(host, host.spec.batch) == needed - kept < 90e9
 
 
 def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
@@ -150,7 +150,7 @@ def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
     with pytest.raises(
         LaunchError, match=r"25.06-py3-f4fa7d6b is not built; run 'make image IMAGE=25"
     ):
-        check(launch)
+        check_launch(launch)
     assert not (tmp_path / "runs").exists()
 
 
@@ -160,7 +160,7 @@ def test_the_published_data_set_is_asked_for_by_its_own_target(
     monkeypatch.setattr("parakit.launch.compose.ROOT", tmp_path)
     launch = replace(composed("dp2"), data="owt-ds/openwebtext-10k_text_document")
     with pytest.raises(LaunchError, match="run 'make prepare-ds-openwebtext-10k'"):
-        check(launch)
+        check_launch(launch)
 
 
 def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
@@ -176,9 +176,9 @@ def test_a_checkout_that_asks_nvcc_is_refused_where_there_is_none(
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"asks nvcc for its version.*CUDA_HOME"):
-        check(replace(launch, entry=entry))
+        check_launch(replace(launch, entry=entry))
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    check(replace(launch, entry=entry))
+    check_launch(replace(launch, entry=entry))
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
@@ -190,15 +190,15 @@ def test_wandb_needs_its_package_and_tensorboards(
     package: str,
 ) -> None:
     launch = composed("baseline", wandb=Wandb())
-    check(launch)
+    check_launch(launch)
     monkeypatch.setattr(
         "parakit.launch.preflight.importlib.util.find_spec",
         lambda name: None if name == package else object(),
     )
     with pytest.raises(LaunchError, match=f"WANDB=1 needs the package {package}"):
-        check(launch)
+        check_launch(launch)
     in_image = replace(launch, runtime=replace(EQUIPPED, container=Container("i", "1:1")))
-    check(in_image)  # the image has its own
+    check_launch(in_image)  # the image has its own
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import NO_OPTIONS
-from parakit.launch.train import result_lines
+from parakit.launch.train import format_result_lines
 from tests.reporting.factory import log_text, run_record, write_run
 
 TIMES = [300.0, 200.0, 100.0, 100.0, 100.0]
@@ -19,7 +19,7 @@ def lines(tmp_path: Path, target: str, resume_point: object = None) -> list[str]
     job = parse_target(target, NO_OPTIONS)
     folder = write_run(tmp_path, run_record("run", job.strategy), log_text(TIMES))
     launch = SimpleNamespace(job=job, resume_point=resume_point)
-    return result_lines(cast(Launch, launch), folder)
+    return format_result_lines(cast(Launch, launch), folder)
 
 
 def test_a_run_ends_with_the_report_s_figures_and_the_next_commands(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.launch import run_folder
-from parakit.launch.run_folder import command_script, read_named_run
+from parakit.launch.run_folder import format_command_script, read_named_run
 from tests.reporting.factory import run_record
 
 
@@ -31,7 +31,7 @@ def script(kit: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(run_folder, "ROOT", kit)
     command = ("sh", "-c", 'echo "$PWD $SEEN"')
     record = replace(run_record("tp2"), command=command, environment={"SEEN": "it's set"})
-    return command_script(record)
+    return format_command_script(record)
 
 
 def said(script: Path, **environment: str) -> tuple[int, str]:

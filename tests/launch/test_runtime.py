@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from parakit.cluster.container.docker import bind
-from parakit.cluster.container.image import build
+from parakit.cluster.container.docker import bind_mount
+from parakit.cluster.container.image import build_image
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import RuntimeName
 from parakit.launch.options import Options
-from parakit.launch.runtime import docker_command, folders_named, prepare, run_module
+from parakit.launch.runtime import docker_command, find_named_folders, prepare_dataset, run_module
 from tests.given import run
 from tests.machines import FakeDocker
 
@@ -76,7 +76,7 @@ def test_ones_own_cache_of_the_hub_is_seen_in_the_container(
 def test_text_for_a_target_that_has_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INPUT", "mine.jsonl")
     with pytest.raises(LaunchError, match=r"'make prepare-ds INPUT=mine.jsonl NAME=…' does"):
-        prepare(("sample",), DOCKER, "prepare-ds-sample")
+        prepare_dataset(("sample",), DOCKER, "prepare-ds-sample")
 
 
 def test_folders_that_the_arguments_name_are_seen_in_the_container(
@@ -89,11 +89,11 @@ def test_folders_that_the_arguments_name_are_seen_in_the_container(
     words = ("tools.preprocess", "--input", f"{linked}/*.jsonl", "--output-prefix", "owt-ds/x")
     command = docker_command(words, DOCKER)
     mounts = [command[place + 1] for place, word in enumerate(command) if word == "--mount"]
-    assert mounts == [bind(ROOT), bind(linked), bind(real)]
+    assert mounts == [bind_mount(ROOT), bind_mount(linked), bind_mount(real)]
 
 
 def test_a_word_that_is_no_path_does_not_mount_the_whole_machine() -> None:
-    assert list(folders_named(("/no-such-folder-here", "--flag", "gpt2"))) == []
+    assert list(find_named_folders(("/no-such-folder-here", "--flag", "gpt2"))) == []
 
 
 def test_a_dry_run_prints_and_starts_nothing(
@@ -114,7 +114,7 @@ def test_a_dry_run_refuses_what_the_run_would(
     assert "--input" in capsys.readouterr().out, "the command comes first"
     docker.answer("info", code=1)
     with pytest.raises(LaunchError, match="docker"):
-        build(None, dry_run=True)
+        build_image(None, dry_run=True)
     assert capsys.readouterr().out.startswith("docker build")
 
 

@@ -12,7 +12,7 @@ from parakit.launch import data
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.run_folder import computed_by
+from parakit.launch.run_folder import identify_computation
 from parakit.launch.train import compose_job
 from tests.small import write_documents
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def composed(prefix: str, runs: Path, name: str = "train-dp2-gpt2-tiny-2cpu") -> Launch:
-    return compose_job(parse_target(name).under(Options(data=prefix, runs=runs)))
+    return compose_job(parse_target(name).with_options(Options(data=prefix, runs=runs)))
 
 
 def samples_of(launch: Launch, folder: str | None = None) -> list[list[int]]:
@@ -92,14 +92,14 @@ def test_the_native_backends_which_keep_no_index_get_no_folder(tmp_path: Path) -
     prefix = write_documents(tmp_path / "mine", [100])
     job = parse_target("train-dp2-gpt2-tiny-2cpu")
     options = Options(data=prefix, runs=tmp_path, backend=Backend.NATIVE)
-    assert "--data-cache-path" not in compose_job(job.under(options)).arguments()
+    assert "--data-cache-path" not in compose_job(job.with_options(options)).arguments()
 
 
 def test_a_folder_of_the_users_own_is_kept(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "mine", [100])
     job = parse_target("train-dp2-gpt2-tiny-2cpu")
     options = Options(data=prefix, runs=tmp_path, extra=("--data-cache-path", "/mine"))
-    assert compose_job(job.under(options)).arguments().count("--data-cache-path") == 1
+    assert compose_job(job.with_options(options)).arguments().count("--data-cache-path") == 1
 
 
 def test_the_folder_follows_from_the_data_sets_that_extra_names(tmp_path: Path) -> None:
@@ -110,7 +110,9 @@ def test_the_folder_follows_from_the_data_sets_that_extra_names(tmp_path: Path) 
 
     def folder(*arguments: str) -> Path:
         options = Options(data=default, runs=tmp_path, extra=("--data-path", *arguments))
-        return Path(Flags(compose_job(job.under(options)).arguments()).text("--data-cache-path"))
+        return Path(
+            Flags(compose_job(job.with_options(options)).arguments()).text("--data-cache-path")
+        )
 
     assert folder(parts[0]) == data.sample_index_folder(tmp_path, [parts[0]])
     blend = folder("0.3", parts[0], "0.7", parts[1])
@@ -128,8 +130,8 @@ def test_a_run_on_other_tokens_is_another_run(sample_prefix: Path, tmp_path: Pat
     from tests.small import folded
 
     other = folded(sample_prefix, tmp_path)
-    here = computed_by(composed(str(sample_prefix), tmp_path))
+    here = identify_computation(composed(str(sample_prefix), tmp_path))
     # Under the same path, as a replaced data set would be.
-    moved = computed_by(composed(str(other), tmp_path))
+    moved = identify_computation(composed(str(other), tmp_path))
     assert here.dataset is not None
     assert here.dataset != moved.dataset

@@ -16,10 +16,10 @@ from parakit.cluster.nodes import Nodes
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import RuntimeName
+from parakit.launch.initial_checkpoint import check_owner
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import nodes_problems
-from parakit.launch.start import check_owner
 from parakit.launch.train import compose_job
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
@@ -35,7 +35,7 @@ SECRETS = {
 def docker_command(**changes: object) -> tuple[str, ...]:
     target = parse_target("train-dp2-gpt2-large-2gpu")
     options = replace(Options(runtime=RuntimeName.DOCKER), **changes)  # type: ignore[arg-type]
-    return compose_job(target.under(options)).command("runs/R")
+    return compose_job(target.with_options(options)).command("runs/R")
 
 
 def test_a_container_is_the_callers_confined_and_has_a_network_of_its_own(
@@ -58,7 +58,7 @@ def test_the_hosts_network_is_given_only_when_it_is_asked_for(
     target = parse_target("train-dp2-gpt2-large-2gpu")
     nodes = Nodes(2, 0, "10.0.0.1")
     spread = Options(runtime=RuntimeName.DOCKER, nodes=nodes)
-    launch = compose_job(target.under(spread))
+    launch = compose_job(target.with_options(spread))
     (problem,) = nodes_problems(launch)
     assert "allow it this machine's with HOST_NETWORK=1, or set RUNTIME=host" in problem
 

@@ -9,12 +9,12 @@ from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.data.indexed import open_dataset
 from parakit.data.split import Split, divide_into_parts, unusable_parts
-from parakit.launch import start
+from parakit.launch import initial_checkpoint
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
-from parakit.launch.train import compose_job, differences
+from parakit.launch.preflight import check_launch
+from parakit.launch.train import compose_job, list_differences
 from tests.small import write_documents
 
 SEQUENCE = 64
@@ -29,12 +29,12 @@ def composed(
 ) -> Launch:
     prefix = write_documents(folder / "mine", lengths)
     options = Options(data=prefix, runs=folder, extra=tuple(extra), iterations=iterations)
-    return compose_job(parse_target("train-baseline-gpt2-tiny-1cpu").under(options))
+    return compose_job(parse_target("train-baseline-gpt2-tiny-1cpu").with_options(options))
 
 
 def refusal(launch: Launch) -> str:
     with pytest.raises(LaunchError) as caught:
-        check(launch)
+        check_launch(launch)
     return str(caught.value)
 
 
@@ -56,10 +56,10 @@ def test_a_small_data_set_gets_a_split_that_leaves_no_part_empty_and_a_sentence(
     tmp_path: Path, lengths: list[int], split: str, evaluations: str, sizes: str
 ) -> None:
     launch = composed(tmp_path, lengths, iterations=60)
-    check(launch)
+    check_launch(launch)
     assert Flags(launch.flags).text("--split") == split
     assert Flags(launch.flags).text("--eval-iters") == evaluations
-    (sentence,) = (text for text in differences(launch) if "too small" in text)
+    (sentence,) = (text for text in list_differences(launch) if "too small" in text)
     assert f"too small for --split 949,50,1; --split {split}" in sentence
     assert sizes in sentence
 
@@ -67,7 +67,7 @@ def test_a_small_data_set_gets_a_split_that_leaves_no_part_empty_and_a_sentence(
 def test_a_data_set_that_fills_the_published_split_keeps_it(tmp_path: Path) -> None:
     launch = composed(tmp_path, [SHORT] * 1000)
     assert Flags(launch.flags).text("--split") == "949,50,1"
-    assert not any("too small" in text for text in differences(launch))
+    assert not any("too small" in text for text in list_differences(launch))
 
 
 def test_a_split_of_the_users_own_is_refused_with_the_parts_and_one_that_works(
@@ -86,19 +86,19 @@ def test_a_split_of_the_users_own_is_refused_with_the_parts_and_one_that_works(
 def test_the_starting_checkpoint_is_written_on_the_split_of_the_run(tmp_path: Path) -> None:
     for extra in (("--split", "90,5,5"), ()):
         launch = composed(tmp_path, [SHORT] * 60, extra)
-        writer = start._writing_launch(launch, tmp_path)
+        writer = initial_checkpoint._writing_launch(launch, tmp_path)
         assert Flags(writer.flags).text("--split") == Flags(launch.flags).text("--split")
-        check(writer)
+        check_launch(writer)
 
 
 def test_parts_that_are_shorter_than_a_sample_work_only_where_megatron_repeats_them(
     tmp_path: Path,
 ) -> None:
-    check(composed(tmp_path, [SHORT] * 3, ("--split", "1,1,1")))
+    check_launch(composed(tmp_path, [SHORT] * 3, ("--split", "1,1,1")))
     short = composed(tmp_path, [SHORT] * 3, ("--split", "1,1,1", "--eval-iters", "0"))
     assert "shorter than one sample of 65 tokens, which --eval-iters 0 forbids" in refusal(short)
     chosen = composed(tmp_path, [SHORT] * 60, ("--eval-iters", "0"))
-    check(chosen)
+    check_launch(chosen)
     assert Flags(chosen.flags).text("--split") == "1,0,0"
 
 
@@ -106,7 +106,7 @@ def test_an_evaluation_without_a_validation_part_is_refused_only_if_the_run_reac
     tmp_path: Path,
 ) -> None:
     extra = ("--split", "1,0,0")
-    check(composed(tmp_path, [SHORT] * 60, extra, iterations=49))
+    check_launch(composed(tmp_path, [SHORT] * 60, extra, iterations=49))
     message = refusal(composed(tmp_path, [SHORT] * 60, extra, iterations=50))
     assert message == (
         "--split 1,0,0 leaves no validation part, and --eval-iters 10 evaluates on it; "

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from parakit.launch import status
-from parakit.launch.status import RunStatus, show_status
+from parakit.launch.status import RunStatus, print_status
 
 LONG = "20261122T010831Z-tp2pp2dp2-zero1-gpt3-1.3b-8gpu"
 ROWS = (
@@ -17,7 +17,7 @@ ROWS = (
 
 def shown(width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show_status(ROWS, Path("runs"), console)
+    print_status(ROWS, Path("runs"), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -38,10 +38,10 @@ def test_a_wide_terminal_has_the_reason_in_the_row_and_a_narrow_one_below() -> N
 
 def test_a_terminal_is_redrawn_until_no_run_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [[ROWS[0]], [replace(ROWS[0], memory_bytes=(2**30, 2**29))], [ROWS[1]]]
-    monkeypatch.setattr(status, "follow", lambda runs: seen.pop(0))
+    monkeypatch.setattr(status, "read_run_statuses", lambda runs: seen.pop(0))
     monkeypatch.setattr(status, "REDRAW_SECONDS", 0)
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    status.watch(Path("runs"), console)
+    status.watch_runs(Path("runs"), console)
     assert seen == []
     assert isinstance(console.file, io.StringIO)
     assert "1.00 0.50" in console.file.getvalue()
@@ -49,14 +49,14 @@ def test_a_terminal_is_redrawn_until_no_run_is_on(monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_terminal_it_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr(status, "follow", lambda runs: asked.append(runs) or list(ROWS))
-    status.watch(Path("runs"), Console(file=io.StringIO(), width=120))
+    monkeypatch.setattr(status, "read_run_statuses", lambda runs: asked.append(runs) or list(ROWS))
+    status.watch_runs(Path("runs"), Console(file=io.StringIO(), width=120))
     assert asked == [Path("runs")]
 
 
 def test_a_folder_whose_name_is_no_utf8_is_shown_where_nothing_else_can_be_written() -> None:
     file = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
-    show_status([replace(ROWS[0], run="a\udcffb")], Path("runs"), Console(file=file, width=120))
+    print_status([replace(ROWS[0], run="a\udcffb")], Path("runs"), Console(file=file, width=120))
 
 
 def test_the_newest_memory_of_each_rank_is_shown_while_it_runs(
@@ -69,4 +69,4 @@ def test_the_newest_memory_of_each_rank_is_shown_while_it_runs(
     (run / "samples.csv").write_text("\n".join(lines) + "\n")
     for lives, memory in ((False, ()), (True, (3.0, 2.0))):
         monkeypatch.setattr(status.records, "looks_alive", lambda folder, lives=lives: lives)
-        assert [row.memory_bytes for row in status.follow(tmp_path)] == [memory]
+        assert [row.memory_bytes for row in status.read_run_statuses(tmp_path)] == [memory]

@@ -17,8 +17,8 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import JobRecord, LauncherRecord, Status, StatusRecord
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.launch.stop import refuse_running, stop
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.stop import refuse_running, stop_run
+from parakit.launch.supervise.interruption import is_alive
 from tests.cluster.conftest import program
 from tests.patience import PATIENCE
 from tests.reporting.factory import iteration_line
@@ -27,7 +27,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from parakit.launch.run_folder import record_launcher
-from parakit.launch.supervise.exit_status import classify_exit, finish
+from parakit.launch.supervise.exit_status import classify_exit, write_final_status
 from parakit.launch.supervise.interruption import Interrupted, interruptible
 from parakit.launch.supervise.ranks import RankProcesses
 folder = Path(sys.argv[1])
@@ -37,7 +37,7 @@ try:
         print("on", flush=True)
         time.sleep(3600)
 except Interrupted:
-    finish(folder, classify_exit(folder, None, True), 1.0)
+    write_final_status(folder, classify_exit(folder, None, True), 1.0)
 """
 
 
@@ -71,7 +71,7 @@ def launcher(run: Path) -> Iterator[psutil.Popen]:
 
 def said_by_stop(run: Path) -> str:
     printed = StringIO()
-    assert stop(run, Console(file=printed, width=500)) == 0
+    assert stop_run(run, Console(file=printed, width=500)) == 0
     return printed.getvalue()
 
 
@@ -82,9 +82,9 @@ def test_a_run_is_stopped_from_elsewhere_and_is_interrupted(
     assert "interrupted after 1 s: " in said_by_stop(run)
     assert records.read_status(run).status is Status.INTERRUPTED
     assert "after iteration 7" in records.read_status(run).reason
-    assert not any(alive(process) for process in (launcher, *ranks))
+    assert not any(is_alive(process) for process in (launcher, *ranks))
     with pytest.raises(LaunchError, match="is not running: it ended 'interrupted' at 20"):
-        stop(run, Console())
+        stop_run(run, Console())
 
 
 def test_a_run_of_another_machine_is_not_touched(run: Path, launcher: psutil.Popen) -> None:
@@ -94,8 +94,8 @@ def test_a_run_of_another_machine_is_not_touched(run: Path, launcher: psutil.Pop
     with pytest.raises(
         LaunchError, match=f"trained on node-b; .* 'ssh node-b kill {launcher.pid}'"
     ):
-        stop(run, Console())
-    assert alive(launcher)
+        stop_run(run, Console())
+    assert is_alive(launcher)
 
 
 def test_a_process_that_got_the_launchers_number_later_is_not_ended(
@@ -106,13 +106,13 @@ def test_a_process_that_got_the_launchers_number_later_is_not_ended(
     here = msgspec.json.decode(path.read_bytes(), type=LauncherRecord)
     write_record(path, replace(here, started=here.started - 3600))
     with pytest.raises(LaunchError, match="has not ended within"):
-        stop(run, Console())
-    assert alive(launcher)
+        stop_run(run, Console())
+    assert is_alive(launcher)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="is no run folder; 'make status' shows them"):
-        stop(tmp_path / "none", Console())
+        stop_run(tmp_path / "none", Console())
 
 
 def test_a_job_is_cancelled_in_slurm(
@@ -138,7 +138,7 @@ def test_runs_that_are_on_are_not_cleaned_away(run: Path, launcher: psutil.Popen
     assert str(refused.value) == (
         f"{run} is on; end it with 'make stop RUN={run}' or wait ('make status'), then repeat this."
     )
-    stop(run, Console())
+    stop_run(run, Console())
     refuse_running(run.parent)
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from parakit.config.flags import Flags
+from parakit.launch.initial_checkpoint import _writing_launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Wandb, options_from_texts
-from parakit.launch.start import _writing_launch
-from parakit.launch.train import command_line, compose_job
+from parakit.launch.train import compose_job, format_command_line
 
 
 def test_wandb_is_off_unless_asked_for() -> None:
@@ -49,7 +49,7 @@ def test_a_login_to_the_service_in_netrc_means_online(
 def test_a_logged_run_is_named_after_its_folder_and_writes_tensorboard_events() -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     options = Options(wandb=Wandb("p", "e", "online"))
-    launch = compose_job(target.under(options))
+    launch = compose_job(target.with_options(options))
     flags = Flags(launch.arguments("runs/R"))
     assert flags.text("--wandb-project") == "p"
     assert flags.text("--wandb-entity") == "e"
@@ -67,9 +67,9 @@ def test_a_mode_that_wandb_does_not_know_is_refused() -> None:
 def test_the_shared_start_is_not_logged() -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
     options = Options(wandb=Wandb())
-    launch = compose_job(target.under(options))
-    assert launch.start_checkpoint is not None
-    writer = _writing_launch(launch, launch.start_checkpoint)
+    launch = compose_job(target.with_options(options))
+    assert launch.initial_checkpoint is not None
+    writer = _writing_launch(launch, launch.initial_checkpoint)
     assert "--wandb-project" not in writer.flags
 
 
@@ -77,6 +77,6 @@ def test_the_key_is_in_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
     monkeypatch.setenv("WANDB", "1")
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    launch = compose_job(target.under(options_from_texts(os.environ)))
-    assert "WANDB_MODE=online" in command_line(launch)
-    assert "s3cret" not in command_line(launch) + repr(launch)
+    launch = compose_job(target.with_options(options_from_texts(os.environ)))
+    assert "WANDB_MODE=online" in format_command_line(launch)
+    assert "s3cret" not in format_command_line(launch) + repr(launch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_patches.routing import record_decision, record_drops, record_loss
-from parakit.accounting.routing import RoutingLedger
+from parakit.accounting.routing import RoutingLog
 from parakit.artifacts.measurements import LayerRouting
 
 LOGITS = torch.zeros(2, 1, 3)
@@ -14,11 +14,11 @@ CHOSEN = torch.tensor([[True, True, False], [True, False, True]])
 
 
 @pytest.fixture
-def ledger() -> Iterator[RoutingLedger]:
-    ledger = RoutingLedger()
+def ledger() -> Iterator[RoutingLog]:
+    ledger = RoutingLog()
     ledger.install()
     yield ledger
-    RoutingLedger.installed = None
+    RoutingLog.installed = None
 
 
 class Router:
@@ -43,7 +43,7 @@ class Router:
         return probabilities, chosen
 
 
-def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
+def route(ledger: RoutingLog, **parts: Any) -> LayerRouting:
     router = Router(**parts)
     record_decision(Router.routing)(router, LOGITS)
     ledger.end_iteration(1)
@@ -53,25 +53,25 @@ def route(ledger: RoutingLedger, **parts: Any) -> LayerRouting:
     return row
 
 
-def test_a_dropless_router_reports_whom_it_chose_in_its_layer(ledger: RoutingLedger) -> None:
+def test_a_dropless_router_reports_whom_it_chose_in_its_layer(ledger: RoutingLog) -> None:
     row = route(ledger)
     assert (row.layer, row.tokens_per_expert, row.dropped_tokens) == (3, (2, 1, 1), 0)
     assert row.load_balancing_loss is None
 
 
 def test_tokens_beyond_the_capacity_count_as_dropped_and_padding_does_not_count(
-    ledger: RoutingLedger,
+    ledger: RoutingLog,
 ) -> None:
     padded = torch.tensor([[True, False, True], [False, False, True]])
     row = route(ledger, kept=padded)
     assert (row.tokens_per_expert, row.dropped_tokens) == ((1, 0, 1), 2)
 
 
-def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: RoutingLedger) -> None:
+def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: RoutingLog) -> None:
     assert route(ledger, loss=0.5).load_balancing_loss == pytest.approx(1.0)
 
 
-def test_evaluation_is_not_reported(ledger: RoutingLedger) -> None:
+def test_evaluation_is_not_reported(ledger: RoutingLog) -> None:
     router = Router()
     router.training = False
     record_decision(Router.routing)(router, LOGITS)

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from parakit.cli.commands import COMMANDS, INTERNAL
-from parakit.cli.options import check_given, find_command
+from parakit.cli.options import find_command, refuse_unused_variables
 from parakit.cli.program import FAMILIES
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.settings import SETTINGS
 from parakit.experiments.matrix.definition import load_matrix
 from parakit.experiments.matrix.page import write_cells_page
-from parakit.site.hooks import MADE_LATER, nested_lists, pages, settings_page
+from parakit.site.hooks import MADE_LATER, indent_nested_lists, list_pages, render_settings_page
 from tests.given import command_named
 
-PAGES = [name for name in pages() if name.endswith(".md")]
+PAGES = [name for name in list_pages() if name.endswith(".md")]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _IMPORT_PATH = re.compile(r"PYTHONPATH=([^\s`]+)")
 _TWO_WORDS = re.compile(r"-m parakit ([a-z-]+)(?: ([a-z-]+))?")
@@ -59,7 +59,7 @@ def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
                 name for name in names if (target, name) != ("test", "TIER")
             ]  # The Makefile's own.
             if command:
-                check_given(names, target, command)
+                refuse_unused_variables(names, target, command)
 
 
 def test_the_generated_page_of_cells_has_every_cell_that_the_matrix_links_to(
@@ -79,7 +79,7 @@ def test_pages_that_make_docs_generates_are_not_committed() -> None:
 
 
 def test_the_reference_has_every_variable() -> None:
-    page = settings_page()
+    page = render_settings_page()
     assert [s.name for s in SETTINGS if f"`{s.name}`" not in page] == []
 
 
@@ -88,7 +88,7 @@ def test_items_inside_items_are_indented_as_the_sites_renderer_wants_but_code_is
     inside, after = (
         text.replace("   - i", "    - i").replace("\n  - i", "\n    - i").split("  - after")
     )
-    assert nested_lists(text) == f"{inside}    - after{after}"
+    assert indent_nested_lists(text) == f"{inside}    - after{after}"
 
 
 def _planning_commands() -> list[list[str]]:

@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 import pytest
 
 from parakit.config.files import ROOT
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.strategy import parse_strategy
 from parakit.costs.collectives.call import total_wire_bytes
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.memory import memory_of_rank
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.memory import estimate_rank_memory
 from parakit.site import in_browser
-from parakit.site.drawing.figure import DRAWN, asked, figure, page
-from parakit.site.drawing.sheet import rank_at, shown_ranks, together
+from parakit.site.drawing.figure import DRAWN, draw_figure, render_drawings_page, resolve_run
+from parakit.site.drawing.sheet import group_ranks_by, locate_rank, select_ranks
 
 PRODUCTS = (
     ("gpt2-large", "sp2cp2dp2-zero1", "h200"),
@@ -49,10 +49,10 @@ def added_up(drawing: str, what: str) -> Counter[int]:
 def test_the_arrows_add_up_to_the_planners_bytes(
     model: str, strategy: str, device: str, devices: int | None
 ) -> None:
-    spec = asked(model, strategy, device, devices)
-    assert added_up(figure(spec, "x"), "sends") == {
-        rank.number: total_wire_bytes(communication_of_rank(spec, rank.stage))
-        for rank in shown_ranks(spec.parallelism)
+    spec = resolve_run(model, strategy, device, devices)
+    assert added_up(draw_figure(spec, "x"), "sends") == {
+        rank.number: total_wire_bytes(rank_collectives(spec, rank.stage))
+        for rank in select_ranks(spec.parallelism)
     }
 
 
@@ -60,10 +60,10 @@ def test_the_arrows_add_up_to_the_planners_bytes(
 def test_the_tensors_add_up_to_the_planners_weights(
     model: str, strategy: str, device: str, devices: int | None
 ) -> None:
-    spec = asked(model, strategy, device, devices)
-    assert added_up(figure(spec, "x"), "holds") == {
-        rank.number: memory_of_rank(spec, rank.stage).weights
-        for rank in shown_ranks(spec.parallelism)
+    spec = resolve_run(model, strategy, device, devices)
+    assert added_up(draw_figure(spec, "x"), "holds") == {
+        rank.number: estimate_rank_memory(spec, rank.stage).weights
+        for rank in select_ranks(spec.parallelism)
     }
 
 
@@ -73,7 +73,7 @@ def test_tiny_models_send_what_the_lab_guide_measured() -> None:
     measured = dict(re.findall(r"^\| (\w+) \| \d+ \| ([\d,]+) \|", guide, re.M))
     assert set(measured) == {"dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1"}
     for strategy, size in measured.items():
-        sent = added_up(figure(asked("gpt2-tiny", strategy, "cpu", 2), "x"), "sends")
+        sent = added_up(draw_figure(resolve_run("gpt2-tiny", strategy, "cpu", 2), "x"), "sends")
         assert sent[0] == int(size.replace(",", "")), strategy
 
 
@@ -81,27 +81,29 @@ def test_tiny_models_send_what_the_lab_guide_measured() -> None:
 @pytest.mark.parametrize("group", Group)
 def test_ranks_are_in_groups_of_their_size(strategy: str, group: Group) -> None:
     split = parse_strategy(strategy, 8)
-    groups = together(group, shown_ranks(split))
-    assert {len(members) for members in groups} == {group_ranks(split, group)}
+    groups = group_ranks_by(group, select_ranks(split))
+    assert {len(members) for members in groups} == {group_size(split, group)}
     assert sorted(rank.number for members in groups for rank in members) == list(range(8))
 
 
 def test_ranks_are_in_megatrons_order() -> None:
     split = parse_strategy("tp2cp2pp2ep2", 16)
-    assert rank_at(split, 5)[:5] == (5, 1, 0, 1, 0)
-    assert rank_at(split, 15)[1:5] == (1, 1, 1, 1)
-    assert [rank_at(split, number).expert for number in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert locate_rank(split, 5)[:5] == (5, 1, 0, 1, 0)
+    assert locate_rank(split, 15)[1:5] == (1, 1, 1, 1)
+    assert [locate_rank(split, number).expert for number in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_of_many_ranks_the_first_and_last_of_each_dimension_are_drawn() -> None:
     split = parse_strategy("tp8pp16dp8", 1024)
-    numbers = [rank.number for rank in shown_ranks(split)]
+    numbers = [rank.number for rank in select_ranks(split)]
     assert numbers == [0, 7, 56, 63, 960, 967, 1016, 1023]
-    assert "8 of its ranks are drawn" in figure(asked("gpt3-175b", "tp8pp16dp8", "a100"), "x")
+    assert "8 of its ranks are drawn" in draw_figure(
+        resolve_run("gpt3-175b", "tp8pp16dp8", "a100"), "x"
+    )
 
 
 def test_the_page_reads_without_javascript() -> None:
-    html = page()
+    html = render_drawings_page()
     for strategy, (heading, _, models) in DRAWN.items():
         assert f"<h2>{heading} <code>{strategy}</code></h2>" in html
         assert all(f'<figure id="{strategy}-{model}">' in html for model in models)
@@ -116,9 +118,9 @@ def test_the_page_reads_without_javascript() -> None:
 
 def test_the_browsers_drawing_is_the_same_and_a_refusal_is_a_sentence() -> None:
     answer = json.loads(in_browser.draw("gpt2-large", "vpp2dp2", "h200", "4", "8", "128"))
-    spec = asked("gpt2-large", "vpp2dp2", "h200", 4, 8, 128)
+    spec = resolve_run("gpt2-large", "vpp2dp2", "h200", 4, 8, 128)
     assert spec.microbatches == 8
-    assert answer == {"code": 0, "out": figure(spec, "drawn") + "\n", "err": ""}
+    assert answer == {"code": 0, "out": draw_figure(spec, "drawn") + "\n", "err": ""}
     refused = json.loads(in_browser.draw("gpt2-large", "tp3", "h200", "", "", ""))
     assert (refused["code"], refused["out"]) == (2, "")
     assert "16 attention heads" in refused["err"]

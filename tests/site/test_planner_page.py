@@ -20,8 +20,8 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.config.model import model_names
 from parakit.site import in_browser
-from parakit.site.drawing.figure import asked, figure
-from parakit.site.planner_page import TEMPLATES, build, build_wheel, pack_pure
+from parakit.site.drawing.figure import draw_figure, resolve_run
+from parakit.site.planner_page import TEMPLATES, build_wheel, pack_python_files, write_planner_pages
 from tests.chromium import chromium, needs_chromium
 from tests.patience import OF_A_RUN
 
@@ -94,7 +94,7 @@ def test_what_the_page_loads_plans_and_draws_without_the_repository(tmp_path: Pa
     archives = re.findall(r'\["(\w+\.zip)", "\w+"\]', (TEMPLATES / "worker.js").read_text())
     assert archives == ["parakit.zip", "msgspec.zip", "pure.zip"]
     build_wheel(tmp_path / "parakit.zip")
-    pack_pure(tmp_path / "pure.zip")
+    pack_python_files(tmp_path / "pure.zip")
     loaded = tmp_path / "site-packages"
     for name in ("parakit.zip", "pure.zip"):
         with zipfile.ZipFile(tmp_path / name) as packed:
@@ -154,7 +154,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if shutil.which("npm") is None:
         pytest.skip("no npm on PATH: the page's runtime was not fetched")
     folder = tmp_path_factory.mktemp("planner")
-    build(folder)
+    write_planner_pages(folder)
     handler = type("Page", (_Page,), {"answered": threading.Event()})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -187,8 +187,8 @@ def test_the_browser_draws_what_python_draws(address: str) -> None:
     query = "model=gpt2-large&strategy=vpp2dp2&device=h200&micro_batch=8&global_batch=128"
     shown, console = chromium("--dump-dom", f"{address}/drawings.html?{query}")
     assert console == []
-    spec = asked("gpt2-large", "vpp2dp2", "h200", None, 8, 128)
-    sent = re.findall(r'data-rank="(\d+)" data-sends="(\d+)"', figure(spec, "drawn"))
+    spec = resolve_run("gpt2-large", "vpp2dp2", "h200", None, 8, 128)
+    sent = re.findall(r'data-rank="(\d+)" data-sends="(\d+)"', draw_figure(spec, "drawn"))
     assert (
         re.findall(r'data-rank="(\d+)" data-sends="(\d+)"', shown.partition('id="drawn"')[2])
         == sent

@@ -10,7 +10,7 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.experiments.matrix.definition import load_matrix
 from parakit.experiments.matrix.page import write_cells_page
-from parakit.site.drawing.figure import page
+from parakit.site.drawing.figure import render_drawings_page
 from parakit.site.planner_page import TEMPLATES
 from tests.chromium import chromium, needs_chromium
 
@@ -25,7 +25,7 @@ _FRAMED = """<body><iframe src="{page}" style="width:{width}px;height:900px;bord
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pages")
-    (made / "drawings.html").write_text(page(), encoding="utf-8")
+    (made / "drawings.html").write_text(render_drawings_page(), encoding="utf-8")
     # Python fills the lists with names as long as this one.
     planner = (TEMPLATES / "planner.html").read_text(encoding="utf-8")
     planner = planner.replace(

@@ -28,9 +28,9 @@ from rich.console import Console
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
-from parakit.experiments.matrix.cell import MatrixCell, patched
-from parakit.experiments.matrix.cells import rows_of
-from parakit.experiments.matrix.commands import families_of, known_findings, label
+from parakit.experiments.matrix.cell import MatrixCell, apply_known_patches
+from parakit.experiments.matrix.cells import choose_rows
+from parakit.experiments.matrix.commands import list_known_findings, name_version, select_families
 from parakit.experiments.matrix.definition import load_matrix
 from parakit.experiments.verify.pairs import LaunchPair
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
@@ -215,7 +215,7 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
 
     One that was mended is looked for with its flags, whatever it is first seen in.
     """
-    name = label(find_entry(bench.megatron_lm))
+    name = name_version(find_entry(bench.megatron_lm))
     for finding in list_findings():
         if not finding.strategies or (only and finding.id not in only):
             continue
@@ -287,17 +287,20 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
     turn.
     """
     whole, by_id = load_matrix(), {bug.id: bug for bug in injected_bugs()}
-    known = known_findings(version("megatron-core"))
-    for family in families_of(whole, Version(version("megatron-core"))):
+    known = list_known_findings(version("megatron-core"))
+    for family in select_families(whole, Version(version("megatron-core"))):
         choice = itertools.cycle(by_id[name] for name in GENERAL[family.name])
-        for row in rows_of(whole, family)[::every]:
+        for row in choose_rows(whole, family)[::every]:
             levels = tuple(one for one in row if one in family.levels)
             for bug in itertools.islice(choice, len(GENERAL[family.name])):
                 layout = next(one for one in family.layouts if one.name == bug.strategy)
                 cell = MatrixCell(family, layout, levels)
                 if IDLE.get(bug.id, set()) & {level.path for level in levels}:
                     continue
-                if whole.legal(family, row, layout.name) and patched(cell, known) == cell:
+                if (
+                    whole.legal(family, row, layout.name)
+                    and apply_known_patches(cell, known) == cell
+                ):
                     break
             else:
                 continue  # Every strategy of an injected bug refuses it, or shows a known bug.
@@ -305,7 +308,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
                 continue
             pair = cell.pair(Options())
             injected = replace(pair.job.options, patch_file=read_patch_file(str(bug.path)))
-            pair = replace(pair, job=pair.job.under(injected))
+            pair = replace(pair, job=pair.job.with_options(injected))
             verdict = bench.verifier.verify(pair).verdict
             names = " ".join(one.name for one in levels)
             said = verdict.sentence.replace("|", "/")

@@ -22,7 +22,7 @@ from parakit.config import variables
 from parakit.config.files import ROOT
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair
-from parakit.experiments.verify.verifier import ForkedRanks, losses_in
+from parakit.experiments.verify.verifier import ForkedRanks, read_losses
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
@@ -93,7 +93,7 @@ class _Trainer:
                 ).items()
                 if unit[2] == "weight"
             }
-            return weights, losses_in(log)[-1]
+            return weights, read_losses(log)[-1]
 
 
 def _distance(ours: _Weights, theirs: _Weights) -> float:

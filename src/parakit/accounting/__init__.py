@@ -1,8 +1,8 @@
 """Communication, memory and time of every rank, counted inside the training processes.
 
 This package decides what is counted: bytes of each collective by group and phase, memory by category, and the
-time of each part of an iteration. Every rank writes its own files, and `collect_ledgers` joins them to the
-files of the run folder. Only `collect_ledgers` is imported outside of training processes.
+time of each part of an iteration. Every rank writes its own files, and `collect_rank_records` joins them to the
+files of the run folder. Only `collect_rank_records` is imported outside of training processes.
 """
 
 from typing import TYPE_CHECKING
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.accounting.collect import collect_ledgers
-    from parakit.accounting.communication import CommunicationLedger
-    from parakit.accounting.memory import MemoryLedger
-    from parakit.accounting.model_state import gradient_of, is_megatron_fsdp, optimizers
-    from parakit.accounting.process_groups import METHODS, CallWatcher
+    from parakit.accounting.collect import collect_rank_records
+    from parakit.accounting.communication import CommunicationLog
+    from parakit.accounting.memory import MemoryAccounting
+    from parakit.accounting.model_state import is_megatron_fsdp, list_optimizers, parameter_gradient
+    from parakit.accounting.process_groups import PROCESS_GROUP_METHODS, CallWatcher
     from parakit.accounting.recorder import Recorder
     from parakit.accounting.routing import record_routing
     from parakit.accounting.timeline import Span, Timeline
@@ -22,16 +22,16 @@ else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
-    "METHODS",
+    "PROCESS_GROUP_METHODS",
     "CallWatcher",
-    "CommunicationLedger",
-    "MemoryLedger",
+    "CommunicationLog",
+    "MemoryAccounting",
     "Recorder",
     "Span",
     "Timeline",
-    "collect_ledgers",
-    "gradient_of",
+    "collect_rank_records",
     "is_megatron_fsdp",
-    "optimizers",
+    "list_optimizers",
+    "parameter_gradient",
     "record_routing",
 ]

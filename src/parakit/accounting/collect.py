@@ -23,7 +23,7 @@ from parakit.artifacts.measurements import (
 )
 
 
-class RankLedger(msgspec.Struct, frozen=True):
+class RankRecord(msgspec.Struct, frozen=True):
     """All that one rank counted: `rank<N>.json` in the ledger folder, written by its recorder."""
 
     rank: int
@@ -35,14 +35,14 @@ class RankLedger(msgspec.Struct, frozen=True):
     """None for a dense model."""
 
 
-def collect_ledgers(folder: Path) -> None:
+def collect_rank_records(folder: Path) -> None:
     """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from its ranks' files.
 
     A mixture of experts gets a `routing.json` too. Ranks without a file are missing in these as well;
     without any rank's file nothing is written.
     """
     files = (folder / records.LEDGER_FOLDER).glob("rank*.json")
-    found = (msgspec.json.decode(file.read_bytes(), type=RankLedger) for file in files)
+    found = (msgspec.json.decode(file.read_bytes(), type=RankRecord) for file in files)
     ranks = sorted(found, key=lambda rank: rank.rank)
     if not ranks:
         return
@@ -60,7 +60,7 @@ def collect_ledgers(folder: Path) -> None:
     write_atomically(folder / records.TRACE_FILE, msgspec.json.encode(trace))
 
 
-def _events(ranks: Sequence[RankLedger]) -> Iterator[dict[str, Any]]:
+def _events(ranks: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
     """Chrome's trace format: microseconds from the first span, a process a rank, a thread a category."""
     origin = min((span.start_ns for rank in ranks for span in rank.spans), default=0)
     for rank in ranks:

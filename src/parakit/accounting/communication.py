@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parakit.accounting.timeline import Clock, Mark, Span
+from parakit.accounting.timeline import Clock, Span, TimeMark
 from parakit.artifacts.measurements import CallSummary, RankCommunication, RankTime
 from parakit.config.run import Transport
-from parakit.costs import Operation, Phase, algorithm, wire_bytes
+from parakit.costs import Operation, Phase, describe_algorithm, wire_bytes
 
 NANO = 1e-9
 
@@ -50,13 +50,13 @@ class Call(NamedTuple):
 
 
 @dataclass(slots=True)
-class Watched:
+class ObservedCall:
     """One call, and the waits for its result."""
 
     call: Call
-    started: Mark
-    issued: Mark
-    waits: list[tuple[Phase, Mark, Mark]] = field(default_factory=list)
+    started: TimeMark
+    issued: TimeMark
+    waits: list[tuple[Phase, TimeMark, TimeMark]] = field(default_factory=list)
     """The phase of the wait, which may differ from the call's; its beginning and its end."""
 
 
@@ -85,11 +85,11 @@ class _Sums:
     blocked_ns: Counter[Phase] = field(default_factory=Counter)
 
 
-class CommunicationLedger:
+class CommunicationLog:
     """Keeps an iteration's calls and adds them up when it has ended; only then are the clocks read."""
 
     def __init__(self) -> None:
-        self.watched: list[Watched] = []
+        self.observed_calls: list[ObservedCall] = []
         """Calls of the present iteration."""
         self._kinds: dict[frozenset[tuple[Call, int]], _Sums] = {}
         self._warm_up = 0
@@ -100,48 +100,48 @@ class CommunicationLedger:
         sums.timed += 1
         sums.phase_ns.update(phase_ns)
         blocked_before = sums.blocked_ns.total()
-        for watched in self.watched:
-            _add_times(watched, sums, clock.nanoseconds)
+        for watched in self.observed_calls:
+            _add_times(watched, sums, clock.to_nanoseconds)
         figures = IterationFigures(
             seconds=sum(phase_ns.values()) * NANO,
             exposed_seconds=(sums.blocked_ns.total() - blocked_before) * NANO,
-            sent_bytes=sum(watched.call.wire_bytes for watched in self.watched),
+            sent_bytes=sum(watched.call.wire_bytes for watched in self.observed_calls),
         )
-        self.forget()
+        self.drop_calls()
         return figures
 
-    def end_slowed_iteration(self) -> None:
+    def end_untimed_iteration(self) -> None:
         """Close an iteration that something else made slower: its calls count, its times do not."""
         self._end_untimed()
-        self.forget()
+        self.drop_calls()
 
     def end_warm_up(self) -> None:
         """Close an iteration that makes calls of its own, and is never the steady one."""
         self._warm_up += 1
-        self.forget()
+        self.drop_calls()
 
     def _end_untimed(self) -> _Sums:
-        counts = Counter(watched.call.kind for watched in self.watched)
+        counts = Counter(watched.call.kind for watched in self.observed_calls)
         sums = self._kinds.setdefault(frozenset(counts.items()), _Sums())
         sums.iterations += 1
-        for watched in self.watched:
+        for watched in self.observed_calls:
             sums.payload_bytes[watched.call.kind] += watched.call.payload_bytes
             sums.wire_bytes[watched.call.kind] += watched.call.wire_bytes
         return sums
 
-    def spans(self, clock: Clock) -> Iterator[Span]:
+    def call_spans(self, clock: Clock) -> Iterator[Span]:
         """The iteration's calls, each from being issued to having its result; the clock has settled."""
-        for watched in self.watched:
+        for watched in self.observed_calls:
             end = watched.waits[-1][2] if watched.waits else watched.issued
             name = f"{watched.call.operation} {watched.call.group}"
-            start_ns, end_ns = clock.nanoseconds(watched.started), clock.nanoseconds(end)
+            start_ns, end_ns = clock.to_nanoseconds(watched.started), clock.to_nanoseconds(end)
             yield Span(name, "communication", start_ns, end_ns)
 
-    def forget(self) -> None:
+    def drop_calls(self) -> None:
         """Drop the calls since the last iteration ended."""
-        self.watched.clear()
+        self.observed_calls.clear()
 
-    def communication(self, rank: int) -> RankCommunication:
+    def steady_communication(self, rank: int) -> RankCommunication:
         """Calls of a steady iteration."""
         if not self._kinds:
             return RankCommunication(rank, 0, self._warm_up, ())
@@ -152,7 +152,7 @@ class CommunicationLedger:
         rows = sorted(made, key=lambda row: (row.group, row.phase, row.operation))
         return RankCommunication(rank, sums.iterations, others, tuple(rows))
 
-    def time(self, rank: int) -> RankTime:
+    def steady_time(self, rank: int) -> RankTime:
         """Seconds of a steady iteration."""
         sums = self._steady()[1] if self._kinds else _Sums()
         if not sums.timed:
@@ -170,7 +170,7 @@ class CommunicationLedger:
         return max(latest_first, key=lambda item: item[1].iterations)
 
 
-def _add_times(watched: Watched, sums: _Sums, read: Callable[[Mark], int]) -> None:
+def _add_times(watched: ObservedCall, sums: _Sums, read: Callable[[TimeMark], int]) -> None:
     call, started = watched.call.kind, read(watched.started)
     issue_ns = read(watched.issued) - started
     sums.wait_ns[call] += issue_ns
@@ -196,7 +196,7 @@ def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[CallSummary]:
             calls=count,
             payload_bytes=round(sums.payload_bytes[call] / (count * sums.iterations)),
             wire_bytes=round(sums.wire_bytes[call] / sums.iterations),
-            algorithm=algorithm(call.operation, call.transport),
+            algorithm=describe_algorithm(call.operation, call.transport),
             wait_seconds=sums.wait_ns[call] * per_iteration,
             transfer_seconds=sums.transfer_ns[call] * per_iteration,
         )

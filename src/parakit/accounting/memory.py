@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parakit.accounting.model_state import (
-    gradients_of,
-    master_weights_of,
+    model_gradients,
+    model_master_weights,
+    model_weights,
     optimizer_tensors,
-    weights_of,
 )
 from parakit.accounting.timeline import Timeline
 from parakit.artifacts.measurements import DeviceMemory, MemoryCategory, RankMemory
@@ -42,7 +42,7 @@ class _Storage:
     """Nodes of the autograd graph that hold it."""
 
 
-class MemoryLedger:
+class MemoryAccounting:
     """Follows live bytes by category from `start` to `stop`."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -54,15 +54,15 @@ class MemoryLedger:
         """Follow from here on."""
         self._tracker = _Tracker(self._timeline, rank, iteration, list(models), optimizer)
 
-    def received(self, tensors: Iterable[torch.Tensor]) -> None:
+    def note_received(self, tensors: Iterable[torch.Tensor]) -> None:
         """Other ranks' bytes arrive in these: communication buffers, until autograd keeps them."""
         if self._tracker is not None:
-            self._tracker.received(tensors)
+            self._tracker.note_received(tensors)
 
     def stop(self) -> None:
         """Stop following and keep the result; nothing if it was not started."""
         if self._tracker is not None:
-            self.result, self._tracker = self._tracker.leave(), None
+            self.result, self._tracker = self._tracker.finish(), None
 
 
 class _Tracker:
@@ -89,9 +89,9 @@ class _Tracker:
             for rows in (parameter.shape[0], _local(parameter).shape[0])
         )
         for category, tensors in (
-            (MemoryCategory.OPTIMIZER_STATE, master_weights_of(models)),
-            (MemoryCategory.WEIGHTS, weights_of(models)),
-            (MemoryCategory.GRADIENTS, gradients_of(models)),
+            (MemoryCategory.OPTIMIZER_STATE, model_master_weights(models)),
+            (MemoryCategory.WEIGHTS, model_weights(models)),
+            (MemoryCategory.GRADIENTS, model_gradients(models)),
             (MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(optimizer)),
         ):
             for tensor in tensors:
@@ -101,7 +101,7 @@ class _Tracker:
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         self._stack.enter_context(_EveryResult(self._register_results))
 
-    def leave(self) -> RankMemory:
+    def finish(self) -> RankMemory:
         self._stack.close()
         return RankMemory(
             rank=self._rank,
@@ -115,7 +115,7 @@ class _Tracker:
             device=_device_memory(self._models),
         )
 
-    def received(self, tensors: Iterable[torch.Tensor]) -> None:
+    def note_received(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             storage = self._register(tensor, MemoryCategory.TEMPORARY)
             if storage is not None and storage.category is MemoryCategory.TEMPORARY:

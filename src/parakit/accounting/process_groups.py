@@ -16,8 +16,8 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, Work
 
-from parakit.accounting.communication import Call, CommunicationLedger, Watched
-from parakit.accounting.timeline import Mark, Timeline
+from parakit.accounting.communication import Call, CommunicationLog, ObservedCall
+from parakit.accounting.timeline import Timeline, TimeMark
 from parakit.artifacts.measurements import ROUTED_GROUPS
 from parakit.config.groups import Group, group_name
 from parakit.config.run import Transport
@@ -50,7 +50,7 @@ _METHODS = {
     "recv_anysource": (Operation.RECEIVE, 0),
     "barrier": (Operation.BARRIER, 0),
 }
-METHODS = tuple(name for name in _METHODS if hasattr(ProcessGroup, name))
+PROCESS_GROUP_METHODS = tuple(name for name in _METHODS if hasattr(ProcessGroup, name))
 """Every method of a process group, in this torch, that a call ends in."""
 
 # Functional operator: operation; its input is the first argument, its group's name the last.
@@ -83,7 +83,7 @@ class CallWatcher:
 
     def __init__(
         self,
-        ledger: CommunicationLedger,
+        ledger: CommunicationLog,
         timeline: Timeline,
         received: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
@@ -93,11 +93,11 @@ class CallWatcher:
         self.active = True
         """While False, calls are not counted."""
         # Holding the work keeps its Python object, so that its id names it until it is waited for.
-        self._pending: dict[int, tuple[Any, Watched]] = {}
+        self._pending: dict[int, tuple[Any, ObservedCall]] = {}
 
     def install(self) -> None:
         """Wrap torch's classes and operators; for the life of the process."""
-        for name in METHODS:
+        for name in PROCESS_GROUP_METHODS:
             setattr(ProcessGroup, name, self._method(name, *_METHODS[name]))
         setattr(Work, "wait", self._wait(Work.wait))  # noqa: B010 - mypy knows it as a method
         functional = torch.ops._c10d_functional
@@ -116,7 +116,7 @@ class CallWatcher:
             if not self.active:
                 return original(group, *args, **kwargs)
             call = self._describe(group, operation, position, args)
-            started = self._timeline.clock.mark()
+            started = self._timeline.clock.now()
             work = original(group, *args, **kwargs)
             watched = self._keep(call, started)
             if work is not None:
@@ -132,9 +132,9 @@ class CallWatcher:
             _, watched = self._pending.pop(id(work), (None, None))
             if watched is None:
                 return original(work, *args, **kwargs)
-            began = self._timeline.clock.mark()
+            began = self._timeline.clock.now()
             answer = original(work, *args, **kwargs)
-            watched.waits.append((self._timeline.phase, began, self._timeline.clock.mark()))
+            watched.waits.append((self._timeline.phase, began, self._timeline.clock.now()))
             return answer
 
         return wait
@@ -146,7 +146,7 @@ class CallWatcher:
             group = _resolve_process_group(args[-1])
             whole = group.size() if operation is Operation.ALL_GATHER else 1
             call = self._call(group, operation, [tensor], None, times=whole)
-            started = self._timeline.clock.mark()
+            started = self._timeline.clock.now()
             result = original(tensor, *args, **kwargs)
             self._keep(call, started)
             if operation in _RECEIVING:
@@ -155,9 +155,9 @@ class CallWatcher:
 
         return _Operator(original, operator)
 
-    def _keep(self, call: Call, started: Mark) -> Watched:
-        watched = Watched(call, started, self._timeline.clock.mark())
-        self._ledger.watched.append(watched)
+    def _keep(self, call: Call, started: TimeMark) -> ObservedCall:
+        watched = ObservedCall(call, started, self._timeline.clock.now())
+        self._ledger.observed_calls.append(watched)
         return watched
 
     def _describe(

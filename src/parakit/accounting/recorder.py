@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from parakit.accounting.collect import RankLedger
-from parakit.accounting.communication import CommunicationLedger, IterationFigures
-from parakit.accounting.memory import MemoryLedger
-from parakit.accounting.model_state import has_state
+from parakit.accounting.collect import RankRecord
+from parakit.accounting.communication import CommunicationLog, IterationFigures
+from parakit.accounting.memory import MemoryAccounting
+from parakit.accounting.model_state import has_optimizer_state
 from parakit.accounting.process_groups import CallWatcher
-from parakit.accounting.routing import RoutingLedger
-from parakit.accounting.timeline import Span, Timeline, clock_of
+from parakit.accounting.routing import RoutingLog
+from parakit.accounting.timeline import Span, Timeline, clock_for_model
 from parakit.artifacts.io import write_atomically
 from parakit.config import variables
 from parakit.costs import Phase
@@ -45,21 +45,21 @@ class Recorder:
         self._rank = rank
         self._iteration = 0
         self._alternates = bool(os.environ.get(variables.LEDGER_ALTERNATE))
-        self._communication = CommunicationLedger()
+        self._communication = CommunicationLog()
         self._spans: tuple[Span, ...] = ()
         self._processor: deque[float] = deque(maxlen=PROCESSOR_ITERATIONS)
         self._began_processor = 0.0
         self.timeline = Timeline()
-        self.memory = MemoryLedger(self.timeline)
+        self.memory = MemoryAccounting(self.timeline)
         self._measures_memory = False
         self._awaits_state = False
-        self._routing = RoutingLedger()
-        self._watcher = CallWatcher(self._communication, self.timeline, self.memory.received)
+        self._routing = RoutingLog()
+        self._watcher = CallWatcher(self._communication, self.timeline, self.memory.note_received)
         self.last: IterationFigures | None = None
         """Of the last iteration that ended; None while it makes calls or takes time of its own."""
 
     @classmethod
-    def from_environment(cls) -> Recorder:
+    def create_from_environment(cls) -> Recorder:
         """A recorder for the folder that `KIT_LEDGER` names, if it names one."""
         folder = os.environ.get(variables.LEDGER)
         return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
@@ -77,23 +77,23 @@ class Recorder:
         if self._folder is None:
             return
         if not self._iteration:
-            self.timeline.use(clock_of(models[0]))
-        phases = self.timeline.take()
+            self.timeline.use_clock(clock_for_model(models[0]))
+        phases = self.timeline.take_phase_nanoseconds()
         if self._iteration:
             clock = self.timeline.clock
             if self._iteration == TRACED_ITERATION:
-                self._spans = (*self.timeline.take_spans(), *self._communication.spans(clock))
+                self._spans = (*self.timeline.take_spans(), *self._communication.call_spans(clock))
             self._count(phases)
             self._watcher.forget_pending()
             if self._iteration % WRITE_EVERY == 0:
                 self._write()
-        self._communication.forget()
+        self._communication.drop_calls()
         self._began_processor = time.thread_time()
         self._iteration += 1
         self._watcher.active = not (self._alternates and self._iteration % 2)
-        self.timeline.watch(self._watcher.active)
+        self.timeline.set_active(self._watcher.active)
         if self._iteration == TRACED_ITERATION:
-            self.timeline.keep_spans()
+            self.timeline.start_keeping_spans()
         self._measures_memory = self._is_for_memory(optimizer)
         if self._measures_memory:
             self.memory.start(self._rank, self._iteration, models, optimizer)
@@ -121,7 +121,7 @@ class Recorder:
         if self._iteration == 1:
             self._communication.end_warm_up()
         elif self._measures_memory:
-            self._communication.end_slowed_iteration()
+            self._communication.end_untimed_iteration()
         else:
             self.last = self._communication.end_iteration(phases, self.timeline.clock)
             self._processor.append(time.thread_time() - self._began_processor)
@@ -129,15 +129,18 @@ class Recorder:
     def _is_for_memory(self, optimizer: Any) -> bool:
         first = self._iteration == MEMORY_ITERATION
         if first or self._awaits_state:
-            awaited, self._awaits_state = self._awaits_state, not has_state(optimizer)
+            awaited, self._awaits_state = self._awaits_state, not has_optimizer_state(optimizer)
             return first or (awaited and not self._awaits_state)
         return False
 
     def _write(self) -> None:
-        ledger = RankLedger(
+        ledger = RankRecord(
             self._rank,
-            self._communication.communication(self._rank),
-            replace(self._communication.time(self._rank), processor_seconds=tuple(self._processor)),
+            self._communication.steady_communication(self._rank),
+            replace(
+                self._communication.steady_time(self._rank),
+                processor_seconds=tuple(self._processor),
+            ),
             self.memory.result,
             self._spans,
             self._routing.result(self._rank),

@@ -36,15 +36,15 @@ def record_routing(
         load_balancing_loss: Before its coefficient; where ranks split a sequence, such that the
             mean over them is the loss.
     """
-    ledger = RoutingLedger.installed
+    ledger = RoutingLog.installed
     if ledger is not None and torch.is_grad_enabled():
         ledger.add(layer, _figures(logits, chosen, dropped, load_balancing_loss))
 
 
-class RoutingLedger:
+class RoutingLog:
     """Sums a rank's routing over micro batches and keeps it by iteration."""
 
-    installed: ClassVar[RoutingLedger | None] = None
+    installed: ClassVar[RoutingLog | None] = None
     """The ledger that this process' routers report to."""
 
     def __init__(self, kept_iterations: int = KEPT_ITERATIONS) -> None:
@@ -56,7 +56,7 @@ class RoutingLedger:
 
     def install(self) -> None:
         """Let this process' routers report here."""
-        RoutingLedger.installed = self
+        RoutingLog.installed = self
 
     def add(self, layer: int, figures: torch.Tensor) -> None:
         """Add one micro batch's figures of a layer."""

@@ -17,21 +17,21 @@ from parakit.costs import Phase
 if TYPE_CHECKING:
     import torch
 
-Mark = Any
+TimeMark = Any
 """A moment: nanoseconds of the host, or an event of the device."""
 
 
 class HostClock:
     """Of ranks that compute on the host: makes marks cheaply, and converts them to times later."""
 
-    def mark(self) -> Mark:
+    def now(self) -> TimeMark:
         """Nanoseconds since the machine started."""
         return time.perf_counter_ns()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until every mark made so far can be read: nothing to wait for."""
 
-    def nanoseconds(self, mark: Mark) -> int:
+    def to_nanoseconds(self, mark: TimeMark) -> int:
         """A mark that has settled, on the host's clock, which all ranks of a machine share."""
         return int(mark)
 
@@ -45,22 +45,22 @@ class DeviceClock:
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self.settle()
+        self.synchronize()
 
-    def mark(self) -> Mark:
+    def now(self) -> TimeMark:
         """An event on the current stream."""
         event = self._device.Event(enable_timing=True)
         event.record()
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device, and record one moment on both clocks."""
         self._device.synchronize()
-        self._anchor = self.mark()
+        self._anchor = self.now()
         self._anchor.synchronize()
         self._anchor_ns = time.perf_counter_ns()
 
-    def nanoseconds(self, mark: Mark) -> int:
+    def to_nanoseconds(self, mark: TimeMark) -> int:
         """Relative to the moment recorded last; an earlier mark gives an earlier time."""
         return self._anchor_ns + int(1e6 * self._anchor.elapsed_time(mark))
 
@@ -68,7 +68,7 @@ class DeviceClock:
 Clock = HostClock | DeviceClock
 
 
-def clock_of(model: torch.nn.Module) -> Clock:
+def clock_for_model(model: torch.nn.Module) -> Clock:
     """The clock of the device that holds a model's parameters."""
     import torch
 
@@ -101,7 +101,7 @@ _PHASES = {
 
 
 @functools.cache
-def phase_of(name: str) -> Phase:
+def phase_of_timer(name: str) -> Phase:
     """The phase that a timer's name belongs to."""
     if name.startswith("optimizer"):
         return Phase.OPTIMIZER
@@ -119,31 +119,31 @@ class Timeline:
     def __init__(self) -> None:
         self.phase = Phase.OTHER
         """The innermost span's; a span that has none inherits the one around it."""
-        self._open: list[tuple[str, Phase, Mark]] = []
+        self._open: list[tuple[str, Phase, TimeMark]] = []
         self._active = True
-        self._finished: list[tuple[str, Mark, Mark]] | None = None
-        self.use(HostClock())
+        self._finished: list[tuple[str, TimeMark, TimeMark]] | None = None
+        self.use_clock(HostClock())
 
-    def use(self, clock: Clock) -> None:
+    def use_clock(self, clock: Clock) -> None:
         """Use another clock; open spans are dropped."""
         self.clock = clock
         self._open.clear()
         self.phase = Phase.OTHER
-        self._changes = [(self.phase, clock.mark())]
+        self._changes = [(self.phase, clock.now())]
 
-    def watch(self, active: bool) -> None:
+    def set_active(self, active: bool) -> None:
         """Record spans from here on or not; open spans are dropped when that changes."""
         if active is not self._active:
             self._active = active
-            self.use(self.clock)
+            self.use_clock(self.clock)
 
     def begin(self, name: str) -> None:
         """Enter a span."""
         if not self._active:
             return
-        now = self.clock.mark()
+        now = self.clock.now()
         self._open.append((name, self.phase, now))
-        phase = phase_of(name)
+        phase = phase_of_timer(name)
         if phase is not Phase.OTHER:
             self._enter(phase, now)
 
@@ -151,7 +151,7 @@ class Timeline:
         """Leave a span; spans still open inside it end with it, a name that is not open does nothing."""
         if not self._active or all(name != open_name for open_name, _, _ in self._open):
             return
-        now = self.clock.mark()
+        now = self.clock.now()
         last = None
         while last != name:
             last, around, start = self._open.pop()
@@ -159,32 +159,32 @@ class Timeline:
                 self._finished.append((last, start, now))
         self._enter(around, now)
 
-    def keep_spans(self) -> None:
+    def start_keeping_spans(self) -> None:
         """Keep the spans that end from now on."""
         self._finished = []
 
     def take_spans(self) -> tuple[Span, ...]:
         """The kept spans, once the clock has settled; later ones are not kept."""
-        read = self.clock.nanoseconds
+        read = self.clock.to_nanoseconds
         finished, self._finished = self._finished or [], None
         return tuple(
-            Span(name, phase_of(name).value, read(start), read(end))
+            Span(name, phase_of_timer(name).value, read(start), read(end))
             for name, start, end in finished
         )
 
-    def take(self) -> dict[Phase, int]:
+    def take_phase_nanoseconds(self) -> dict[Phase, int]:
         """Nanoseconds in each phase since the last call, once the clock has settled."""
         taken: dict[Phase, int] = {}
         # The last mark is read with the others, so it must have settled too.
-        self._changes.append((self.phase, self.clock.mark()))
-        self.clock.settle()
+        self._changes.append((self.phase, self.clock.now()))
+        self.clock.synchronize()
         for (phase, start), (_, end) in itertools.pairwise(self._changes):
-            spent = self.clock.nanoseconds(end) - self.clock.nanoseconds(start)
+            spent = self.clock.to_nanoseconds(end) - self.clock.to_nanoseconds(start)
             taken[phase] = taken.get(phase, 0) + spent
         del self._changes[:-1]
         return taken
 
-    def _enter(self, phase: Phase, now: Mark) -> None:
+    def _enter(self, phase: Phase, now: TimeMark) -> None:
         if phase is not self.phase:
             self.phase = phase
             self._changes.append((phase, now))

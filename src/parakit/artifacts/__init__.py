@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and how it is written and read without torch.
+"""Files that runs leave on disk, written and read without torch.
 
 This package decides the files of a run folder, the format of each, and the reader of Megatron's checkpoints,
 which executes nothing that a checkpoint holds. Files and folders are written atomically, under locks. Its

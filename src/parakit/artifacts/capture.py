@@ -1,8 +1,9 @@
-"""What a rank writes of one iteration's tensors, for `parakit.verify` to align and compare.
+"""Format of a capture: the tensors of one iteration, which `parakit.verify` aligns and compares.
 
-A capture is a folder with one folder a rank: `tensors.bin` (the values, one after another, as they are
-in memory), `index.jsonl` (a `TensorRecord` a line, in the order in which the tensors were computed) and
-`rank.json` (a `CapturedRank`), which is written last: a rank without it was cut off.
+A capture is a folder with one folder per rank. A rank's folder has three files. `tensors.bin` holds the values of
+all tensors one after another, as they are in memory. `index.jsonl` has one `TensorRecord` per line, in the order in
+which the tensors were computed. `rank.json` (a `CapturedRank`) is written last: a rank without this file was cut
+off. The slot of a tensor key says which tensor of a module or parameter it is.
 """
 
 from __future__ import annotations
@@ -18,49 +19,51 @@ from parakit.artifacts.io import atomic_write
 
 TENSORS_FILE, INDEX_FILE, RANK_FILE = "tensors.bin", "index.jsonl", "rank.json"
 RESPONSES_FILE = "responses.json"
-"""How much each tensor of the reference changes when all that it follows from is off by rounding."""
+"""Change of each tensor of the reference if all tensors before it are off by rounding (rounding probe)."""
 UNOBSERVED_FILE, UNOBSERVED_GRADIENT = "unobserved.json", "gradient, unobserved"
-"""How far each gradient is another one if the iteration is repeated without probes; that slot."""
+"""File with the change of each gradient if the iteration is repeated without probes, and its slot."""
 NORM_RANKS_PREFIX = "counted over ranks "
-"""Begins a slot of the norm's stage; the group's ranks follow. 1 for an element that a rank counts."""
+"""Prefix of a slot of the norm's stage; the ranks of the group follow. An element is 1 if the rank counts it."""
 BUFFER = "buffer"
-"""Slot of what a module keeps and saves beside its parameters."""
+"""Slot of a tensor that a module stores and saves and that is no parameter."""
 SCORES, CHOICE = "scores", "choice"
-"""Slots of a router: what it chooses the experts by, and which it would choose, [tokens, experts]."""
+"""Slots of a router: the scores by which it chooses experts, and its choice; both [tokens, experts]."""
 COUNTS = "tokens per expert"
-"""Slot of how many a rank's router gave each expert in the iteration, before Megatron resets it."""
+"""Slot of the tokens that a rank's router sent to each expert in the iteration, before Megatron resets them."""
 EARLIER_ITERATION_PREFIX = "iteration "
-"""Begins these slots in an iteration before the captured one; its number and a blank follow."""
+"""Prefix of these router slots in an iteration before the captured one; its number and a blank follow."""
 UPDATE_SUFFIX = "update"
-"""Ends the slot of how far a weight, or a master copy (`param`), moved."""
+"""Last word of the slot of the change of a weight, or of a master copy (`param`), in the optimizer's step."""
 INITIAL_FILE, INITIAL = "initial.json", "weight, as initialised"
-"""What a rank has initialised by itself, before shared weights are loaded; what is wrong of that."""
+"""File of the weights that a rank itself initialised before it loaded shared ones, and their slot."""
 GRADIENT_PART_PREFIX = "part: "
-"""Begins the slot of a part of a local gradient; a micro batch's, or what the iteration before left."""
+"""Prefix of the slot of a part of a local gradient: of one micro batch, or left from the iteration before."""
 START_WEIGHT, START_BUFFER = "weight at the start", "buffer at the start"
-"""Slots, in the stage of weights, of what the captured iteration begins with."""
+"""Slots, in the stage of weights, of the weights and buffers before the captured iteration."""
 INITIAL_SLOTS = (START_WEIGHT, START_BUFFER)
 UPDATE_MAGNITUDE = "reach of earlier updates"
-"""Slot of how far earlier updates would have moved each weight by a gradient of its row's size."""
+"""Slot of the distance by which earlier updates would have moved each weight with a gradient of its row's size."""
 RATE_SLOTS = ("learning rate", "weight decay")
-"""Slots of what a parameter's update is made with."""
+"""Slots of the optimizer's settings for a parameter."""
 COUNTED_ONCE = "counted once"
-"""Slot of a parameter in the norm's stage, once captures are compared."""
+"""Slot of a parameter in the norm's stage when captures are compared."""
 BUCKETS, CLIPPING = "buckets", "clipping"
-"""Beside stages and slots, names of functions: the reduction over data-parallel ranks, the clipping."""
+"""Further names in `CapturedRank.functions`: the reduction over data-parallel ranks, and gradient clipping."""
 MODEL, LOSS, PER_TOKEN_LOSS = "model", "loss", "of each token"
-"""The whole, whose inputs are a stage of their own, and what gives a token's loss; its slot."""
+"""Names of the full model and of the loss, and the slot of the loss per token."""
 RECOMPUTED_PREFIX = "recomputed."
-"""Begins the slot of what a recomputed forward pass gives, which must be what the first one gave."""
+"""Prefix of the slot of a tensor of a recomputed forward pass, which must equal that of the first pass."""
 CALLER_SEPARATOR = "@"
-"""Ends the slot of a module that one which it is no part of calls; that one's name follows."""
+"""Separator at the end of a slot; the name of the calling module follows, if the called module is not part of it."""
 ELEMENTS_PER_CHUNK = 1 << 16
-"""Elements of a tensor that are computed with at once: what stays in the cache. All of a large tensor in
-another type is memory that the kernel clears first, which takes ten times as long as the arithmetic."""
+"""Elements of a tensor that are computed with at once, so that they stay in the cache.
+
+A full copy of a large tensor in another type would be memory that the kernel clears first, which takes ten times as
+long as the arithmetic."""
 
 
 class CaptureStage(StrEnum):
-    """Parts of an iteration, in the order in which they happen."""
+    """Stages of an iteration, in the order in which they happen."""
 
     INPUTS = "inputs"
     OUTPUTS = "outputs"
@@ -72,37 +75,37 @@ class CaptureStage(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     WEIGHTS = "weights"
     LOG = "log"
-    """What the log prints of the iteration; no tensor is captured of it."""
+    """Values that the log prints for the iteration. No tensor of this stage is captured."""
 
 
 class TensorKey(msgspec.Struct, frozen=True):
-    """Which tensor of an iteration it is, the same on every rank that has it or a part of it."""
+    """Key of a tensor of an iteration, equal on every rank that holds the tensor or a part of it."""
 
     stage: CaptureStage
     name: str
     """Megatron's dotted name of a module or a parameter, with the global number of the layer."""
     slot: str = ""
-    """Which of the module's tensors (`input.0`, `output`), or of the optimizer's (`exp_avg`)."""
+    """Name of the tensor within its module (`input.0`, `output`), or of the optimizer's state (`exp_avg`)."""
     micro_batch: int | None = None
-    """Of this rank, from 0."""
+    """Number of the micro batch on this rank, from 0; None for tensors of the full iteration."""
     call: int = 0
-    """Of the module by one caller in this micro batch, from 0; a recomputed pass is another slot."""
+    """Number of the module's call by one caller in this micro batch, from 0. A recomputed pass has another slot."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a piece of a parameter lies in the whole parameter, as Megatron's checkpoints have it."""
+    """Position of a piece of a parameter in the full parameter, as in Megatron's checkpoints."""
 
     key: str
-    """Of the whole parameter; layers of one kind share it, and so do tied copies."""
+    """Name of the full parameter. Layers of one kind share the name, and so do tied copies."""
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
-    """As many numbers as `global_shape`; layers of one kind are stacked in the first dimension."""
+    """Index of the piece's first element per dimension. Layers of one kind are stacked in the first one."""
     partial: bool = False
-    """Only some of its elements are held by this rank; the others are NaN."""
+    """True if the rank holds only some elements of the piece. The other elements are NaN."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One tensor of one rank, and where its values are in `tensors.bin`."""
+    """One tensor of one rank, and the position of its values in `tensors.bin`."""
 
     tensor_key: TensorKey = msgspec.field(name="site")
     dtype: str
@@ -111,64 +114,69 @@ class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     offset_bytes: int
     size_bytes: int
     placement: Placement | None = None
-    """Of a parameter, its gradient or its optimizer state; None for activations."""
+    """Position of a parameter, gradient or optimizer state in the full tensor; None for activations."""
 
 
 class InitialPiece(msgspec.Struct, frozen=True):
-    """A piece of a parameter as the layout itself has initialised it."""
+    """A piece of a parameter as the strategy itself initialised it."""
 
     name: str
     placement: Placement
     shape: tuple[int, ...]
     digest: str
-    """Of its bytes: equal where the values are."""
+    """Hash of the values' bytes."""
     mean: float
     deviation: float
-    """Standard deviation; 0 of a constant."""
+    """Standard deviation; 0 for a constant."""
 
     @property
     def position_key(self) -> tuple[object, ...]:
-        """Its place in the whole model."""
+        """Parameter, offset and shape, which are equal for copies of one piece."""
         return (self.placement.key, self.placement.global_offset, self.shape)
 
     @property
     def initialisation_key(self) -> tuple[object, ...]:
-        """Key of the whole, and the layer and expert where those are stacked."""
-        place = self.placement
-        return (place.key, place.global_offset[: len(place.global_shape) - len(self.shape)])
+        """Parameter, with layer and expert if these are stacked: the unit that one call initialises."""
+        placement = self.placement
+        num_stacked = len(placement.global_shape) - len(self.shape)
+        return (placement.key, placement.global_offset[:num_stacked])
 
 
 class CapturedModule(msgspec.Struct, frozen=True):
-    """A module of the model."""
+    """A module of the captured model."""
 
     kind: str
-    """Its class."""
+    """Name of the module's class."""
     source: str
     """File and line of its forward pass, from the folder that holds `megatron`."""
 
 
 class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed to align a rank's tensors with others; by default it is alone."""
+    """Description of a captured rank, by which its tensors are aligned with others.
+
+    A pair is the rank's number in a parallel group and the group's size. The defaults are those of a single rank.
+    """
 
     rank: int = 0
     world_size: int = 1
     iteration: int
     tensor: tuple[int, int] = (0, 1)
-    """Its number in the tensor-parallel group, and the group's size; the others alike."""
+    """Rank in the tensor-parallel group, and the group's size."""
     pipeline: tuple[int, int] = (0, 1)
     virtual_stages: int = 1
-    """Parts of the model that a pipeline stage has; 1 without interleaving."""
+    """Model chunks per pipeline stage; 1 without interleaving."""
     context: tuple[int, int] = (0, 1)
     data: tuple[int, int] = (0, 1)
-    """Data parallel without context parallel."""
+    """Rank and size of the data-parallel group without context parallelism."""
     expert: tuple[int, int] = (0, 1)
     expert_tensor: tuple[int, int] = (0, 1)
     expert_sources: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
-    """Data-, context- and tensor-parallel number of the ranks that send tokens to the same experts, in
-    the order in which an expert has their rows."""
+    """Data-, context- and tensor-parallel rank of each rank that sends tokens to the same experts.
+
+    They are in the order of their rows in an expert's input."""
     sequence_parallel: bool = False
     gated: bool
-    """Whether an MLP's first layer gives gate and value, one after the other."""
+    """True if an MLP's first layer returns gate and value, one after the other."""
     sequence_length: int
     micro_batch_size: int
     micro_batches: int
@@ -177,38 +185,42 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     hidden_dropout: float
     attention_dropout: float
     vocabulary: int
-    """Tokens without padding."""
+    """Entries of the vocabulary without padding."""
     dtype: str
     loss_scales: tuple[float, ...] = ()
-    """In fp16, what each iteration from the first to the captured one multiplied losses by."""
+    """Loss scale of each iteration up to the captured one, in fp16; empty otherwise."""
     modules: dict[str, CapturedModule] = {}
     functions: dict[str, str] = {}
-    """By stage or slot, file and line of what computes it where no module does; of the loss' stages
-    the cross entropy's."""
+    """File and line of the function that computes a stage or slot that no module computes.
+
+    For the stages of the loss, the cross entropy."""
     router_groups: tuple[int, int] | None = None
-    """Groups of experts, and how many of them a router chooses from; None if from all experts."""
+    """Groups of experts, and the number of groups that a router chooses from; None without groups."""
     norm_groups: tuple[tuple[int, ...], ...] = ()
-    """Ranks over which this rank summed the gradient norm; several where experts have their own."""
+    """Groups of ranks over which this rank summed the gradient norm; several if experts have their own."""
     notes: tuple[str, ...] = ()
-    """What could not be captured, and why."""
+    """Sentences on tensors that could not be captured, and why."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """What two runs share that are split alike, so that a rank of one is a rank of the other."""
-        split = (self.tensor, self.pipeline, self.context, self.data, self.expert)
-        sizes = (size for _, size in (*split, self.expert_tensor))
+        """Parallel degrees of the run. If two runs have equal ones, their ranks hold the same parts."""
+        groups = (
+            *(self.tensor, self.pipeline, self.context, self.data),
+            *(self.expert, self.expert_tensor),
+        )
+        sizes = (size for _, size in groups)
         return (*sizes, self.virtual_stages, int(self.sequence_parallel))
 
     @property
     def has_dropout(self) -> bool:
-        """Whether anything is dropped."""
+        """True if hidden or attention dropout is above 0."""
         return self.hidden_dropout > 0 or self.attention_dropout > 0
 
 
 class CaptureWriter:
-    """Appends tensors to a rank's folder; `close` makes it a whole capture.
+    """Writer of a rank's capture. `add` appends tensors, and `close` completes the capture.
 
-    A context, it leaves no file open where the disk is full.
+    As a context manager it closes its files also if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -228,19 +240,19 @@ class CaptureWriter:
         values: memoryview,
         placement: Placement | None = None,
     ) -> TensorRecord:
-        """Write one tensor, its values contiguous."""
+        """Append a tensor, whose values must be contiguous, and return its record."""
         self._tensors.write(values)
         record = TensorRecord(
             tensor_key, dtype, shape, self._offset_bytes, values.nbytes, placement
         )
         self._offset_bytes += values.nbytes
-        self._write(record)
+        self._write_record(record)
         return record
 
     def add_same(self, tensor_key: TensorKey, known: TensorRecord, shape: tuple[int, ...]) -> None:
-        """Note that a tensor has the values of one that was written."""
+        """Append a record of a tensor whose values were already written under `known`, with another shape."""
         record = msgspec.structs.replace(known, tensor_key=tensor_key, shape=shape, placement=None)
-        self._write(record)
+        self._write_record(record)
 
     def __enter__(self) -> Self:
         return self
@@ -251,31 +263,32 @@ class CaptureWriter:
                 file.close()
 
     def close(self, rank: CapturedRank) -> None:
-        """Complete the capture."""
+        """Close the files and write `rank.json`, which marks the capture as complete."""
         self._tensors.close()
         self._index.close()
         with atomic_write(self._folder / RANK_FILE) as file:
             file.write(msgspec.json.encode(rank))
 
     def flush(self) -> None:
-        """Make what was written readable by others."""
+        """Flush all written tensors to the files, so that other processes can read them."""
         self._tensors.flush()
         self._index.flush()
 
-    def _write(self, record: TensorRecord) -> None:
+    def _write_record(self, record: TensorRecord) -> None:
+        """Append a record to the index. `records` keeps the first record of each tensor key."""
         self.records.setdefault(record.tensor_key, record)
         self._index.write(self._encoder.encode(record) + b"\n")
 
 
 def read_index(folder: Path) -> list[TensorRecord]:
-    """Records of a rank's folder, in the order in which the tensors were computed."""
+    """Read the records of a rank's folder, in the order in which the tensors were computed."""
     decoder = msgspec.json.Decoder(TensorRecord)
     with (folder / INDEX_FILE).open("rb") as file:
         return [decoder.decode(line) for line in file]
 
 
 def read_initial(folder: Path) -> tuple[InitialPiece, ...]:
-    """Of a rank's folder; empty where nothing was initialised and then loaded."""
+    """Read the initialised pieces of a rank's folder; empty if the rank did not load shared weights."""
     path = folder / INITIAL_FILE
     if not path.is_file():
         return ()
@@ -283,7 +296,7 @@ def read_initial(folder: Path) -> tuple[InitialPiece, ...]:
 
 
 def read_rank(folder: Path) -> CapturedRank:
-    """A rank's description.
+    """Read the description of a rank from its folder.
 
     Raises:
         FileNotFoundError: The capture was cut off.

@@ -1,6 +1,7 @@
-"""The checkpoints in a folder: which there are, which are whole, and what their files were.
+"""Find, verify and remove the checkpoints in a folder.
 
-One is whole if it was read back once, piece by piece, and its files are still what they were then.
+A checkpoint is intact if it was once read back piece by piece, and its files have not changed since. Verifying a
+checkpoint writes `manifest.json`, which has the size and hash of each file.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from parakit.artifacts.torch_dist import (
     verify_readable,
 )
 from parakit.config.errors import LaunchError
-from parakit.config.files import file_flaw, read_regular_file
+from parakit.config.files import describe_file_problem, read_regular_file
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"
-"""Prefix of the folder of a checkpoint that was found damaged."""
+"""Prefix of the folder of a damaged checkpoint."""
 
-_NAME = re.compile(r"iter_(\d{7,})")
+_FOLDER_NAME = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What a file of a checkpoint was when it was verified readable."""
+    """Size and hash of a file of a checkpoint, at the time when the checkpoint was verified."""
 
     size_bytes: int
     sha256: str
@@ -43,89 +44,100 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """`manifest.json` in a checkpoint: it was read back once, and these were its files."""
+    """`manifest.json` of a verified checkpoint: its files, by name, when it was verified."""
 
     iteration: int
     files: Mapping[str, StoredFile]
     weights: str | None = None
-    """`torch_dist.weights_hash`; None in manifests of before it was kept."""
+    """Result of `torch_dist.hash_weights`; None in manifests of older versions."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder, which need not be whole."""
+    """Folder of a checkpoint, which may be unfinished or damaged."""
 
     iteration: int
     path: Path
 
     @property
     def is_finished(self) -> bool:
-        """Whether writing it came to its end."""
+        """True if Megatron finished writing the checkpoint."""
         return is_finished(self.path)
 
     @property
     def is_verified(self) -> bool:
-        """Whether it was read back after it was written."""
+        """True if the checkpoint has a manifest, which is written after it was read back."""
         return (self.path / MANIFEST_FILE).is_file()
 
 
 def find_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
-    """The checkpoints in a folder, newest first."""
+    """Return the checkpoints in a folder, newest first; empty if the folder does not exist."""
     if not folder.is_dir():
         return ()
-    named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    found = [Checkpoint(int(match[1]), path) for match, path in named if match]
-    return tuple(sorted(found, key=lambda checkpoint: -checkpoint.iteration))
+    checkpoints = []
+    for path in folder.iterdir():
+        match = _FOLDER_NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            checkpoints.append(Checkpoint(int(match[1]), path))
+    return tuple(sorted(checkpoints, key=lambda checkpoint: -checkpoint.iteration))
 
 
-def verify_and_record(checkpoint: Checkpoint, keep_going: ShouldContinue = lambda: True) -> None:
-    """Read a checkpoint back, and write down what its files are.
+def verify_and_record(
+    checkpoint: Checkpoint, should_continue: ShouldContinue = lambda: True
+) -> None:
+    """Read a checkpoint back, and write its manifest.
+
+    Args:
+        checkpoint: The checkpoint.
+        should_continue: Asked between pieces and files; False stops the reading.
 
     Raises:
-        DamagedCheckpointError: It cannot be read.
+        DamagedCheckpointError: The checkpoint cannot be read.
         OSError: The manifest cannot be written.
-        ReadingStoppedError: `keep_going` says no.
+        ReadingStoppedError: `should_continue` returned False.
     """
-    verify_readable(checkpoint.path, keep_going)
+    verify_readable(checkpoint.path, should_continue)
     files = {}
     for path in sorted(filter(Path.is_file, checkpoint.path.iterdir())):
-        if not keep_going():
+        if not should_continue():
             raise ReadingStoppedError
         if path.name != MANIFEST_FILE:
-            files[path.name] = _describe(path)
+            files[path.name] = _describe_file(path)
     weights = hash_weights(checkpoint.path)
     manifest = CheckpointManifest(checkpoint.iteration, files, weights)
     write_record(checkpoint.path / MANIFEST_FILE, manifest)
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """See that a checkpoint is what it was when it was verified; verify it now if it never was.
+    """Check that the files of a checkpoint are those of its manifest.
+
+    A checkpoint without manifest is verified now, and gets one.
 
     Raises:
-        DamagedCheckpointError: It is not whole, and which file is not.
-        OSError: It was not verified, and its manifest cannot be written.
+        DamagedCheckpointError: A file is missing or changed; the message names it.
+        OSError: A file cannot be read, or a new manifest cannot be written.
     """
     if not checkpoint.is_verified:
         verify_and_record(checkpoint)
         return
     for name, known in _read_manifest(checkpoint).files.items():
         path = checkpoint.path / name
-        if flaw := file_flaw(path):
+        if flaw := describe_file_problem(path):
             raise DamagedCheckpointError(f"{name} {flaw}")
         size = path.stat().st_size
         if size != known.size_bytes:
             raise DamagedCheckpointError(
                 f"{name} has {size} bytes, and had {known.size_bytes} when it was saved"
             )
-        if _describe(path) != known:
+        if _describe_file(path) != known:
             raise DamagedCheckpointError(f"{name} is not what was saved: its sha256 differs")
 
 
 def find_flaw(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with what was written; None if it is whole.
+    """Return what is wrong with a checkpoint's files; None if they are intact.
 
     Raises:
-        LaunchError: The disk does not let it be checked.
+        LaunchError: The checkpoint cannot be checked, because the disk refuses to read or write.
     """
     try:
         check_unchanged(checkpoint)
@@ -133,14 +145,14 @@ def find_flaw(checkpoint: Checkpoint) -> str | None:
         return str(error)
     except OSError as error:
         raise LaunchError(
-            f"{checkpoint.path} cannot be checked ({error.strerror}); see to it that it can be read "
-            "and that its disk has room."
+            f"{checkpoint.path} cannot be checked ({error.strerror}); make it readable, and make room on "
+            "its disk."
         ) from error
     return None
 
 
 def read_verified_weights_hash(folder: Path) -> str | None:
-    """The hash of the newest checkpoint's weights in a folder, as its manifest has it; None without."""
+    """Return the hash of the newest checkpoint's weights, from its manifest; None without a readable one."""
     newest = next(iter(find_checkpoints(folder)), None)
     if newest is None or not newest.is_verified:
         return None
@@ -151,23 +163,26 @@ def read_verified_weights_hash(folder: Path) -> str | None:
 
 
 def remove_old_checkpoints(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:
-    """Remove what is older than the `keep` newest verified checkpoints; return what was removed."""
+    """Remove checkpoints older than the `keep` newest verified ones, and return the removed ones.
+
+    Nothing is removed if there are fewer than `keep` verified checkpoints.
+    """
     verified = [checkpoint for checkpoint in checkpoints if checkpoint.is_verified]
     if len(verified) < keep:
         return ()
-    oldest = min(checkpoint.iteration for checkpoint in verified[:keep])
-    removed = tuple(c for c in checkpoints if c.iteration < oldest)
+    oldest_kept = min(checkpoint.iteration for checkpoint in verified[:keep])
+    removed = tuple(checkpoint for checkpoint in checkpoints if checkpoint.iteration < oldest_kept)
     for checkpoint in removed:
-        # Without its manifest first: what is cut short here must not look verified.
+        # The manifest goes first, so that a checkpoint whose removal is cut off does not look verified.
         (checkpoint.path / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(checkpoint.path)
     return removed
 
 
 def set_aside_newer_checkpoints(folder: Path, iteration: int) -> None:
-    """Move newer checkpoints out of the way of a run that resumes from `iteration`.
+    """Move checkpoints newer than `iteration` out of the way of a run that resumes from there.
 
-    Unfinished ones go, damaged ones get another name.
+    Unfinished checkpoints are removed. Finished ones are damaged, and get the name of a damaged one.
     """
     for checkpoint in find_checkpoints(folder):
         if checkpoint.iteration > iteration and checkpoint.is_finished:
@@ -177,15 +192,24 @@ def set_aside_newer_checkpoints(folder: Path, iteration: int) -> None:
 
 
 def rename_damaged(path: Path) -> Path:
-    """Give a checkpoint the name of a damaged one, in place of the last one of that name."""
+    """Add the prefix DAMAGED to a checkpoint's name, and return the new path.
+
+    An older damaged checkpoint of the same name is removed.
+    """
     damaged = path.with_name(DAMAGED + path.name)
     shutil.rmtree(damaged, ignore_errors=True)
-    with suppress(FileNotFoundError):  # Another run has done so meanwhile.
+    with suppress(FileNotFoundError):  # Another run has renamed it meanwhile.
         path.rename(damaged)
     return damaged
 
 
 def _read_manifest(checkpoint: Checkpoint) -> CheckpointManifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: The manifest is damaged.
+        OSError: The manifest cannot be read.
+    """
     try:
         data = read_regular_file(checkpoint.path / MANIFEST_FILE)
         return msgspec.json.decode(data, type=CheckpointManifest)
@@ -193,5 +217,6 @@ def _read_manifest(checkpoint: Checkpoint) -> CheckpointManifest:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read ({error})") from error
 
 
-def _describe(path: Path) -> StoredFile:
+def _describe_file(path: Path) -> StoredFile:
+    """Return the size and hash of a file."""
     return StoredFile(path.stat().st_size, compute_sha256(path))

@@ -14,10 +14,10 @@ from parakit.artifacts.measurements import RankCommunication, RankMemory
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank of one world, which the process is to run for one iteration."""
+    """Order to dry-run one rank of a world of ranks for one iteration."""
 
     flags: tuple[str, ...]
-    """Megatron's arguments."""
+    """Megatron's command-line arguments."""
     world_size: int
     rank: int
 
@@ -31,15 +31,15 @@ class RankReport:
     communication: RankCommunication
     memory: RankMemory
     in_flight: int
-    """Micro batches (of a virtual stage, if there are several) held between forward and backward."""
+    """Micro batches between forward and backward at once, per virtual stage if there are several."""
     seconds: float
     """Wall time of the dry run itself, without imports."""
     process_bytes: int
-    """Largest resident size of the process that made it."""
+    """Largest resident size of the process that made the dry run."""
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    """Answer to a job: a report, or the error that kept the rank from finishing."""
+    """Answer to a job: the report, or None and the error that stopped the rank."""
 
     report: RankReport | None = None
     error: str = ""

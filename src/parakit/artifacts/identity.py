@@ -1,4 +1,7 @@
-"""When two runs are the same: what is computed, with which code, and where it is timed."""
+"""Identity of a run: what it trains, with which code, and on which host it is timed.
+
+A run with the identity of a finished run need not be made again.
+"""
 
 from __future__ import annotations
 
@@ -11,59 +14,65 @@ from parakit.config.flags import values_by_flag
 from parakit.config.run import RunSpec
 from parakit.config.variables import INTERFACES
 
-_PER_ATTEMPT = argument_names(flags_with_role("start", "attempt"))
-_OF_REPEATS = argument_names(flags_with_role("logging")) | {
+_ARGUMENTS_PER_ATTEMPT = argument_names(flags_with_role("start", "attempt"))
+_ARGUMENTS_OF_REPEATS = argument_names(flags_with_role("logging")) | {
     *("seed", "train_iters", "save_interval", "exit_duration_in_mins"),
     *("start_time", "rank", "local_rank", "master_port"),
 }
+"""Arguments in which the repeats of one run may differ."""
 
 Pairs = tuple[tuple[str, str], ...]
-"""A mapping that can be compared and hashed, sorted."""
+"""Keys and values of a mapping, sorted by key, so that they can be compared and hashed."""
 
 
 @dataclass(frozen=True)
 class TrainingIdentity:
-    """What is trained. Runs with equal ones print equal losses, whatever they are called."""
+    """Description of what a run trains. Runs with equal ones print equal losses."""
 
     spec: RunSpec | None
     arguments: Pairs = ()
-    """Megatron's but for those of one attempt: where it writes and what it loads."""
+    """Megatron's arguments without those of one attempt, such as folders to write to and to load from."""
     iterations: int | None = None
-    """None where that is not asked."""
+    """Number of iterations; None if runs of all lengths are equal."""
     environment: Pairs = ()
-    """Of the ranks; without network interfaces, which are a node's own."""
+    """Environment of the ranks, without network interfaces, which differ from node to node."""
     dataset: str | None = None
-    """Hash of the data set's tokens; None where no manifest or record states it."""
+    """Hash of the data set's tokens; None if no manifest or record states it."""
     otherwise: str = ""
-    """The run itself, where it is not known what was trained."""
+    """Name of the run if it is not known what was trained, so that no other run is equal."""
 
     def repeated(self) -> TrainingIdentity:
-        """Of a run and its repeats, which may differ in seed, length and what is logged."""
+        """Return this identity without seed, length and logging, in which repeats of a run may differ."""
         spec = replace(self.spec, seed=0) if self.spec else None
-        arguments = tuple(each for each in self.arguments if each[0] not in _OF_REPEATS)
+        arguments = tuple(
+            (name, value) for name, value in self.arguments if name not in _ARGUMENTS_OF_REPEATS
+        )
         return replace(self, spec=spec, arguments=arguments, iterations=None, environment=())
 
 
 @dataclass(frozen=True)
 class CodeIdentity:
-    """With which code."""
+    """Description of the code that trains: program, Megatron, libraries and image."""
 
     entry: MegatronEntry
     code: CodeHashes | None
-    """None in records of before it was kept."""
+    """None in records of older versions."""
     software: Pairs
     image: str | None
 
     def trains_as(self, other: CodeIdentity) -> bool:
-        """Whether both train alike: the kit's own files may differ, which a launch is composed by."""
-        one, two = self.code and self.code.megatron, other.code and other.code.megatron
-        unknown = self.code is None or other.code is None
-        return (unknown or one == two) and replace(self, code=None) == replace(other, code=None)
+        """Return True if both codes train in the same way. An unknown code equals every other.
+
+        The kit's own files may differ, because they compose a launch and do not train.
+        """
+        if self.code and other.code and self.code.megatron != other.code.megatron:
+            return False
+        return replace(self, code=None) == replace(other, code=None)
 
 
 @dataclass(frozen=True)
 class HostIdentity:
-    """Where it is timed; a node's name is not in it."""
+    """Description of the hardware that a run is timed on, without the names of its nodes."""
 
     cpu: str
     cores: int
@@ -73,14 +82,14 @@ class HostIdentity:
 
 @dataclass(frozen=True)
 class Identity:
-    """Of one run, or of one that is to be made."""
+    """Identity of a run that was made or is to be made."""
 
     training: TrainingIdentity
     code: CodeIdentity
     host: HostIdentity
 
     def stands_for(self, other: Identity) -> bool:
-        """Whether a run with this one needs not be made again."""
+        """Return True if a run with this identity can be used in place of a run with the other one."""
         return (
             self.training == other.training
             and self.host == other.host
@@ -89,7 +98,7 @@ class Identity:
 
 
 def identify_run(record: RunRecord) -> Identity:
-    """The identity of a run that was made."""
+    """Return the identity of a recorded run."""
     return Identity(
         identify_training(
             record.spec,
@@ -110,11 +119,22 @@ def identify_training(
     environment: Mapping[str, str] = {},
     dataset: str | None = None,
 ) -> TrainingIdentity:
-    """What is trained, of arguments that were given or printed."""
-    plain = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
+    """Return the identity of a training from arguments as in a command line or as Megatron prints them.
+
+    Names of arguments may begin with dashes. Arguments of one attempt are dropped.
+    """
+    plain_arguments = {
+        name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()
+    }
     return TrainingIdentity(
         spec,
-        sorted_pairs({name: value for name, value in plain.items() if name not in _PER_ATTEMPT}),
+        sorted_pairs(
+            {
+                name: value
+                for name, value in plain_arguments.items()
+                if name not in _ARGUMENTS_PER_ATTEMPT
+            }
+        ),
         iterations,
         sorted_pairs({name: text for name, text in environment.items() if name not in INTERFACES}),
         dataset,
@@ -122,20 +142,23 @@ def identify_training(
 
 
 def essential_arguments(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Arguments without those that only say where output goes or how long to run."""
+    """Return the arguments that decide what is trained, by name without dashes.
+
+    Arguments on output, length and seed are dropped.
+    """
     return dict(identify_training(None, arguments).repeated().arguments)
 
 
 def identify_host(host: HostRecord) -> HostIdentity:
-    """What of a host the times of a run depend on."""
+    """Return the parts of a host on which the times of a run depend."""
     return HostIdentity(host.cpu, host.cores, host.devices, len(host.nodes))
 
 
 def sorted_pairs(mapping: Mapping[str, str]) -> Pairs:
-    """Sorted by their names."""
+    """Return the items of a mapping, sorted by key."""
     return tuple(sorted(mapping.items()))
 
 
 def parse_flag_values(argv: Sequence[str]) -> dict[str, str]:
-    """A command line's flags with their values, `True` for those without."""
-    return {name: " ".join(words) or "True" for name, words in values_by_flag(argv).items()}
+    """Return the flags of a command line with their values as text; `True` for flags without value."""
+    return {flag: " ".join(values) or "True" for flag, values in values_by_flag(argv).items()}

@@ -1,6 +1,7 @@
-"""The kit's one atomic write, its one file lock and its one hash of a file.
+"""Write files and folders atomically, lock files, and hash files.
 
-For all files that other processes read: run records, ledgers, data sets, reports. No torch.
+All files that other processes read are written with this module: run records, measurements, data sets, reports.
+It does not import torch.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from typing import IO, BinaryIO
 
 import msgspec
 
-_NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of flock on Lustre without `-o flock`, and on NFS without its lock manager."""
+_ERRORS_WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of flock if the file system has no locks: Lustre without `-o flock`, NFS without lock manager."""
 
 
 def compute_sha256(path: Path) -> str:
-    """Hash of a file's content."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager
 def atomic_write(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
-    """A stream whose content takes the name `path` when the block ends; an error leaves nothing behind.
+    """Yield a stream whose content becomes the file `path` when the block ends.
 
-    Of several writers at once, on one host or several, the last one's content stays, whole.
+    If the block raises, the file stays as it was. If several processes write at once, on one host or
+    several, the file has the full content of the last writer.
 
     Args:
         path: The final name.
         durable: Flush content and name to the disk before returning.
 
     Raises:
-        OSError: It cannot be written; a file of that name is unchanged.
+        OSError: The file cannot be written; an existing file is unchanged.
     """
     partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
     try:
@@ -57,23 +59,24 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_directory(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A folder that takes the name `path` when the block ends; an error leaves nothing behind.
+    """Yield an empty folder that is renamed to `path` when the block ends.
 
-    What a killed process of this machine left of the same folder goes.
+    If the block raises, the folder is removed. Partial folders that killed processes of this machine left of
+    the same `path` are removed first.
 
     Args:
         path: The final name.
-        durable: Flush names to the disk before returning; the block flushes what its files hold.
+        durable: Flush names to the disk before returning. The block must flush the content of its files.
 
     Raises:
-        OSError: It cannot be written, or a folder of that name has come meanwhile.
+        OSError: The folder cannot be written, or another process has made `path` meanwhile.
     """
-    mine = f".{path.name}.{platform.node()}-"
-    for left in path.parent.glob(f"{mine}*.partial"):
-        number = left.name.removeprefix(mine).removesuffix(".partial")
-        if number.isdigit() and not Path(f"/proc/{number}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    partial = path.with_name(f"{mine}{os.getpid()}.partial")
+    prefix = f".{path.name}.{platform.node()}-"
+    for partial in path.parent.glob(f"{prefix}*.partial"):
+        process_id = partial.name.removeprefix(prefix).removesuffix(".partial")
+        if process_id.isdigit() and not Path(f"/proc/{process_id}").exists():
+            shutil.rmtree(partial, ignore_errors=True)
+    partial = path.with_name(f"{prefix}{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -88,26 +91,26 @@ def atomic_directory(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: bytes | str, durable: bool = False) -> None:
-    """Write a file whole or not at all; see `written_whole`. Text is UTF-8."""
+    """Write a file atomically (see `atomic_write`). Text is encoded as UTF-8."""
     with atomic_write(path, durable) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_record(path: Path, record: object, durable: bool = False) -> None:
-    """Write a record (a dataclass, a dict) as readable JSON, whole or not at all."""
+    """Write a record (a dataclass, a dict) atomically as indented JSON."""
     write_atomically(
         path, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n", durable
     )
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:
-    """Flush a file's content to the disk."""
+    """Flush the content of an open file to the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def flush_folder_to_disk(folder: Path) -> None:
-    """Flush a folder's names to the disk: a rename is not certain before."""
+    """Flush the names in a folder to the disk. Before, a power failure may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,15 +119,19 @@ def flush_folder_to_disk(folder: Path) -> None:
 
 
 def lock_file(file: IO[bytes], shared: bool = False) -> None:
-    """Lock an open file without waiting, until it is closed or the process ends.
+    """Lock an open file until it is closed or the process ends, without waiting.
 
-    A file system without locks locks nothing. Over NFS an exclusive lock needs a file open to write.
+    On a file system without locks nothing is locked. On NFS an exclusive lock needs a file open for writing.
+
+    Args:
+        file: The file.
+        shared: Take a lock that other processes can share, instead of an exclusive one.
 
     Raises:
-        BlockingIOError: Another process holds it.
+        BlockingIOError: Another process holds a lock that excludes this one.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
+        if error.errno not in _ERRORS_WITHOUT_LOCKS:
             raise

@@ -1,4 +1,7 @@
-"""What the ledgers of a run's ranks leave in its folder: communication, memory, time, routing. No torch."""
+"""Measurements of a run's ranks, as files in its folder: communication, memory, time and expert routing.
+
+Each file is a `RanksRecord` with one entry per measured rank. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,37 @@ from parakit.config.run import Transport
 from parakit.costs import Operation, Phase, wire_bytes
 
 ROUTED_GROUPS = ("ep", "expert_tp", "tp_ep")
-"""Groups over which tokens are sent to experts and back; a router decides how many."""
+"""Groups over which tokens are sent to experts and back. A router decides how many tokens."""
 
 
 @dataclass(frozen=True)
 class CallSummary:
-    """Equal calls of one rank in one steady iteration."""
+    """Equal communication calls of one rank in one steady iteration, with their number."""
 
     group: str
-    """`tp`, `cp`, `dp`, `dp_cp`, `pp`, …; of an unknown group, its own description."""
+    """Name of the group: `tp`, `cp`, `dp`, `dp_cp`, `pp`, …; torch's description of an unknown group."""
     ranks: int
     operation: Operation
     phase: Phase
     dtype: str
     calls: int
     payload_bytes: int
-    """Of one call; the mean of its calls where a router decides (`ROUTED_GROUPS`)."""
+    """Bytes per call; the mean over the calls if a router decides (`ROUTED_GROUPS`)."""
     wire_bytes: int
-    """Sent by this rank over all these calls, for the algorithm."""
+    """Bytes that this rank sends in all these calls with `algorithm`."""
     algorithm: str
     wait_seconds: float
-    """Seconds that the rank waited, in the call and for its result; mean of an iteration."""
+    """Seconds per iteration that the rank waited in these calls and for their results."""
     transfer_seconds: float
-    """From issuing a call to having its result; more than the wait where computation overlapped."""
+    """Seconds per iteration from issuing the calls to their results, overlapped computation included."""
 
     def wire_bytes_over(self, transport: Transport) -> int:
-        """What the same calls would send over another library."""
-        if self.operation is Operation.ALL_TO_ALL:  # Pairwise in both, and its splits decide.
+        """Return the bytes that the rank would send in these calls with another library."""
+        if self.operation is Operation.ALL_TO_ALL:
+            # Both libraries send each split directly to its peer.
             return self.wire_bytes
-        each = wire_bytes(self.operation, self.payload_bytes, self.ranks, transport)
-        return self.calls * each
+        bytes_per_call = wire_bytes(self.operation, self.payload_bytes, self.ranks, transport)
+        return self.calls * bytes_per_call
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,20 @@ class RankCommunication:
 
     rank: int
     steady_iterations: int
-    """Iterations that made exactly these calls; all the following figures are of one such."""
+    """Number of iterations that made exactly these calls."""
     other_iterations: int
-    """Those that made other calls: the first, evaluations, checkpoints."""
+    """Number of iterations that made other calls: the first one, and those with evaluation or checkpoint."""
     calls: tuple[CallSummary, ...]
+    """Calls of one steady iteration."""
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes this rank sends in an iteration."""
-        return sum(item.wire_bytes for item in self.calls)
+        """Bytes that this rank sends per steady iteration."""
+        return sum(call.wire_bytes for call in self.calls)
 
     def wire_bytes_over(self, transport: Transport) -> int:
-        """What it would send over another library."""
-        return sum(item.wire_bytes_over(transport) for item in self.calls)
+        """Return the bytes that the rank would send per steady iteration with another library."""
+        return sum(call.wire_bytes_over(transport) for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -75,43 +80,44 @@ class RankTime:
     rank: int
     iteration_seconds: float
     phase_seconds: dict[Phase, float]
-    """Sums to the iteration."""
+    """Seconds by phase, which add up to the iteration."""
     communication_seconds: dict[Phase, float]
-    """Of those, spent in calls and in waiting for them: exposed communication."""
+    """Seconds of each phase spent in communication calls and in waiting for them: exposed communication."""
     processor_seconds: tuple[float, ...] = ()
-    """Of the thread that trains, in each steady iteration: on a machine with other work its iterations
-    take longer, and hardly more of the processor."""
+    """Processor time of the training thread in each steady iteration.
+
+    On a busy machine an iteration takes longer, but hardly more processor time."""
 
 
 class MemoryCategory(StrEnum):
-    """What live bytes are for."""
+    """Purpose of allocated memory."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer_state"
     ACTIVATIONS = "activations"
-    """Kept for backward."""
+    """Tensors stored for backward."""
     LOGITS = "logits"
-    """Tensors with a column for each word of the rank's vocabulary, kept or not."""
+    """Tensors with a column per entry of the rank's vocabulary, stored for backward or not."""
     COMMUNICATION = "communication"
-    """Buffers that receive other ranks' bytes, until autograd keeps them."""
+    """Buffers that receive other ranks' data, until autograd stores them for backward."""
     TEMPORARY = "temporary"
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Readings of a GPU's allocator and driver at the end of the measured iteration."""
+    """Memory that a GPU's allocator and driver report at the end of the measured iteration."""
 
     allocated_peak_bytes: int
-    """Live blocks, each rounded up, at their most since the start."""
+    """Peak of allocated blocks since the start; the allocator rounds up the size of each block."""
     reserved_peak_bytes: int
-    """Taken from the device at the most since the start: live blocks and the allocator's slack."""
+    """Peak of memory that the allocator took from the device: allocated blocks and slack."""
     used_bytes: int
-    """Of the whole device, by all that runs on it: context and libraries too."""
+    """Used memory of the device, by all processes, with contexts and libraries."""
 
     @property
     def slack_bytes(self) -> int:
-        """Reserved, but in no live block."""
+        """Reserved memory that is in no allocated block, at the peaks."""
         return self.reserved_peak_bytes - self.allocated_peak_bytes
 
 
@@ -124,40 +130,40 @@ class RankMemory:
     peak_bytes: int
     peak_phase: Phase
     peak_module: str
-    """The innermost module that was computing at the peak; empty between modules."""
+    """Innermost module that was computing at the peak; empty if none was."""
     categories: dict[MemoryCategory, int]
-    """At the peak; sums to it."""
+    """Bytes by purpose at the peak, which add up to the peak."""
     activations_by_layer: dict[str, int]
-    """Bytes kept for backward, summed over the iteration's micro batches, by who saved them."""
+    """Bytes stored for backward by the layer that stored them, summed over the micro batches."""
     phase_peak_bytes: dict[Phase, int]
     device: DeviceMemory | None = None
-    """None where the rank computes on the host."""
+    """None if the rank computes on the host."""
 
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """One layer's router in one iteration, over a rank's own tokens of all its micro batches.
+    """Routing of one layer in one iteration, over the tokens of all micro batches of one rank.
 
-    Every rank routes different tokens, whatever the parallelism, so counts add up over ranks; the
-    means are over equal numbers of tokens, so their mean over ranks is that of all tokens. A figure
-    that is not finite is None.
+    Ranks route different tokens in every strategy, so counts can be added over ranks. Means are over equal
+    numbers of tokens, so their mean over ranks is that of all tokens. A number that is not finite is None.
     """
 
     iteration: int
-    """From 1."""
+    """Number of the iteration, from 1."""
     layer: int
-    """From 1, over the whole model: Megatron's `layer_number`."""
+    """Number of the layer in the full model, from 1: Megatron's `layer_number`."""
     tokens_per_expert: tuple[int, ...]
-    """Copies of tokens that each expert computes; with nothing dropped they sum to tokens × top-k."""
+    """Copies of tokens that each expert computes. If none is dropped, they add up to tokens × top-k."""
     dropped_tokens: int
-    """Copies that were routed to an expert and left out by its capacity."""
+    """Copies of tokens that exceeded the capacity of their expert and were dropped."""
     load_balancing_loss: float | None
-    """Before its coefficient (arXiv:2101.03961, equation 4; 1 is perfect balance), mean of the micro
-    batches; None where training does without."""
+    """Load-balancing loss before its coefficient, mean over micro batches; None if training has none.
+
+    It is 1 if the load is balanced (arXiv:2101.03961, equation 4)."""
     z_loss: float | None
-    """Before its coefficient (arXiv:2202.08906, equation 5): mean squared log-sum-exp of the logits."""
+    """Mean squared log-sum-exp of the logits, before its coefficient (arXiv:2202.08906, equation 5)."""
     entropy_nats: float | None
-    """Mean over tokens of the entropy of softmax(logits): ln(experts) is indifferent, 0 is certain."""
+    """Mean entropy of softmax(logits) per token, from 0 (certain) to ln(experts) (all experts equal)."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +172,12 @@ class RankRouting:
 
     rank: int
     layers: tuple[LayerRouting, ...]
-    """By iteration, then layer; of long runs every n-th iteration is kept."""
+    """Routing by iteration, then layer. Long runs keep only every n-th iteration."""
 
 
 @dataclass(frozen=True)
 class RanksRecord[Rank]:
-    """A ledger in a run's folder: the ranks that were watched, in order."""
+    """A file of measurements in a run folder: one entry per measured rank, in order."""
 
     ranks: tuple[Rank, ...]
     schema: int = 1
@@ -189,52 +195,67 @@ _FILES: dict[Any, str] = {
 }
 
 TokenCounts = tuple[tuple[int, ...], ...]
-"""Tokens of each expert, layer by layer."""
+"""Tokens per expert, for each layer."""
 
 
 def count_tokens_per_expert(record: RoutingRecord) -> dict[int, TokenCounts]:
-    """Tokens of each expert by iteration and layer, summed over ranks."""
-    sums: dict[tuple[int, int], tuple[int, ...]] = {}
-    for row in (row for rank in record.ranks for row in rank.layers):
-        place, new = (row.iteration, row.layer), row.tokens_per_expert
-        before = sums.get(place, (0,) * len(new))
-        sums[place] = tuple(a + b for a, b in zip(before, new, strict=True))
-    iterations = sorted({iteration for iteration, _ in sums})
-    return {i: tuple(sums[at] for at in sorted(sums) if at[0] == i) for i in iterations}
+    """Return the tokens per expert and layer by iteration, summed over ranks."""
+    sums: dict[int, dict[int, list[int]]] = {}
+    for rank in record.ranks:
+        for routing in rank.layers:
+            sums_by_layer = sums.setdefault(routing.iteration, {})
+            counts = sums_by_layer.setdefault(routing.layer, [0] * len(routing.tokens_per_expert))
+            for expert, num_tokens in enumerate(routing.tokens_per_expert):
+                counts[expert] += num_tokens
+    return {
+        iteration: tuple(tuple(counts) for _, counts in sorted(sums_by_layer.items()))
+        for iteration, sums_by_layer in sorted(sums.items())
+    }
 
 
 MAX_FRACTION_MOVED_BY_ROUNDING = 0.01
-"""Share of an iteration's choices that fp32's rounding can move at once: it decides where two experts'
-scores agree to some 1e-6 of themselves, in one of 4,096 choices where it was counted."""
+"""Largest fraction of an iteration's choices that rounding in fp32 can change at once.
+
+Rounding decides if two experts' scores agree to about 1e-6, which was counted in one of 4,096 choices."""
 
 
 def find_routing_divergence(
-    one: Mapping[int, TokenCounts], two: Mapping[int, TokenCounts], dtype: str
+    first: Mapping[int, TokenCounts], second: Mapping[int, TokenCounts], dtype: str
 ) -> int | None:
-    """The first iteration in which rounding gave an expert another number of tokens.
+    """Return the first iteration in which rounding led to other numbers of tokens per expert.
 
-    Where the scores of two experts are almost equal rounding decides, and from then on two runs train
-    differently: their losses can be compared only up to here. None if no choice is another, or more
-    than `MOVED_BY_ROUNDING` of them in fp32 are at once: that has another cause, which the losses are to
-    show. In 16 bits rounding decides more often, between scores that agree to some 1e-2 of themselves.
+    Rounding decides if the scores of two experts are almost equal. From then on two runs train differently,
+    so that their losses can be compared only up to this iteration. In 16 bits this happens more often,
+    between scores that agree to about 1e-2.
+
+    None means that no number differs, or that in fp32 more than MAX_FRACTION_MOVED_BY_ROUNDING of the
+    choices differ at once. That has another cause, which the losses must show.
     """
-    most = MAX_FRACTION_MOVED_BY_ROUNDING if dtype == "fp32" else 1.0
-    common = sorted(one.keys() & two.keys())
-    first = next((i for i in common if one[i] != two[i]), None)
-    return first if first is None or _moved(one[first], two[first]) <= most else None
+    for iteration in sorted(first.keys() & second.keys()):
+        if first[iteration] == second[iteration]:
+            continue
+        limit = MAX_FRACTION_MOVED_BY_ROUNDING if dtype == "fp32" else 1.0
+        fraction = _fraction_of_moved_tokens(first[iteration], second[iteration])
+        return iteration if fraction <= limit else None
+    return None
 
 
-def _moved(one: TokenCounts, two: TokenCounts) -> float:
-    """Share of the choices that are another's."""
-    pairs = [(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True)]
-    return sum(abs(a - b) for a, b in pairs) / 2 / max(1, sum(a for a, _ in pairs))
+def _fraction_of_moved_tokens(first: TokenCounts, second: TokenCounts) -> float:
+    """Return the fraction of tokens that went to another expert, over all layers."""
+    num_tokens = num_differences = 0
+    for first_layer, second_layer in zip(first, second, strict=True):
+        for first_count, second_count in zip(first_layer, second_layer, strict=True):
+            num_tokens += first_count
+            num_differences += abs(first_count - second_count)
+    # A moved token is missing for one expert and additional for another.
+    return num_differences / 2 / max(1, num_tokens)
 
 
 def read_measurements[T](folder: Path, kind: type[T]) -> T:
-    """Read the ledger of a kind, such as `comm.json`.
+    """Read the measurements of one kind from a run folder, such as `comm.json`.
 
     Raises:
-        FileNotFoundError: The run has none: it ran without ledger, or its model has no router.
+        FileNotFoundError: The run has no such file: it was not measured, or its model has no router.
         msgspec.DecodeError: The file is not JSON of this shape.
     """
     return msgspec.json.decode((folder / _FILES[kind]).read_bytes(), type=kind)

@@ -1,8 +1,8 @@
-"""Pickles read for what they say, and written again, without running anything that they name.
+"""Read and rewrite pickles without executing anything that they name.
 
-Every class becomes a stand-in that takes its arguments and state and does nothing. Of what `torch.save`
-wrote only the description is read: a tensor becomes its shape and type, and its values stay on the disk.
-What is read to be written again keeps tensors as they are named, and their values are copied.
+Every class that a pickle names becomes a stand-in that takes arguments and state and does nothing. A file of
+`torch.save` can be described: a tensor becomes its shape and dtype, and its values are not read. Or the file can be
+rewritten: then tensors stay as they are, and their values are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TYPES = {
+_DTYPES = {
     "Float": "float32",
     "Half": "float16",
     "BFloat16": "bfloat16",
@@ -30,46 +30,48 @@ _TYPES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-"""torch's names of a storage and of what is in it."""
+"""torch's names of dtypes, by the names of their storages (`FloatStorage`)."""
 
 
 @dataclass(frozen=True)
 class DescribedTensor:
-    """A tensor of an archive of `torch.save`, without its values."""
+    """Description of a tensor in an archive of `torch.save`, without its values."""
 
     shape: tuple[int, ...]
     dtype: str
-    """torch's name of it; empty for one that its storage does not tell."""
+    """torch's name of the dtype; empty if the storage does not tell it."""
     storage: str = ""
-    """The member of the archive that holds its values, and where in it they lie."""
+    """Member of the archive that holds the values."""
     begin: int = 0
+    """Index of the first element in the storage."""
     strides: tuple[int, ...] = ()
 
 
 class StandIn:
-    """Any class that a pickle names: takes its arguments and state, does nothing, is written again."""
+    """Object of a class that a pickle names. It stores arguments and state, and can be pickled again."""
 
-    __slots__ = ("__dict__", "called", "elements", "given", "items", "state")
+    __slots__ = ("__dict__", "arguments", "elements", "is_called", "items", "state")
     source: tuple[str, str]
-    """The module, and the name in it."""
-    called: bool
-    given: tuple[Any, ...]
+    """Module and name of the class."""
+    is_called: bool
+    """True if the pickle calls the class, False if the pickle only makes an object of it."""
+    arguments: tuple[Any, ...]
     state: Any
     elements: list[Any]
     items: dict[Any, Any]
 
-    def __new__(cls, *given: Any, **_: Any) -> StandIn:
-        """As a pickle makes an object, with or without calling its class."""
-        made = super().__new__(cls)
-        made.called, made.given, made.state = False, given, None
-        made.elements, made.items = [], {}
-        return made
+    def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
+        """Make an object as a pickle does, with or without calling its class."""
+        stand_in = super().__new__(cls)
+        stand_in.is_called, stand_in.arguments, stand_in.state = False, arguments, None
+        stand_in.elements, stand_in.items = [], {}
+        return stand_in
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.called = True
+        self.is_called = True
 
     def __call__(self, *_: Any, **__: Any) -> StandIn:
-        """What a pickle gets by a name's attribute, and calls."""
+        """Return the object itself, for pickles that call an attribute of a class."""
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -77,47 +79,48 @@ class StandIn:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
     def append(self, value: Any) -> None:
-        """As a list that is rebuilt."""
+        """Store an element, if the pickle rebuilds a list."""
         self.elements.append(value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.items[key] = value
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        """As it was made."""
-        own = type(self)
-        made = (own, self.given) if self.called else (copyreg.__newobj__, (own, *self.given))  # type: ignore[attr-defined]
-        return (*made, self.state, iter(self.elements), iter(self.items.items()))
+        """Return how to make the object again, as in the pickle that it came from."""
+        maker: tuple[Any, ...] = (type(self), self.arguments)
+        if not self.is_called:
+            maker = (copyreg.__newobj__, (type(self), *self.arguments))  # type: ignore[attr-defined]
+        return (*maker, self.state, iter(self.elements), iter(self.items.items()))
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Reads a pickle with a stand-in for every class that it names but plain containers."""
+    """Unpickler with a stand-in for every class but plain containers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in; keys are distinguished by identity, so equal ones do not coincide."""
+        """Return a stand-in for the class. Stand-ins are compared by identity, so no two keys are equal."""
         return _KNOWN.get((module, name)) or make_stand_in(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        """The type of a storage and its key: `("storage", FloatStorage, key, device, elements)`."""
-        return _TYPES.get(pid[1].__name__.removesuffix("Storage"), ""), pid[2]
+        """Return dtype and key of a storage: `pid` is `("storage", FloatStorage, key, device, elements)`."""
+        return _DTYPES.get(pid[1].__name__.removesuffix("Storage"), ""), pid[2]
 
 
 def make_stand_in(module: str, name: str) -> type[StandIn]:
-    """A class that stands for the one of that name."""
+    """Return a stand-in class for the class `name` of `module`."""
     return type(name.rpartition(".")[2], (StandIn,), {"source": (module, name)})
 
 
 @dataclass(frozen=True, eq=False)
 class SavedStorage:
-    """The values of a tensor in an archive of `torch.save`."""
+    """Values of a tensor in an archive of `torch.save`."""
 
     pid: tuple[Any, ...]
-    """`("storage", FloatStorage, key, device, elements)`, the class as a stand-in."""
+    """`("storage", FloatStorage, key, device, elements)`, with a stand-in for the class."""
     data: bytes
 
 
-class _Rewritable(InertUnpickler):
-    """Keeps every name and every storage, so that the same can be written."""
+class _RewritableUnpickler(InertUnpickler):
+    """Unpickler that keeps every name and every storage, so that the pickle can be written again."""
 
     def __init__(self, file: BinaryIO, storage: Callable[[str], bytes]) -> None:
         super().__init__(file)
@@ -125,16 +128,16 @@ class _Rewritable(InertUnpickler):
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        """One stand-in for each name, as equal names are written once."""
+        """Return the one stand-in of a name, so that equal names stay equal when they are written."""
         return self._classes.setdefault((module, name), make_stand_in(module, name))
 
     def persistent_load(self, pid: Any) -> SavedStorage:
-        """A storage with its values."""
+        """Return a storage with its values."""
         return SavedStorage(pid, self._storage(pid[2]))
 
 
-class _Rewriter(pickle._Pickler):
-    """Writes stand-ins under the names that they stand for."""
+class _RewritingPickler(pickle._Pickler):
+    """Pickler that writes stand-ins under the names of their classes, and collects storages."""
 
     write: Callable[[bytes], None]
     memoize: Callable[[Any], None]
@@ -158,10 +161,10 @@ class _Rewriter(pickle._Pickler):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads a pickle of plain containers, numbers and text; refuses one that names anything else."""
+    """Unpickler of plain containers, numbers and text, which refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refused: what a pickle names can be run by it.
+        """Refuse a name, because a pickle can execute what it names.
 
         Raises:
             pickle.UnpicklingError: Always.
@@ -170,19 +173,23 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def describe_saved(archive: zipfile.ZipFile) -> Any:
-    """What `torch.save` wrote, tensors as `DescribedTensor`; values are not read.
+    """Return the object that `torch.save` wrote, with tensors as `DescribedTensor`; values are not read.
 
     Raises:
         Exception: A damaged pickle raises anything.
     """
     name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-    # The whole member: only its end has the checksum compared.
+    # The member is read to its end, because only there its checksum is compared.
     return InertUnpickler(io.BytesIO(archive.read(name))).load()
 
 
 def rewrite_saved(saved: bytes, change: Callable[[Any], Any]) -> bytes:
-    """What `torch.save` wrote, with the content that `change` makes of its own: in that, classes are
-    stand-ins, and tensors are made of a `SavedStorage`.
+    """Return a file of `torch.save` whose content is changed by `change`.
+
+    Args:
+        saved: Content of the file.
+        change: Gets the stored object and returns the new one. Classes in it are stand-ins, and tensors are
+            made of a `SavedStorage`.
 
     Raises:
         Exception: A damaged pickle raises anything.
@@ -191,21 +198,22 @@ def rewrite_saved(saved: bytes, change: Callable[[Any], Any]) -> bytes:
         members = {member.partition("/")[2]: old.read(member) for member in old.namelist()}
         root = old.namelist()[0].partition("/")[0]
     pickled = io.BytesIO(members["data.pkl"])
-    content = change(_Rewritable(pickled, lambda key: members[f"data/{key}"]).load())
+    content = change(_RewritableUnpickler(pickled, lambda key: members[f"data/{key}"]).load())
     written = io.BytesIO()
-    writer = _Rewriter(written)
+    writer = _RewritingPickler(written)
     writer.dump(content)
-    kept = {name: data for name, data in members.items() if not name.startswith("data/")}
-    stored = {f"data/{key}": data for key, data in writer.storages.items()}
-    new = io.BytesIO()
-    with zipfile.ZipFile(new, "w") as archive:
-        for name, data in (kept | {"data.pkl": written.getvalue()} | stored).items():
+    new_members = {name: data for name, data in members.items() if not name.startswith("data/")}
+    new_members["data.pkl"] = written.getvalue()
+    new_members |= {f"data/{key}": data for key, data in writer.storages.items()}
+    new_file = io.BytesIO()
+    with zipfile.ZipFile(new_file, "w") as archive:
+        for name, data in new_members.items():
             archive.writestr(f"{root}/{name}", data)
-    return new.getvalue()
+    return new_file.getvalue()
 
 
 def read_values(archive: zipfile.ZipFile, described: DescribedTensor) -> Tensor:
-    """The values of a tensor in an archive of `torch.save`."""
+    """Read the values of a described tensor from its archive."""
     import torch
 
     root = archive.namelist()[0].partition("/")[0]
@@ -215,23 +223,28 @@ def read_values(archive: zipfile.ZipFile, described: DescribedTensor) -> Tensor:
         return torch.empty(described.shape, dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype)
     values = flat.as_strided(described.shape, described.strides, described.begin)
-    # A part of a larger storage would keep all of it in memory.
+    # A view of a part of a storage would keep the full storage in memory.
     return values if values.numel() == flat.numel() else values.clone()
 
 
-def _tensor(
-    of: tuple[str, str], begin: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any
+def _describe_tensor(
+    storage: tuple[str, str], begin: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any
 ) -> DescribedTensor:
-    return DescribedTensor(tuple(size), *of, begin, tuple(strides))
+    """Return the description of a tensor, in place of torch's function that rebuilds it.
+
+    `storage` is the dtype and the member of the archive, as `InertUnpickler.persistent_load` returns it.
+    """
+    dtype, member = storage
+    return DescribedTensor(tuple(size), dtype, member, begin, tuple(strides))
 
 
-class _Dict(dict[Any, Any]):
-    """Takes attributes, which a module's state has beside its tensors."""
+class _DictWithAttributes(dict[Any, Any]):
+    """Dict that can have attributes, as the state of a module does."""
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): _Dict,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("collections", "OrderedDict"): _DictWithAttributes,
+    ("torch._utils", "_rebuild_tensor_v2"): _describe_tensor,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
 }

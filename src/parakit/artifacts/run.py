@@ -1,4 +1,8 @@
-"""The run folder `runs/<UTC time>-<strategy>-<model>-<N><gpu|cpu>/`: its files and their records."""
+"""The run folder `runs/<UTC time>-<strategy>-<model>-<N><gpu|cpu>/`: names of its files, and their records.
+
+`run.json` (`RunRecord`) says what was asked for and where the run trained. `status.json` (`StatusRecord`) says how
+the run ended.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ import msgspec
 from parakit.artifacts.io import lock_file, write_record
 from parakit.config import variables
 from parakit.config.files import read_regular_file
-from parakit.config.flags import counted_vocabulary
-from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.flags import count_end_of_document_in_vocabulary
+from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_from_flags
 from parakit.config.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
@@ -33,42 +37,47 @@ ROUTING_FILE = "routing.json"
 JOB_FILE = "job.json"
 LAUNCHER_FILE = "launcher.json"
 LEDGER_FOLDER = "ledger"
-"""Each rank's own ledger while it runs; the five files above are gathered from it."""
+"""Folder of the measurements of each rank while it runs, from which the files above are gathered."""
 STACKS_FOLDER = "stacks"
-"""Where each rank was when a hang was noticed, `rank<N>.txt`, and its last calls, `rank<N>.pkl`."""
+"""Folder of the ranks' stacks when a hang was noticed, `rank<N>.txt`, and of their last calls, `rank<N>.pkl`."""
 CALLS_SUFFIX = ".pkl"
 STACKS_SIGNAL = signal.SIGRTMIN + 3
-"""Asks a rank for both. LLVM, by which Triton compiles, takes SIGUSR1 and SIGUSR2 for itself
-(its `lib/Support/Unix/Signals.inc`)."""
+"""Signal that asks a rank for its stack and its calls.
+
+LLVM, with which Triton compiles, handles SIGUSR1 and SIGUSR2 itself (`lib/Support/Unix/Signals.inc`)."""
 STOPPED_FILE = "stopped.txt"
-"""In the same folder, the ranks that a signal had stopped; absent if none was."""
+"""File in the folder of stacks with the ranks that a signal had stopped; absent if there were none."""
 CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
-"""What earlier attempts of a resumed run left, `1/`, `2/`, …; log, events and checkpoints continue."""
-NODES_FOLDER = "nodes"
-"""A folder for each node but 0.
+"""Folder of the files of earlier attempts of a resumed run, `1/`, `2/`, ….
 
-Megatron's last rank prints the iterations, and it lives on the last node: each node's ranks write
-`nodes/<n>/log.txt`, and node 0 adds what is new there to its own `log.txt` as it comes.
+Log, TensorBoard events and checkpoints are continued and stay outside."""
+NODES_FOLDER = "nodes"
+"""Folder with a folder for each node but node 0.
+
+Megatron's last rank, which is on the last node, prints the iterations. The ranks of node n write
+`nodes/<n>/log.txt`, and node 0 copies new lines from there to the run's `log.txt`.
 """
 TENSORBOARD_FOLDER = "tensorboard"
 
 ALIVE_SECONDS = 15.0
-"""A run's sampler writes every second; on a network file system it shows some seconds later."""
+"""Age of the last sample at which a run counts as dead.
+
+A run's sampler writes every second. On a network file system other nodes see this some seconds later."""
 
 
 def utc_now() -> str:
-    """The present time, ISO 8601, seconds, UTC."""
+    """Return the current time in UTC in ISO 8601, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def utc_stamp() -> str:
-    """The same as folders are named by."""
+    """Return the current time in UTC as in the names of folders, such as `20260101T120000Z`."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 class Status(StrEnum):
-    """How a run ended."""
+    """Outcome of a run."""
 
     OK = "ok"
     OUT_OF_MEMORY = "oom"
@@ -78,21 +87,21 @@ class Status(StrEnum):
     INCOMPLETE = "incomplete"
     NO_LOG = "no_log"
     RUNNING = "running"
-    """Never in a file: what `looks_alive` finds of a run whose file says `incomplete`."""
+    """Status of a run whose file says `incomplete` and that `looks_alive`. No file has it."""
 
 
 @dataclass(frozen=True)
 class DatasetIdentity:
-    """The data set of a run."""
+    """Data set of a run."""
 
     prefix: str
     sha256: str | None = None
-    """Of the `.bin` file, as recorded when the data set was made."""
+    """Hash of the `.bin` file, as recorded when the data set was made; None if it was not recorded."""
 
 
 @dataclass(frozen=True)
 class MegatronEntry:
-    """The program that trained: where it came from and which Megatron it ran."""
+    """Program that trained: its path and its version of Megatron."""
 
     path: str
     megatron_version: str
@@ -101,108 +110,108 @@ class MegatronEntry:
 
 @dataclass(frozen=True)
 class CodeHashes:
-    """Hashes of the files that trained, as they were on the disk, whatever a repository says of them."""
+    """Hashes of the source files that trained, as they were on the disk."""
 
     kit: str
     megatron: str | None = None
-    """None where it is in an image, whose digest says which, or where another backend trained."""
+    """None if Megatron is in a container image, whose digest identifies it, or if another backend trained."""
 
     def __str__(self) -> str:
         return f"kit {self.kit}" + (f", Megatron {self.megatron}" if self.megatron else "")
 
     def joined(self, later: CodeHashes) -> CodeHashes:
-        """Of a run that was resumed: what trained first, then what trained on, where they differ."""
+        """Return the hashes of a resumed run: `first+later` where this code and the later code differ."""
 
-        def join(one: str | None, two: str | None) -> str | None:
-            return one if one == two else f"{one or 'none'}+{two or 'none'}"
+        def join_hashes(first: str | None, second: str | None) -> str | None:
+            return first if first == second else f"{first or 'none'}+{second or 'none'}"
 
         return CodeHashes(
-            join(self.kit, later.kit) or self.kit, join(self.megatron, later.megatron)
+            kit=join_hashes(self.kit, later.kit) or self.kit,
+            megatron=join_hashes(self.megatron, later.megatron),
         )
 
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """How the GPUs of two ranks are connected; None is what the driver does not report."""
+    """Connection between the GPUs of two ranks. A field is None if the driver does not report it."""
 
     first: int
     second: int
     topology: str | None = None
-    """Their nearest common ancestor, such as `one PCIe switch`."""
+    """Nearest common ancestor of the GPUs, such as `one PCIe switch`."""
     nvlinks: int | None = None
-    """Active NVLinks between them, directly or over a switch; 0 is none."""
+    """Number of active NVLinks between the GPUs, directly or over a switch."""
     peer_access: bool | None = None
-    """Whether one reads the other's memory directly."""
+    """True if one GPU can read the other's memory directly."""
 
 
 @dataclass(frozen=True)
 class HostRecord:
-    """The machine or machines of a run."""
+    """Machine or machines of a run."""
 
     name: str
     cpu: str
     cores: int
     memory_bytes: int
     devices: tuple[str, ...] = ()
-    """One name a rank; CPU ranks carry the processor's name."""
+    """Name of the device of each rank; for CPU ranks the processor's name."""
     driver: str | None = None
     interconnect: str | None = None
     links: tuple[DeviceLink, ...] = ()
-    """One for each pair of GPUs of a node."""
+    """Links of all pairs of GPUs of a node."""
     nodes: tuple[str, ...] = ()
-    """Names of all machines, node 0 first, where there were several."""
+    """Names of all machines, node 0 first; empty if there is only one."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint that a run was resumed from."""
+    """Checkpoint from which a run was resumed."""
 
     run: str
-    """The run folder whose checkpoint was loaded: its own, or its parent's where the strategy
-    changed."""
+    """Run folder of the checkpoint: the run's own, or its parent's if the strategy changed."""
     iteration: int
-    """Of the checkpoint; the first iteration trained is the next one."""
+    """Iteration of the checkpoint. Training continues with the next one."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`run.json`: what was asked, and where it ran."""
+    """`run.json`: what was asked for, and where the run trained."""
 
     run: str
     created_utc: str
     spec: RunSpec
-    """In the file its fields are on the level of the others; see `encode_run`."""
+    """What is trained. In the file these fields are on the top level; see `encode_run`."""
     exit_interval: int
-    """Iterations asked for: Megatron's `--exit-interval`."""
+    """Number of iterations that were asked for: Megatron's `--exit-interval`."""
     argv: tuple[str, ...]
     """Megatron's arguments, without program and entry."""
     command: tuple[str, ...]
     environment: dict[str, str]
-    """What the kit set beyond the caller's environment; never a secret."""
+    """Variables that the kit set in addition to the caller's environment; never a secret."""
     entry: MegatronEntry
     host: HostRecord
     software: dict[str, str]
     dataset: DatasetIdentity | None = None
     start_checkpoint: str | None = None
-    """Identity of the shared starting weights; runs are comparable in loss only if it is equal."""
+    """Name of the shared initial checkpoint. Losses are comparable only between runs with the same one."""
     start_weights: str | None = None
-    """Hash of those weights; a checkpoint that is written anew from the same seed has the same."""
+    """Hash of the initial weights. A checkpoint that is made again from the same seed has the same hash."""
     kit_commit: str | None = None
     code: CodeHashes | None = None
-    """None in records of before it was kept."""
+    """None in records of older versions."""
     runtime: str = "host"
     """`docker` or `host`."""
     image: str | None = None
-    """The container's image and its digest, `name@sha256:…`."""
+    """Image of the container with its digest, `name@sha256:…`; None without container."""
     save_every: int | None = None
-    """Iterations between checkpoints; None: none are saved."""
+    """Iterations between checkpoints; None if no checkpoints are saved."""
     resumptions: tuple[Resumption, ...] = ()
-    """In order; empty for a run that was never resumed."""
+    """All resumptions in order; empty for a run that was never resumed."""
     schema: int = 1
 
 
 HANG_REASON_PREFIX = "Hang: "
-"""So begins the reason of a run that the launcher ended because nothing was logged any more."""
+"""Prefix of the reason of a run that the launcher ended because the run logged nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -213,34 +222,37 @@ class StatusRecord:
     exit_code: int | None = None
     reason: str = ""
     rank: int | None = None
-    """The rank that failed first, where the log names it."""
+    """Rank that failed first; None if the log does not name it."""
     finished_utc: str | None = None
     wall_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class LauncherRecord:
-    """`launcher.json`: the process that trains the run, or did last; `make stop` ends it."""
+    """`launcher.json`: the process that trains the run, or trained it last. `make stop` ends it."""
 
     host: str
     process: int
     started: float
-    """By the host's clock, seconds since 1970: another process may have the number by now."""
+    """Start of the process by the host's clock, in seconds since 1970.
+
+    Another process may have the same number by now; the start tells them apart."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """`job.json`: the Slurm job that trains, or waits to."""
+    """`job.json`: the Slurm job that trains the run or waits to start."""
 
     job_id: str
-    """Of an array's element as Slurm writes it, `12_0`."""
+    """Number of the job; for an element of an array as Slurm writes it, `12_0`."""
     nodes: int
     submitted_utc: str
     image: str | None = None
-    """The container's image that was asked for, taken where the site has Pyxis; None is the host."""
+    """Container image that was asked for, which is used if the cluster has Pyxis; None for the host."""
     submitted: dict[str, Any] | None = None
-    """`run.json` as composed where the run was submitted. Nodes compose it anew, with the Megatron, the
-    fused kernels and the checkpoints that they find, so the file may change later."""
+    """`run.json` as composed on the machine that submitted the run.
+
+    The nodes compose it again, with their Megatron, fused kernels and checkpoints, so the file may change."""
 
 
 SAMPLE_COLUMNS = (
@@ -254,62 +266,69 @@ SAMPLE_COLUMNS = (
     "sm_clock_mhz",
     "throttle_reasons",
 )
-"""Columns of `samples.csv`; what a device does not tell is empty."""
+"""Columns of `samples.csv`. A value is empty if the device does not report it."""
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether it holds a run, or what is left of one."""
-    known = (RUN_FILE, LOG_FILE, STATUS_FILE)
-    return folder.is_dir() and any((folder / name).exists() for name in known)
+    """Return True if a folder holds at least one of a run's record, log and status."""
+    file_names = (RUN_FILE, LOG_FILE, STATUS_FILE)
+    return folder.is_dir() and any((folder / name).exists() for name in file_names)
 
 
 def encode_run(record: RunRecord) -> dict[str, Any]:
-    """The content of `run.json`.
+    """Return the content of `run.json` for a record.
 
-    What `argv` and `environment` say (shape, recomputation, optimizer, fused patches) is not repeated.
+    Fields of the spec that follow from `argv` and `environment` are left out: shape, recomputation, optimizer,
+    fused patches.
     """
     spec = record.spec
-    known = msgspec.to_builtins(spec) | {"strategy": spec.name, "seq_length": spec.shape.seq_length}
-    # One by one: msgspec leaves out defaults that it filled in itself, of a file of before they were.
-    known |= {each.name: msgspec.to_builtins(getattr(record, each.name)) for each in fields(record)}
-    return {name: known[name] for name in _NAMES}
+    values = msgspec.to_builtins(spec) | {
+        "strategy": spec.name,
+        "seq_length": spec.shape.seq_length,
+    }
+    # Fields are converted one by one, because msgspec leaves out defaults that it filled in itself when it
+    # read a file without these fields.
+    for field in fields(record):
+        values[field.name] = msgspec.to_builtins(getattr(record, field.name))
+    return {name: values[name] for name in _FIELD_NAMES}
 
 
-_RENAMED = {"plant": "patch_file"}
-"""Fields of `run.json` as older versions named them."""
+_RENAMED_FIELDS = {"plant": "patch_file"}
+"""Present names of fields of `run.json`, by their names in older versions."""
 
 
 def decode_run(data: Mapping[str, Any]) -> RunRecord:
-    """The record of what `encode_run` gave.
+    """Return the record of a content of `run.json`.
 
     Raises:
-        msgspec.ValidationError: It is not of this shape, or its arguments define no model.
+        msgspec.ValidationError: The content has another shape, or its arguments define no model.
     """
-    data = {_RENAMED.get(name, name): value for name, value in data.items()}
-    said = msgspec.convert(data, _Said)
+    data = {_RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
+    stored = msgspec.convert(data, _StoredSpec)
     try:
-        argv = counted_vocabulary(said.argv, said.entry.megatron_version)
-        spec = spec_of_flags(argv, said.parallelism.world_size, said.device, said.model)
+        argv = count_end_of_document_in_vocabulary(stored.argv, stored.entry.megatron_version)
+        spec = spec_from_flags(argv, stored.parallelism.world_size, stored.device, stored.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
-    fused = tuple(filter(None, said.environment.get(variables.FUSED, "").split(",")))
-    in_spec = {field.name for field in fields(RunSpec)}.intersection(said.__struct_fields__)
-    spec = replace(spec, fused=fused, **{name: getattr(said, name) for name in in_spec})
+    fused = tuple(filter(None, stored.environment.get(variables.FUSED, "").split(",")))
+    spec_fields = {field.name for field in fields(RunSpec)}.intersection(stored.__struct_fields__)
+    stored_values = {name: getattr(stored, name) for name in spec_fields}
+    spec = replace(spec, fused=fused, **stored_values)
     return msgspec.convert(data | {"spec": msgspec.to_builtins(spec)}, RunRecord)
 
 
-_NAMES = (
+_FIELD_NAMES = (
     *("run", "created_utc", "backend", "strategy", "model", "device", "parallelism", "batch"),
     *("seq_length", "dtype", "dropout", "seed", "exit_interval", "argv", "command", "environment"),
     *("entry", "host", "software", "dataset", "start_checkpoint", "start_weights", "kit_commit"),
     *("code", "runtime", "image", "link_bits_per_second", "save_every", "resumptions"),
     *("shares_gpu", "patch_file", "schema"),
 )
-"""Fields of `run.json`, in their order."""
+"""Fields of `run.json` in their order."""
 
 
-class _Said(msgspec.Struct, kw_only=True):
-    """What of the spec is among them, and what its other fields are read from."""
+class _StoredSpec(msgspec.Struct, kw_only=True):
+    """Fields of `run.json` from which the spec is read: its own fields, `argv` and `environment`."""
 
     backend: str
     strategy: str
@@ -329,12 +348,12 @@ class _Said(msgspec.Struct, kw_only=True):
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read `run.json`.
+    """Read `run.json` from a run folder.
 
     Raises:
         FileNotFoundError: The folder has no `run.json`.
         OSError: `run.json` cannot be read, or is no regular file.
-        msgspec.DecodeError: The file is not JSON of this shape.
+        msgspec.DecodeError: The file is no JSON of this shape.
     """
     return decode_run(
         msgspec.json.decode(read_regular_file(folder / RUN_FILE), type=dict[str, Any])
@@ -342,17 +361,20 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """Write `run.json`, whole or not at all."""
+    """Write the record of a run to `run.json`, atomically."""
     write_record(folder / RUN_FILE, encode_run(record))
 
 
 def read_status(folder: Path) -> StatusRecord:
-    """Read `status.json`; raises as `read_run` does."""
+    """Read `status.json` from a run folder. It raises the same errors as `read_run`."""
     return msgspec.json.decode(read_regular_file(folder / STATUS_FILE), type=StatusRecord)
 
 
 def is_running(log: Path) -> bool:
-    """Whether a process of the run that writes this log still lives: all of them share its lock."""
+    """Return True if a process of the run that writes this log is alive.
+
+    All processes of a run share a lock on its log.
+    """
     try:
         with log.open("rb") as file:
             lock_file(file, shared=True)
@@ -364,17 +386,18 @@ def is_running(log: Path) -> bool:
 
 
 def looks_alive(folder: Path) -> bool:
-    """Whether a run is still on: a process here holds its log, or samples of any machine are fresh."""
+    """Return True if a process of this machine holds the run's log, or if a node's samples are recent."""
     try:
-        return is_running(folder / LOG_FILE) or _sampled_lately(folder)
-    except OSError:  # Another user's, or no folder at all.
+        return is_running(folder / LOG_FILE) or _has_recent_samples(folder)
+    except OSError:  # The folder belongs to another user, or does not exist.
         return False
 
 
-def _sampled_lately(folder: Path) -> bool:
-    for place in (folder, *(folder / NODES_FOLDER).glob("*")):
+def _has_recent_samples(folder: Path) -> bool:
+    """Return True if any node wrote a sample less than ALIVE_SECONDS ago."""
+    for node_folder in (folder, *(folder / NODES_FOLDER).glob("*")):
         try:
-            if time.time() - (place / SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:
+            if time.time() - (node_folder / SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:
                 return True
         except OSError:
             continue

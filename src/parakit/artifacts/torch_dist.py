@@ -1,10 +1,9 @@
-"""Megatron's distributed checkpoints (torch_dist) as their files describe them; values alone need torch.
+"""Read and verify Megatron's distributed checkpoints (torch_dist).
 
-`.metadata` says which bytes of which file hold each piece of each tensor, and every piece is a zip
-archive that `torch.save` wrote, with a checksum for what it holds. Reading all of them back proves that
-a checkpoint is whole. `.metadata` is a pickle: it is read with stand-ins for torch's classes, so nothing
-that it names is imported or run. This is its one reader: launch verifies with it, exports and the native
-backend load with it.
+`.metadata` says which bytes of which file hold each piece of each tensor. A piece is a zip archive that `torch.save`
+wrote, with checksums. If all pieces can be read back, the checkpoint is intact. `.metadata` is a pickle, which is
+read with stand-ins for torch's classes: nothing that it names is imported or executed. Only reading values needs
+torch.
 """
 
 from __future__ import annotations
@@ -29,86 +28,86 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
-"""Written last, after `.metadata`: without it Megatron takes the checkpoint for one of torch's own."""
+"""File that is written last, after `.metadata`. Without it Megatron takes the checkpoint for torch's format."""
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""Megatron writes the newest iteration here once a checkpoint is whole."""
+"""File to which Megatron writes the newest iteration when its checkpoint is complete."""
 
 EMBEDDING, OUTPUT = VOCABULARY = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Tensors whose rows are the vocabulary's entries, which Megatron pads."""
+"""Tensors with one row per entry of the vocabulary, which Megatron pads."""
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Norms by their names here, and those of Megatron's own (local) modules."""
+"""Names of norms in these checkpoints, and in the checkpoints of Megatron's local modules."""
 
 Shape = tuple[int, ...]
 
 ShouldContinue = Callable[[], bool]
-"""Asked between the pieces of a long reading."""
+"""Function that is asked between the pieces of a long reading; False stops the reading."""
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, and why."""
+    """Error of a checkpoint that cannot be loaded; the message says why."""
 
 
 class ReadingStoppedError(Exception):
-    """Nobody waits for the answer any more."""
+    """Error of a reading that the caller stopped."""
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Bytes of a file that hold one piece of one tensor."""
+    """Position in a file of the bytes of one piece of a tensor, or of one object."""
 
     file: str
     offset_bytes: int
     length_bytes: int
     tensor: DescribedTensor | None = None
-    """Which one of them, where `torch.save` wrote more than this piece."""
+    """Description of the piece, if `torch.save` wrote further tensors into the same archive."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, all layers stacked, and the pieces that ranks saved of it."""
+    """A full tensor, with all layers stacked, and the pieces of it that ranks saved."""
 
     shape: Shape
     dtype: str
-    """torch's name of it, `bfloat16`; empty where the file does not say it in torch's way."""
+    """torch's name of the dtype, such as `bfloat16`; empty if the file does not state it."""
     sizes: dict[Shape, Shape]
-    """Of each piece, by the place of its first element in the whole."""
+    """Size of each piece, by the index of its first element in the full tensor."""
     parts: dict[Shape, StoredPart]
-    """By the same place."""
+    """Position of each piece in the files, by the same index."""
 
 
 @dataclass(frozen=True)
 class StoredMetadata:
-    """What `.metadata` says is where."""
+    """Content of `.metadata`: the position of everything that the checkpoint stores."""
 
     tensors: Mapping[str, StoredTensor]
-    """By Megatron's names."""
+    """Tensors by Megatron's names."""
     parts: tuple[StoredPart, ...]
-    """Of all that is stored, also what is no tensor."""
+    """Positions of all pieces and objects."""
     objects: Mapping[str, StoredPart]
-    """What is no tensor, `rng_state/shard_0.0_1.2`."""
+    """Positions of objects that are no tensors, by name, such as `rng_state/shard_0.0_1.2`."""
 
     @property
-    def by_file(self) -> dict[str, list[StoredPart]]:
-        """Parts in the order in which they lie in each file."""
-        found = dict[str, list[StoredPart]]()
+    def parts_by_file(self) -> dict[str, list[StoredPart]]:
+        """Parts by the name of their file, in the order of their offsets."""
+        parts_by_file = dict[str, list[StoredPart]]()
         for part in sorted(self.parts, key=lambda part: (part.file, part.offset_bytes)):
-            found.setdefault(part.file, []).append(part)
-        return found
+            parts_by_file.setdefault(part.file, []).append(part)
+        return parts_by_file
 
 
 def read_metadata(folder: Path) -> StoredMetadata:
-    """What a checkpoint (`iter_…`) holds.
+    """Read `.metadata` of a checkpoint (`iter_…`).
 
     Raises:
-        DamagedCheckpointError: `.metadata` is missing, or no metadata.
+        DamagedCheckpointError: `.metadata` is missing or damaged.
     """
     try:
         with open_regular_file(folder / METADATA) as file:
-            return _described(InertUnpickler(file).load())
+            return _convert_metadata(InertUnpickler(file).load())
     except FileNotFoundError:
         raise DamagedCheckpointError(f"it was not finished and has no {METADATA}") from None
     except OSError as error:
@@ -117,51 +116,54 @@ def read_metadata(folder: Path) -> StoredMetadata:
         raise DamagedCheckpointError(f"{METADATA} cannot be read ({error})") from error
 
 
-def _described(found: Any) -> StoredMetadata:
-    everything, objects = [], dict[str, StoredPart]()
-    by_name = dict[str, dict[Shape, StoredPart]]()
-    for index, at in found.storage_data.items():
-        part = StoredPart(str(at.relative_path), int(at.offset), int(at.length))
-        everything.append(part)
-        place = getattr(index, "offset", None)
-        if isinstance(place, tuple):
-            by_name.setdefault(str(index.fqn), {})[place] = part
+def _convert_metadata(metadata: Any) -> StoredMetadata:
+    """Return the content of torch's `Metadata`, of which `metadata` is a stand-in."""
+    all_parts, objects = [], dict[str, StoredPart]()
+    pieces_by_name = dict[str, dict[Shape, StoredPart]]()
+    for index, info in metadata.storage_data.items():
+        name = str(index.fqn)
+        part = StoredPart(str(info.relative_path), int(info.offset), int(info.length))
+        all_parts.append(part)
+        offset = getattr(index, "offset", None)
+        if isinstance(offset, tuple):
+            pieces_by_name.setdefault(name, {})[offset] = part
         else:
-            objects[str(index.fqn)] = part
+            objects[name] = part
     tensors = {
         str(name): StoredTensor(
-            entry.size,
-            _dtype(entry.properties),
-            {chunk.offsets: chunk.sizes for chunk in entry.chunks},
-            by_name.get(str(name), {}),
+            shape=entry.size,
+            dtype=_read_dtype(entry.properties),
+            sizes={chunk.offsets: chunk.sizes for chunk in entry.chunks},
+            parts=pieces_by_name.get(str(name), {}),
         )
-        for name, entry in found.state_dict_metadata.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if hasattr(entry, "chunks")
     }
-    return StoredMetadata(tensors, tuple(everything), objects)
+    return StoredMetadata(tensors, tuple(all_parts), objects)
 
 
-def _dtype(properties: Any) -> str:
-    """torch pickles its properties as a tuple that begins with the type."""
+def _read_dtype(properties: Any) -> str:
+    """Return the name of the dtype in a stand-in of torch's `TensorProperties`; empty if unknown."""
+    # torch pickles these properties as a tuple that begins with the dtype.
     state = getattr(properties, "state", ())
     return getattr(state[0], "__name__", "") if state else ""
 
 
 def describe_object(folder: Path, part: StoredPart) -> Any:
-    """Describe what is stored and is no tensor; classes are stand-ins, and tensors in it have no values.
+    """Return a stored object that is no tensor. Classes are stand-ins, and tensors have no values.
 
     Raises:
-        DamagedCheckpointError: It cannot be read.
+        DamagedCheckpointError: The object cannot be read.
     """
     with _open_archive(folder, part) as archive:
         return describe_saved(archive)
 
 
 def read_bytes(folder: Path, part: StoredPart) -> bytes:
-    """Read all that `torch.save` wrote of a piece or an object, and compare it with its checksums.
+    """Return the archive of a piece or an object, after comparing it with its checksums.
 
     Raises:
-        DamagedCheckpointError: The bytes cannot be read, or are not what was saved.
+        DamagedCheckpointError: The archive cannot be read, or a checksum is wrong.
     """
     with _open_archive(folder, part) as archive:
         _check_members(archive, part)
@@ -171,10 +173,10 @@ def read_bytes(folder: Path, part: StoredPart) -> bytes:
 
 
 def read_piece(folder: Path, part: StoredPart) -> Tensor:
-    """Read one piece of a tensor, and compare it with its checksums, which `torch.load` does not.
+    """Return one piece of a tensor, after comparing it with its checksums, which `torch.load` does not do.
 
     Raises:
-        DamagedCheckpointError: The piece cannot be read, or is not what was saved.
+        DamagedCheckpointError: The piece cannot be read, or a checksum is wrong.
     """
     with _open_archive(folder, part) as archive:
         described = part.tensor or describe_saved(archive)
@@ -184,7 +186,7 @@ def read_piece(folder: Path, part: StoredPart) -> Tensor:
 
 
 def _load_piece(folder: Path, part: StoredPart) -> Tensor:
-    """Read a piece of a type that only torch knows, such as one of eight bits.
+    """Return a piece whose dtype only torch can read, such as one of eight bits.
 
     Raises:
         DamagedCheckpointError: torch finds no tensor in it, or something that could run code.
@@ -194,7 +196,7 @@ def _load_piece(folder: Path, part: StoredPart) -> Tensor:
     try:
         piece: Tensor = torch.load(io.BytesIO(read_bytes(folder, part)), weights_only=True)
     except (RuntimeError, pickle.UnpicklingError):
-        # torch's own text advises to load it without the safeguards against foreign code.
+        # torch's own message advises to load the file without the safeguards against foreign code.
         raise DamagedCheckpointError(
             f"{folder / part.file} is damaged at byte {part.offset_bytes}: torch reads no tensor there"
         ) from None
@@ -202,12 +204,12 @@ def _load_piece(folder: Path, part: StoredPart) -> Tensor:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether writing a checkpoint came to its end."""
+    """Return True if Megatron finished writing a checkpoint."""
     return (folder / METADATA).is_file() and (folder / FORMAT).is_file()
 
 
 def read_finished_iteration(folder: Path) -> int | None:
-    """The newest iteration that Megatron says it has saved."""
+    """Return the newest iteration that Megatron reports as saved in a folder; None if there is none."""
     try:
         return int(read_regular_file(folder / TRACKER_FILE))
     except (OSError, ValueError):
@@ -215,19 +217,22 @@ def read_finished_iteration(folder: Path) -> int | None:
 
 
 def read_tracker_time_ns(folder: Path) -> int | None:
-    """When Megatron last said that it has saved, in ns; it may save the same iteration again."""
+    """Return the time at which Megatron last reported a saved iteration, in ns since 1970; None if never.
+
+    The time also changes if Megatron saves the same iteration again.
+    """
     try:
         return (folder / TRACKER_FILE).stat().st_mtime_ns
     except OSError:
         return None
 
 
-def verify_readable(folder: Path, keep_going: ShouldContinue = lambda: True) -> None:
-    """Read every piece of a checkpoint back and compare it with its checksum.
+def verify_readable(folder: Path, should_continue: ShouldContinue = lambda: True) -> None:
+    """Read every piece of a checkpoint back, and compare it with its checksums.
 
     Raises:
-        DamagedCheckpointError: It is unfinished, truncated or altered; names the file.
-        ReadingStoppedError: `keep_going` says no.
+        DamagedCheckpointError: The checkpoint is unfinished, truncated or altered; the message names the file.
+        ReadingStoppedError: `should_continue` returned False.
     """
     try:
         json.loads(read_regular_file(folder / FORMAT))
@@ -237,28 +242,29 @@ def verify_readable(folder: Path, keep_going: ShouldContinue = lambda: True) -> 
         raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{FORMAT} cannot be read ({error})") from error
-    verify_pieces(folder, read_metadata(folder), keep_going)
+    verify_pieces(folder, read_metadata(folder), should_continue)
     common = folder / "common.pt"
     if common.exists():
-        _check_file(common, [StoredPart(common.name, 0, common.stat().st_size)], keep_going)
+        _check_file(common, [StoredPart(common.name, 0, common.stat().st_size)], should_continue)
 
 
 def verify_pieces(
-    folder: Path, stored: StoredMetadata, keep_going: ShouldContinue = lambda: True
+    folder: Path, stored: StoredMetadata, should_continue: ShouldContinue = lambda: True
 ) -> None:
-    """Compare what each archive of a checkpoint of any format holds with its checksums.
+    """Compare each archive of a checkpoint with its checksums, in any format of checkpoints.
 
     Raises:
-        DamagedCheckpointError, ReadingStoppedError: As `verify_readable`.
+        DamagedCheckpointError: A file is truncated or altered; the message names it.
+        ReadingStoppedError: `should_continue` returned False.
     """
-    for name, pieces in stored.by_file.items():
-        _check_file(folder / name, pieces, keep_going)
+    for name, pieces in stored.parts_by_file.items():
+        _check_file(folder / name, pieces, should_continue)
 
 
 def hash_weights(folder: Path) -> str:
-    """A hash of a checkpoint's tensors: their names, places and the checksums of their values.
+    """Return a hash of a checkpoint's tensors: of their names, positions and the checksums of their values.
 
-    The files differ each time that the same weights are written: arguments and paths are in them too.
+    The files themselves differ if the same weights are written again, because they hold arguments and paths.
 
     Raises:
         DamagedCheckpointError: `.metadata` or an archive cannot be read.
@@ -266,23 +272,33 @@ def hash_weights(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(read_metadata(folder).tensors.items()):
-        for place, part in sorted(tensor.parts.items()):
-            digest.update(f"{name} {place} {_checksums(folder, part)}\n".encode())
+        for offset, part in sorted(tensor.parts.items()):
+            digest.update(f"{name} {offset} {_read_checksums(folder, part)}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
-    """Of what `torch.save` wrote for one piece, but for its own version numbers."""
+def _read_checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
+    """Return name, size and checksum of the members of a piece's archive, without torch's version numbers."""
+    checksums = []
     with _open_archive(folder, piece) as archive:
-        members = ((m.filename.partition("/")[2], m.file_size, m.CRC) for m in archive.infolist())
-        return [m for m in members if m[0] == "data.pkl" or m[0].startswith("data/")]
+        for member in archive.infolist():
+            name = member.filename.partition("/")[2]
+            if name == "data.pkl" or name.startswith("data/"):
+                checksums.append((name, member.file_size, member.CRC))
+    return checksums
 
 
 def read_tensor(
     folder: Path, stored: StoredTensor, layer: int | None = None, rows: int | None = None
 ) -> Tensor:
-    """A tensor, put together of the pieces that ranks saved: all of it, or a layer of a stacked one,
-    from 0, or so many of its first rows."""
+    """Return a tensor, joined from the pieces that ranks saved.
+
+    Args:
+        folder: Folder of the checkpoint.
+        stored: The tensor in the checkpoint's metadata.
+        layer: Index of the layer to return of a stacked tensor, from 0; None for all layers.
+        rows: Number of first rows to return; None for all rows.
+    """
     begin, size = [0] * len(stored.shape), list(stored.shape)
     if layer is not None:
         begin[0], size[0] = layer, 1
@@ -295,44 +311,56 @@ def read_tensor(
 def read_box(
     folder: Path, stored: StoredTensor, begin: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """The part of a tensor that begins at `begin`; one piece beside it is in memory at a time."""
+    """Return the part of a tensor with shape `size` whose first element has the index `begin`.
+
+    Only one piece is in memory at a time, besides the result.
+    """
     import torch
 
     box = torch.empty(tuple(size), dtype=getattr(torch, stored.dtype))
-    for at, extent in stored.sizes.items():
-        first = [max(pair) for pair in zip(at, begin, strict=True)]
-        ends = zip(at, extent, begin, size, strict=True)
-        last = [min(a + e, b + s) for a, e, b, s in ends]
-        if any(low >= high for low, high in zip(first, last, strict=True)):
-            continue
-        piece = read_piece(folder, stored.parts[at]).reshape(tuple(extent))
-        into = tuple(slice(a - b, z - b) for a, z, b in zip(first, last, begin, strict=True))
-        box[into] = piece[
-            tuple(slice(a - b, z - b) for a, z, b in zip(first, last, at, strict=True))
+    for piece_begin, piece_size in stored.sizes.items():
+        bounds = zip(piece_begin, piece_size, begin, size, strict=True)
+        # First and last index of the overlap of piece and box, per dimension of the full tensor.
+        overlap = [
+            (max(piece_first, box_first), min(piece_first + piece_length, box_first + box_length))
+            for piece_first, piece_length, box_first, box_length in bounds
         ]
+        if any(first >= last for first, last in overlap):
+            continue
+        piece = read_piece(folder, stored.parts[piece_begin]).reshape(tuple(piece_size))
+        box[_make_slices(overlap, begin)] = piece[_make_slices(overlap, piece_begin)]
     return box
 
 
-def _check_file(path: Path, pieces: Iterable[StoredPart], keep_going: ShouldContinue) -> None:
+def _make_slices(overlap: Sequence[tuple[int, int]], begin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices of an overlap in a part of the full tensor that begins at `begin`."""
+    return tuple(
+        slice(first - offset, last - offset)
+        for (first, last), offset in zip(overlap, begin, strict=True)
+    )
+
+
+def _check_file(path: Path, pieces: Iterable[StoredPart], should_continue: ShouldContinue) -> None:
+    """Compare the pieces in one file with their checksums; raises as `verify_pieces` does."""
     try:
         with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             for piece in pieces:
-                if not keep_going():
+                if not should_continue():
                     raise ReadingStoppedError
                 if piece.offset_bytes + piece.length_bytes > size:
                     raise DamagedCheckpointError(
                         f"{path.name} is truncated: it has {size} bytes of at least "
                         f"{piece.offset_bytes + piece.length_bytes}"
                     )
-                with _archive(file, piece) as archive:
+                with _open_piece(file, piece) as archive:
                     _check_members(archive, piece)
     except OSError as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
 def _check_members(archive: zipfile.ZipFile, piece: StoredPart) -> None:
-    """Read all that an archive holds.
+    """Read all members of an archive, and compare them with their checksums.
 
     Raises:
         DamagedCheckpointError: A checksum is wrong.
@@ -346,16 +374,16 @@ def _check_members(archive: zipfile.ZipFile, piece: StoredPart) -> None:
 
 @contextmanager
 def _open_archive(folder: Path, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
-    """Open what `torch.save` wrote for one piece or object.
+    """Open the archive of a piece or an object in a checkpoint's folder.
 
     Raises:
-        DamagedCheckpointError: The file cannot be read, or what is read of it is damaged.
+        DamagedCheckpointError: The file cannot be read, or the archive is damaged.
     """
     path = folder / piece.file
     try:
         with (
             open_regular_file(path) as file,
-            _archive(file, replace(piece, file=str(path))) as archive,
+            _open_piece(file, replace(piece, file=str(path))) as archive,
         ):
             yield archive
     except OSError as error:
@@ -363,10 +391,15 @@ def _open_archive(folder: Path, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
 
 
 @contextmanager
-def _archive(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
-    """One piece, as `torch.save` wrote it."""
+def _open_piece(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
+    """Open the archive of a piece in an open file.
+
+    Raises:
+        DamagedCheckpointError: The archive is damaged.
+        OSError: The file cannot be read.
+    """
     try:
-        with zipfile.ZipFile(_Part(file, piece.offset_bytes, piece.length_bytes)) as archive:
+        with zipfile.ZipFile(_FilePart(file, piece.offset_bytes, piece.length_bytes)) as archive:
             yield archive
     except (OSError, DamagedCheckpointError):
         raise
@@ -376,8 +409,8 @@ def _archive(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
         ) from None
 
 
-class _Part(io.RawIOBase):
-    """A part of a file as a file of its own."""
+class _FilePart(io.RawIOBase):
+    """A part of an open file, which can be read like a separate file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file = file
@@ -396,9 +429,8 @@ class _Part(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._position)
-        wanted = left if size < 0 else min(size, left)
+        remaining = max(0, self._length - self._position)
         self._file.seek(self._offset + self._position)
-        data = self._file.read(wanted)
+        data = self._file.read(remaining if size < 0 else min(size, remaining))
         self._position += len(data)
         return data

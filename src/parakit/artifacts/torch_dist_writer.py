@@ -1,7 +1,7 @@
-"""Megatron's distributed checkpoints (torch_dist) written a piece at a time, without a process group.
+"""Write Megatron's distributed checkpoints (torch_dist) piece by piece, without a process group.
 
-What `parakit.artifacts.torch_dist` reads: files of pieces, each an archive of `torch.save`, `.metadata` that
-says where each lies, and `metadata.json`, with which Megatron takes the folder for its own.
+A checkpoint has files of pieces, each an archive of `torch.save`; `.metadata` with the position of each piece; and
+`metadata.json`, by which Megatron recognises the format. `parakit.artifacts.torch_dist` reads such checkpoints.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ from parakit.artifacts.torch_dist import FORMAT, METADATA, StoredMetadata, Store
 
 
 def add_piece(file: BinaryIO, name: str, value: object) -> StoredPart:
-    """Write a tensor, or what `torch.save` takes, at the end of a file of that name."""
+    """Append a tensor or object to an open file with `torch.save`, and return its position in the file `name`."""
     begin = file.tell()
     torch.save(value, file)
     return StoredPart(name, begin, file.tell() - begin)
 
 
-def write_metadata(folder: Path, held: StoredMetadata) -> None:
-    """Finish a checkpoint (`iter_…`) whose pieces are written."""
-    described: dict[str, Any] = dict.fromkeys(held.objects, BytesStorageMetadata())
-    places = {MetadataIndex(name): part for name, part in held.objects.items()}
-    for name, tensor in held.tensors.items():
-        described[name] = TensorStorageMetadata(
+def write_metadata(folder: Path, stored: StoredMetadata) -> None:
+    """Write `.metadata` and `metadata.json` into a checkpoint (`iter_…`) whose pieces are written."""
+    state_dict_metadata: dict[str, Any] = dict.fromkeys(stored.objects, BytesStorageMetadata())
+    parts = {MetadataIndex(name): part for name, part in stored.objects.items()}
+    for name, tensor in stored.tensors.items():
+        state_dict_metadata[name] = TensorStorageMetadata(
             TensorProperties(dtype=getattr(torch, tensor.dtype)),
             torch.Size(tensor.shape),
             [
-                ChunkStorageMetadata(torch.Size(at), torch.Size(size))
-                for at, size in tensor.sizes.items()
+                ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+                for offset, size in tensor.sizes.items()
             ],
         )
-        places |= {MetadataIndex(name, torch.Size(at)): part for at, part in tensor.parts.items()}
-    where = {
+        for offset, part in tensor.parts.items():
+            parts[MetadataIndex(name, torch.Size(offset))] = part
+    storage_data = {
         index: _StorageInfo(part.file, part.offset_bytes, part.length_bytes)
-        for index, part in places.items()
+        for index, part in parts.items()
     }
+    metadata = Metadata(state_dict_metadata, planner_data={}, storage_data=storage_data)
     with (folder / METADATA).open("wb") as file:
-        pickle.dump(Metadata(described, planner_data={}, storage_data=where), file)
+        pickle.dump(metadata, file)
     description = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / FORMAT).write_text(json.dumps(description))

@@ -1,4 +1,7 @@
-"""The verdict of a verification, `verify/<name>/verdict.json` in a run folder. No torch."""
+"""The verdict of a verification: `verify/<name>/verdict.json` in a run folder.
+
+A verification compares the tensors of a strategy with those of a reference. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ if TYPE_CHECKING:
 
 VERIFY_FOLDER, VERDICT_FILE = "verify", "verdict.json"
 SHOWN_NOT_ALIGNED = 5
+"""Most reasons why tensors were not compared that are printed."""
 
 
 class VerifyOutcome(StrEnum):
-    """What a comparison comes to."""
+    """Outcome of a comparison of tensors."""
 
     HELD = "held"
     DIFFERS = "differs"
@@ -34,14 +38,17 @@ EXIT_CODES = {VerifyOutcome.HELD: 0, VerifyOutcome.DIFFERS: 1, VerifyOutcome.NOT
 
 @dataclass(frozen=True, repr=False)
 class VerifyVerdict(Presented):
-    """What `verdict.json` holds."""
+    """Verdict on a strategy, as in `verdict.json`.
+
+    All fields from `stage` to `iteration` describe the first wrong tensor. They are empty if none is wrong.
+    """
 
     verdict: VerifyOutcome
     stage: CaptureStage | None = None
-    """Of the first tensor that is wrong, as all below; None if none is."""
+    """Stage of the first wrong tensor; None if no tensor is wrong."""
     module: str | None = None
     tensor: str | None = None
-    """Which of the module's: an input, an output, the gradient of one."""
+    """Name of the tensor within its module: an input, an output, or the gradient of one."""
     ranks: tuple[int, ...] = ()
     kind: str | None = None
     factor: float | None = None
@@ -50,51 +57,53 @@ class VerifyVerdict(Presented):
     source: str | None = None
     """File and line of the module's forward pass in the Megatron in use."""
     iteration: int | None = None
-    """After or in which it is wrong: weights that an iteration begins with are of the one before."""
+    """Iteration in which the tensor is wrong. Weights before an iteration count as the iteration before."""
     confirmed: bool | None = None
-    """Whether the module is wrong by itself, with the reference's own input or upstream gradient."""
+    """True if the module is also wrong with the reference's input or upstream gradient; None if untested."""
     worst: str | None = None
-    """The element that is farthest off: its index, what it is and what it should be."""
+    """Element with the largest error: its index, its value and the correct value."""
     also: tuple[str, ...] = ()
-    """What else is wrong by itself: stage, module and source; of layers that are alike the first."""
+    """Stage, module and source of further modules that are wrong by themselves; of equal layers the first."""
     worst_ratio: float | None = None
-    """Largest error over tolerance of all tensors: below 1 if all held."""
+    """Largest ratio of error to tolerance over all tensors; below 1 if all held."""
     compared: int = 0
     seen: int = 0
-    """Tensors that the strategy's ranks had; `compared` of them were compared."""
+    """Number of tensors of the strategy's ranks; `compared` of them were compared."""
     routing_flips: int = 0
-    """Tokens for which a router chose other experts within rounding; the reference's were used."""
+    """Tokens for which a router chose other experts within rounding. The reference's choice was used."""
     constant: int | None = None
-    """Parameters and buffers of one value each, of which it cannot be seen which part a rank uses."""
+    """Number of parameters and buffers with equal elements, which do not show which part a rank uses."""
     initialised: int | None = None
-    """Pieces of parameters whose initialisation by the strategy itself was looked at, too."""
+    """Number of pieces of parameters whose initialisation by the strategy was compared, too."""
     added_up: str | None = None
-    """A tensor that is off by little more than its tolerance, where no module is wrong by itself."""
+    """Tensor with an error slightly above its tolerance, while no module is wrong by itself."""
     logged: str | None = None
-    """What the log prints: which values were compared and held, or which one is wrong."""
+    """Sentence on the log's values: which ones were compared and held, or which one is wrong."""
     not_aligned: tuple[str, ...] = ()
     reason: str | None = None
-    """Why nothing could be compared."""
+    """Reason why nothing could be compared; None otherwise."""
     reference: str | None = None
     layout: str | None = None
     mode: str | None = None
-    """In what the two differ beside their strategies, such as the size of a micro batch."""
+    """Differences between both runs besides their strategies, such as the micro batch size."""
     command: str | None = None
-    """The command that repeats it."""
+    """Command that repeats the verification."""
 
     @property
     def exit_code(self) -> int:
-        """0 held, 1 differs, 2 not comparable."""
+        """Exit code: 0 if held, 1 if it differs, 2 if not comparable."""
         return EXIT_CODES[self.verdict]
 
     @property
     def sentence(self) -> str:
-        """The verdict in a few words."""
+        """Verdict in one short sentence."""
         if self.verdict is VerifyOutcome.HELD:
-            within = f", {self.routing_flips} routing choices within rounding differ"
-            ratio = f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
-            small = f", but {self.added_up}, where errors of several modules add up"
-            return ratio + (within if self.routing_flips else "") + (small if self.added_up else "")
+            sentence = f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
+            if self.routing_flips:
+                sentence += f", {self.routing_flips} routing choices within rounding differ"
+            if self.added_up:
+                sentence += f", but {self.added_up}, where errors of several modules add up"
+            return sentence
         if self.verdict is VerifyOutcome.NOT_COMPARABLE:
             return f"tensors not comparable: {self.reason}"
         if self.stage is CaptureStage.LOG:
@@ -103,11 +112,11 @@ class VerifyVerdict(Presented):
 
     @property
     def line(self) -> str:
-        """Of a strategy that differs, all that repeats and finds it: what, how, where, which element."""
-        said = f"{self.stage}, {self.module} ({self.tensor}): {self.kind}"
+        """Line on a strategy that differs: stage, module, tensor, kind, source, element and command."""
+        tensor = f"{self.stage}, {self.module} ({self.tensor}): {self.kind}"
         logged = self.logged if self.stage is CaptureStage.LOG else None
-        where = "; ".join(filter(None, (self.source, self.worst, logged, self.command)))
-        return f"{said}; {where}" if where else said
+        details = "; ".join(filter(None, (self.source, self.worst, logged, self.command)))
+        return f"{tensor}; {details}" if details else tensor
 
     def show(self, console: Console) -> None:
         """Print the outcome, how many tensors were compared, and up to five reasons why others were not."""
@@ -133,10 +142,10 @@ class VerifyVerdict(Presented):
 
 
 def read_verdicts(folder: Path) -> Iterator[VerifyVerdict]:
-    """Verdicts in a run folder, by name.
+    """Yield the verdicts in a run folder, in the order of their names.
 
     Raises:
-        msgspec.ValidationError: One is not of this version of the kit.
+        msgspec.ValidationError: A verdict was written by another version of the kit.
     """
     for path in sorted((folder / VERIFY_FOLDER).glob(f"*/{VERDICT_FILE}")):
         yield msgspec.json.decode(path.read_bytes(), type=VerifyVerdict)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.checkpoint.checks import other_model_problem
+    from parakit.checkpoint.checks import describe_model_mismatch
     from parakit.checkpoint.command import inspect_command
     from parakit.checkpoint.contents import read_contents
     from parakit.checkpoint.inspection import CheckpointInspection, inspect_folder
@@ -18,8 +18,8 @@ else:
 
 __all__ = [
     "CheckpointInspection",
+    "describe_model_mismatch",
     "inspect_command",
     "inspect_folder",
-    "other_model_problem",
     "read_contents",
 ]

@@ -27,20 +27,20 @@ from parakit.checkpoint.contents import (
     LEGACY,
     TORCH_DIST,
     Contents,
-    named_iteration,
+    parse_folder_iteration,
 )
-from parakit.checkpoint.parallelism import moves_ranks
+from parakit.checkpoint.parallelism import changes_model_parallel_ranks
 from parakit.config.model import ModelShape
 from parakit.config.run import RunSpec
 from parakit.config.strategy import (
     UNTIED,
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
     strategy_name,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 _STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
@@ -49,7 +49,7 @@ _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 """Of the distributed optimizer's formats those that any TP and PP loads (Megatron 0.19)."""
 
 
-def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ...]:
+def find_problems(contents: Contents, reads_pieces: bool = False) -> tuple[str, ...]:
     """Every sentence that says what is wrong; empty for a healthy checkpoint.
 
     If it `reads_pieces`, every piece is compared with its checksum.
@@ -59,7 +59,7 @@ def problems_of(contents: Contents, reads_pieces: bool = False) -> tuple[str, ..
 
 @dataclass(frozen=True)
 class CheckCoverage:
-    """The parts of a checkpoint that `problems_of` compares, and those that it does not compare."""
+    """The parts of a checkpoint that `find_problems` compares, and those that it does not compare."""
 
     checked: tuple[str, ...]
     """Noun phrases, such as `16 tensors against the model of the arguments (attention, MLP)`."""
@@ -75,8 +75,8 @@ class CheckCoverage:
         return "\n".join(lines)
 
 
-def coverage_of(contents: Contents, reads_pieces: bool = False) -> CheckCoverage:
-    """Return what `problems_of` with the same arguments compares and does not compare."""
+def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCoverage:
+    """Return what `find_problems` with the same arguments compares and does not compare."""
     checked, unchecked = list[str](), list[str]()
     if contents.format == HUGGING_FACE:
         if contents.unknown_model:
@@ -117,7 +117,7 @@ def _compared_names(contents: Contents, shape: ModelShape) -> set[str]:
     """Return the weights that `_misfits` compares with the model of the arguments."""
     stacks = _stacks_layers(contents)
     names = {EMBEDDING, *([OUTPUT] if OUTPUT in contents.shapes else [])}
-    for name in wanted_tensors(shape):
+    for name in expected_tensor_shapes(shape):
         if stacks or not name.startswith(_LAYERS):
             names.add(name)
     return names & contents.weights.keys()
@@ -135,7 +135,7 @@ def _parts_of_model(shape: ModelShape) -> set[str]:
         parts |= {"experts", "router"}
     else:
         parts.add("MLP")
-    return parts | ({"MTP"} if shape.mtp_depth else set())
+    return parts | ({"MTP"} if shape.mtp_layers else set())
 
 
 def _part_of(name: str) -> str:
@@ -157,7 +157,7 @@ _PARTS = {
 """Parts of a model by what the names of their tensors contain; the first that fits counts."""
 
 
-def wanted_tensors(shape: ModelShape) -> dict[str, Shape]:
+def expected_tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
     """Tensors of a model in Megatron's distributed format, but for those whose rows TP may pad.
 
     A weight of all layers is one tensor. Of experts, mixers and latent attention nothing is said.
@@ -187,7 +187,7 @@ def wanted_tensors(shape: ModelShape) -> dict[str, Shape]:
     return wanted | {f"{_LAYERS}{name}": (layers, *size) for name, size in inside.items()}
 
 
-def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | None:
+def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str | None:
     """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
 
     Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
@@ -200,7 +200,7 @@ def other_model_problem(folder: Path, shape: ModelShape, model: str) -> str | No
         stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
     except DamagedCheckpointError:
         return None
-    for name, wanted in wanted_tensors(shape).items():
+    for name, wanted in expected_tensor_shapes(shape).items():
         if name in stored and (found := stored[name].shape) != wanted:
             return (
                 f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
@@ -220,7 +220,7 @@ def _problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
     yield from contents.problems
     if contents.format == HUGGING_FACE:
         return
-    named = named_iteration(contents.folder)
+    named = parse_folder_iteration(contents.folder)
     if named is not None and contents.iteration not in (None, named):
         yield f"{contents.folder.name} holds the states of iteration {contents.iteration}."
     if reads_pieces and not contents.problems:
@@ -275,7 +275,7 @@ def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
     """Tensors that the model of the arguments lacks, has otherwise, or has not at all."""
     held = contents.shapes
     stacks = _stacks_layers(contents)
-    for name, size in wanted_tensors(shape).items():
+    for name, size in expected_tensor_shapes(shape).items():
         if name.startswith(_LAYERS) and not stacks:
             continue
         if name not in held:
@@ -326,7 +326,7 @@ def _optimizer_flaws(contents: Contents) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadVerdict:
     """Whether a strategy can load a checkpoint."""
 
     verdict: str
@@ -335,7 +335,7 @@ class Loading:
     reasons: tuple[str, ...]
 
 
-def laid(spec: RunSpec, new: Parallelism) -> RunSpec:
+def replace_parallelism(spec: RunSpec, new: Parallelism) -> RunSpec:
     """A run under a strategy, with a micro batch that its data-parallel ranks have samples for."""
     micro = spec.batch.global_batch_size // new.data or 1
     batch = replace(spec.batch, micro_batch_size=min(spec.batch.micro_batch_size, micro))
@@ -352,7 +352,7 @@ def _has_own_optimizer(parallelism: Parallelism) -> bool:
     return parallelism.expert > 1 and not parallelism.sharding
 
 
-def loading(contents: Contents, strategy: str) -> Loading:
+def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
     """What becomes of a checkpoint under a strategy, as its arguments and Megatron's rules say it.
 
     Raises:
@@ -365,10 +365,10 @@ def loading(contents: Contents, strategy: str) -> Loading:
             "one without arguments" if is_known else f"a checkpoint of the format {contents.format}"
         )
         why = f"No verdict is given on {what}; convert it to torch_dist."
-        return Loading("not judged", (), (why,))
+        return LoadVerdict("not judged", (), (why,))
     saved = spec.parallelism
-    new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
-    refused = [*contents.problems, *violations(laid(spec, new))]
+    new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
+    refused = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
     refused += _unloadable(contents, new)
     if not refused and is_legacy and _files_of(new) != _files_of(saved):
         refused = [
@@ -376,13 +376,13 @@ def loading(contents: Contents, strategy: str) -> Loading:
             f"{strategy_name(saved)}; load it so and save it with --ckpt-format torch_dist."
         ]
     if refused:
-        return Loading("refuses", (), tuple(refused))
+        return LoadVerdict("refuses", (), tuple(refused))
     lost: dict[str, str] = {}
     flags = [*strategy_flags(new), *(("--ckpt-format", LEGACY) if is_legacy else ())]
     if OUTPUT in contents.shapes and UNTIED not in flags:
         # Without the flag Megatron leaves the tensor out, and trains a tied model.
         flags.append(UNTIED)
-    if moves_ranks(new, saved):
+    if changes_model_parallel_ranks(new, saved):
         lost["random states"] = "Megatron ignores random states of another TP or PP."
     if why := _lost_optimizer(contents, saved, new, strategy):
         lost["optimizer"] = why
@@ -390,10 +390,14 @@ def loading(contents: Contents, strategy: str) -> Loading:
     if "random" not in contents.states:
         lost.setdefault("random states", _NONE.format("--no-save-rng"))
         flags.append("--no-load-rng")
-    if spec.padded_vocabulary and contents.rows % new.tensor == 0 and new.tensor != saved.tensor:
-        flags += ["--make-vocab-size-divisible-by", str(contents.rows // new.tensor)]
+    if (
+        spec.padded_vocabulary
+        and contents.vocabulary_rows % new.tensor == 0
+        and new.tensor != saved.tensor
+    ):
+        flags += ["--make-vocab-size-divisible-by", str(contents.vocabulary_rows // new.tensor)]
     verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
-    return Loading(verdict, tuple(flags), tuple(lost.values()))
+    return LoadVerdict(verdict, tuple(flags), tuple(lost.values()))
 
 
 def _unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
@@ -436,7 +440,11 @@ def _lost_optimizer(contents: Contents, saved: Parallelism, new: Parallelism, st
             "EP, nor the other way round; 'make reshard' writes it so."
         )
     form = contents.optimizer_format
-    if moves_ranks(new, saved) and new.sharding and form not in (*_RESHARDABLE, ""):
+    if (
+        changes_model_parallel_ranks(new, saved)
+        and new.sharding
+        and form not in (*_RESHARDABLE, "")
+    ):
         return (
             f"Its optimizer states are {form}, which Megatron loads under the same "
             "TP and PP alone; save with --dist-ckpt-optim-fully-reshardable."

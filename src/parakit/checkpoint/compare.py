@@ -85,7 +85,7 @@ def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
         return _relation(name, a.read(name, None), b.read(name, None))
     if first != second:
         return TensorRelation(name, DIFFERENT, f"shapes {list(first)} and {list(second)}")
-    digests = ([digest(one.read(name, at)) for at in range(first[0])] for one in (a, b))
+    digests = ([hash_values(one.read(name, at)) for at in range(first[0])] for one in (a, b))
     if order := _order(*digests):
         return TensorRelation(name, PERMUTED, f"the second has the layers in the order {order}")
     found = [_relation(name, a.read(name, at), b.read(name, at)) for at in range(first[0])]
@@ -106,7 +106,7 @@ def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
         rows = min(len(a), len(b))
         a, b = a[:rows], b[:rows]
     # What is not finite is equal by its bits alone.
-    if a.dtype == b.dtype and (torch.equal(a, b) or digest(a) == digest(b)):
+    if a.dtype == b.dtype and (torch.equal(a, b) or hash_values(a) == hash_values(b)):
         return TensorRelation(name, PADDING if padded else EQUAL)
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     if a.dtype != b.dtype and torch.equal(a.to(narrow), b.to(narrow)):
@@ -121,7 +121,7 @@ def _permutation(a: Tensor, b: Tensor, experts: bool) -> str:
     """Which parts of the first the second has where; empty if it is no permutation."""
     parts = ("experts", "rows", "columns") if experts else ("rows", "columns")
     for dimension, what in enumerate(parts[: a.ndim]):
-        digests = ([digest(row) for row in one.unbind(dimension)] for one in (a, b))
+        digests = ([hash_values(row) for row in one.unbind(dimension)] for one in (a, b))
         if order := _order(*digests):
             width = max(w for w in range(1, len(order)) if _moves_whole(order, w))
             blocks = [at // width for at in order[::width]]
@@ -146,10 +146,10 @@ def _order(own: list[bytes], others: list[bytes]) -> list[int]:
     places = defaultdict[bytes, list[int]](list)
     for at in reversed(range(len(own))):
         places[own[at]].append(at)
-    return [places[digest].pop() for digest in others]
+    return [places[value].pop() for value in others]
 
 
-def digest(values: Tensor) -> bytes:
+def hash_values(values: Tensor) -> bytes:
     """Of a tensor's bits, without its shape."""
     return hashlib.blake2b(
         memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16

@@ -29,16 +29,16 @@ from parakit.artifacts.torch_dist import (
     read_finished_iteration,
     read_metadata,
 )
-from parakit.checkpoint.whole import (
+from parakit.checkpoint.full_tensors import (
     LEGACY_FILE,
-    Copy,
+    ReplicatedPiece,
+    find_missing_ranks,
     join_rank_files,
-    ranks_lacking,
     stack_fsdp_tensors,
 )
-from parakit.config.files import file_flaw, open_regular_file, read_regular_file
+from parakit.config.files import describe_file_problem, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
-from parakit.config.run import RunSpec, spec_of_printed
+from parakit.config.run import RunSpec, spec_from_printed_arguments
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
 """Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
@@ -62,7 +62,7 @@ class UnknownFormatError(ValueError):
     """A folder that is no checkpoint, or one of a format that is not read."""
 
 
-def kind_of(name: str) -> str:
+def tensor_kind(name: str) -> str:
     """Of a tensor: `weight` or `optimizer`."""
     return "optimizer" if "optimizer" in name.split(".") or "exp_avg" in name else "weight"
 
@@ -84,7 +84,7 @@ class Contents:
     """What of it cannot be read, a sentence each."""
     optimizer_format: str = ""
     """Of the distributed optimizer, as Megatron calls it; empty where nothing says it."""
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[ReplicatedPiece, ...] = ()
     """What ranks hold beside, and which must be the same."""
     unknown_model: str = ""
     """Why no tensors can be derived from a config.json of Hugging Face; empty where they can."""
@@ -93,12 +93,12 @@ class Contents:
     def weights(self) -> dict[str, StoredTensor]:
         """All but the optimizer's tensors, in the order of their names."""
         held = sorted(self.stored.tensors.items())
-        return {name: one for name, one in held if kind_of(name) == "weight"}
+        return {name: one for name, one in held if tensor_kind(name) == "weight"}
 
     @cached_property
     def spec(self) -> RunSpec | None:
         """The run that its arguments describe; None where they do not."""
-        return spec_of_printed(self.arguments) if self.arguments else None
+        return spec_from_printed_arguments(self.arguments) if self.arguments else None
 
     @property
     def parameters(self) -> int:
@@ -111,7 +111,7 @@ class Contents:
         return {name: one.shape for name, one in self.stored.tensors.items()}
 
     @property
-    def rows(self) -> int:
+    def vocabulary_rows(self) -> int:
         """Of the padded vocabulary; 0 where no tensor says it."""
         return self.shapes.get(EMBEDDING, (0,))[0]
 
@@ -156,7 +156,7 @@ def _refuse_special_tracker(folder: Path) -> None:
     Raises:
         UnknownFormatError: It is one.
     """
-    flaw = file_flaw(folder / TRACKER_FILE)
+    flaw = describe_file_problem(folder / TRACKER_FILE)
     if flaw and flaw != "is missing":
         raise UnknownFormatError(
             f"{folder / TRACKER_FILE} {flaw}; name the folder of one checkpoint (iter_…)."
@@ -177,11 +177,13 @@ def _distributed(folder: Path, backend: str) -> Contents:
         stored = read_metadata(folder)
     except DamagedCheckpointError as error:
         nothing = StoredMetadata({}, (), {})
-        return Contents(folder, kind, named_iteration(folder), {}, nothing, (), (f"{error}.",))
+        return Contents(
+            folder, kind, parse_folder_iteration(folder), {}, nothing, (), (f"{error}.",)
+        )
     problems = list(_unreadable(folder, stored))
     if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
         kind = TORCH_DIST
-        flaw = file_flaw(folder / FORMAT) or "does not say a format"
+        flaw = describe_file_problem(folder / FORMAT) or "does not say a format"
         problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
     common: Any = {}
     try:
@@ -197,7 +199,7 @@ def _distributed(folder: Path, backend: str) -> Contents:
     return Contents(
         folder,
         kind,
-        common.get("iteration", named_iteration(folder)),
+        common.get("iteration", parse_folder_iteration(folder)),
         _arguments(common.get("args")),
         stored if kind == TORCH_DIST else stack_fsdp_tensors(stored),
         tuple(name for name, found in held.items() if found),
@@ -236,9 +238,9 @@ def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
             yield f"{name} lacks the piece at {list(lacking[0])}."
         if flaw := _covering_flaw(tensor):
             yield f"The pieces of {name} {flaw}."
-    for file, parts in stored.by_file.items():
+    for file, parts in stored.parts_by_file.items():
         path = folder / file
-        if flaw := file_flaw(path):
+        if flaw := describe_file_problem(path):
             yield f"{file} {flaw}, with {len(parts)} pieces."
             continue
         size, end = path.stat().st_size, max(at.offset_bytes + at.length_bytes for at in parts)
@@ -266,14 +268,14 @@ def _legacy(folder: Path, ranks: list[Path]) -> Contents:
                 held[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
-    iteration = named_iteration(folder)
+    iteration = parse_folder_iteration(folder)
     for name, found in held.items():
         own = found.get("iteration", iteration)
         if iteration is not None and own != iteration:
             problems.append(f"{name} is of iteration {own}, not of {iteration}.")
     arguments = next(filter(None, (_arguments(one.get("args")) for one in held.values())), {})
     stored, copies = join_rank_files(folder, held, arguments)
-    lacking = ranks_lacking({path.parent.name for path in ranks}, arguments)
+    lacking = find_missing_ranks({path.parent.name for path in ranks}, arguments)
     problems += (f"{name} is missing, which its arguments have." for name in lacking)
     keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
     states = [state for key, state in keys.items() if any(one.get(key) for one in held.values())]
@@ -321,7 +323,7 @@ def _arguments(namespace: Any) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
 
 
-def named_iteration(folder: Path) -> int | None:
+def parse_folder_iteration(folder: Path) -> int | None:
     """Which iteration a checkpoint's own folder (`iter_…`) says that it is of."""
     match = re.fullmatch(r"iter_(\d+)", folder.name)
     return int(match[1]) if match else None

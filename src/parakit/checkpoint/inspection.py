@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parakit.artifacts.torch_dist import DamagedCheckpointError
-from parakit.checkpoint.checks import CheckCoverage, Loading, coverage_of, loading, problems_of
-from parakit.checkpoint.contents import Contents, kind_of, read_contents
+from parakit.checkpoint.checks import (
+    CheckCoverage,
+    LoadVerdict,
+    describe_coverage,
+    find_problems,
+    judge_loading,
+)
+from parakit.checkpoint.contents import Contents, read_contents, tensor_kind
 from parakit.config.strategy import strategy_name
 from parakit.formatting.presented import PresentedTable
 from parakit.formatting.terminal import say
@@ -32,7 +38,7 @@ class CheckpointInspection(PresentedTable):
     coverage: CheckCoverage
     strategy: str | None = None
     """The strategy of which `loading` says whether it loads the checkpoint."""
-    loading: Loading | None = None
+    loading: LoadVerdict | None = None
     relations: tuple[TensorRelation, ...] | None = None
     """How each tensor differs from that of the other checkpoint; None if nothing was compared."""
     other_problems: tuple[str, ...] = ()
@@ -103,15 +109,15 @@ def inspect_folder(
         ValueError: A folder is no checkpoint, or of a format that is not read; one sentence.
     """
     contents = read_contents(folder)
-    problems = problems_of(contents, verify)
-    loads = loading(contents, strategy) if strategy else None
-    coverage = coverage_of(contents, verify)
+    problems = find_problems(contents, verify)
+    loads = judge_loading(contents, strategy) if strategy else None
+    coverage = describe_coverage(contents, verify)
     if compare is None or problems:
         return CheckpointInspection(contents, problems, coverage, strategy, loads)
     from parakit.checkpoint.compare import compare_weights
 
     other = read_contents(compare)
-    flaws = tuple(f"COMPARE={compare}: {flaw}" for flaw in problems_of(other, verify))
+    flaws = tuple(f"COMPARE={compare}: {flaw}" for flaw in find_problems(other, verify))
     relations: list[TensorRelation] = []
     try:
         relations = [] if flaws else compare_weights(contents, other)
@@ -132,7 +138,7 @@ def _describe(contents: Contents, problems: tuple[str, ...]) -> dict[str, Any]:
         "states": contents.states,
         "arguments": dict(contents.arguments),
         "tensors": [
-            {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "kind": kind_of(name)}
+            {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "kind": tensor_kind(name)}
             for name, tensor in sorted(contents.stored.tensors.items())
         ],
         "problems": problems,

@@ -26,10 +26,10 @@ _METADATA = ("distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem
 _STEP_KEY = "step"
 
 
-def arguments_of(parallelism: Parallelism) -> dict[str, Any]:
+def parallelism_arguments(parallelism: Parallelism) -> dict[str, Any]:
     """Arguments that say a strategy, by Megatron's names."""
     stages = parallelism.virtual_stages if parallelism.virtual_stages > 1 else None
-    experts = parallelism.tensor_of_experts
+    experts = parallelism.effective_expert_tensor
     return {
         "tensor_model_parallel_size": parallelism.tensor,
         "tensor_parallel_num_weight_shards": parallelism.tensor,
@@ -63,17 +63,19 @@ def padding_multiple(multiple: int, rows: int, new: Parallelism, old: Parallelis
     return (rows if whole % new.tensor else whole) // new.tensor
 
 
-def lay_out(common: dict[str, Any], new: Parallelism, old: Parallelism, rows: int) -> None:
+def convert_common_state(
+    common: dict[str, Any], new: Parallelism, old: Parallelism, rows: int
+) -> None:
     """Change what `rewritten` gives of the common state to another strategy."""
     arguments = common["args"].state
-    known = arguments_of(new)
+    known = parallelism_arguments(new)
     arguments.update({name: value for name, value in known.items() if name in arguments})
     if rows and (multiple := arguments.get(MULTIPLE)):
         arguments[MULTIPLE] = padding_multiple(multiple, rows, new, old)
-    if moves_ranks(new, old):
+    if changes_model_parallel_ranks(new, old):
         # Masks of dropout are drawn per rank. Without it Megatron keeps the states that it has seeded.
         arguments["no_save_rng"] = True
-    if ranks_of(new) != ranks_of(old):
+    if rerun_state_sizes(new) != rerun_state_sizes(old):
         # As many entries as ranks; Megatron ignores them then.
         common.pop("rerun_state_machine", None)
     if "optimizer" not in common:
@@ -96,12 +98,12 @@ def lay_out(common: dict[str, Any], new: Parallelism, old: Parallelism, rows: in
     common["optimizer"] = parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
 
-def moves_ranks(new: Parallelism, old: Parallelism) -> bool:
+def changes_model_parallel_ranks(new: Parallelism, old: Parallelism) -> bool:
     """Whether a rank of TP and PP is another one, so that Megatron ignores its random states."""
     return (new.tensor, new.pipeline) != (old.tensor, old.pipeline)
 
 
-def ranks_of(parallelism: Parallelism) -> tuple[int, ...]:
+def rerun_state_sizes(parallelism: Parallelism) -> tuple[int, ...]:
     """What Megatron compares before it loads one state a rank."""
     return parallelism.world_size, parallelism.tensor, parallelism.pipeline, parallelism.data
 
@@ -159,7 +161,7 @@ def _value(tensor: Any) -> float:
     """Of a tensor of one fp32 element, or a number."""
     if not isinstance(tensor, StandIn):
         return float(tensor)
-    (found,) = struct.unpack("<f", tensor.given[0].data[:4])
+    (found,) = struct.unpack("<f", tensor.arguments[0].data[:4])
     return float(found)
 
 

@@ -47,8 +47,8 @@ from parakit.artifacts.torch_dist import (
     read_piece,
 )
 from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
-from parakit.checkpoint.checks import laid, problems_of
-from parakit.checkpoint.compare import digest
+from parakit.checkpoint.checks import find_problems, replace_parallelism
+from parakit.checkpoint.compare import hash_values
 from parakit.checkpoint.contents import (
     COMMON,
     COMMON_FILE,
@@ -57,23 +57,29 @@ from parakit.checkpoint.contents import (
     is_stacked,
     read_contents,
 )
+from parakit.checkpoint.full_tensors import tensor_parallel_axis
 from parakit.checkpoint.parallelism import (
     MULTIPLE,
     RESHARDABLE,
-    lay_out,
-    moves_ranks,
+    changes_model_parallel_ranks,
+    convert_common_state,
     padding_multiple,
-    ranks_of,
+    rerun_state_sizes,
 )
-from parakit.checkpoint.whole import cut_axis
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
+from parakit.config.strategy import (
+    Parallelism,
+    Sharding,
+    count_devices,
+    parse_strategy,
+    strategy_name,
+)
 from parakit.convert import ConversionProgress, check_disk_space
-from parakit.costs import violations
+from parakit.costs import find_violations
 
-FILE_BYTES = 1 << 30
+MIN_FILE_BYTES = 1 << 30
 """About the least of a file: what a kill costs."""
-PIECE_BYTES = 1 << 28
+MAX_PIECE_BYTES = 1 << 28
 """The most of a piece that no strategy cuts, such as a bucket of a gradient buffer."""
 
 _OWN = ("job.json", "lock")
@@ -166,24 +172,24 @@ def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
             f"{contents.folder} is of the format {contents.format}, whose values are not read here; "
             "load it with Megatron and save it with --ckpt-format torch_dist."
         )
-    if flaw := next(iter(problems_of(contents)), None):
+    if flaw := next(iter(find_problems(contents)), None):
         raise ReshardError(f"{contents.folder} is not whole: {flaw}")
     if spec is None:
         raise ReshardError(
             f"{contents.folder} holds no arguments that define a model and its strategy."
         )
-    new = parse_strategy(strategy, devices_of(strategy, spec.parallelism.world_size))
+    new = parse_strategy(strategy, count_devices(strategy, spec.parallelism.world_size))
     for parallelism in (spec.parallelism, new):
         if parallelism.sharding not in _MAIN or parallelism.schedule:
             raise ReshardError(
                 f"{strategy_name(parallelism)} has no checkpoints in Megatron's torch_dist format; name "
                 "a product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
             )
-    for reason in violations(laid(spec, new)):
+    for reason in find_violations(replace_parallelism(spec, new)):
         raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
-    if contents.rows % new.tensor:
+    if contents.vocabulary_rows % new.tensor:
         raise ReshardError(
-            f"{contents.folder} holds {contents.rows} rows of the vocabulary, which TP {new.tensor} "
+            f"{contents.folder} holds {contents.vocabulary_rows} rows of the vocabulary, which TP {new.tensor} "
             "does not divide; name another TP."
         )
     _refuse_fixed_states(contents, spec.parallelism, new)
@@ -228,7 +234,7 @@ def _check(folder: Path, source: Contents, new: Parallelism) -> None:
         {name: (one.shape, one.dtype) for name, one in each.weights.items()}
         for each in (source, made)
     ]
-    flaws = problems_of(made)
+    flaws = find_problems(made)
     if flaws or said != new or weights[0] != weights[1]:
         why = flaws[0] if flaws else f"it says {strategy_name(said) if said else 'no strategy'}."
         raise ReshardError(f"{relative_to_root(folder)} did not become {strategy_name(new)}: {why}")
@@ -277,11 +283,11 @@ class _Plan:
     def sentences(self) -> Iterator[str]:
         """What whoever loads it has to know."""
         old, new = self._old, self._new
-        if new.tensor != old.tensor and (rows := self._contents.rows):
+        if new.tensor != old.tensor and (rows := self._contents.vocabulary_rows):
             given = int(self._contents.arguments.get(MULTIPLE, rows))
             multiple = padding_multiple(given, rows, new, old)
             yield f"Load it with --make-vocab-size-divisible-by {multiple}: its rows are padded so."
-        if moves_ranks(new, old) and "random" in self._contents.states:
+        if changes_model_parallel_ranks(new, old) and "random" in self._contents.states:
             yield "Without random states: masks of dropout are those of a fresh start."
 
     def write(self, folder: Path, work: ConversionProgress) -> str:
@@ -302,7 +308,7 @@ class _Plan:
     def _files(self) -> Iterator[list[_Piece]]:
         file, held = list[_Piece](), 0
         for piece in self.pieces:
-            if held > FILE_BYTES:
+            if held > MIN_FILE_BYTES:
                 yield file
                 file, held = [], 0
             file.append(piece)
@@ -318,7 +324,7 @@ class _Plan:
             axis, count = stacked, 1
         length = math.prod(shape[stacked:]) * getattr(torch, tensor.dtype).itemsize
         if axis < len(shape):
-            count *= max(1, min(length // count // PIECE_BYTES, shape[axis] // count))
+            count *= max(1, min(length // count // MAX_PIECE_BYTES, shape[axis] // count))
         for at in product(*map(range, shape[:stacked])):
             begin, size = [*at, *(0 for _ in shape[stacked:])], [*(1 for _ in at), *shape[stacked:]]
             for part in range(count):
@@ -329,8 +335,8 @@ class _Plan:
 
     def _ranks(self, name: str, stacked: int) -> tuple[int, int]:
         """Where the new strategy cuts a tensor, and in how many."""
-        axis = cut_axis(name)
-        ranks = self._new.tensor_of_experts if ".experts." in name else self._new.tensor
+        axis = tensor_parallel_axis(name)
+        ranks = self._new.effective_expert_tensor if ".experts." in name else self._new.tensor
         if axis is None:
             return stacked, 1
         gated = ".linear_fc1." in name and self._spec.shape.gated
@@ -339,12 +345,14 @@ class _Plan:
     def _objects(self, folder: Path, file_name: str) -> dict[str, StoredPart]:
         """What is no tensor, written anew."""
         old, new = self._old, self._new
-        dropped = ["rng_state"] if moves_ranks(new, old) else []
-        dropped += ["rerun_state_machine"] if ranks_of(new) != ranks_of(old) else []
+        dropped = ["rng_state"] if changes_model_parallel_ranks(new, old) else []
+        dropped += (
+            ["rerun_state_machine"] if rerun_state_sizes(new) != rerun_state_sizes(old) else []
+        )
 
         def change(content: Any) -> Any:
             common = content[0] if isinstance(content, list) else content
-            lay_out(common, new, old, self._contents.rows)
+            convert_common_state(common, new, old, self._contents.vocabulary_rows)
             return content
 
         held: dict[str, StoredPart] = {}
@@ -377,11 +385,11 @@ def _written(
         for piece in pieces:
             values = read_box(source, piece.source, piece.begin, piece.size)
             parts.append(add_piece(file, name, values))
-            digests.append(digest(values))
+            digests.append(hash_values(values))
             work.done(piece.size_bytes)
         flush_to_disk(file)
     for piece, part, written in zip(pieces, parts, digests, strict=True):
-        if digest(read_piece(folder, part)) != written:
+        if hash_values(read_piece(folder, part)) != written:
             raise ReshardError(f"{piece.name} of {folder / name} is not read as it was written.")
     write_record(index, parts)
     return parts

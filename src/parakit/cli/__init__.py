@@ -10,14 +10,14 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.cli.dispatch import run_command
-    from parakit.cli.help import HEADINGS, variables
+    from parakit.cli.help import HEADINGS, list_variables
     from parakit.cli.program import main
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
     "HEADINGS",
+    "list_variables",
     "main",
     "run_command",
-    "variables",
 ]

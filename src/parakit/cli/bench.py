@@ -10,7 +10,7 @@ from parakit.cli.commands import BENCH_NAME, BENCHED_BY_DEFAULT, BENCHES
 from parakit.config.files import ROOT
 
 
-def all_benches() -> int:
+def run_default_benches() -> int:
     """Run the benches that take minutes, each in a process of its own; stop at the first that fails.
 
     Returns:

@@ -54,7 +54,7 @@ _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
 _SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
-TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.OF_NODES, *v.OF_SLURM)
+TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
 """Of a training target: everything that can be said of one run."""
 _OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
 _CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
@@ -85,13 +85,13 @@ _PREDICTION = (v.GPU, v.DTYPE, v.JSON)
 BENCH_NAME = _meaning(v.NAME, "the bench (those that take minutes)", option="NAME")
 BENCH = Command(
     "bench",
-    "parakit.cli.bench:all_benches",
+    "parakit.cli.bench:run_default_benches",
     "scrape, plan, preprocess and ledger, or one of the list below: NAME=soak",
     (BENCH_NAME,),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
-_EXPERIMENT = "parakit.experiments.commands:run_named"
-_HERE = "parakit.cli.clone"
+_EXPERIMENT = "parakit.experiments.commands:run_named_experiment"
+_CLONE = "parakit.cli.clone"
 
 # fmt: off
 SECTIONS = {
@@ -99,26 +99,26 @@ SECTIONS = {
         Command("setup", "", ".venv from requirements.txt, with hashes; other targets do it too"),
         Command("demo", _EXPERIMENT, "six strategies of gpt2-tiny on CPU ranks, and a report", TRAINING,
             fixed=(("name", "demo"),), is_usual=True),
-        Command("parity", "parakit.experiments.commands:parity",
+        Command("parity", "parakit.experiments.commands:run_parity_check",
             "every strategy's losses agree: MEGATRON_LM= VERIFY=",
             (*TRAINING, _meaning(v.VERIFY,
              "1 finds the first wrong tensor of a strategy whose losses differ", kind=v.SWITCH,
              default=False)),
             is_usual=True),
         Command("doctor", "", "what this machine can do, and fixes: LAUNCHER=slurm",
-            v.OF_SLURM, is_usual=True),
-        Command("list", "parakit.launch.listing:show_list",
+            v.SLURM_SETTINGS, is_usual=True),
+        Command("list", "parakit.launch.listing:print_list",
             "models, strategies, and what this machine can run", (v.MEGATRON_LM,), is_usual=True),
     ),
     "Data": (
-        Command("prepare-ds-sample", "parakit.launch.runtime:prepare",
+        Command("prepare-ds-sample", "parakit.launch.runtime:prepare_dataset",
             "owt-ds/sample, from text that comes with Python", _CONTAINER,
             fixed=(("words", ("sample", "--output-prefix", "owt-ds/sample")),)),
-        Command("prepare-ds-openwebtext-10k", "parakit.launch.runtime:prepare",
+        Command("prepare-ds-openwebtext-10k", "parakit.launch.runtime:prepare_dataset",
             "the published data set, from the hub", _CONTAINER,
             fixed=(("words", ("hub", "vuiseng9/openwebtext-10k", "--output-prefix",
              "owt-ds/openwebtext-10k")),)),
-        Command("prepare-ds", "parakit.launch.runtime:prepare_own",
+        Command("prepare-ds", "parakit.launch.runtime:prepare_own_text",
             "owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name",
             (_meaning(v.NAME, "name of the data set"), v.INPUT, v.TOKENIZER, *_CONTAINER, _meaning(v.ARGS,
              'further options of python -m tools.preprocess')),
@@ -133,12 +133,12 @@ SECTIONS = {
             "the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
         Command("train-*", "parakit.launch.train:start_target",
             "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
-        Command("trace-*", f"{_HERE}:trace",
+        Command("trace-*", f"{_CLONE}:train_and_trace",
             "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
-        Command("verify-matrix", "parakit.experiments.matrix.commands:matrix",
+        Command("verify-matrix", "parakit.experiments.matrix.commands:verify_matrix",
             "features × strategies, each pair verified; resumable: FEATURES= CHANGED= MINUTES=",
             (*_CELLS, v.CHANGED, v.EXECUTED)),
-        Command("verify-fuzz", "parakit.experiments.matrix.commands:fuzz",
+        Command("verify-fuzz", "parakit.experiments.matrix.commands:run_fuzz",
             "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
         Command("verify-history", "tests.verify.history:verify_history",
             "Megatron-LM's own merged fixes, each wrong before and held after", (v.MEGATRON_LM,)),
@@ -151,18 +151,18 @@ SECTIONS = {
             (*TRAINING, v.MODEL, _meaning(v.DTYPE, "fp32 or bf16 (fp32)", kind="fp32 or bf16"),
              *(v.REFERENCE, v.RESUMED, v.EXTRA_B, v.MEGATRON_LM_B)),
             is_usual=True),
-        Command("status", "parakit.launch.status:watch",
+        Command("status", "parakit.launch.status:watch_runs",
             "all runs: queued, running, ended; loss, time left", (_RUNS,), is_usual=True),
-        Command("stop", "parakit.launch.stop:stop", "end a run that is on, from any terminal: RUN=runs/…",
+        Command("stop", "parakit.launch.stop:stop_run", "end a run that is on, from any terminal: RUN=runs/…",
             (_meaning(v.RUN, "the run folder to stop", option="RUN"),), required=("RUN",),
             example="RUN=runs/…; 'make status' shows those that are running"),
-        Command("resume", "parakit.launch.resume:resume",
+        Command("resume", "parakit.launch.resume:resume_run",
             "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
             (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
              "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
-             *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
+             *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
-        Command("image", "parakit.cluster.container.image:build", "build the container for RUNTIME=docker",
+        Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
             (v.IMAGE, v.DRY_RUN), on_host=True),
         Command("reproduce", _EXPERIMENT, "the six published runs on two GPUs, and a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
@@ -203,9 +203,9 @@ SECTIONS = {
             "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
-        Command("sweep", "parakit.experiments.commands:sweep_of_axes",
+        Command("sweep", "parakit.experiments.commands:run_sweep",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
-            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.OF_SLURM)),
+            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
             (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL, *_PREDICTION),
             required=("NAME",), example="NAME=blueberry"),
@@ -213,7 +213,7 @@ SECTIONS = {
     "Planning, without devices": (
         Command("plan", "parakit.planner.command:plan",
             "strategies, ranked, with reasons: MODEL= GPUS= GPU= …",
-            PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_HERE}:own_measurements",
+            PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_CLONE}:add_own_measurements",
             packages=(), is_usual=True),
         Command("dryrun", "parakit.planner.dryrun.command:dryrun",
             "Megatron's own iteration without devices: MODEL= STRATEGY= …",
@@ -222,7 +222,7 @@ SECTIONS = {
              *(v.RECOMPUTE, v.RANKS, v.JSON)),
             required=("MODEL",), example="MODEL=gpt3-175b STRATEGY=tp8pp16dp8",
             packages=("torch", "megatron"), is_usual=True, on_host=True),
-        Command("calibrate", "parakit.launch.calibrate:calibrate_here",
+        Command("calibrate", "parakit.launch.calibrate:calibrate_machine",
             "the planner's constants measured on this machine, kept: DEVICES=2cpu",
             (_meaning(v.DEVICES, "2gpu or 2cpu (all of this machine)", kind="devices such as 2gpu"),
              _RUNS)),
@@ -241,19 +241,19 @@ SECTIONS = {
             'all runs, or anybody\'s logs: LOGS="a.log b.log"',
             (_RUNS, v.READINGS, v.LOGS._replace(option="RUN_OR_LOG"), v.NAME, v.BASELINE, v.DEVICE,
              v.STRICT, v.SCRAPE, _meaning(v.JSON, "1 prints what is scraped as JSON")),
-            in_clone=f"{_HERE}:own_runs", packages=(), is_usual=True),
+            in_clone=f"{_CLONE}:add_own_runs", packages=(), is_usual=True),
         Command("explain", "parakit.reporting.command:explain",
             "why runs differ, in sentences from their ledgers: RUN=",
             (_meaning(v.RUN, "run folders to explain (all)", kind="words", default=(), option="RUN"),
              _RUNS),
-            in_clone=f"{_HERE}:single_runs", packages=(), is_usual=True),
+            in_clone=f"{_CLONE}:move_run_folders", packages=(), is_usual=True),
         Command("why-hang", "parakit.hang.command:why_hang",
             "which rank hangs, and where: DUMPS=dumps, stacks, logs",
             (v.DUMPS, _meaning(v.PAGE, "the page to write", kind=v.TEXT), v.JSON),
             required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
     ),
     "Checkpoints, without a GPU": (
-        Command("inspect", "parakit.experiments.captures:inspect",
+        Command("inspect", "parakit.experiments.captures:inspect_checkpoint_or_capture",
             "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
             (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
              _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
@@ -292,7 +292,7 @@ BENCHES = (
         example='ARGS="--calculon ../calculon --simumax ../SimuMax"'),
     Command("bench NAME=verify", "tests.verify.bench:main",
         "injected bugs that verify must find, and healthy strategies", on_host=True),
-    Command("bench NAME=bf16", "parakit.experiments.matrix.commands:bf16",
+    Command("bench NAME=bf16", "parakit.experiments.matrix.commands:run_bf16_bench",
         "what bf16 costs: 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
         (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
     Command("bench NAME=loss-curve", _EXPERIMENT,

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from parakit.cli.commands import BENCH, BENCH_NAME, COMMANDS, Command
 from parakit.cli.options import (
-    check_target_name,
     find_bench,
     find_command,
-    function_of,
+    import_function,
     parse_arguments,
     parse_make_variables,
     refuse_removed,
+    refuse_strange_target_name,
 )
 from parakit.cluster import image_tag
 from parakit.config.setting import SettingError
@@ -43,7 +43,7 @@ def run_target(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) 
     from parakit.launch import Interrupted, interruptible, parse_target
 
     def run() -> int:
-        check_target_name(name)
+        refuse_strange_target_name(name)
         refuse_removed(name, "make")
         command, title = find_command(name), name
         environment = dict(os.environ)
@@ -56,7 +56,7 @@ def run_target(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) 
             _refuse_misspelt(name)
             parse_target(name)  # Refuses it, with the near names.
             raise AssertionError(name)
-        return called(
+        return call_handler(
             command, title, parse_make_variables(title, command, environment, words, given)
         )
 
@@ -71,7 +71,7 @@ def run_target(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) 
 def run_command(name: str, words: Sequence[str], program: str) -> int:
     """Run a command with the options of a command line; its exit code, 2 if it was refused."""
     command = next(one for one in COMMANDS if one.name == name)
-    return _refused(lambda: called(command, name, parse_arguments(command, words, program)))
+    return _refused(lambda: call_handler(command, name, parse_arguments(command, words, program)))
 
 
 def _refuse_misspelt(name: str) -> None:
@@ -93,7 +93,7 @@ def _refused(run: Callable[[], int]) -> int:
         return REFUSED
 
 
-def called(command: Command, name: str, given: Namespace) -> int:
+def call_handler(command: Command, name: str, given: Namespace) -> int:
     """The handler, given what its parameters name: variables, `given` (all), `options`, `target`, …
 
     Raises:
@@ -103,13 +103,13 @@ def called(command: Command, name: str, given: Namespace) -> int:
         raise SettingError(
             f"'make {name}' is for the host; the kit's image has what training and reports need alone."
         )
-    handler = function_of(command.handler)
+    handler = import_function(command.handler)
     known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
     parameters = inspect.signature(handler).parameters
     if "options" in parameters:
-        from parakit.launch import options_of
+        from parakit.launch import options_from_namespace
 
-        known["options"] = options_of(given)
+        known["options"] = options_from_namespace(given)
     if "console" in parameters:
         known["console"] = Console(markup=False)  # Log lines must not be read as markup.
     code: int | None = handler(**{each: known[each] for each in parameters if each in known})

@@ -35,7 +35,7 @@ def short_help() -> str:
     return "\n".join(lines)
 
 
-def whole_help() -> str:
+def full_help() -> str:
     """Every command and every variable."""
     lines = []
     for title, section in SECTIONS.items():
@@ -43,20 +43,20 @@ def whole_help() -> str:
         lines += ["  {:<27} {}".format(one.name.replace("*", "%"), one.help) for one in section]
     lines.append("Benches")
     lines += [f"  {bench.name:<27} {bench.help}" for bench in BENCHES]
-    for names, what in variables():
+    for names, what in list_variables():
         lines += ["Variables: " + HEADINGS[name] for name in names if name in HEADINGS]
         lines.append("  {:<15}  {}".format(" ".join(names), what))
     return "\n".join(lines)
 
 
-def variables() -> "list[tuple[list[str], str]]":
+def list_variables() -> "list[tuple[list[str], str]]":
     """The names that share a meaning, and it, with the commands that take them so."""
     meanings = {}  # type: dict[tuple[str, str], list[str]]
     for name, text in ((one.name, one.help) for one in SETTINGS):
         meanings[name, text] = []
     for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
-            if setting.in_make:
+            if setting.make_equivalent:
                 continue
             meanings.setdefault((setting.name, setting.help), []).append(command.name)
     order = [one.name for one in SETTINGS]
@@ -92,4 +92,4 @@ def _shortened(takers: "list[str]") -> str:
 
 
 if __name__ == "__main__":
-    print(whole_help() if sys.argv[1:] == ["all"] else short_help())
+    print(full_help() if sys.argv[1:] == ["all"] else short_help())

@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
-from parakit.config.setting import SettingError, read, refuse_renamed, values
+from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
@@ -24,7 +24,7 @@ _NEVER_IGNORED = {
 """Variables that a command which does not use them refuses, also from the environment alone."""
 
 
-def check_target_name(name: str) -> None:
+def refuse_strange_target_name(name: str) -> None:
     """Refuse a target's name that make or a shell could take for more than a name.
 
     Raises:
@@ -83,7 +83,7 @@ def refuse_removed(name: str, program: str) -> None:
     raise SettingError(f"'{program} {name}' was removed; use '{program} {replacement}'.")
 
 
-def given_names(makeflags: str) -> list[str]:
+def parse_makeflags(makeflags: str) -> list[str]:
     """Names of the variables on make's command line, from the environment's MAKEFLAGS."""
     return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
 
@@ -100,25 +100,25 @@ def parse_make_variables(
     Raises:
         SettingError: A variable is not used, not of its kind, or missing.
     """
-    named = (*given_names(environment.get("MAKEFLAGS", "")), *given_variables)
-    check_given(named, name, command)
-    used = {setting.name for setting in command.variables if not setting.in_make}
+    named = (*parse_makeflags(environment.get("MAKEFLAGS", "")), *given_variables)
+    refuse_unused_variables(named, name, command)
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
     in_environment = {old for old, new in RENAMED.items() if new in used}
-    in_environment |= {setting.name for setting in command.variables if setting.in_make}
+    in_environment |= {setting.name for setting in command.variables if setting.make_equivalent}
     for old in sorted(in_environment):
         if environment.get(old):
             refuse_renamed(old)
     texts = {key: text for key in used if (text := environment.get(key, ""))}
     if ARGS.name not in used:
-        words = (*words, *read(ARGS, environment.get(ARGS.name, "")))
+        words = (*words, *parse_setting(ARGS, environment.get(ARGS.name, "")))
     for variable, remedy in _NEVER_IGNORED.items():
         if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
     given = Namespace(arguments=words, program=f"make {name}")
     if not _reads_words(command):
-        given = parser_of(command, name).parse_args(words)
+        given = build_parser(command, name).parse_args(words)
     if command.in_clone:
-        texts = function_of(command.in_clone)(texts)
+        texts = import_function(command.in_clone)(texts)
     return _completed(given, command, texts, f"make {name}", "{}=")
 
 
@@ -130,16 +130,16 @@ def parse_arguments(command: Command, words: Sequence[str], program: str) -> Nam
     """
     if _reads_words(command):
         return Namespace(arguments=words, program=program)
-    known = {option_of(setting) for setting in command.variables}
+    known = {option_name(setting) for setting in command.variables}
     for word in words:
         if word.startswith("--") and word.partition("=")[0] not in known:
             refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
-    given = parser_of(command, program).parse_args(words)
+    given = build_parser(command, program).parse_args(words)
     shown = command._replace(example=rewrite_as_options(command.example, command))
     return _completed(given, shown, {}, program, "--{}")
 
 
-def parser_of(command: Command, program: str) -> ArgumentParser:
+def build_parser(command: Command, program: str) -> ArgumentParser:
     """The command line of a command: an option for each variable, and what its handler adds."""
     module, _, name = command.handler.partition(":")
     handlers = import_module(module)
@@ -157,11 +157,11 @@ def parser_of(command: Command, program: str) -> ArgumentParser:
 
 def _reads_words(command: Command) -> bool:
     """Whether its handler has a command line of its own."""
-    parameter = signature(function_of(command.handler)).parameters.get("arguments")
+    parameter = signature(import_function(command.handler)).parameters.get("arguments")
     return parameter is not None and parameter.default is parameter.empty
 
 
-def option_of(setting: Setting) -> str:
+def option_name(setting: Setting) -> str:
     """`--global-batch`; a name without dashes stands by itself on a command line."""
     return setting.option or f"--{setting.name.lower().replace('_', '-')}"
 
@@ -174,7 +174,7 @@ def rewrite_as_options(text: str, command: Command) -> str:
         setting = next((one for one in known if one.name == found[1]), None)  # None in quotes.
         if setting is None:
             return found[0]
-        name, value = option_of(setting), found[2]
+        name, value = option_name(setting), found[2]
         if setting.name == ARGS.name:
             return value.strip('"') or "further options"
         if not name.startswith("-"):
@@ -187,13 +187,13 @@ def rewrite_as_options(text: str, command: Command) -> str:
 _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
-def variable_words(words: Sequence[str], command: Command) -> list[str]:
+def rewrite_as_variables(words: Sequence[str], command: Command) -> list[str]:
     """A command line as make's variables; one of them may be written so already.
 
     Raises:
         SettingError: An option is not known, or has no value.
     """
-    options = {option_of(setting): setting for setting in command.variables}
+    options = {option_name(setting): setting for setting in command.variables}
     positional = [setting for name, setting in options.items() if not name.startswith("-")]
     passes_on = any(setting.name == ARGS.name for setting in command.variables)
     waiting = list(words)
@@ -221,7 +221,7 @@ def variable_words(words: Sequence[str], command: Command) -> list[str]:
             if not waiting:
                 raise SettingError(f"{name} has no value; see --help.")
             value = waiting.pop(0)
-        if not setting.in_make:
+        if not setting.make_equivalent:
             made.append(f"{setting.name}={value}")
         elif setting.kind != SWITCH:
             passed.append(f"{name}={value}")
@@ -230,14 +230,16 @@ def variable_words(words: Sequence[str], command: Command) -> list[str]:
     return [*made, f"{ARGS.name}={shlex.join(passed)}"] if passed else made
 
 
-def check_given(names: Iterable[str], target: str, command: Command) -> None:
+def refuse_unused_variables(names: Iterable[str], target: str, command: Command) -> None:
     """Refuse variables that a target would ignore.
 
     Raises:
         SettingError: One that no command knows, with the near name, or that this one does not use.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables if not setting.in_make} | {ARGS.name}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent} | {
+        ARGS.name
+    }
     for name in names:
         refuse_renamed(name)
         others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
@@ -267,7 +269,7 @@ class _Parser(ArgumentParser):
 
 
 def _add(parser: ArgumentParser, setting: Setting) -> None:
-    name, option = setting.name.lower(), option_of(setting)
+    name, option = setting.name.lower(), option_name(setting)
     if not option.startswith("-"):
         several = setting.kind == "words"
         kind = str if several else _argument(setting)
@@ -282,7 +284,7 @@ def _add(parser: ArgumentParser, setting: Setting) -> None:
 def _argument(setting: Setting) -> Callable[[str], Any]:
     def reader(text: str) -> Any:
         try:
-            return read(setting, text)
+            return parse_setting(setting, text)
         except SettingError as error:
             said = str(error).rstrip(".")
             raise ArgumentTypeError(said.removeprefix(f"{setting.name}=")) from None
@@ -295,7 +297,7 @@ def _completed(
 ) -> Namespace:
     """What was given with the values of all other variables; refused where a required one is missing."""
     given.texts = texts
-    for key, value in values(command.variables, texts).items():
+    for key, value in parse_settings(command.variables, texts).items():
         if getattr(given, key, None) in (None, [], ()):
             setattr(given, key, value)
     for name, *others in (names.split("|") for names in command.required):
@@ -308,12 +310,12 @@ def _completed(
 def _shown(name: str, command: Command, shown: str) -> str:
     """Return a variable's name as make or a command line has it."""
     setting = next(setting for setting in command.variables if setting.name == name)
-    if setting.in_make:
-        return option_of(setting)
+    if setting.make_equivalent:
+        return option_name(setting)
     return shown.format(name if shown.endswith("=") else name.lower())
 
 
-def function_of(path: str) -> Callable[..., Any]:
+def import_function(path: str) -> Callable[..., Any]:
     """The function that `module:function` names."""
     module, _, name = path.partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)

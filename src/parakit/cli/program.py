@@ -18,13 +18,13 @@ from pathlib import Path
 from parakit.cli.commands import BENCH, COMMANDS, INTERNAL, Command
 from parakit.cli.dispatch import REFUSED, run_command, run_target
 from parakit.cli.options import (
+    build_parser,
     find_bench,
     find_command,
-    option_of,
-    parser_of,
+    option_name,
     refuse_removed,
     rewrite_as_options,
-    variable_words,
+    rewrite_as_variables,
 )
 from parakit.config.files import ROOT
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return REFUSED
 
 
-def clone_around(folder: Path) -> Path | None:
+def find_clone(folder: Path) -> Path | None:
     """Return the nearest clone of the repository at or above a folder, or None outside of a clone."""
     for parent in (folder, *folder.parents):
         if (parent / "Makefile").is_file() and (parent / "src/parakit/__main__.py").is_file():
@@ -110,7 +110,7 @@ def _run(name: str, arguments: list[str]) -> int:
     if command is None or command in INTERNAL:
         return run_target(name, arguments)
     if command.packages is not None:
-        if _is_outside_of_wheel(command) and clone_around(ROOT) is None:
+        if _is_outside_of_wheel(command) and find_clone(ROOT) is None:
             return _start_in_clone(name, arguments, "uses the clone's own tools")
         return _run_anywhere(name, command, arguments)
     return _run_in_clone(name, command, arguments)
@@ -144,9 +144,9 @@ def _variables_are_set(command: Command) -> bool:
 
 def _run_in_clone(name: str, command: Command, arguments: list[str]) -> int:
     """Run a command of a clone: here if this is the clone's own program, else by the clone's program."""
-    variables = _variables(variable_words(arguments, command))
-    clone = clone_around(Path.cwd())
-    if clone_around(ROOT) is None or (clone is not None and clone != ROOT):
+    variables = _variables(rewrite_as_variables(arguments, command))
+    clone = find_clone(Path.cwd())
+    if find_clone(ROOT) is None or (clone is not None and clone != ROOT):
         return _start_in_clone(name, arguments, "trains or looks at runs")
     os.environ.update(variables)
     os.chdir(ROOT)  # As make does: runs, data and reports lie in folders of the clone.
@@ -164,7 +164,7 @@ def _start_in_clone(name: str, arguments: Sequence[str], reason: str) -> int:
     Raises:
         ValueError: This folder is in no clone.
     """
-    clone = clone_around(Path.cwd())
+    clone = find_clone(Path.cwd())
     if clone is None:
         raise ValueError(
             f"'parakit {name}' {reason}, which takes a clone of the kit, and "
@@ -219,7 +219,7 @@ def _overview() -> ArgumentParser:
             continue
         name = command.name.removesuffix("-*")
         lines = (
-            f"  {option_of(setting):<18}  {rewrite_as_options(setting.help, command)}"
+            f"  {option_name(setting):<18}  {rewrite_as_options(setting.help, command)}"
             for setting in command.variables
         )
         made = commands.add_parser(
@@ -256,4 +256,4 @@ def _complete() -> None:
     changed = " ".join((typed[0], *typed[2:]))
     os.environ["COMP_LINE"] = changed
     os.environ["COMP_POINT"] = str(int(os.environ["COMP_POINT"]) + len(changed) - len(line))
-    argcomplete.autocomplete(parser_of(command, typed[1]))
+    argcomplete.autocomplete(build_parser(command, typed[1]))

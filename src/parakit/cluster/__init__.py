@@ -16,25 +16,25 @@ if TYPE_CHECKING:
         RUN_FILES,
         check_loopback,
         check_room,
+        explain_unresolvable,
         free_files,
-        unresolvable,
     )
-    from parakit.cluster.checks.network import wandb_login
-    from parakit.cluster.checks.result import ask, image_tag, refusals
+    from parakit.cluster.checks.network import read_wandb_key
+    from parakit.cluster.checks.result import image_tag, refusal_sentences, run_program
     from parakit.cluster.container.docker import (
         CONTAINER_FILE,
         HUB_VARIABLES,
         IMAGE_PYTHON,
         Container,
         ContainerEnd,
-        container_of,
+        add_container_id_file,
         container_user,
         data_folders,
-        end_of,
-        identified,
         inherited_names,
+        query_container_end,
+        read_container_id,
+        read_image_versions,
         remove_container,
-        versions_of,
     )
     from parakit.cluster.container.image import MEGATRON_IN_IMAGE, ImagePair, find_pair
     from parakit.cluster.container.versions import installed_versions
@@ -44,17 +44,23 @@ if TYPE_CHECKING:
         NodeGroup,
         Nodes,
         node_folder,
-        nodes_of,
+        parse_nodes,
     )
-    from parakit.cluster.sbatch import OUTPUT_FILE, ArrayTask, BatchJob, pyxis_flags, script
+    from parakit.cluster.sbatch import (
+        OUTPUT_FILE,
+        ArrayTask,
+        BatchJob,
+        pyxis_flags,
+        render_batch_script,
+    )
     from parakit.cluster.slurm import (
         ENDINGS,
         STOPPED_BY_SLURM,
         JobState,
         Slurm,
         cancel_job,
-        job_states,
-        slurm_of,
+        parse_slurm_options,
+        query_job_states,
     )
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -81,33 +87,33 @@ __all__ = [
     "NodeGroup",
     "Nodes",
     "Slurm",
-    "ask",
+    "add_container_id_file",
     "cancel_job",
     "check_busy",
     "check_container",
     "check_engine",
     "check_loopback",
     "check_room",
-    "container_of",
     "container_user",
     "data_folders",
-    "end_of",
+    "explain_unresolvable",
     "find_pair",
     "free_files",
-    "identified",
     "image_id",
     "image_tag",
     "inherited_names",
     "installed_versions",
-    "job_states",
     "node_folder",
-    "nodes_of",
+    "parse_nodes",
+    "parse_slurm_options",
     "pyxis_flags",
-    "refusals",
+    "query_container_end",
+    "query_job_states",
+    "read_container_id",
+    "read_image_versions",
+    "read_wandb_key",
+    "refusal_sentences",
     "remove_container",
-    "script",
-    "slurm_of",
-    "unresolvable",
-    "versions_of",
-    "wandb_login",
+    "render_batch_script",
+    "run_program",
 ]

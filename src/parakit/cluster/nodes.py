@@ -38,9 +38,9 @@ class Nodes:
     local_address: str | None = None
     """This machine's address on that interface, at which the other nodes reach it."""
 
-    def torchrun_flags(self, ranks_a_node: int) -> tuple[str, ...]:
+    def torchrun_flags(self, ranks_per_node: int) -> tuple[str, ...]:
         """torchrun's flags on this node."""
-        place = ("--nnodes", str(self.count), "--nproc-per-node", str(ranks_a_node))
+        place = ("--nnodes", str(self.count), "--nproc-per-node", str(ranks_per_node))
         if self.rendezvous is Rendezvous.STATIC:
             master = ("--master-addr", self.address, "--master-port", str(self.port))
             return (*place, "--node-rank", str(self.rank), *master)
@@ -61,20 +61,20 @@ class NodeGroup:
     def announce(self, folder: Path) -> None:
         """Let the others start: the run folder is there."""
 
-    def failure(self) -> str | None:
+    def find_failure(self) -> str | None:
         """Why this node must stop, if it must; called several times a second."""
         return None
 
-    def hangs(self, is_stalled: bool) -> bool:
+    def is_hanging(self, is_stalled: bool) -> bool:
         """Whether the run hangs, where this node's log has not grown for the timeout or has.
 
         Megatron prints on its last rank alone, so node 0, whose log receives all lines, decides.
         """
         return is_stalled
 
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
+    def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
         """Once this node's stacks are collected: wait for the others'; the stopped ranks of all."""
-        return own
+        return stopped_ranks
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
         """Report how this node ended, wait for the others; the whole run's exit code.
@@ -89,7 +89,7 @@ class NodeGroup:
 SINGLE_NODE = NodeGroup()
 
 
-def nodes_of(given: Namespace) -> Nodes | None:
+def parse_nodes(given: Namespace) -> Nodes | None:
     """NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS; None for a run on one machine.
 
     Raises:
@@ -124,7 +124,7 @@ class NodeFiles:
         # Made before the others start, so what is there is from an attempt before this one.
         self._read = {other: len(_bytes_of(other / LOG_FILE)) for other in others}
 
-    def bring(self, whole_lines: bool = True) -> None:
+    def append_new_output(self, whole_lines: bool = True) -> None:
         """Add what came since the last call, up to the last whole line unless all nodes have ended."""
         for folder, position in self._read.items():
             text = _bytes_of(folder / LOG_FILE, position)
@@ -135,9 +135,9 @@ class NodeFiles:
                 with (self._folder / LOG_FILE).open("ab") as log:
                     log.write(text if text.endswith(b"\n") else text + b"\n")
 
-    def complete(self) -> None:
+    def append_remaining_output(self) -> None:
         """Add the rest, and the samples, once all nodes have ended."""
-        self.bring(whole_lines=False)
+        self.append_new_output(whole_lines=False)
         with (self._folder / SAMPLES_FILE).open("ab") as file:
             for folder in self._read:
                 file.writelines(_bytes_of(folder / SAMPLES_FILE).splitlines(keepends=True)[1:])

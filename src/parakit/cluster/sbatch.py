@@ -54,9 +54,9 @@ class BatchJob:
 
     name: str
     device: DeviceKind
-    devices_a_node: int
+    devices_per_node: int
     slurm: Slurm
-    cells: tuple[ArrayTask, ...]
+    tasks: tuple[ArrayTask, ...]
     python: str
     inherited: tuple[str, ...] = ()
     """Names of the submitter's variables that ranks use."""
@@ -85,7 +85,7 @@ def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
     )
 
 
-def script(job: BatchJob) -> str:
+def render_batch_script(job: BatchJob) -> str:
     """The script; every value in it is quoted, and none is a secret."""
     lines = [
         "#!/usr/bin/env bash",
@@ -93,10 +93,10 @@ def script(job: BatchJob) -> str:
         "torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
         "set -euo pipefail",
-        *_redirect(job.cells),
+        *_redirect(job.tasks),
         # Environment modules and conda ask for variables that are not set.
         *(("set +u", *job.slurm.setup, "set -u") if job.slurm.setup else ()),
-        *_choose(job.cells),
+        *_choose(job.tasks),
         f"export PYTHONPATH={shlex.quote(PYTHON_PATH)}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         MASTER_PORT,
@@ -111,14 +111,14 @@ def script(job: BatchJob) -> str:
 
 
 def _directives(job: BatchJob) -> Sequence[str]:
-    array = len(job.cells) > 1
-    output = f"{ROOT / job.cells[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
+    array = len(job.tasks) > 1
+    output = f"{ROOT / job.tasks[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
     return (
         f"--job-name={job.name}",
         f"--nodes={job.slurm.nodes}",
         "--ntasks-per-node=1",
         f"--{_devices(job)}",
-        *((f"--array=0-{len(job.cells) - 1}",) if array else ()),
+        *((f"--array=0-{len(job.tasks) - 1}",) if array else ()),
         f'--chdir="{ROOT}"',
         f'--output="{"/dev/null" if array else output}"',
         "--open-mode=append",
@@ -130,7 +130,7 @@ def _directives(job: BatchJob) -> Sequence[str]:
 
 def _devices(job: BatchJob) -> str:
     kind = "gpus-per-node" if job.device is DeviceKind.GPU else "cpus-per-task"
-    return f"{kind}={job.devices_a_node}"
+    return f"{kind}={job.devices_per_node}"
 
 
 def _srun(job: BatchJob) -> tuple[str, ...]:

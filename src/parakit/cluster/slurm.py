@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parakit.artifacts.run import Status
-from parakit.cluster.checks.result import ask
+from parakit.cluster.checks.result import run_program
 from parakit.config import settings
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -57,7 +57,7 @@ class Slurm:
     """For Pyxis: a squash file, or whatever else `--container-image` takes."""
 
 
-def slurm_of(given: Namespace) -> Slurm | None:
+def parse_slurm_options(given: Namespace) -> Slurm | None:
     """LAUNCHER=slurm with NODES=, SLURM_PARTITION= and its like; None if Slurm was not asked for.
 
     Raises:
@@ -79,7 +79,7 @@ def slurm_of(given: Namespace) -> Slurm | None:
     )
 
 
-def argv_of_directives(directives: Sequence[str]) -> tuple[str, ...]:
+def split_directives(directives: Sequence[str]) -> tuple[str, ...]:
     """Lines of `#SBATCH` as words of a command.
 
     Raises:
@@ -97,17 +97,17 @@ class JobState:
     reason: str = ""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it will run, but does not yet."""
         return self.state in WAITING
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it has nodes."""
         return self.state in RUNNING
 
 
-def job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
+def query_job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
     """By job; those that Slurm no longer knows are missing. None if it did not answer."""
     if not job_ids:
         return {}
@@ -168,7 +168,7 @@ def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
         line.removeprefix(_DIRECTIVE).strip() for line in lines if line.startswith(_DIRECTIVE)
     )
     try:
-        argv_of_directives(directives)
+        split_directives(directives)
     except ValueError as error:
         raise LaunchError(f"SLURM_SITE={path} has a wrong #SBATCH line ({error}).") from None
     setup = tuple(line for line in lines if line and not line.startswith(("#!", _DIRECTIVE)))
@@ -182,5 +182,5 @@ def _parse(text: str) -> dict[str, JobState]:
 
 
 def _ask(*command: str) -> str | None:
-    answer = ask(list(command), ASK_SECONDS)
-    return answer.out if answer.good else None
+    answer = run_program(list(command), ASK_SECONDS)
+    return answer.out if answer.succeeded else None

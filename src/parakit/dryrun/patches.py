@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patches.registry import Patch, Replacement
-from parakit.accounting import METHODS
+from parakit.accounting import PROCESS_GROUP_METHODS
 
 
 def _instead(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
@@ -157,7 +157,7 @@ _MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
         "calls_end_at_the_group",
         "torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
         dict.fromkeys(
-            (f"torch.distributed:ProcessGroup.{name}" for name in METHODS),
+            (f"torch.distributed:ProcessGroup.{name}" for name in PROCESS_GROUP_METHODS),
             _instead(lambda group, *args, **kwargs: FakeWork()),
         ),
     ),

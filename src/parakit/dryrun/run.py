@@ -25,7 +25,7 @@ from megatron_patches.context import find_context
 from megatron_patches.ledger import wrap_timers
 from megatron_patches.registry import Patch, Replacement, apply_patches
 from megatron_patches.warm import read_help_once
-from parakit.accounting import CallWatcher, CommunicationLedger, MemoryLedger, Span, Timeline
+from parakit.accounting import CallWatcher, CommunicationLog, MemoryAccounting, Span, Timeline
 from parakit.artifacts.dry_run import RankJob, RankReport
 from parakit.config.files import ROOT
 from parakit.dryrun.patches import FAKE_PATCHES, AnswerForContents
@@ -97,9 +97,9 @@ class IterationWatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._timeline = Timeline()
-        self._calls = CommunicationLedger()
-        self._memory = MemoryLedger(self._timeline)
-        self._watcher = CallWatcher(self._calls, self._timeline, self._memory.received)
+        self._calls = CommunicationLog()
+        self._memory = MemoryAccounting(self._timeline)
+        self._watcher = CallWatcher(self._calls, self._timeline, self._memory.note_received)
         self._spans: tuple[Span, ...] = ()
         self._parameters = 0
 
@@ -111,7 +111,7 @@ class IterationWatch:
         return RankReport(
             rank=self._rank,
             parameters=self._parameters,
-            communication=self._calls.communication(self._rank),
+            communication=self._calls.steady_communication(self._rank),
             memory=self._memory.result,
             in_flight=max(accumulate(steps.get(span.name, 0) for span in self._spans), default=0),
             seconds=seconds,
@@ -141,8 +141,8 @@ class IterationWatch:
             # A step on empty gradients first: Adam's state exists in every iteration but the first.
             optimizer.step()
             self._parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
-            self._calls.forget()
-            self._timeline.keep_spans()
+            self._calls.drop_calls()
+            self._timeline.start_keeping_spans()
             self._memory.start(self._rank, 1, model, optimizer)
             try:
                 return original(forward, data, model, optimizer, *args, **kwargs)
@@ -154,7 +154,7 @@ class IterationWatch:
     def _end_iteration(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-            phases = self._timeline.take()
+            phases = self._timeline.take_phase_nanoseconds()
             self._calls.end_iteration(phases, self._timeline.clock)
             self._spans = self._timeline.take_spans()
             return original(*args, **kwargs)

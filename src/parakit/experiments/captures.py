@@ -23,7 +23,7 @@ from parakit.verify import (
 )
 
 
-def inspect(
+def inspect_checkpoint_or_capture(
     ckpt: str, compare: str | None, strategy: str | None, verify: bool, json: bool = False
 ) -> int:
     """A checkpoint's contents, or what a capture differs in from COMPARE='s; 1 if something is wrong.

@@ -26,7 +26,7 @@ PREDICTIONS: dict[str, Callable[[Namespace], int]] = {"zero": predict_zero}
 """What predicts an experiment without training, by the experiment's name."""
 
 
-def run_named(
+def run_named_experiment(
     name: str,
     options: Options,
     console: Console,
@@ -56,10 +56,10 @@ def run_named(
             )
     target = getattr(given, "target", None)
     trained = parse_target(target) if target else None
-    return _run(load_experiment(name, options, model, trained), console)
+    return _run_experiment(load_experiment(name, options, model, trained), console)
 
 
-def parity(options: Options, console: Console, verify: bool = False) -> int:
+def run_parity_check(options: Options, console: Console, verify: bool = False) -> int:
     """The demo's runs as a check: 0 if all ended well and every loss curve is that of baseline.
 
     With `verify` a strategy whose losses do not agree is verified tensor by tensor.
@@ -68,25 +68,25 @@ def parity(options: Options, console: Console, verify: bool = False) -> int:
         LaunchError: It cannot work here.
     """
     demo = load_experiment("demo", options)
-    output = Output(partial(parity_of, verifies=verify))
+    output = Output(partial(report_parity, verifies=verify))
     return run_experiment(replace(demo, report="parity"), output, console)
 
 
-def sweep_of_axes(given: Namespace, options: Options, console: Console) -> int:
+def run_sweep(given: Namespace, options: Options, console: Console) -> int:
     """The sweep NAME= with the axes that are set; 0 if all is there.
 
     Raises:
         LaunchError: A word is no model, strategy, backend or number of devices, or no cell is legal.
     """
     axes = {name: getattr(given, name.lower()) or "" for name in AXES}
-    return _run(load_sweep(given.name or SWEEP, options, axes), console)
+    return _run_experiment(load_sweep(given.name or SWEEP, options, axes), console)
 
 
-def _run(experiment: Experiment, console: Console) -> int:
-    return run_experiment(experiment, output_of(experiment.file.table), console)
+def _run_experiment(experiment: Experiment, console: Console) -> int:
+    return run_experiment(experiment, find_output(experiment.file.table), console)
 
 
-def parity_of(study: Study, verifies: bool = False) -> int:
+def report_parity(study: Study, verifies: bool = False) -> int:
     """The report, and a sentence for each strategy whose losses do not agree with baseline's.
 
     With `verifies` such a strategy is verified tensor by tensor, and the report says where it begins.
@@ -104,7 +104,7 @@ def parity_of(study: Study, verifies: bool = False) -> int:
                     f"{PREFIX}{job.name}", Namespace(), plain, study.console, also=result.runs[0]
                 )
         code = study.report()
-    broken = disagreements(study.rows)
+    broken = describe_broken_parity(study.rows)
     for sentence in broken:
         say(study.console, sentence, "red")
     if not broken:
@@ -112,7 +112,7 @@ def parity_of(study: Study, verifies: bool = False) -> int:
     return code or int(bool(broken))
 
 
-def disagreements(rows: Sequence[Entry]) -> list[str]:
+def describe_broken_parity(rows: Sequence[Entry]) -> list[str]:
     """A sentence for every row whose parity is not `reference` or `held`."""
     return [
         f"Parity of {row.strategy}: {row.parity.verdict or 'not known'} (status {row.status})."
@@ -121,10 +121,10 @@ def disagreements(rows: Sequence[Entry]) -> list[str]:
     ]
 
 
-_OUTPUTS = {"report": Output(Study.report), "parity": Output(parity_of)}
+_OUTPUTS = {"report": Output(Study.report), "parity": Output(report_parity)}
 
 
-def output_of(table: str) -> Output:
+def find_output(table: str) -> Output:
     """What an experiment's `table:` names: a kind of the kit's own, or a module with an `OUTPUT`."""
     if table in _OUTPUTS:
         return _OUTPUTS[table]

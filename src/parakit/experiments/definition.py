@@ -74,7 +74,7 @@ class Cell:
         """In full, for people."""
         job = self.job
         backend = job.options.backend
-        return self.label or f"{backend} {job.strategy} {job.model.name} {job.place}"
+        return self.label or f"{backend} {job.strategy} {job.model.name} {job.device_suffix}"
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,17 @@ from parakit.launch import (
     SAMPLE,
     Launch,
     call_module,
-    check,
+    check_launch,
     choose_runtime,
-    command_line,
     compose_job,
+    format_command_line,
     make_sample,
 )
-from parakit.reporting import Entry, rows_of
+from parakit.reporting import Entry, build_entries_from_folders
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCells:
     """What will be trained, in this order, and the rule by which a cell will not."""
 
     launches: Mapping[Cell, Launch]
@@ -42,7 +42,7 @@ class Study:
     """An experiment whose cells were checked; what came of them, once they were trained."""
 
     experiment: Experiment
-    planned: Planned
+    planned: PlannedCells
     runner: Runner
     console: Console
     reports: Path
@@ -65,7 +65,9 @@ class Study:
     @cached_property
     def rows(self) -> list[Entry]:
         """The report's, of each cell that has a run, in order."""
-        return list(filter(None, rows_of([result.folders for result in self.results])))
+        return list(
+            filter(None, build_entries_from_folders([result.folders for result in self.results]))
+        )
 
     @property
     def all_well(self) -> bool:
@@ -110,15 +112,15 @@ class Output:
     """Refuse what no table could be made of."""
     begin: Callable[[Study], None] | None = None
     """Say what is about to be trained."""
-    shown: Callable[[Planned], str] = lambda planned: "\n".join(
-        map(command_line, planned.launches.values())
+    shown: Callable[[PlannedCells], str] = lambda planned: "\n".join(
+        map(format_command_line, planned.launches.values())
     )
     """What DRY_RUN=1 prints."""
     also_interrupted: bool = False
     """Whether Ctrl-C still makes the tables, of what is there."""
 
 
-def comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) -> Output:
+def make_comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) -> Output:
     """The report of all runs and a page; 0 if all ended well and nothing of it is wrong.
 
     Args:
@@ -135,7 +137,7 @@ def comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) 
     return Output(finish)
 
 
-def losses_broke(study: Study) -> bool:
+def has_broken_losses(study: Study) -> bool:
     """Whether a run's losses are not the reference's."""
     return any(row.parity.verdict.startswith("broken") for row in study.rows)
 
@@ -150,18 +152,18 @@ def run_experiment(
     """
     if output.before is not None:
         output.before(experiment)
-    planned, dry_run = _composed(experiment, console), experiment.options.dry_run
+    planned, dry_run = _compose_cells(experiment, console), experiment.options.dry_run
     # What refuses as a whole shows its commands first, then why it would.
     if dry_run and not experiment.file.skips_illegal:
         print(output.shown(planned), flush=True)
-    planned = _checked(planned, experiment)
+    planned = _check_cells(planned, experiment)
     if dry_run and experiment.file.skips_illegal:
         print(output.shown(planned), flush=True)
     if dry_run:
         return 0
     runner = Runner(experiment, planned.launches, console)
     study = Study(experiment, planned, runner, console, reports)
-    for text in skipped_sentences(planned.skipped):
+    for text in describe_skipped(planned.skipped):
         say(console, text)
     if output.begin is not None:
         output.begin(study)
@@ -174,7 +176,7 @@ def run_experiment(
     return output.finish(study)
 
 
-def _composed(experiment: Experiment, console: Console) -> Planned:
+def _compose_cells(experiment: Experiment, console: Console) -> PlannedCells:
     """Compose every cell; make missing data."""
     runtime = cache(partial(choose_runtime, experiment.options))
 
@@ -182,7 +184,7 @@ def _composed(experiment: Experiment, console: Console) -> Planned:
         launch = compose_job(cell.job, runtime(cell.job.device))
         return replace(launch, environment={**launch.environment, **experiment.file.environment})
 
-    launches, problems = _tried(compose, experiment.cells)
+    launches, problems = _make_launches(compose, experiment.cells)
     if problems and not experiment.file.skips_illegal:
         raise next(iter(problems.values()))
     if not experiment.options.dry_run:
@@ -192,17 +194,17 @@ def _composed(experiment: Experiment, console: Console) -> Planned:
             data = open_dataset(ROOT / SAMPLE)
             sentence = f"Data: {data.tokens:,} GPT-2 tokens in {data.documents} documents."
             console.print(sentence, highlight=False)
-    return Planned(launches, {cell: str(error) for cell, error in problems.items()})
+    return PlannedCells(launches, {cell: str(error) for cell, error in problems.items()})
 
 
-def _checked(planned: Planned, experiment: Experiment) -> Planned:
+def _check_cells(planned: PlannedCells, experiment: Experiment) -> PlannedCells:
     """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
 
     def look_at(cell: Cell) -> Launch:
-        check(planned.launches[cell])
+        check_launch(planned.launches[cell])
         return planned.launches[cell]
 
-    launches, problems = _tried(look_at, planned.launches)
+    launches, problems = _make_launches(look_at, planned.launches)
     if problems and not experiment.file.skips_illegal:
         # Cells lack the same thing in other words: the number of GPUs, the target instead.
         once: dict[str, str] = {}
@@ -211,10 +213,10 @@ def _checked(planned: Planned, experiment: Experiment) -> Planned:
         raise LaunchError("\n".join(filter(None, (*once.values(), experiment.file.instead))))
     said = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
     rules = {cell: " ".join(said[cell].split()) for cell in experiment.cells if cell in said}
-    return Planned(launches, rules)
+    return PlannedCells(launches, rules)
 
 
-def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
+def describe_skipped(skipped: Mapping[Cell, str]) -> list[str]:
     """Skipped cells by the rule that they break, a line for each."""
     cells: dict[str, list[str]] = {}
     for cell, rule in skipped.items():
@@ -225,7 +227,7 @@ def skipped_sentences(skipped: Mapping[Cell, str]) -> list[str]:
     ]
 
 
-def _tried(
+def _make_launches(
     make: Callable[[Cell], Launch], cells: Iterable[Cell]
 ) -> tuple[dict[Cell, Launch], dict[Cell, ValueError]]:
     """What came of each cell, and why nothing did of the others."""

@@ -22,8 +22,8 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
 from parakit.config.run import Backend, DeviceKind, OptimizerName
-from parakit.config.strategy import devices_of
-from parakit.costs import parameters_total
+from parakit.config.strategy import count_devices
+from parakit.costs import total_parameters
 from parakit.experiments.definition import (
     FOLDER,
     SWEEP,
@@ -33,7 +33,7 @@ from parakit.experiments.definition import (
     VariableValue,
 )
 from parakit.launch import (
-    OF_A_RUN,
+    RUN_SETTINGS,
     Job,
     Options,
     options_from_texts,
@@ -45,11 +45,11 @@ from parakit.launch import (
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
 """The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""
 
-_NEAR = 0.8
+_MIN_SIMILARITY = 0.8
 """Likeness of a mistyped name: `siz` and `size` have 0.86."""
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CellEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of `cells`, with one value of each axis."""
 
     strategy: str = "baseline"
@@ -84,7 +84,7 @@ def load_experiment(
     Raises:
         LaunchError: There is none of this name, or its file holds what is not known.
     """
-    return _Loader(name, experiment_file(name), options, model, trained, only).experiment({})
+    return _Loader(name, read_experiment_file(name), options, model, trained, only).experiment({})
 
 
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
@@ -98,14 +98,14 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
             file's; it is named.
     """
     names = [path.stem for path in FOLDER.glob("*.yaml")]
-    own = experiment_file(name) if name in names else None
-    near = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
+    own = read_experiment_file(name) if name in names else None
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_MIN_SIMILARITY)
     if own is None and near and not any(axes.values()):  # It would train the default axes.
         raise LaunchError(
             f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
             f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
         )
-    file = own if own and own.table == SWEEP else experiment_file(SWEEP)
+    file = own if own and own.table == SWEEP else read_experiment_file(SWEEP)
     given = {
         field: list(dict.fromkeys(words.replace(",", " ").split()))
         for axis, field in AXES.items()
@@ -119,7 +119,7 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
     return replace(_Loader(name, file, options).experiment(given), report=name)
 
 
-def experiment_file(name: str) -> ExperimentFile:
+def read_experiment_file(name: str) -> ExperimentFile:
     """A file's keys.
 
     Raises:
@@ -129,10 +129,10 @@ def experiment_file(name: str) -> ExperimentFile:
     if not path.is_file():
         known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
         raise LaunchError(f"There is no experiment '{name}'; there are {known}.")
-    return _as(ExperimentFile, read_yaml(path), name)
+    return _convert(ExperimentFile, read_yaml(path), name)
 
 
-def _as[T](kind: type[T], data: object, name: str) -> T:
+def _convert[T](kind: type[T], data: object, name: str) -> T:
     try:
         return msgspec.convert(data, type=kind)
     except msgspec.ValidationError as error:
@@ -178,7 +178,7 @@ class _Loader:
 
     def _entries(
         self, given: str | Mapping[str, Any], axes: Mapping[str, list[str]]
-    ) -> Iterator[_Entry]:
+    ) -> Iterator[_CellEntry]:
         """Every combination; models from small to large, the others in their order."""
         fields = {"strategy": given} if isinstance(given, str) else {**given, **axes}
         ordered = {name: fields[name] for name in AXES.values() if name in fields} | fields
@@ -189,19 +189,19 @@ class _Loader:
             for strategy in (strategies,) if isinstance(strategies, str) else strategies:
                 for model in models:  # What is not known is refused.
                     parse_target(f"train-{strategy}-{model}-1cpu")
-            sizes = {model: parameters_total(load_model(model).shape) for model in models}
+            sizes = {model: total_parameters(load_model(model).shape) for model in models}
             ordered["model"] = sorted(models, key=sizes.__getitem__)
         lists = (each if isinstance(each, list) else [each] for each in ordered.values())
         for values in product(*lists):
             one = dict(zip(ordered, values, strict=True))
             one |= {key: one[key].format(**one) for key in ("label", "why") if key in one}
             one["settings"] = {variable: one.pop(variable) for variable in settings}
-            yield _as(_Entry, one, self.name)
+            yield _convert(_CellEntry, one, self.name)
 
-    def _cell(self, entry: _Entry, seed: int) -> Cell:
+    def _cell(self, entry: _CellEntry, seed: int) -> Cell:
         file, job = self.file, self.trained
         if job is None:  # A strategy that names no number of devices has the file's.
-            number = devices_of(entry.strategy, otherwise=file.devices)
+            number = count_devices(entry.strategy, otherwise=file.devices)
             place = parse_devices(entry.devices) if entry.devices else (number, self._device)
             model = load_model(entry.model or self.model or file.model)
             job = Job(entry.strategy, model, *place)
@@ -219,9 +219,9 @@ class _Loader:
         if file.apart:
             own["runs"] = options.runs / file.report / entry.label
         repeats = entry.repeats or options.repeats
-        return Cell(job.under(replace(options, **own)), entry.label, entry.why, repeats)
+        return Cell(job.with_options(replace(options, **own)), entry.label, entry.why, repeats)
 
-    def _own(self, entry: _Entry) -> dict[str, Any]:
+    def _own(self, entry: _CellEntry) -> dict[str, Any]:
         """An entry's variables over its base's; EXTRA comes behind, FUSED is joined."""
         own = self._variables(entry.settings)
         if not entry.base:
@@ -271,10 +271,10 @@ class _Loader:
         return replace(options, extra=(*once, *batches, *options.extra))
 
     def _variables(self, variables: Mapping[str, VariableValue]) -> dict[str, Any]:
-        return option_fields(variables, f"{self.name}.yaml")
+        return parse_option_fields(variables, f"{self.name}.yaml")
 
 
-def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[str, Any]:
+def parse_option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[str, Any]:
     """Fields of `Options` that make variables set.
 
     Raises:
@@ -285,7 +285,7 @@ def option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[s
         for key, value in variables.items()
     }
     read, unset = options_from_texts(texts), Options()
-    known = {setting.name for setting in OF_A_RUN}
+    known = {setting.name for setting in RUN_SETTINGS}
     for key in texts:
         others = {other: text for other, text in texts.items() if other != key}
         if key not in known:

@@ -16,7 +16,7 @@ from rich.console import Console
 from parakit.artifacts import run as records
 from parakit.artifacts.identity import Identity, identify_run
 from parakit.artifacts.run import RunRecord, Status, decode_run
-from parakit.cluster import job_states
+from parakit.cluster import query_job_states
 from parakit.config.errors import LaunchError
 from parakit.config.run import Backend
 from parakit.experiments.definition import Cell, Experiment
@@ -24,15 +24,15 @@ from parakit.formatting.terminal import say
 from parakit.launch import (
     Launch,
     WarmPool,
-    computed_by,
-    ensure_start_checkpoint,
+    choose_image,
+    ensure_initial_checkpoint,
     execute_launch,
-    follow,
-    identity_here,
-    image_asked,
-    outcome,
-    over_nodes,
-    read_job,
+    format_outcome,
+    identify_computation,
+    identify_launch,
+    read_job_record,
+    read_run_statuses,
+    spread_over_nodes,
     submit_array,
 )
 from parakit.logs import find_run_folders
@@ -133,20 +133,20 @@ class Runner:
         if not self.experiment.file.takes_finished:
             return self._made.get(cell, [])[::-1]
         in_slurm = launch.job.options.slurm is not None
-        found = finished_in_slurm(launch) if in_slurm else finished_runs(launch)
+        found = find_runs_finished_in_slurm(launch) if in_slurm else find_finished_runs(launch)
         return found[: cell.repeats]
 
     def _train(self, cell: Cell, launch: Launch, title: str) -> str:
         began, folder = time.monotonic(), None
         try:
-            launch = launch.forked(self._warm) if self.experiment.file.warm else launch
-            ensure_start_checkpoint(launch, self.console)
+            launch = launch.fork_from_pool(self._warm) if self.experiment.file.warm else launch
+            ensure_initial_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute_launch(limited, launch.job.options.runs, self.console, title)
         except LaunchError as error:
             said = problem = str(error)
         else:
-            said = outcome(folder, status)
+            said = format_outcome(folder, status)
             problem = "" if status.status is Status.OK else f"{status.status}: {status.reason}"
         seconds = time.monotonic() - began
         longest = self._longest_seconds.get(launch.iterations, 0.0)
@@ -181,19 +181,19 @@ def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     ]
 
 
-ON_THE_WAY = ("queued", "running", Status.OK.value)
+STATES_NOT_RESUBMITTED = ("queued", "running", Status.OK.value)
 """States of runs that need not be submitted again."""
 
 
-def finished_runs(launch: Launch) -> list[Path]:
+def find_finished_runs(launch: Launch) -> list[Path]:
     """Runs that did exactly this, here, and ended well, newest first.
 
     A run that was resumed in its own folder counts if each attempt was made here and asked for the
     same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
     """
-    folders = _folders_like(launch)
-    wanted = identity_here(launch, launch.job.options.runs) if folders else None
-    return [folder for folder in folders if wanted and _is_same(folder, wanted)]
+    folders = _find_candidate_folders(launch)
+    wanted = identify_launch(launch, launch.job.options.runs) if folders else None
+    return [folder for folder in folders if wanted and _stands_for(folder, wanted)]
 
 
 def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
@@ -203,31 +203,31 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         LaunchError: Slurm is not here, does not answer, or refuses a job.
     """
     (runs,) = {launch.job.options.runs for launch in launches.values()}
-    jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job(folder))]
-    if job_states(jobs) is None:
+    jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job_record(folder))]
+    if query_job_states(jobs) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
             "what is on its way cannot be distinguished from what is missing; repeat the command once "
             "it does."
         )
-    seen = {one.run: one.state for one in follow(runs)}
+    seen = {one.run: one.state for one in read_run_statuses(runs)}
     groups: dict[str, list[Launch]] = {}
     for cell, launch in launches.items():
         slurm = launch.job.options.slurm
         assert slurm is not None
         # Over NODES= where they share its ranks evenly, else on one node.
         nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
-        wanted = cell.repeats - len(_find_runs_in_state(ON_THE_WAY, seen, launch))
+        wanted = cell.repeats - len(_find_runs_in_state(STATES_NOT_RESUBMITTED, seen, launch))
         if wanted > 0:
-            spread = over_nodes(launch, nodes)
-            groups.setdefault(launch.job.place, []).extend([spread] * wanted)
+            spread = spread_over_nodes(launch, nodes)
+            groups.setdefault(launch.job.device_suffix, []).extend([spread] * wanted)
     for place, each in groups.items():
         submit_array(f"sweep-{place}", each, console)
 
 
-def finished_in_slurm(launch: Launch) -> list[Path]:
+def find_runs_finished_in_slurm(launch: Launch) -> list[Path]:
     """Runs of this cell that a job made and that ended well, newest first."""
-    seen = {one.run: one.state for one in follow(launch.job.options.runs)}
+    seen = {one.run: one.state for one in read_run_statuses(launch.job.options.runs)}
     return _find_runs_in_state((Status.OK.value,), seen, launch)
 
 
@@ -236,7 +236,7 @@ def _find_runs_in_state(
 ) -> list[Path]:
     return [
         folder
-        for folder in _folders_like(launch)
+        for folder in _find_candidate_folders(launch)
         if seen.get(folder.name, "") in states and _was_submitted(folder, launch)
     ]
 
@@ -246,21 +246,21 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
 
     What it is asked for is composed here, as it was then; `run.json` is what the nodes made of it.
     """
-    job = read_job(folder)
+    job = read_job_record(folder)
     if job is None or job.submitted is None:
         return False
     try:
         asked = decode_run(job.submitted)
         # `make resume` takes ITERS= and EXTRA=.
-        alike = len({identify_run(attempt).training for attempt in _attempts_of(folder)}) == 1
+        alike = len({identify_run(attempt).training for attempt in _read_attempts(folder)}) == 1
     except (OSError, ValueError):
         return False
-    same_image = job.image == image_asked(launch)
-    same_work = identify_run(asked).training == computed_by(launch)
+    same_image = job.image == choose_image(launch)
+    same_work = identify_run(asked).training == identify_computation(launch)
     return alike and same_work and asked.entry == launch.entry and same_image
 
 
-def _folders_like(launch: Launch) -> list[Path]:
+def _find_candidate_folders(launch: Launch) -> list[Path]:
     """Run folders of this model and number of devices, newest first, whatever their strategy's name.
 
     A strategy has several names (`zero1` over two ranks is `dp2-zero1`); what was trained says the
@@ -270,7 +270,7 @@ def _folders_like(launch: Launch) -> list[Path]:
     return sorted(launch.job.options.runs.glob(pattern), reverse=True)
 
 
-def _attempts_of(folder: Path) -> list[RunRecord]:
+def _read_attempts(folder: Path) -> list[RunRecord]:
     """What each attempt of a run was asked for and where, oldest first; one for a run never resumed.
 
     Raises:
@@ -282,9 +282,9 @@ def _attempts_of(folder: Path) -> list[RunRecord]:
     return [records.read_run(each) for each in (*earlier, folder)]
 
 
-def _is_same(folder: Path, wanted: Identity) -> bool:
+def _stands_for(folder: Path, wanted: Identity) -> bool:
     try:
-        attempts, status = _attempts_of(folder), records.read_status(folder)
+        attempts, status = _read_attempts(folder), records.read_status(folder)
     except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
         return False
     ended_well = status.status is records.Status.OK

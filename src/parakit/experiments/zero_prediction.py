@@ -16,7 +16,7 @@ import msgspec
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import read_yaml
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
@@ -31,7 +31,7 @@ from parakit.planner import (
 
 
 @dataclass(frozen=True)
-class ZeroPrediction:
+class ZeroPredictionFile:
     """The links, nodes, methods and sentences of `zero_prediction.yaml`."""
 
     links: Mapping[str, str]
@@ -43,11 +43,11 @@ class ZeroPrediction:
     page: str
 
 
-STUDY = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroPrediction)
+SETTINGS = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroPredictionFile)
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedMethod:
     """One method over one link on so many nodes; None is a strategy that the model cannot have."""
 
     method: str
@@ -96,24 +96,24 @@ def predict_zero(given: Namespace) -> int:
             "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
         )
     asked = plan_options(given)
-    links, scaling = predict(asked, nodes=(2,)), predict(asked, STUDY.nodes)
+    links, scaling = predict_methods(asked, nodes=(2,)), predict_methods(asked, SETTINGS.nodes)
     if asked.json:
         print(json.dumps([each.as_data for each in scaling], indent=2))
         return 0
-    page = STUDY.page.rstrip().format(
+    page = SETTINGS.page.rstrip().format(
         model=asked.model,
         gpu=asked.gpu,
-        over_links=over_links(links),
-        over_nodes="\n\n".join(_over_nodes(link, scaling) for link in STUDY.links),
-        scaling=scaling_table(scaling),
+        over_links=format_links_table(links),
+        over_nodes="\n\n".join(_format_nodes_table(link, scaling) for link in SETTINGS.links),
+        scaling=format_scaling_table(scaling),
     )
     say_markdown(wide_console(), page)
     return 0
 
 
-def predict(
-    options: PlanOptions, nodes: Sequence[int], links: Sequence[str] = tuple(STUDY.links)
-) -> tuple[Predicted, ...]:
+def predict_methods(
+    options: PlanOptions, nodes: Sequence[int], links: Sequence[str] = tuple(SETTINGS.links)
+) -> tuple[PredictedMethod, ...]:
     """Every method on every number of nodes over every link.
 
     Raises:
@@ -121,16 +121,16 @@ def predict(
         ValueError: There is no such model or device.
     """
     return tuple(
-        Predicted(method, link, count, _timed(options, layout, count, link))
+        PredictedMethod(method, link, count, _time_method(options, layout, count, link))
         for link in links
         for count in nodes
-        for method, layout in STUDY.methods.items()
+        for method, layout in SETTINGS.methods.items()
         if count > 2 or layout != "pp{nodes}"  # On two nodes it is the other pipeline.
     )
 
 
-def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStrategy | None:
-    model = model_of(options.model)
+def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStrategy | None:
+    model = find_model(options.model)
     if layout == "pp{nodes}" and model.shape.layers % nodes:
         return None
     asked = replace(
@@ -145,7 +145,7 @@ def _timed(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStr
     return time_strategy(asked)
 
 
-def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
+def judge_column(found: Sequence[PredictedMethod]) -> tuple[str, str]:
     """Of one column: the fastest or *within noise*, and which to use.
 
     Of methods within the planner's error of the fastest the one with the least memory is to be used.
@@ -159,37 +159,41 @@ def verdict(found: Sequence[Predicted]) -> tuple[str, str]:
     return f"within noise: {joined([each.method for each in close])}", lightest.method
 
 
-def over_links(found: Sequence[Predicted]) -> str:
+def format_links_table(found: Sequence[PredictedMethod]) -> str:
     """Markdown: memory, time over each link, the fastest of a link and which to use."""
     rows = []
     for method in dict.fromkeys(each.method for each in found):
         own = [each for each in found if each.method == method]
         rows.append([method, megabytes(own[0].peak_bytes), *(each.time for each in own)])
-    columns = [[each for each in found if each.link == link] for link in STUDY.links]
-    rows += _verdicts(columns, "")
-    return markdown_rows(["Method", "Peak memory", *STUDY.links.values()], rows)
+    columns = [[each for each in found if each.link == link] for link in SETTINGS.links]
+    rows += _make_verdict_rows(columns, "")
+    return markdown_rows(["Method", "Peak memory", *SETTINGS.links.values()], rows)
 
 
-def _over_nodes(link: str, found: Sequence[Predicted]) -> str:
+def _format_nodes_table(link: str, found: Sequence[PredictedMethod]) -> str:
     rows = []
-    for method in STUDY.methods:
-        shares = (share_of_two(method, link, nodes, found) for nodes in STUDY.nodes)
+    for method in SETTINGS.methods:
+        shares = (scaling_efficiency(method, link, nodes, found) for nodes in SETTINGS.nodes)
         rows.append([method, *map(percent, shares)])
-    rows += _verdicts(
-        [[e for e in found if (e.link, e.nodes) == (link, nodes)] for nodes in STUDY.nodes]
+    rows += _make_verdict_rows(
+        [[e for e in found if (e.link, e.nodes) == (link, nodes)] for nodes in SETTINGS.nodes]
     )
-    header = ["Method", *(f"{nodes} nodes" for nodes in STUDY.nodes)]
-    return f"{STUDY.links[link]}:\n\n{markdown_rows(header, rows)}"
+    header = ["Method", *(f"{nodes} nodes" for nodes in SETTINGS.nodes)]
+    return f"{SETTINGS.links[link]}:\n\n{markdown_rows(header, rows)}"
 
 
-def _verdicts(columns: Sequence[Sequence[Predicted]], *between: str) -> Iterator[list[str]]:
+def _make_verdict_rows(
+    columns: Sequence[Sequence[PredictedMethod]], *between: str
+) -> Iterator[list[str]]:
     """The two last rows of a table."""
-    said = zip(*map(verdict, columns), strict=True)
+    said = zip(*map(judge_column, columns), strict=True)
     for name, cells in zip(("Fastest", "Use"), said, strict=True):
         yield [name, *between, *cells]
 
 
-def share_of_two(method: str, link: str, nodes: int, found: Sequence[Predicted]) -> float | None:
+def scaling_efficiency(
+    method: str, link: str, nodes: int, found: Sequence[PredictedMethod]
+) -> float | None:
     """A device's work a second on so many nodes, over that on two; None where there is no strategy."""
     times = {(each.method, each.link, each.nodes): each.seconds for each in found}
     # A pipeline of as many stages as nodes begins as the one of two.
@@ -198,33 +202,36 @@ def share_of_two(method: str, link: str, nodes: int, found: Sequence[Predicted])
     return first / last if first and last else None
 
 
-def scaling_table(found: Sequence[Predicted]) -> str:
+def format_scaling_table(found: Sequence[PredictedMethod]) -> str:
     """Markdown: the report's sentences on more nodes, each judged for every link."""
     rows = []
-    for method, sentence in STUDY.said.items():
+    for method, sentence in SETTINGS.said.items():
         most = max((e.nodes for e in found if e.method == method and e.seconds), default=2)
         shares = {
-            name: share_of_two(method, link, most, found) for link, name in STUDY.links.items()
+            name: scaling_efficiency(method, link, most, found)
+            for link, name in SETTINGS.links.items()
         }
         known = {name: share for name, share in shares.items() if share is not None}
         if most > 2 and known:
-            said = f"“{sentence}”: {_judged(known, method == 'Baseline')}"
+            said = f"“{sentence}”: {_judge_efficiencies(known, method == 'Baseline')}"
             rows.append([f"{method}, {most} nodes", *map(percent, shares.values()), said])
-    header = ["Work of a device, over that on two", *STUDY.links.values(), "The report"]
+    header = ["Work of a device, over that on two", *SETTINGS.links.values(), "The report"]
     return markdown_rows(header, rows)
 
 
-def _judged(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
+def _judge_efficiencies(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
     """Shares by link; one within the planner's error of a limit judges nothing."""
     said: dict[str, list[str]] = {}
     for name, share in shares.items():
-        limits = (STUDY.scales, STUDY.poorly)
+        limits = (SETTINGS.scales, SETTINGS.poorly)
         near = [limit for limit in limits if limit / TIE_RATIO < share < limit * TIE_RATIO]
         if near:
-            verdict = f"within noise of {near[0]:.0%}"
-        elif STUDY.poorly <= share < STUDY.scales:
-            verdict = "neither"
+            judge_column = f"within noise of {near[0]:.0%}"
+        elif SETTINGS.poorly <= share < SETTINGS.scales:
+            judge_column = "neither"
         else:
-            verdict = "confirmed" if (share >= STUDY.scales) == is_said_to_scale else "contradicted"
-        said.setdefault(verdict, []).append(name)
-    return "; ".join(f"{verdict} at {joined(names)}" for verdict, names in said.items())
+            judge_column = (
+                "confirmed" if (share >= SETTINGS.scales) == is_said_to_scale else "contradicted"
+            )
+        said.setdefault(judge_column, []).append(name)
+    return "; ".join(f"{judge_column} at {joined(names)}" for judge_column, names in said.items())

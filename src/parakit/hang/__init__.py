@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from parakit.hang.dumps import UnreadableDumpError
     from parakit.hang.gather import gather_evidence
     from parakit.hang.order import find_mismatch
-    from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge
+    from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge_hang
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
@@ -26,5 +26,5 @@ __all__ = [
     "diagnose_hang",
     "find_mismatch",
     "gather_evidence",
-    "judge",
+    "judge_hang",
 ]

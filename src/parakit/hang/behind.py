@@ -58,16 +58,16 @@ def _calls_completed_by_peers(
 ) -> Iterator[tuple[int, RecordedCall, tuple[int, ...]]]:
     """Yield each rank, a collective that it entered and did not complete, and the peers that did."""
     evidence = waits.evidence
-    for group, call in waits.incomplete:
+    for group, call in waits.unfinished_collectives:
         if not group.is_whole or call.operation not in OPERATIONS_OF_ALL_RANKS:
             continue
         peers = tuple(
             rank
             for rank in group.ranks
-            if evidence.of(rank).completed.get(group.name, -1) >= call.number
+            if evidence.get_rank(rank).completed.get(group.name, -1) >= call.number
         )
         for rank in group.ranks:
             # Without NCCL's count (gloo) there is no device, and a lost message looks the same.
-            if peers and rank not in peers and group.name in evidence.of(rank).progress:
-                own_call = evidence.of(rank).collectives(group.name).get(call.number)
+            if peers and rank not in peers and group.name in evidence.get_rank(rank).progress:
+                own_call = evidence.get_rank(rank).collectives(group.name).get(call.number)
                 yield rank, own_call or call, peers

@@ -1,4 +1,4 @@
-"""`make why-hang DUMPS=…`: the sentence, the chain, what to look at next, and a page for offline."""
+"""`make why-hang DUMPS=…`: print the verdict on a job that hangs, and write it as a page on request."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ from parakit.hang.page import render_page
 
 
 def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:
-    """Print the verdict, and write the page if one is named; return 0 if a rank is named, else 1.
+    """Print the verdict on a job, and write it as an HTML page to `page` if that is given.
+
+    Sentences on files that could not be read go to the standard error.
+
+    Args:
+        dumps: Files and folders with the evidence.
+        json: Print one JSON object instead of text.
+        page: Name of the page's file.
+
+    Returns:
+        The exit code: 0 if the verdict names a culprit, else 1.
 
     Raises:
-        UnreadableError: Nothing there says anything of a rank, or the page has no folder; one sentence.
+        UnreadableDumpError: The files hold no evidence of any rank, or the page's folder does not exist.
     """
     path = Path(page).expanduser() if page else None
     if path and not path.parent.is_dir():
         raise UnreadableDumpError(
-            f"--page {page} is in no folder that exists; make it, or name another."
+            f"--page {page} is in a folder that does not exist; make the folder, or name another."
         )
     diagnosis = diagnose_hang([Path(text).expanduser() for text in dumps])
     print(texts.dumps(diagnosis.to_dict()) if json else diagnosis.text)

@@ -11,7 +11,7 @@ from parakit.formatting.presented import Presented
 from parakit.formatting.terminal import say
 from parakit.hang.evidence import HangEvidence
 from parakit.hang.gather import gather_evidence
-from parakit.hang.verdict import HangVerdict, judge
+from parakit.hang.verdict import HangVerdict, judge_hang
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class HangDiagnosis(Presented):
-    """Verdict on a job that hangs, with its evidence: who stopped and who waits."""
+    """The verdict on a job that hangs, and the evidence that the verdict follows from."""
 
     verdict: HangVerdict
     evidence: HangEvidence
@@ -31,12 +31,12 @@ class HangDiagnosis(Presented):
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """A sentence for each file that could not be read."""
+        """Sentences on files that could not be read, one per file."""
         return self.evidence.refused
 
     @property
     def text(self) -> str:
-        """Lines for a terminal: the verdict, its kind, the chain of waits, the watchdog's first line."""
+        """Lines for a terminal: the verdict, its kind with the next step, who waits for whom, the watchdog's line."""
         verdict = self.verdict
         kind = [f"Kind: {verdict.kind}. {verdict.next_step}"] if verdict.kind else []
         chain = [f"  {wait}" for wait in verdict.chain]
@@ -44,7 +44,7 @@ class HangDiagnosis(Presented):
         return "\n".join([verdict.sentence, *kind, *chain, *watchdog])
 
     def show(self, console: Console) -> None:
-        """Print the verdict as `parakit why-hang` does, then a line for each file that was refused."""
+        """Print the verdict as `parakit why-hang` does, then a line per file that could not be read."""
         for line in (self.text, *self.refused):
             say(console, line)
 
@@ -53,11 +53,11 @@ class HangDiagnosis(Presented):
         return {name: value for name, value in asdict(self.verdict).items() if name != "chain"}
 
 
-def diagnose_hang(places: Sequence[Path]) -> HangDiagnosis:
-    """Judge why a job hangs from files and folders of dumps, stacks and logs.
+def diagnose_hang(paths: Sequence[Path]) -> HangDiagnosis:
+    """Return the verdict on a job from files and folders with dumps, stacks and logs.
 
     Raises:
-        UnreadableError: Nothing there says anything of a rank.
+        UnreadableDumpError: The files hold no evidence of any rank.
     """
-    evidence = gather_evidence(places)
-    return HangDiagnosis(judge(evidence), evidence)
+    evidence = gather_evidence(paths)
+    return HangDiagnosis(judge_hang(evidence), evidence)

@@ -1,4 +1,7 @@
-"""A flight recorder's dump, pickle or JSON, of torch 2.5 and later. Nothing of it is executed."""
+"""Read the dump of a flight recorder, pickle or JSON, of torch 2.5 and later.
+
+Nothing that a dump holds is executed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ from parakit.hang.evidence import (
 )
 
 KEPT_CALLS = 600
-"""Of each rank, the last ones: some iterations' worth; 1,024 ranks' stay below 1 GiB."""
+"""Calls of a rank that are kept, the last ones: some iterations. 1,024 ranks then take less than 1 GiB."""
 DEEPEST_FRAMES = 40
+"""Most frames of a call that are kept."""
 
 _PEERS = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")
-_KIND_OF_TENSOR = re.compile("_(base|into_tensor|tensor)$")
+_TENSOR_SUFFIX = re.compile("_(base|into_tensor|tensor)$")
 _OPERATIONS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -33,145 +37,172 @@ _OPERATIONS = {
     "allreducecoalesced": "all_reduce_coalesced",
     "receive": "recv",
 }
+"""Names of operations in `torch.distributed`, by their names in dumps and logs."""
 _FILES_OF_TORCH = ("/torch/", "c10d_logger")
 
 
 class UnreadableDumpError(ValueError):
-    """A file that is not what it should be; one sentence that names it."""
+    """A file with evidence that cannot be read; the message is one sentence that names the file."""
 
 
-def read_dump(path: Path, one: RankEvidence) -> list[GroupOfRanks]:
-    """Fill in a rank's last calls, and when they were dumped; the groups that it is in.
+def read_dump(path: Path, evidence: RankEvidence) -> list[GroupOfRanks]:
+    """Read a dump, and set calls, progress and dump time of the rank's `evidence` in place.
+
+    The dump time is None if it is earlier than the last call.
+
+    Returns:
+        The groups that the dump describes.
 
     Raises:
-        UnreadableError: The file is truncated, foreign or hostile.
+        UnreadableDumpError: The file is truncated, foreign or hostile.
     """
     try:
         content = path.read_bytes()
         is_json = content[:1] == b"{"
-        found = json.loads(content) if is_json else PlainUnpickler(io.BytesIO(content)).load()
-        if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+        dump = json.loads(content) if is_json else PlainUnpickler(io.BytesIO(content)).load()
+        if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
             raise ValueError("it has no list of entries")
-        groups = _groups(found.get("pg_config") or {})
-        progress = _progress(found.get("pg_status") or {}, groups)
-        entries = sorted(found["entries"], key=lambda one: int(one["record_id"]))[-KEPT_CALLS:]
-        calls = tuple(_call(entry) for entry in _apply_batch_ends(entries))
-        taken = int(found.get("dumped_ns") or path.stat().st_mtime_ns)
+        groups = _read_groups(dump.get("pg_config") or {})
+        progress = _read_progress(dump.get("pg_status") or {}, groups)
+        entries = sorted(dump["entries"], key=lambda entry: int(entry["record_id"]))[-KEPT_CALLS:]
+        calls = tuple(_read_call(entry) for entry in _apply_batch_ends(entries))
+        dumped_ns = int(dump.get("dumped_ns") or path.stat().st_mtime_ns)
     except Exception as error:  # A hostile pickle raises anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreadableDumpError(
-            f"{path} is no whole flight recorder dump ({reason}); it was left out."
+            f"{path} is no complete flight recorder dump ({reason}); it was left out."
         ) from error
-    one.progress = progress
-    # Archives and copies change a file's time.
-    one.calls, one.dumped_ns = calls, taken if not calls or taken >= calls[-1].created_ns else None
+    evidence.progress = progress
+    evidence.calls = calls
+    # Archives and copies change a file's time, so that it may be earlier than the last call.
+    is_plausible = not calls or dumped_ns >= calls[-1].created_ns
+    evidence.dumped_ns = dumped_ns if is_plausible else None
     return groups
 
 
-def _groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
-    found = []
-    for key, one in config.items():
-        ranks = one.get("ranks") or []
-        listed = json.loads(ranks) if isinstance(ranks, str) else ranks
-        # gloo's own entry of the default group has no name.
-        name = str(one.get("name") or key or "0")
-        description = str(one.get("desc") or ("default_pg" if not key else ""))
-        found.append(GroupOfRanks(name, description, tuple(int(rank) for rank in listed)))
-    return found
+def _read_groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
+    """Return the groups of a dump's `pg_config`."""
+    groups = []
+    for key, entry in config.items():
+        ranks = entry.get("ranks") or []
+        rank_list = json.loads(ranks) if isinstance(ranks, str) else ranks
+        # gloo's entry of the default group has no name.
+        name = str(entry.get("name") or key or "0")
+        description = str(entry.get("desc") or ("default_pg" if not key else ""))
+        groups.append(GroupOfRanks(name, description, tuple(int(rank) for rank in rank_list)))
+    return groups
 
 
 def _apply_batch_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of a batch of messages NCCL's recorder keeps each and then the end, which alone says how far they
-    are. Those of a batch that was not ended were not sent."""
-    found: list[dict[str, Any]] = []
-    batches: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """Return the entries of a dump with the states of batched messages filled in.
+
+    NCCL's recorder keeps each message of a batch and then the end of the batch, and only the end's state is
+    correct. Messages of a batch without an end were not sent and are left out.
+    """
+    completed_entries: list[dict[str, Any]] = []
+    open_batches: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for entry in map(dict, entries):
         key = str(entry["process_group"][0]), int(entry["p2p_seq_id"])
         is_end = str(entry["profiling_name"]).endswith(":coalesced")
         if entry.get("is_p2p") and not is_end:
-            batches.setdefault(key, []).append(entry)
+            open_batches.setdefault(key, []).append(entry)
         elif is_end and not entry["collective_seq_id"]:
             entry["is_p2p"] = True
-            for one in batches.pop(key, ()):
-                one |= {name: entry.get(name) for name in ("state", "retired")}
-        found.append(entry)
-    unsent = {id(one) for batch in batches.values() for one in batch if _is_of_a_batch(one)}
-    return [one for one in found if id(one) not in unsent]
+            for message in open_batches.pop(key, ()):
+                message |= {name: entry.get(name) for name in ("state", "retired")}
+        completed_entries.append(entry)
+    unsent = {
+        id(message)
+        for batch in open_batches.values()
+        for message in batch
+        if _is_batched_message(message)
+    }
+    return [entry for entry in completed_entries if id(entry) not in unsent]
 
 
-def _is_of_a_batch(entry: Mapping[str, Any]) -> bool:
+def _is_batched_message(entry: Mapping[str, Any]) -> bool:
+    """Return True if `batch_isend_irecv` made the entry's call."""
     return any(frame["name"] == "batch_isend_irecv" for frame in entry.get("frames") or ())
 
 
-def _progress(
+def _read_progress(
     status: Mapping[str, Mapping[str, Any]], groups: list[GroupOfRanks]
 ) -> dict[str, Progress]:
-    """NCCL's count by group. It has numbers of its own for them, and both are in the order of creation.
+    """Return NCCL's counts of collectives by group name; empty if they cannot be assigned to groups.
 
-    Where stages exchange it counts their messages as well, whose numbers are of another sequence.
+    NCCL numbers the groups in its own way, but also in the order of creation. Pipeline groups are left
+    out, because NCCL counts their point-to-point messages as well.
     """
-    numbered = [group for group in groups if group.name.isdecimal()]
-    if len(numbered) != len(status):
+    numbered_groups = [group for group in groups if group.name.isdecimal()]
+    if len(numbered_groups) != len(status):
         return {}
-    numbered.sort(key=lambda group: int(group.name))
-    counts = (status[number] for number in sorted(status, key=int))
+    numbered_groups.sort(key=lambda group: int(group.name))
+    counts_in_order = (status[number] for number in sorted(status, key=int))
     return {
         group.name: Progress(
-            int(count["last_enqueued_collective"]), int(count["last_completed_collective"])
+            entered=int(counts["last_enqueued_collective"]),
+            completed=int(counts["last_completed_collective"]),
         )
-        for group, count in zip(numbered, counts, strict=True)
+        for group, counts in zip(numbered_groups, counts_in_order, strict=True)
         if not group.is_pipeline
     }
 
 
-def _call(entry: Mapping[str, Any]) -> RecordedCall:
-    name, description = entry["process_group"]
+def _read_call(entry: Mapping[str, Any]) -> RecordedCall:
+    """Return the call of one entry of a dump."""
+    group, description = entry["process_group"]
     title = str(entry["profiling_name"])
+    # A title is `nccl:all_reduce`, or `nccl:send 0->1`.
     operation = title.partition(":")[2] or title
     peer = _PEERS.match(operation)
-    is_p2p = bool(entry.get("is_p2p"))
-    number = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
+    is_point_to_point = bool(entry.get("is_p2p"))
+    number = entry["p2p_seq_id"] if is_point_to_point else entry["collective_seq_id"]
+    sizes = tuple(tuple(int(length) for length in size) for size in entry.get("input_sizes") or ())
     return RecordedCall(
-        _same(str(name)),
-        _same(str(description)),
-        _same(operation_of(operation.partition(" ")[0])),
-        int(number),
-        _same(tuple(tuple(int(n) for n in size) for size in entry.get("input_sizes") or ())),
-        _same(tuple(str(each) for each in entry.get("input_dtypes") or ())),
-        int(entry["time_created_ns"]),
-        bool(entry.get("retired")) or entry.get("state") == "completed",
-        entry.get("state") == "started",
-        is_p2p or peer is not None,
-        int(peer[1]) if peer else None,
-        _frames(entry.get("frames") or ()),
+        group=_intern(str(group)),
+        description=_intern(str(description)),
+        operation=_intern(normalise_operation(operation.partition(" ")[0])),
+        number=int(number),
+        sizes=_intern(sizes),
+        dtypes=_intern(tuple(str(dtype) for dtype in entry.get("input_dtypes") or ())),
+        created_ns=int(entry["time_created_ns"]),
+        is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
+        is_started=entry.get("state") == "started",
+        is_point_to_point=is_point_to_point or peer is not None,
+        peer=int(peer[1]) if peer else None,
+        frames=_read_frames(entry.get("frames") or ()),
     )
 
 
-def operation_of(text: str) -> str:
-    """torch's word of an operation (`ALLREDUCE`, `_all_gather_base`) as `torch.distributed` calls it."""
+def normalise_operation(text: str) -> str:
+    """Return the name in `torch.distributed` of an operation in a dump or log.
+
+    `ALLREDUCE` gives `all_reduce`, `_all_gather_base` gives `all_gather`. An unknown operation is returned
+    in lower case.
+    """
     plain = text.strip("_").lower()
-    return _OPERATIONS.get(_KIND_OF_TENSOR.sub("", plain).replace("_", ""), plain)
+    return _OPERATIONS.get(_TENSOR_SUFFIX.sub("", plain).replace("_", ""), plain)
 
 
-def _frames(found: Any) -> tuple[Frame, ...]:
+def _read_frames(entries: Any) -> tuple[Frame, ...]:
     """Return the frames of Megatron and of the user's code, innermost first, at most DEEPEST_FRAMES.
 
-    Frames of torch and of this kit's counting of calls are left out.
+    Frames of torch and of the code that counts communication calls are left out.
     """
     frames = []
-    for one in found:
-        file = str(one["filename"])
+    for entry in entries:
+        file = str(entry["filename"])
         if not counts_calls(file) and not any(part in file for part in _FILES_OF_TORCH):
-            frames.append(_same(Frame(str(one["name"]), file, int(one["line"]))))
+            frames.append(_intern(Frame(str(entry["name"]), file, int(entry["line"]))))
         if len(frames) == DEEPEST_FRAMES:
             break
-    return _same(tuple(frames))
+    return _intern(tuple(frames))
 
 
 _INTERNED: dict[Any, Any] = {}
 
 
-def _same[T](value: T) -> T:
-    """The one object for all equal values: ranks' calls are much alike."""
-    found: T = _INTERNED.setdefault(value, value)
-    return found
+def _intern[T](value: T) -> T:
+    """Return one shared object for all equal values, because most calls of all ranks have equal values."""
+    shared: T = _INTERNED.setdefault(value, value)
+    return shared

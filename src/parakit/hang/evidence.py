@@ -1,4 +1,7 @@
-"""What is known of a job at one moment: each rank's recorded calls and stack, and the groups."""
+"""The evidence of a job that hangs or failed: recorded calls and stacks per rank, and the process groups.
+
+`HangEvidence` holds one `RankEvidence` per rank. Every part may be missing for any rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from parakit.config.groups import group_name
 
 
 class Frame(NamedTuple):
-    """One Python frame."""
+    """One frame of a Python stack."""
 
     function: str
     file: str
@@ -19,32 +22,33 @@ class Frame(NamedTuple):
 
 
 FOLDERS_THAT_COUNT_CALLS = ("parakit/accounting/", "tools/ledger/")
-"""Folders of this kit's counting of calls, through which every call passes. Its frames say nothing.
+"""Folders of the code that counts communication calls. Every call passes through its frames.
 
-The second is the folder's name in kits before `src/parakit`, whose dumps and stacks are still read.
+The second is the folder's name in older versions of this kit, whose dumps and stacks are still read.
 """
 
 
 def counts_calls(file: str) -> bool:
-    """Return True if the source file of a frame belongs to this kit's counting of calls."""
+    """Return True if a frame's source file belongs to the code that counts communication calls."""
     return any(folder in file for folder in FOLDERS_THAT_COUNT_CALLS)
 
 
 Signature = tuple[object, ...]
-"""What ranks of a group must agree on in a call, and at its end where it was made."""
+"""Group, operation, sizes, dtypes and innermost frames of a call. Ranks of a group make equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call of one rank, as a flight recorder keeps it."""
+    """One communication call of one rank, as a flight recorder keeps it."""
 
     group: str
     """torch's name of the group, unique in the job."""
     description: str
+    """torch's description of the group, which the groups of one split share: `TENSOR_MODEL_PARALLEL_GROUP`."""
     operation: str
     """`all_reduce`, `send`, …"""
     number: int
-    """Its place in the sequence of its group's collectives, or of its point-to-point calls.
+    """Sequence number among the group's collectives, or among its point-to-point calls.
 
     0 if unknown, as in the lines of torch 1.12's watchdog."""
     sizes: tuple[tuple[int, ...], ...]
@@ -52,113 +56,133 @@ class RecordedCall:
     created_ns: int = 0
     is_done: bool = False
     is_started: bool = False
-    """Whether the device had begun it; never where torch times no calls."""
+    """True if the device had begun the call. Always False if torch does not time calls."""
     is_point_to_point: bool = False
-    """Whether it has peers of its own rather than a group: also the end of a batch of exchanges."""
+    """True for a send, a receive, and the end of a batch of them."""
     peer: int | None = None
-    """Of a point-to-point call: the other's rank in the group."""
+    """The peer's rank in the group, for a point-to-point call; None if unknown."""
     frames: tuple[Frame, ...] = ()
-    """Innermost first."""
+    """Frames of Megatron and of the user's code, innermost first."""
 
     def __str__(self) -> str:
         return f"{self.operation} no. {self.number}" if self.number else self.operation
 
     @property
     def signature(self) -> Signature:
-        """Of its group the description, which groups that split the same way share."""
-        sizes = () if self.operation in _OF_ANY_SIZE else self.sizes
-        return self.description, self.operation, sizes, self.dtypes, self.frames[:SITE_FRAMES]
+        """Return what equal calls have in common, also across the groups of one split.
+
+        The group's description stands for the group.
+        """
+        sizes = () if self.operation in _OPERATIONS_OF_ANY_SIZE else self.sizes
+        return self.description, self.operation, sizes, self.dtypes, self.frames[:SIGNATURE_FRAMES]
 
 
 class Progress(NamedTuple):
-    """How far a rank came in a group, as NCCL counts it: its dumps may leave out what is done."""
+    """Numbers of the last collectives of a rank in a group, as NCCL counts them.
+
+    NCCL's dumps may leave out completed calls, and these numbers include them.
+    """
 
     entered: int
+    """Number of the last collective that the rank entered."""
     completed: int
-    """The number of the last collective."""
+    """Number of the last collective that the rank's device completed."""
 
 
-_OF_ANY_SIZE = ("all_to_all",)
-"""Operations whose sizes are those of the data, such as the tokens for each expert."""
-SITE_FRAMES = 6
-"""Innermost frames that tell one call's place in the code from another's."""
+_OPERATIONS_OF_ANY_SIZE = ("all_to_all",)
+"""Operations whose sizes depend on the data, such as on the tokens per expert."""
+SIGNATURE_FRAMES = 6
+"""Innermost frames that distinguish one call's place in the code from another's."""
 
 
 @dataclass
 class RankEvidence:
-    """What one rank left, filled in file by file. Everything may be missing."""
+    """Evidence of one rank, filled in file by file. Every part may be missing."""
 
     rank: int
     calls: tuple[RecordedCall, ...] = ()
-    """The last ones, in the order they were made in."""
+    """The last recorded calls, in the order in which the rank made them."""
     stack: tuple[Frame, ...] = ()
-    """Of its main thread, innermost first."""
+    """Frames of the main thread, innermost first."""
     dumped_ns: int | None = None
+    """Time of the dump of calls in ns since 1970; None if unknown."""
     is_stopped: bool = False
-    """Whether a signal had stopped its process."""
+    """True if a signal had stopped the rank's process."""
     progress: Mapping[str, Progress] = field(default_factory=dict)
-    """By group, where NCCL counts it."""
+    """NCCL's counts by group name; empty for other backends."""
 
     @property
     def is_known(self) -> bool:
-        """Whether it left anything that says where it was."""
+        """True if the rank left calls, a stack or counts, or was seen stopped."""
         return bool(self.calls or self.stack or self.is_stopped or self.progress)
 
     @property
     def is_only_counted(self) -> bool:
-        """Return True if a log's count of the rank's calls is all that it left."""
+        """True if the only evidence of the rank is a log's count of its calls."""
         return bool(self.progress) and not (
             self.calls or self.stack or self.dumped_ns or self.is_stopped
         )
 
     def collectives(self, group: str) -> dict[int, RecordedCall]:
-        """Those of a group, by number."""
-        return {c.number: c for c in self.calls if c.group == group and not c.is_point_to_point}
+        """Return the rank's collectives in a group, by number."""
+        return {
+            call.number: call
+            for call in self.calls
+            if call.group == group and not call.is_point_to_point
+        }
 
     @cached_property
     def last(self) -> Mapping[str, int]:
-        """By group, the number of the last collective that it entered."""
-        counted = {group: one.entered for group, one in self.progress.items()}
-        return _furthest(self.calls, counted)
+        """Number of the last collective that the rank entered, by group name."""
+        counted = {group: progress.entered for group, progress in self.progress.items()}
+        return _find_last_numbers(self.calls, counted)
 
     @cached_property
     def completed(self) -> Mapping[str, int]:
-        """By group, the number of the last collective that it completed."""
-        counted = {group: one.completed for group, one in self.progress.items()}
-        return _furthest((call for call in self.calls if call.is_done), counted)
+        """Number of the last collective that the rank completed, by group name."""
+        counted = {group: progress.completed for group, progress in self.progress.items()}
+        return _find_last_numbers((call for call in self.calls if call.is_done), counted)
 
     @cached_property
     def pending(self) -> tuple[RecordedCall, ...]:
-        """Calls entered and not done; a later one of the same group that is done ends them."""
-        made = [call for call in self.calls if not call.is_done]
-        done = self.completed
-        return tuple(c for c in made if c.is_point_to_point or c.number > done.get(c.group, -1))
+        """Calls that the rank entered and did not complete.
+
+        A collective counts as completed if a later one of its group is.
+        """
+        return tuple(
+            call
+            for call in self.calls
+            if not call.is_done
+            and (call.is_point_to_point or call.number > self.completed.get(call.group, -1))
+        )
 
 
-def _furthest(calls: Iterable[RecordedCall], counted: Mapping[str, int]) -> dict[str, int]:
-    """By group, the number of the last collective among these calls, or NCCL's count if that is more."""
-    found = {call.group: call.number for call in calls if not call.is_point_to_point}
-    return found | {group: max(n, found.get(group, n)) for group, n in counted.items()}
+def _find_last_numbers(calls: Iterable[RecordedCall], counted: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of the last collective by group: of `calls`, or of `counted` if that is higher."""
+    numbers = {call.group: call.number for call in calls if not call.is_point_to_point}
+    for group, number in counted.items():
+        numbers[group] = max(number, numbers.get(group, number))
+    return numbers
 
 
 @dataclass(frozen=True)
 class GroupOfRanks:
-    """A process group."""
+    """A process group of torch.distributed, with its ranks."""
 
     name: str
     description: str
     ranks: tuple[int, ...]
     is_whole: bool = True
-    """Whether a dump lists its ranks; else those whose calls are here."""
+    """True if a dump lists all ranks of the group. Otherwise `ranks` are only those with calls in it."""
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether its ranks are the stages of a pipeline, which exchange messages in it."""
+        """True if the ranks of the group are the stages of a pipeline."""
         return self.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
 
     @property
     def label(self) -> str:
-        """As Megatron's users call it: `tensor-parallel group`."""
+        """Name of the group in Megatron's terms, such as `tensor-parallel group`."""
         short = group_name(self.description)
         return _LABELS.get(short, f"group {short or self.name}")
 
@@ -178,43 +202,44 @@ _LABELS = {
 
 
 class StepStage(NamedTuple):
-    """What a rank of a pipeline computes."""
+    """Work of one pipeline stage: its layers, and its micro batches per iteration."""
 
     layers: int
     micro_batches: int
-    """Of an iteration."""
 
 
 @dataclass(frozen=True)
 class HangEvidence:
-    """All ranks' evidence, and what was refused."""
+    """The evidence of all ranks of a job, its groups, and the files that could not be read."""
 
     ranks: Mapping[int, RankEvidence]
     groups: Mapping[str, GroupOfRanks]
     refused: tuple[str, ...] = ()
     """A sentence for each file that could not be read."""
     timed_out: tuple[str, ...] = ()
-    """Watchdogs' own words, one a rank."""
+    """Lines of NCCL's watchdog on timeouts, one per rank."""
     stage: StepStage | None = None
+    """Work of a pipeline stage; None if unknown, or if there are virtual stages."""
     is_over: bool = False
-    """Whether the job failed, and its ranks were ended wherever they were."""
+    """True if the job failed, so that its ranks were ended wherever they were."""
 
-    def of(self, rank: int) -> RankEvidence:
-        """What a rank left; empty where it left nothing."""
+    def get_rank(self, rank: int) -> RankEvidence:
+        """Return the evidence of a rank; empty evidence if the rank left nothing."""
         return self.ranks.get(rank, RankEvidence(rank))
 
     @cached_property
-    def everybody(self) -> frozenset[int]:
-        """Ranks that left something, and those that are with them in a group."""
+    def all_ranks(self) -> frozenset[int]:
+        """All ranks with evidence, and all ranks that share a group with them."""
         in_groups = (rank for group in self.groups.values() for rank in group.ranks)
         return frozenset({*self.ranks, *in_groups})
 
-    def name(self, rank: int) -> str:
-        """`Rank 12 (dp 1, pp 2, tp 0)`, as far as its groups tell."""
-        places: dict[str, int] = {}
+    def name_rank(self, rank: int) -> str:
+        """Return `Rank 12 (dp 1, pp 2, tp 0)`: the rank, and its index in the groups that are known."""
+        indices: dict[str, int] = {}
         for group in self.groups.values():
-            short = group_name(group.description)
-            if short in ("dp", "cp", "pp", "tp") and len(group.ranks) > 1 and rank in group.ranks:
-                places[short] = group.ranks.index(rank)
-        known = ", ".join(f"{short} {index}" for short, index in sorted(places.items()))
-        return f"Rank {rank} ({known})" if known else f"Rank {rank}"
+            short_name = group_name(group.description)
+            is_named = short_name in ("dp", "cp", "pp", "tp") and len(group.ranks) > 1
+            if is_named and rank in group.ranks:
+                indices[short_name] = group.ranks.index(rank)
+        coordinates = ", ".join(f"{name} {index}" for name, index in sorted(indices.items()))
+        return f"Rank {rank} ({coordinates})" if coordinates else f"Rank {rank}"

@@ -1,11 +1,14 @@
-"""From folders and files to the evidence of a job. What cannot be read is named; the rest is used."""
+"""Gather the evidence of a job from files and folders: dumps, stacks, logs and run records.
+
+Files that cannot be read are named in `HangEvidence.refused`, and all other files are used.
+"""
 
 from __future__ import annotations
 
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +30,7 @@ from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, Reco
 from parakit.hang.texts import (
     MONITORED_BARRIER,
     WORLD,
-    TimedOut,
+    ReportedTimeout,
     is_stacks,
     read_stacks,
     read_watchdog,
@@ -36,81 +39,109 @@ from parakit.logs import parse_printed_spec, scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
-"""Of addresses beyond those in use: a small hostile pickle can ask for any amount."""
+"""Addresses that reading may allocate. A small hostile pickle can ask for any amount of memory."""
 
 _RANK = re.compile(r"rank[_\-. ]?(\d+)", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-_SKIPPED = {".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", ".safetensors"}
+_SKIPPED_SUFFIXES = {
+    *(".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", ".safetensors"),
+}
+_LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
 _HEAD_BYTES = 1 << 20
+"""Bytes at the beginning of a file that decide what the file is."""
 
 
 @dataclass
-class _Found:
-    """What lies there."""
+class _GatheredFiles:
+    """Content of the files that were read so far."""
 
     ranks: dict[int, RankEvidence] = field(default_factory=dict)
     groups: list[GroupOfRanks] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
+    """Logs, which are read after all other files."""
     refused: list[str] = field(default_factory=list)
+    """Sentences on files that could not be read."""
 
-    def of(self, rank: int) -> RankEvidence:
+    def get_rank(self, rank: int) -> RankEvidence:
+        """Return the evidence of a rank, which is empty at first and can be changed in place."""
         return self.ranks.setdefault(rank, RankEvidence(rank))
 
 
-def gather_evidence(places: Sequence[Path]) -> HangEvidence:
-    """All that lies there, of any kind.
+def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
+    """Return the evidence of a job from all files that hold some.
 
     Args:
-        places: Files and folders, which are read with all folders in them.
+        paths: Files, and folders that are read with all their subfolders.
 
     Raises:
-        UnreadableError: Nothing there says anything of a rank.
+        UnreadableDumpError: A path does not exist, or no file holds evidence of any rank.
     """
-    found = _Found()
-    with _bounded_memory():
-        for path in _files(places):
+    gathered = _GatheredFiles()
+    with _limit_memory():
+        for path in _list_files(paths):
             try:
-                _read(path, found)
+                _read_file(path, gathered)
             except (UnreadableDumpError, OSError) as error:
-                found.refused.append(str(error))
-    watched = _read_logs(found)
-    # What a refused file began says nothing.
-    known = (one for one in found.ranks.values() if one.is_known or one.dumped_ns)
-    ranks = {one.rank: one for one in sorted(known, key=lambda one: one.rank)}
+                gathered.refused.append(str(error))
+    timeouts_by_rank = _read_logs(gathered)
+    # A file that was refused may have left an empty entry of its rank.
+    known_ranks = [
+        evidence for evidence in gathered.ranks.values() if evidence.is_known or evidence.dumped_ns
+    ]
+    ranks = {
+        evidence.rank: evidence for evidence in sorted(known_ranks, key=lambda known: known.rank)
+    }
     if not ranks:
-        where = " ".join(map(str, places))
-        why = f" {found.refused[0]}" if found.refused else ""
+        names = " ".join(map(str, paths))
+        reason = f" {gathered.refused[0]}" if gathered.refused else ""
         raise UnreadableDumpError(
-            f"DUMPS={where} has no flight recorder dump, no stack and no line of NCCL's watchdog that "
-            f"says of which rank it is.{why}"
+            f"DUMPS={names} has no flight recorder dump, no stack and no line of NCCL's watchdog whose "
+            f"rank is known.{reason}"
         )
-    # A stopped rank went on for its dump, after the others' dumps.
-    running = [one.dumped_ns for one in ranks.values() if not one.is_stopped]
-    before_ns = min(filter(None, running), default=sys.maxsize)
-    for one in ranks.values():
-        if one.is_stopped:
-            one.calls = tuple(call for call in one.calls if call.created_ns <= before_ns)
-    words = tuple(said[0].words for said in watched.values())
-    groups = _groups(found.groups, ranks)
-    stage, is_over = _stage(places, found.logs), any(map(_has_failed, places))
-    return HangEvidence(ranks, groups, tuple(found.refused), words, stage, is_over)
+    _drop_late_calls(ranks.values())
+    return HangEvidence(
+        ranks=ranks,
+        groups=_merge_groups(gathered.groups, ranks),
+        refused=tuple(gathered.refused),
+        timed_out=tuple(timeouts[0].line for timeouts in timeouts_by_rank.values()),
+        stage=_read_stage(paths, gathered.logs),
+        is_over=any(map(_has_failed, paths)),
+    )
 
 
-def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
-    """Add what watchdogs wrote of ranks that left no dump; return the calls that timed out, by rank."""
-    watched: dict[int, list[TimedOut]] = {}
+def _drop_late_calls(ranks: Collection[RankEvidence]) -> None:
+    """Drop calls of stopped ranks that are later than the first dump of a running rank, in place.
+
+    The launcher continued a stopped rank only for its dump, after the dumps of the other ranks.
+    """
+    dump_times = [evidence.dumped_ns for evidence in ranks if not evidence.is_stopped]
+    first_dump_ns = min(filter(None, dump_times), default=sys.maxsize)
+    for evidence in ranks:
+        if evidence.is_stopped:
+            evidence.calls = tuple(
+                call for call in evidence.calls if call.created_ns <= first_dump_ns
+            )
+
+
+def _read_logs(gathered: _GatheredFiles) -> dict[int, list[ReportedTimeout]]:
+    """Read the logs, and add what watchdogs wrote to ranks without a dump, in place.
+
+    Returns:
+        The timeouts by rank.
+    """
+    timeouts_by_rank: dict[int, list[ReportedTimeout]] = {}
     for path in gathered.logs:
-        named = _RANK.search(path.name)
+        rank_in_name = _RANK.search(path.name)
         with path.open(errors="replace") as lines:
-            log = read_watchdog(lines, int(named[1]) if named else None)
-        for timed_out in log.timeouts:
-            watched.setdefault(timed_out.rank, []).append(timed_out)
+            log = read_watchdog(lines, int(rank_in_name[1]) if rank_in_name else None)
+        for timeout in log.timeouts:
+            timeouts_by_rank.setdefault(timeout.rank, []).append(timeout)
         for rank, progress in log.progress.items():
-            evidence = gathered.of(rank)
+            evidence = gathered.get_rank(rank)
             if not evidence.calls:
                 evidence.progress = {**progress, **evidence.progress}
         for rank, call in log.compared.items():
-            evidence = gathered.of(rank)
+            evidence = gathered.get_rank(rank)
             evidence.calls = evidence.calls or (call,)
         if log.absent:
             _add_barrier(gathered, log.absent)
@@ -119,118 +150,159 @@ def _read_logs(gathered: _Found) -> dict[int, list[TimedOut]]:
                 f"{path} counts ranks within a group that it does not name, as torch before 2.2 does: "
                 "its rank N is rank N of the job only if that group is the one of all ranks."
             )
-    for rank, timeouts in watched.items():
-        evidence = gathered.of(rank)
+    for rank, timeouts in timeouts_by_rank.items():
+        evidence = gathered.get_rank(rank)
         if not evidence.calls:
-            evidence.calls = tuple(timed_out.call for timed_out in timeouts)
-    return watched
+            evidence.calls = tuple(timeout.call for timeout in timeouts)
+    return timeouts_by_rank
 
 
-def _add_barrier(gathered: _Found, absent: Sequence[int]) -> None:
-    """Add the call in which rank 0 waited for the ranks that never came to a monitored barrier."""
+def _add_barrier(gathered: _GatheredFiles, absent: Sequence[int]) -> None:
+    """Add the call in which rank 0 waits for the ranks that are absent from a monitored barrier."""
     group = GroupOfRanks(MONITORED_BARRIER, WORLD, (0, *absent))
     gathered.groups.append(group)
     barrier = RecordedCall(group.name, group.description, MONITORED_BARRIER, number=0, sizes=())
-    gathered.of(0).calls = gathered.of(0).calls or (barrier,)
+    gathered.get_rank(0).calls = gathered.get_rank(0).calls or (barrier,)
 
 
-def _files(places: Sequence[Path]) -> Iterator[Path]:
-    for place in places:
-        if not place.exists():
-            raise UnreadableDumpError(f"DUMPS={place} does not exist.")
-        inside = sorted(place.rglob("*")) if place.is_dir() else [place]
-        yield from (path for path in inside if path.is_file() and path.suffix not in _SKIPPED)
+def _list_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files of all paths, sorted per folder, without files of suffixes that hold no evidence.
+
+    Raises:
+        UnreadableDumpError: A path does not exist.
+    """
+    for path in paths:
+        if not path.exists():
+            raise UnreadableDumpError(f"DUMPS={path} does not exist.")
+        candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for candidate in candidates:
+            if candidate.is_file() and candidate.suffix not in _SKIPPED_SUFFIXES:
+                yield candidate
 
 
-def _read(path: Path, found: _Found) -> None:
+def _read_file(path: Path, gathered: _GatheredFiles) -> None:
+    """Read a dump, a stack or the list of stopped ranks into `gathered`, and note a log for later.
+
+    Other files are ignored.
+
+    Raises:
+        OSError: The file cannot be read.
+        UnreadableDumpError: The file is too large or damaged, or its name has no rank.
+    """
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if path.name == STOPPED_FILE:
-        # The launcher saw these stopped, and continued them for their dumps.
+        # The launcher saw that a signal had stopped these ranks, and continued them for their dumps.
         for number in head.split():
-            found.of(int(number)).is_stopped = True
-    elif head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
+            gathered.get_rank(int(number)).is_stopped = True
+    elif _is_dump(head):
         if path.stat().st_size > LARGEST_DUMP_BYTES:
             raise UnreadableDumpError(
                 f"{path} is larger than any flight recorder dump; it was left out."
             )
-        found.groups += read_dump(path, found.of(_rank_of(path)))
-    elif (
-        b'"thread_name"' in head
-        if head[:1] == b"["
-        # A log may hold a stack, too; it is not named after one rank.
-        else _RANK.search(path.name) and is_stacks(head.decode(errors="replace"))
-    ):
-        rank = _rank_of(path)
+        evidence = gathered.get_rank(_find_rank_in_name(path))
+        gathered.groups += read_dump(path, evidence)
+    elif _is_stack(path, head):
+        rank = _find_rank_in_name(path)
         try:
-            found.of(rank).stack = read_stacks(path.read_text(errors="replace"))
+            gathered.get_rank(rank).stack = read_stacks(path.read_text(errors="replace"))
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableDumpError(
-                f"{path} is no whole stack ({error}); it was left out."
+                f"{path} is no complete stack ({error}); it was left out."
             ) from error
-    elif b"Watchdog" in head or path.suffix in (".log", ".txt", ".out", ".err"):
-        found.logs.append(path)
+    elif b"Watchdog" in head or path.suffix in _LOG_SUFFIXES:
+        gathered.logs.append(path)
 
 
-def _rank_of(path: Path) -> int:
-    found = _RANK.search(path.name) or _LAST_NUMBER.search(path.name)
-    if found is None:
+def _is_dump(head: bytes) -> bool:
+    """Return True if a file begins as a pickle, or as a JSON object with entries."""
+    return head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head)
+
+
+def _is_stack(path: Path, head: bytes) -> bool:
+    """Return True if a file is a stack as py-spy (JSON or text) or faulthandler writes it."""
+    if head[:1] == b"[":
+        return b'"thread_name"' in head
+    # A log may hold a stack, too, but its name has no rank.
+    has_rank = _RANK.search(path.name) is not None
+    return has_rank and is_stacks(head.decode(errors="replace"))
+
+
+def _find_rank_in_name(path: Path) -> int:
+    """Return the rank in a file's name: the number after `rank`, else the last number.
+
+    Raises:
+        UnreadableDumpError: The name has no number.
+    """
+    match = _RANK.search(path.name) or _LAST_NUMBER.search(path.name)
+    if match is None:
         raise UnreadableDumpError(
             f"{path} does not say of which rank it is; name it rank<N>, as in rank12.pkl."
         )
-    return int(found[1])
+    return int(match[1])
 
 
-def _groups(
-    found: Sequence[GroupOfRanks], ranks: Mapping[int, RankEvidence]
+def _merge_groups(
+    groups_of_dumps: Sequence[GroupOfRanks], ranks: Mapping[int, RankEvidence]
 ) -> dict[str, GroupOfRanks]:
-    """As dumps list them; else those whose ranks made calls in them."""
-    listed: dict[str, GroupOfRanks] = {}
-    for group in found:
-        if len(group.ranks) > (len(listed[group.name].ranks) if group.name in listed else 0):
-            listed[group.name] = group
-    members: dict[tuple[str, str], set[int]] = {}
-    for rank, one in ranks.items():
-        for call in one.calls:
-            members.setdefault((call.group, call.description), set()).add(rank)
+    """Return all groups by name, with the ranks that dumps list or that made calls in the group.
+
+    Groups that no dump lists are marked as not whole.
+    """
+    groups: dict[str, GroupOfRanks] = {}
+    for group in groups_of_dumps:
+        if group.name not in groups or len(group.ranks) > len(groups[group.name].ranks):
+            groups[group.name] = group
+    callers_by_group: dict[tuple[str, str], set[int]] = {}
+    for rank, evidence in ranks.items():
+        for call in evidence.calls:
+            callers_by_group.setdefault((call.group, call.description), set()).add(rank)
     # A log also counts the calls of ranks that timed out in no call of the group.
-    for (name, _), seen in members.items():
-        seen.update(rank for rank, evidence in ranks.items() if name in evidence.progress)
-    for (name, description), seen in members.items():
-        known = listed[name].ranks if name in listed else ()
-        ranks_of_it = tuple(sorted({*seen, *known}))
-        listed[name] = GroupOfRanks(name, description, ranks_of_it, is_whole=name in listed)
-    return listed
+    for (name, _), callers in callers_by_group.items():
+        callers.update(rank for rank, evidence in ranks.items() if name in evidence.progress)
+    for (name, description), callers in callers_by_group.items():
+        is_listed = name in groups
+        listed_ranks = groups[name].ranks if is_listed else ()
+        all_ranks = tuple(sorted({*callers, *listed_ranks}))
+        groups[name] = GroupOfRanks(name, description, all_ranks, is_whole=is_listed)
+    return groups
 
 
-def _stage(places: Sequence[Path], logs: Sequence[Path]) -> StepStage | None:
-    """Of a run folder's record, or of the arguments that a log prints; of virtual stages nothing."""
+def _read_stage(paths: Sequence[Path], logs: Sequence[Path]) -> StepStage | None:
+    """Return the work of a pipeline stage, by a run folder's record, else by the arguments in a log.
+
+    None means that neither is there, or that the run has virtual stages.
+    """
     spec: RunSpec | None = None
-    for folder in (folder for place in places for folder in (place, place.parent)):
-        if spec is None and (folder / RUN_FILE).is_file():
-            # Another tool's file of that name says nothing.
-            with suppress(msgspec.DecodeError, OSError):
-                spec = read_run(folder).spec
+    for path in paths:
+        for folder in (path, path.parent):
+            if spec is None and (folder / RUN_FILE).is_file():
+                # A file of this name may belong to another tool, and then has another shape.
+                with suppress(msgspec.DecodeError, OSError):
+                    spec = read_run(folder).spec
     for log in logs:
         spec = spec or parse_printed_spec(scrape_log(log).arguments, None)
     if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
         return None
-    return StepStage(spec.layers_a_stage, spec.microbatches)
+    return StepStage(spec.layers_per_stage, spec.microbatches)
 
 
-def _has_failed(place: Path) -> bool:
-    """Whether a run failed by itself, as its status says: ranks of one that hung are where they hung."""
-    for folder in (place, place.parent):
+def _has_failed(path: Path) -> bool:
+    """Return True if `path` is in a run folder whose run crashed by itself.
+
+    A run that was ended because it hung gives False: its ranks are where they hung.
+    """
+    for folder in (path, path.parent):
         with suppress(msgspec.DecodeError, OSError):
             status = read_status(folder)
-            return status.status is Status.CRASHED and not status.reason.startswith(
-                HANG_REASON_PREFIX
-            )
+            is_hang = status.reason.startswith(HANG_REASON_PREFIX)
+            return status.status is Status.CRASHED and not is_hang
     return False
 
 
 @contextmanager
-def _bounded_memory() -> Iterator[None]:
+def _limit_memory() -> Iterator[None]:
+    """Limit the process to LARGEST_MEMORY_BYTES more addresses within the block, if it has no limit."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     if before[0] == resource.RLIM_INFINITY:
         limit = psutil.Process().memory_info().vms + LARGEST_MEMORY_BYTES

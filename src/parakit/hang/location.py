@@ -1,4 +1,7 @@
-"""Where in the step a rank, a call or what left the order is: by stacks, or by what usually follows."""
+"""Find where in the training step a rank, a call or a departure from the order of calls is.
+
+The location comes from stacks. If a stack names no module, the location is that of the call that usually follows.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,62 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from parakit.hang.evidence import HangEvidence, RecordedCall
-from parakit.hang.order import Departure, usual_next
-from parakit.hang.place import StepPlace, place_of, place_of_call
+from parakit.hang.order import Departure, find_usual_next_call
+from parakit.hang.place import StepPlace, locate_call_in_step, locate_frames
 from parakit.hang.waits import Waits
 
 
-def place_of_a_call(evidence: HangEvidence, call: RecordedCall) -> StepPlace:
-    """By the calls of the rank that made it."""
-    for one in evidence.ranks.values():
-        if at := [number for number, made in enumerate(one.calls) if made is call]:
-            return place_of_call(one.calls, at[0], evidence.stage)
-    return place_of(call.frames)
+def locate_call(evidence: HangEvidence, call: RecordedCall) -> StepPlace:
+    """Return where in the step a call was made, by the calls that the same rank made before it."""
+    for state in evidence.ranks.values():
+        # Ranks make equal calls, so the call itself is searched and not an equal one.
+        for index, recorded_call in enumerate(state.calls):
+            if recorded_call is call:
+                return locate_call_in_step(state.calls, index, evidence.stage)
+    return locate_frames(call.frames)
 
 
-def place_of_rank(waits: Waits, rank: int) -> StepPlace:
-    """By its stack; where that names no module, or none is here, by what usually follows its calls."""
-    one = waits.evidence.of(rank)
-    place = place_of(one.stack)
-    if place.is_known:
-        return place
-    usual = usual_next(waits.evidence, rank, [wait.rank for wait in waits.calls_into([rank])])
-    if usual is None:
-        return place
-    following = _place_after(waits.evidence, one.calls, usual)
-    return following if place.part in ("", following.part) else place
+def locate_rank(waits: Waits, rank: int) -> StepPlace:
+    """Return where in the step a rank is, by its stack or by the call that usually follows its last one.
+
+    The second way is taken if the rank has no stack or its stack names no module.
+    """
+    state = waits.evidence.get_rank(rank)
+    location = locate_frames(state.stack)
+    if location.is_known:
+        return location
+    waiting_ranks = [wait.rank for wait in waits.direct_waits_for([rank])]
+    usual_call = find_usual_next_call(waits.evidence, rank, waiting_ranks)
+    if usual_call is None:
+        return location
+    next_location = _locate_next_call(waits.evidence, state.calls, usual_call)
+    return next_location if location.part in ("", next_location.part) else location
 
 
-def place_of_departure(evidence: HangEvidence, left: Departure) -> StepPlace:
-    """Of the call that was made once more, or left out."""
-    place = _place_after(evidence, left.before, left.meant)
-    alike = takewhile(lambda call: call.signature == left.meant.signature, reversed(left.before))
-    ends = (len(left.before) - 1 - back for back, _ in enumerate(alike))
-    modules = {place_of_call(left.before, at, evidence.stage).module for at in ends}
-    # Which of equal calls in a row was made again or left out is not seen.
-    return place_of(left.meant.frames) if left.is_alike and modules - {place.module} else place
+def locate_departure(evidence: HangEvidence, departure: Departure) -> StepPlace:
+    """Return where in the step the call was made that a rank repeated or left out.
+
+    If the call is one of several equal calls in a row, and these belong to different modules, only the
+    location that the call's frames name is returned.
+    """
+    calls_before, wrong_call = departure.calls_before, departure.wrong_call
+    location = _locate_next_call(evidence, calls_before, wrong_call)
+    equal_calls = takewhile(
+        lambda call: call.signature == wrong_call.signature, reversed(calls_before)
+    )
+    num_equal_calls = sum(1 for _ in equal_calls)
+    last_index = len(calls_before) - 1
+    modules = {
+        locate_call_in_step(calls_before, last_index - offset, evidence.stage).module
+        for offset in range(num_equal_calls)
+    }
+    if departure.is_among_equal_calls and modules - {location.module}:
+        return locate_frames(wrong_call.frames)
+    return location
 
 
-def _place_after(
-    evidence: HangEvidence, calls: Sequence[RecordedCall], following: RecordedCall
+def _locate_next_call(
+    evidence: HangEvidence, calls: Sequence[RecordedCall], next_call: RecordedCall
 ) -> StepPlace:
-    return place_of_call((*calls, following), len(calls), evidence.stage)
+    """Return where in the step `next_call` would be made after `calls`."""
+    return locate_call_in_step((*calls, next_call), len(calls), evidence.stage)

@@ -1,40 +1,53 @@
-"""Which rank left the usual order of calls: training repeats itself and its ranks are alike, so a rank's
-own past and the other ranks are the norm."""
+"""Find the rank that left the usual order of calls.
+
+Training repeats the same calls in every iteration, and its ranks make similar calls. The norm is therefore what
+a rank did before, and what the other ranks did. The calls before a call are its context: a call is usual if it
+followed an equal context before. Calls are equal if their signatures are (`RecordedCall.signature`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parakit.hang.evidence import GroupOfRanks, HangEvidence, RecordedCall, Signature
-from parakit.hang.place import START_UP, place_of
+from parakit.hang.place import START_UP, locate_frames
 
 LONGEST_CONTEXT = 64
+"""Most calls of a context that are compared."""
 SHORTEST_CONTEXT = 3
-"""Calls before one that must have been seen before, for what usually follows them to be known."""
+"""Fewest calls of a context. What follows fewer calls is not taken for usual."""
 
-_SAME_SIZES = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier"}
-"""Operations whose ranks all give a tensor of one size."""
+_OPERATIONS_OF_ONE_SIZE = frozenset(
+    {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier"}
+)
+"""Operations in which all ranks give a tensor of the same size."""
+
+CallSequence = Sequence[int]
+"""Calls of one rank in order, as numbers: equal calls have equal numbers."""
+CollectiveKey = tuple[str, int]
+"""Name of a group, and the number of a collective in the group."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A call of a rank that never followed what came before it, and what did."""
+    """A call that no rank ever made after the calls before it, and the call that usually follows them."""
 
     rank: int
     call: RecordedCall
     usual: RecordedCall
-    meant: RecordedCall
-    """The one of both that is wrong: made once more, or left out."""
-    before: tuple[RecordedCall, ...]
-    """The rank's calls before it."""
-    is_alike: bool
-    """Whether it is one of equal calls in a row: which one was made again or left out is not seen."""
+    wrong_call: RecordedCall
+    """The call that the rank made once more than usual (`call`), or left out (`usual`)."""
+    calls_before: tuple[RecordedCall, ...]
+    """The rank's calls before `call`."""
+    is_among_equal_calls: bool
+    """True if `wrong_call` is one of several equal calls in a row, so that its position is not known."""
 
 
 @dataclass(frozen=True)
 class CallMismatch:
-    """Two ranks' calls of one number in one group, which do not fit together."""
+    """Calls of two ranks that have one number in one group and do not fit together."""
 
     group: GroupOfRanks
     first: tuple[int, RecordedCall]
@@ -42,205 +55,319 @@ class CallMismatch:
 
     @property
     def differs(self) -> str:
-        """In what: operation, size, dtype or place in the code."""
-        one, other = self.first[1], self.second[1]
-        if one.operation != other.operation:
+        """First difference between the calls: operation, dtype, size or place in the code."""
+        first_call, second_call = self.first[1], self.second[1]
+        if first_call.operation != second_call.operation:
             return "operation"
-        if one.dtypes != other.dtypes:
+        if first_call.dtypes != second_call.dtypes:
             return "dtype"
-        return "size" if one.sizes != other.sizes else "place in the code"
+        return "size" if first_call.sizes != second_call.sizes else "place in the code"
+
+
+class _Deviation(NamedTuple):
+    """A call that never followed its context, and where the usual call followed that context."""
+
+    position: int
+    """Index of the call in the rank's sequence."""
+    usual_position: int
+    context_length: int
+    """Calls of the longest context that came before this call and before another call."""
 
 
 def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
-    """The first pair of calls, by time, that do not fit together in operation, size or dtype."""
-    found: list[CallMismatch] = []
+    """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit."""
+    mismatches: list[CallMismatch] = []
     for group in evidence.groups.values():
-        by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
+        calls_by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
-            # Calls that a coalescing manager joins have one number: the last stands for them.
-            for number, call in evidence.of(rank).collectives(group.name).items():
-                by_number.setdefault(number, []).append((rank, call))
-        for number in sorted(by_number):
-            first, *others = by_number[number]
-            other = next((one for one in others if not _fit(first[1], one[1])), None)
-            if other is not None:
-                found.append(CallMismatch(group, first, other))
-                break
-    return min(found, key=lambda one: one.first[1].created_ns, default=None)
+            # Calls that a coalescing manager joins share one number: the last of them is compared.
+            for number, call in evidence.get_rank(rank).collectives(group.name).items():
+                calls_by_number.setdefault(number, []).append((rank, call))
+        mismatch = _find_mismatch_in_group(group, calls_by_number)
+        if mismatch:
+            mismatches.append(mismatch)
+    return min(mismatches, key=lambda mismatch: mismatch.first[1].created_ns, default=None)
+
+
+def _find_mismatch_in_group(
+    group: GroupOfRanks, calls_by_number: Mapping[int, Sequence[tuple[int, RecordedCall]]]
+) -> CallMismatch | None:
+    """Return the mismatch with the lowest number in the group; None if all calls fit."""
+    for _, ranks_and_calls in sorted(calls_by_number.items()):
+        first = ranks_and_calls[0]
+        for second in ranks_and_calls[1:]:
+            if not _fit_together(first[1], second[1]):
+                return CallMismatch(group, first, second)
+    return None
 
 
 def find_departure(evidence: HangEvidence, ranks: Iterable[int]) -> Departure | None:
-    """The only one of these ranks that made a call which no rank ever made after such calls."""
-    ranks_with_calls = [rank for rank in evidence.ranks if evidence.of(rank).calls]
-    ranks_counted = [rank for rank in evidence.ranks if evidence.of(rank).is_only_counted]
+    """Return the departure of the only rank of `ranks` that left the usual order of calls.
+
+    Only calls after the last collective that all ranks completed are searched. None means that no rank
+    or several ranks left the order, or that the calls of some rank are missing.
+    """
+    ranks_with_calls = [rank for rank in evidence.ranks if evidence.get_rank(rank).calls]
+    ranks_counted = [rank for rank in evidence.ranks if evidence.get_rank(rank).is_only_counted]
     if len(ranks_with_calls) + len(ranks_counted) < len(evidence.ranks):
         return None
-    numbers = _numbered(evidence, ranks_with_calls)
-    others: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for rank, own in numbers.items():
-        for at in range(SHORTEST_CONTEXT, len(own)):
-            others.setdefault(tuple(own[at - SHORTEST_CONTEXT : at + 1]), []).append((rank, at))
-    found, met = [], _met(evidence, numbers)
+    sequences = _number_calls(evidence, ranks_with_calls)
+    positions = _index_short_contexts(sequences)
+    completed_by_all = _find_collectives_completed_by_all(evidence, sequences)
+    departures = []
     for rank in set(ranks):
-        calls, own = evidence.of(rank).calls, numbers.get(rank, [])
-        for at, usual, length in _departures(own, _count_calls_before_meeting(calls, met)):
-            made = others[tuple(own[at - SHORTEST_CONTEXT : at + 1])]
-            if not any(
-                other != rank and _common(numbers[other], before, own, at) >= length
-                for other, before in made
-            ):
-                is_again = own[at] == own[at - 1] and not _goes_on_without(own, at, usual)
-                meant = calls[at if is_again else usual]
-                is_alike = is_again or (own[usual] == own[at - 1] and own[at] in own[:at])
-                found.append(Departure(rank, calls[at], calls[usual], meant, calls[:at], is_alike))
+        calls, sequence = evidence.get_rank(rank).calls, sequences.get(rank, [])
+        start = _count_calls_up_to_last(calls, completed_by_all)
+        for deviation in _find_deviations(sequence, start):
+            if not _did_another_rank(rank, deviation, sequences, positions):
+                departures.append(_make_departure(rank, calls, sequence, deviation))
                 break
-    return found[0] if len(found) == 1 else None
+    return departures[0] if len(departures) == 1 else None
 
 
-def are_usual(evidence: HangEvidence, ranks: Iterable[int]) -> bool:
-    """Whether each of these ranks' last calls had followed what came before it, and nothing else had."""
-    numbers = _numbered(evidence, ranks)
-    met = _met(evidence, numbers)
-    for rank, own in numbers.items():
-        # A rank alone does not show that it met another.
-        is_alone = len(numbers) == 1
-        last = (
-            len(own) - LONGEST_CONTEXT
-            if is_alone
-            else _count_calls_before_meeting(evidence.of(rank).calls, met)
-        )
-        start = max(last, SHORTEST_CONTEXT)
-        pieces = [
-            tuple(own[at - SHORTEST_CONTEXT : at + 1]) for at in range(SHORTEST_CONTEXT, len(own))
+def _index_short_contexts(
+    sequences: Mapping[int, CallSequence],
+) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """Return the rank and index of every call by the call with the SHORTEST_CONTEXT calls before it."""
+    positions: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for rank, sequence in sequences.items():
+        for index in range(SHORTEST_CONTEXT, len(sequence)):
+            key = _cut_short_context(sequence, index)
+            positions.setdefault(key, []).append((rank, index))
+    return positions
+
+
+def _cut_short_context(sequence: CallSequence, index: int) -> tuple[int, ...]:
+    """Return the SHORTEST_CONTEXT calls before `index`, and the call at `index`."""
+    return tuple(sequence[index - SHORTEST_CONTEXT : index + 1])
+
+
+def _did_another_rank(
+    rank: int,
+    deviation: _Deviation,
+    sequences: Mapping[int, CallSequence],
+    positions: Mapping[tuple[int, ...], Sequence[tuple[int, int]]],
+) -> bool:
+    """Return True if another rank made the deviating call after a context that is at least as long."""
+    sequence, index = sequences[rank], deviation.position
+    for other_rank, other_index in positions[_cut_short_context(sequence, index)]:
+        if other_rank == rank:
+            continue
+        length = _count_equal_before(sequences[other_rank], other_index, sequence, index)
+        if length >= deviation.context_length:
+            return True
+    return False
+
+
+def _make_departure(
+    rank: int, calls: tuple[RecordedCall, ...], sequence: CallSequence, deviation: _Deviation
+) -> Departure:
+    """Return the departure of a rank, and decide whether it repeated a call or left one out."""
+    index, usual_index, _ = deviation
+    is_equal_to_previous = sequence[index] == sequence[index - 1]
+    is_repeated = is_equal_to_previous and not _was_call_left_out(sequence, index, usual_index)
+    # A call that was left out among equal calls, such as the same call of every layer.
+    is_left_out_of_row = (
+        sequence[usual_index] == sequence[index - 1] and sequence[index] in sequence[:index]
+    )
+    return Departure(
+        rank=rank,
+        call=calls[index],
+        usual=calls[usual_index],
+        wrong_call=calls[index] if is_repeated else calls[usual_index],
+        calls_before=calls[:index],
+        is_among_equal_calls=is_repeated or is_left_out_of_row,
+    )
+
+
+def follow_usual_order(evidence: HangEvidence, ranks: Iterable[int]) -> bool:
+    """Return True if every call of `ranks` since the last common collective is usual for its rank.
+
+    A rank without enough calls before gives False.
+    """
+    sequences = _number_calls(evidence, ranks)
+    completed_by_all = _find_collectives_completed_by_all(evidence, sequences)
+    for rank, sequence in sequences.items():
+        if len(sequences) == 1:
+            # The calls of a single rank do not show which collectives another rank completed.
+            start = len(sequence) - LONGEST_CONTEXT
+        else:
+            start = _count_calls_up_to_last(evidence.get_rank(rank).calls, completed_by_all)
+        start = max(start, SHORTEST_CONTEXT)
+        contexts = [
+            _cut_short_context(sequence, index) for index in range(SHORTEST_CONTEXT, len(sequence))
         ]
-        seen = set(pieces[: start - SHORTEST_CONTEXT])
-        if not seen or not seen.issuperset(pieces[start - SHORTEST_CONTEXT :]):
+        contexts_before = set(contexts[: start - SHORTEST_CONTEXT])
+        contexts_since = contexts[start - SHORTEST_CONTEXT :]
+        if not contexts_before or not contexts_before.issuperset(contexts_since):
             return False
-        if any(_departures(own, start)):
+        if any(_find_deviations(sequence, start)):
             return False
     return True
 
 
-def usual_next(evidence: HangEvidence, rank: int, others: Iterable[int]) -> RecordedCall | None:
-    """What follows a rank's last calls by its own and others' past; None if nothing ever did."""
-    numbers = _numbered(evidence, {rank, *others})
-    own = numbers[rank]
-    if not own:
-        return None
-    longest, found = SHORTEST_CONTEXT, None
-    for other, theirs in numbers.items():
-        for at in range(1, len(theirs)):
-            if (
-                theirs[at - 1] == own[-1]
-                and (length := _common(theirs, at, own, len(own))) >= longest
-            ):
-                longest, found = length, evidence.of(other).calls[at]
-    return found
+def find_usual_next_call(
+    evidence: HangEvidence, rank: int, other_ranks: Iterable[int]
+) -> RecordedCall | None:
+    """Return the call that usually follows a rank's last calls, by its own past and that of others.
 
-
-def _met(evidence: HangEvidence, numbers: Mapping[int, Sequence[int]]) -> set[tuple[str, int]]:
-    """Collectives of all ranks, by group and number, that all of them made and completed in order.
-
-    Of equal calls in a row only the first shows that: ranks may be one apart in the others. Where
-    another rank left no calls, it must not be the last of its group, nor the first of its kind: one
-    that failed counts as completed, too.
+    The call after the longest equal context counts, the last one of several. None means that no context
+    of SHORTEST_CONTEXT calls came before.
     """
-    found: set[tuple[str, int]] = set()
-    firsts = {
-        rank: {
-            (call.group, call.number)
-            for at, call in enumerate(evidence.of(rank).calls)
-            if at and own[at] != own[at - 1]
-        }
-        for rank, own in numbers.items()
+    sequences = _number_calls(evidence, {rank, *other_ranks})
+    sequence = sequences[rank]
+    if not sequence:
+        return None
+    longest, usual_call = SHORTEST_CONTEXT, None
+    for other_rank, other_sequence in sequences.items():
+        for index in range(1, len(other_sequence)):
+            if other_sequence[index - 1] != sequence[-1]:
+                continue
+            length = _count_equal_before(other_sequence, index, sequence, len(sequence))
+            if length >= longest:
+                longest, usual_call = length, evidence.get_rank(other_rank).calls[index]
+    return usual_call
+
+
+def _find_collectives_completed_by_all(
+    evidence: HangEvidence, sequences: Mapping[int, CallSequence]
+) -> set[CollectiveKey]:
+    """Return the collectives of all ranks that all of them made and completed, in the same order.
+
+    Of equal calls in a row only the first counts, because ranks may be one call apart in the others. If
+    another rank left no calls, a collective must not be the last of its group, nor the first of its
+    signature, because a failed call counts as completed, too.
+    """
+    first_of_row = {
+        rank: _find_first_calls_of_rows(evidence.get_rank(rank).calls, sequence)
+        for rank, sequence in sequences.items()
     }
+    completed: set[CollectiveKey] = set()
     for group in evidence.groups.values():
-        if len(group.ranks) < len(evidence.everybody):
+        if len(group.ranks) < len(evidence.all_ranks):
             continue
-        of_all = {rank: evidence.of(rank).collectives(group.name) for rank in numbers}
-        end = min(max(calls, default=0) for calls in of_all.values())
-        has_all, seen = len(numbers) == len(group.ranks), set[Signature]()
-        for number in sorted({number for calls in of_all.values() for number in calls}):
-            calls = [made[number] for made in of_all.values() if number in made]
-            kinds = {call.signature for call in calls}
-            # At start-up ranks come to a call of all by ways of their own.
-            if len(kinds) > 1 and place_of(calls[0].frames).part != START_UP:
+        calls_by_rank = {
+            rank: evidence.get_rank(rank).collectives(group.name) for rank in sequences
+        }
+        has_all_ranks = len(sequences) == len(group.ranks)
+        last_common_number = min(max(calls, default=0) for calls in calls_by_rank.values())
+        seen_signatures: set[Signature] = set()
+        numbers = {number for calls in calls_by_rank.values() for number in calls}
+        for number in sorted(numbers):
+            calls = [calls[number] for calls in calls_by_rank.values() if number in calls]
+            signatures = {call.signature for call in calls}
+            # In start-up, ranks may come to a common call from different places in the code.
+            if len(signatures) > 1 and locate_frames(calls[0].frames).part != START_UP:
                 break
-            is_whole = len(calls) == len(of_all) and all(call.is_done for call in calls)
-            is_shown = has_all or (number < end and kinds <= seen)
-            key = group.name, number
-            if (
-                len(kinds) == 1
-                and is_whole
-                and is_shown
-                and all(key in each for each in firsts.values())
-            ):
-                found.add(key)
-            seen |= kinds
-    return found
+            is_done_by_all = len(calls) == len(calls_by_rank) and all(
+                call.is_done for call in calls
+            )
+            is_certain = has_all_ranks or (
+                number < last_common_number and signatures <= seen_signatures
+            )
+            key = (group.name, number)
+            is_first_of_row = all(key in keys for keys in first_of_row.values())
+            if len(signatures) == 1 and is_done_by_all and is_certain and is_first_of_row:
+                completed.add(key)
+            seen_signatures |= signatures
+    return completed
 
 
-def _count_calls_before_meeting(calls: Sequence[RecordedCall], met: Set[tuple[str, int]]) -> int:
-    """So many of a rank's calls were made before the last one in which all ranks met."""
-    at = [
-        index
-        for index, call in enumerate(calls)
-        if (call.group, call.number) in met and not call.is_point_to_point
-    ]
-    return at[-1] + 1 if at else 0
-
-
-def _numbered(evidence: HangEvidence, ranks: Iterable[int]) -> dict[int, list[int]]:
-    """A number for each call: the same for those of one signature."""
-    names: dict[Signature, int] = {}
+def _find_first_calls_of_rows(
+    calls: Sequence[RecordedCall], sequence: CallSequence
+) -> set[CollectiveKey]:
+    """Return the calls that differ from the call before them, by group and number."""
     return {
-        rank: [names.setdefault(call.signature, len(names)) for call in evidence.of(rank).calls]
+        (call.group, call.number)
+        for index, call in enumerate(calls)
+        if index and sequence[index] != sequence[index - 1]
+    }
+
+
+def _count_calls_up_to_last(calls: Sequence[RecordedCall], collectives: Set[CollectiveKey]) -> int:
+    """Return how many calls a rank made up to its last call in `collectives`; 0 if it made none of them."""
+    for index in range(len(calls) - 1, -1, -1):
+        call = calls[index]
+        if (call.group, call.number) in collectives and not call.is_point_to_point:
+            return index + 1
+    return 0
+
+
+def _number_calls(evidence: HangEvidence, ranks: Iterable[int]) -> dict[int, list[int]]:
+    """Return the calls of each rank as numbers, equal for calls of equal signature on all ranks."""
+    numbers: dict[Signature, int] = {}
+    return {
+        rank: [
+            numbers.setdefault(call.signature, len(numbers))
+            for call in evidence.get_rank(rank).calls
+        ]
         for rank in ranks
     }
 
 
-def _fit(one: RecordedCall, other: RecordedCall) -> bool:
-    if one.operation != other.operation:
+def _fit_together(first: RecordedCall, second: RecordedCall) -> bool:
+    """Return True if two ranks' calls can be one collective. Unknown dtypes leave sizes uncompared."""
+    if first.operation != second.operation:
         return False
-    if one.operation not in _SAME_SIZES or not (one.dtypes and other.dtypes):
+    if first.operation not in _OPERATIONS_OF_ONE_SIZE or not (first.dtypes and second.dtypes):
         return True
-    return one.dtypes == other.dtypes and one.sizes == other.sizes
+    return first.dtypes == second.dtypes and first.sizes == second.sizes
 
 
-def _departures(numbers: Sequence[int], start: int) -> Iterator[tuple[int, int, int]]:
-    """Calls that never followed the longest like context: place, the usual one's, and its length."""
-    seen: dict[tuple[int, ...], list[int]] = {}
-    lengths: dict[int, int] = {}
-    for at in range(SHORTEST_CONTEXT, len(numbers)):
-        earlier = seen.setdefault(tuple(numbers[at - SHORTEST_CONTEXT : at]), [])
-        # One more than before the calls that precede both places.
-        lengths = {
-            before: min(lengths.get(before - 1, SHORTEST_CONTEXT - 1) + 1, LONGEST_CONTEXT)
-            for before in earlier
+def _find_deviations(sequence: CallSequence, start: int) -> Iterator[_Deviation]:
+    """Yield the calls from `start` on that never followed the longest context they have in common.
+
+    A call is compared with the calls that followed the longest context before. The latest of these is the
+    usual call.
+    """
+    indices_by_context: dict[tuple[int, ...], list[int]] = {}
+    context_lengths: dict[int, int] = {}
+    for index in range(SHORTEST_CONTEXT, len(sequence)):
+        context = tuple(sequence[index - SHORTEST_CONTEXT : index])
+        earlier_indices = indices_by_context.setdefault(context, [])
+        # If the calls before two indices are equal, their contexts are one call longer than the contexts
+        # of these calls, which the loop computed just before.
+        context_lengths = {
+            earlier: min(
+                context_lengths.get(earlier - 1, SHORTEST_CONTEXT - 1) + 1, LONGEST_CONTEXT
+            )
+            for earlier in earlier_indices
         }
-        if at >= start and earlier:
-            longest = max(lengths.values())
-            followers = {
-                numbers[before]: before for before in earlier if lengths[before] == longest
+        if index >= start and earlier_indices:
+            longest = max(context_lengths.values())
+            index_by_follower = {
+                sequence[earlier]: earlier
+                for earlier in earlier_indices
+                if context_lengths[earlier] == longest
             }
-            if numbers[at] not in followers:
-                yield at, max(followers.values()), longest
-        earlier.append(at)
+            if sequence[index] not in index_by_follower:
+                yield _Deviation(index, max(index_by_follower.values()), longest)
+        earlier_indices.append(index)
 
 
-def _goes_on_without(own: Sequence[int], at: int, usual: int) -> bool:
-    """Whether what follows fits a call that was left out better than one that was made again."""
-    left_out = _common_after(own[at:], own[usual + 1 : at])
-    return left_out > 1 + _common_after(own[at + 1 :], own[usual:at])
+def _was_call_left_out(sequence: CallSequence, index: int, usual_index: int) -> bool:
+    """Return True if the calls from `index` on fit a call left out better than a call made once more."""
+    equal_if_left_out = _count_equal_from_start(sequence[index:], sequence[usual_index + 1 : index])
+    equal_if_repeated = 1 + _count_equal_from_start(
+        sequence[index + 1 :], sequence[usual_index:index]
+    )
+    return equal_if_left_out > equal_if_repeated
 
 
-def _common_after(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many calls from the beginning on are alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _count_equal_from_start(first: CallSequence, second: CallSequence) -> int:
+    """Return how many calls from the beginning on are equal in both sequences."""
+    for index, (first_call, second_call) in enumerate(zip(first, second, strict=False)):
+        if first_call != second_call:
+            return index
+    return min(len(first), len(second))
 
 
-def _common(one: Sequence[int], at: int, other: Sequence[int], there: int) -> int:
-    """How many calls before the two places are alike."""
-    most = min(at, there, LONGEST_CONTEXT)
-    return next((n for n in range(most) if one[at - 1 - n] != other[there - 1 - n]), most)
+def _count_equal_before(
+    first: CallSequence, first_index: int, second: CallSequence, second_index: int
+) -> int:
+    """Return how many calls before the two indices are equal, at most LONGEST_CONTEXT."""
+    longest = min(first_index, second_index, LONGEST_CONTEXT)
+    for length in range(longest):
+        if first[first_index - 1 - length] != second[second_index - 1 - length]:
+            return length
+    return longest

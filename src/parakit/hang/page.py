@@ -1,17 +1,20 @@
-"""The page of `make why-hang ARGS="--page FILE"`: the verdict, and each group's last calls, a row a rank."""
+"""The page of `make why-hang ARGS="--page FILE"`: the verdict, and the last calls of each group.
+
+Each group has a table with one row per rank and one column per call.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from parakit.formatting.html import environment
 from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall
-from parakit.hang.place import StepPlace, place_of
+from parakit.hang.place import StepPlace, locate_frames
 from parakit.hang.verdict import HangVerdict
-from parakit.hang.wording import described, ranks_of
+from parakit.hang.wording import describe_call, format_ranks
 
 SHOWN_CALLS, SHOWN_RANKS, SHOWN_GROUPS, OPEN_GROUPS = 12, 64, 40, 4
 
@@ -19,87 +22,124 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 class TimelineCell(NamedTuple):
-    """What one rank did in a call of a group."""
+    """State of one rank in one call of a group."""
 
     state: str
-    """`done`, `waits`, `absent`, `other`; empty where nothing is known."""
+    """`done`, `waits`, `absent` or `other` (the rank made another call); empty if unknown."""
     text: str = ""
     tip: str = ""
 
 
 class TimelineTable(NamedTuple):
-    """A group's last calls, of each the one that most of its ranks made."""
+    """The last calls of a group. A column shows the call that most ranks made under its number."""
 
     title: str
     columns: list[tuple[RecordedCall, StepPlace]]
     rows: list[tuple[int, list[TimelineCell]]]
-    """By rank."""
+    """Ranks with their cells, in rising order."""
     more: int
-    """Ranks that have no row."""
+    """Number of ranks without a row."""
     is_shown: bool
+    """True if the table is unfolded at first."""
 
 
 def render_page(evidence: HangEvidence, verdict: HangVerdict) -> str:
-    """The whole page: groups in which somebody waits come first, of them those of who is named."""
-    waited = {call.group for one in evidence.ranks.values() for call in one.pending}
-    named = {*verdict.culprits, *verdict.suspects}
-    found = [
+    """Return the HTML page. Groups in which a rank waits come first, then groups with a named rank.
+
+    At most SHOWN_GROUPS groups are shown. The page loads nothing from the network.
+    """
+    groups_with_waits = {call.group for state in evidence.ranks.values() for call in state.pending}
+    named_ranks = {*verdict.culprits, *verdict.suspects}
+    groups = [
         group
         for group in evidence.groups.values()
-        if len(group.ranks) > 1 and any(_calls(evidence, group).values())
+        if len(group.ranks) > 1 and any(_collect_calls(evidence, group).values())
     ]
-    found.sort(
-        key=lambda one: (
-            one.name not in waited,
-            named.isdisjoint(one.ranks),
-            len(one.ranks),
-            one.ranks,
+    groups.sort(
+        key=lambda group: (
+            group.name not in groups_with_waits,
+            named_ranks.isdisjoint(group.ranks),
+            len(group.ranks),
+            group.ranks,
         )
     )
     tables = [
-        _table(evidence, verdict, group, at < OPEN_GROUPS and group.name in waited)
-        for at, group in enumerate(found[:SHOWN_GROUPS])
+        _make_table(
+            evidence,
+            verdict,
+            group,
+            is_shown=index < OPEN_GROUPS and group.name in groups_with_waits,
+        )
+        for index, group in enumerate(groups[:SHOWN_GROUPS])
     ]
     template = environment(_TEMPLATES).get_template("hang.html.j2")
-    return template.render(verdict=verdict, groups=tables, more=len(found) - len(tables))
+    return template.render(verdict=verdict, groups=tables, more=len(groups) - len(tables))
 
 
-def _calls(evidence: HangEvidence, group: GroupOfRanks) -> dict[int, dict[int, RecordedCall]]:
-    return {rank: evidence.of(rank).collectives(group.name) for rank in group.ranks}
+def _collect_calls(
+    evidence: HangEvidence, group: GroupOfRanks
+) -> dict[int, dict[int, RecordedCall]]:
+    """Return the collectives of a group by rank and number."""
+    return {rank: evidence.get_rank(rank).collectives(group.name) for rank in group.ranks}
 
 
-def _table(
-    evidence: HangEvidence, verdict: HangVerdict, group: GroupOfRanks, is_shown: bool
+def _make_table(
+    evidence: HangEvidence, verdict: HangVerdict, group: GroupOfRanks, *, is_shown: bool
 ) -> TimelineTable:
-    """Its last calls; those that are named are among the ranks that have a row."""
-    made = _calls(evidence, group)
-    usual: list[RecordedCall] = []
-    numbers = {number for calls in made.values() for number in calls}
-    for number in sorted(numbers, reverse=True)[:SHOWN_CALLS]:
-        calls = {rank: calls[number] for rank, calls in made.items() if number in calls}
-        others = [call for rank, call in calls.items() if rank not in verdict.culprits]
-        kinds = Counter(call.signature for call in others or calls.values())
-        common, _ = kinds.most_common(1)[0]
-        usual.append(next(call for call in calls.values() if call.signature == common))
-    named = {*verdict.culprits, *verdict.suspects}
-    shown = sorted(group.ranks, key=lambda rank: rank not in named)[:SHOWN_RANKS]
-    rows = [
-        (rank, [_cell(evidence.of(rank), made[rank], call) for call in usual])
-        for rank in sorted(shown)
+    """Return the table of a group's last SHOWN_CALLS calls.
+
+    At most SHOWN_RANKS ranks have a row, culprits and suspects among them.
+    """
+    calls_by_rank = _collect_calls(evidence, group)
+    numbers = {number for calls in calls_by_rank.values() for number in calls}
+    usual_calls = [
+        _find_usual_call(calls_by_rank, number, verdict.culprits)
+        for number in sorted(numbers, reverse=True)[:SHOWN_CALLS]
     ]
-    columns = [(call, place_of(call.frames)) for call in usual]
-    title = f"{group.label}: {ranks_of(group.ranks)}".capitalize()
-    return TimelineTable(title, columns, rows, len(group.ranks) - len(shown), is_shown)
+    named_ranks = {*verdict.culprits, *verdict.suspects}
+    shown_ranks = sorted(group.ranks, key=lambda rank: rank not in named_ranks)[:SHOWN_RANKS]
+    rows = [
+        (
+            rank,
+            [
+                _make_cell(evidence.get_rank(rank), calls_by_rank[rank], call)
+                for call in usual_calls
+            ],
+        )
+        for rank in sorted(shown_ranks)
+    ]
+    return TimelineTable(
+        title=f"{group.label}: {format_ranks(group.ranks)}".capitalize(),
+        columns=[(call, locate_frames(call.frames)) for call in usual_calls],
+        rows=rows,
+        more=len(group.ranks) - len(shown_ranks),
+        is_shown=is_shown,
+    )
 
 
-def _cell(one: RankEvidence, made: Mapping[int, RecordedCall], usual: RecordedCall) -> TimelineCell:
-    call = made.get(usual.number)
+def _find_usual_call(
+    calls_by_rank: Mapping[int, Mapping[int, RecordedCall]], number: int, culprits: Sequence[int]
+) -> RecordedCall:
+    """Return the call that most ranks made under a number. Culprits count only if no other rank made it."""
+    calls = {rank: calls[number] for rank, calls in calls_by_rank.items() if number in calls}
+    trusted_calls = [call for rank, call in calls.items() if rank not in culprits]
+    counts = Counter(call.signature for call in trusted_calls or calls.values())
+    usual_signature, _ = counts.most_common(1)[0]
+    return next(call for call in calls.values() if call.signature == usual_signature)
+
+
+def _make_cell(
+    state: RankEvidence, calls: Mapping[int, RecordedCall], usual_call: RecordedCall
+) -> TimelineCell:
+    """Return the state of a rank in the call of a column."""
+    call = calls.get(usual_call.number)
     if call is None:
-        is_absent = one.is_known and max(made, default=-1) < usual.number
+        is_absent = state.is_known and max(calls, default=-1) < usual_call.number
         return TimelineCell("absent", "not entered") if is_absent else TimelineCell("")
-    tip = f"{described(call)}, {place_of(call.frames)}"
-    if call.signature[:-1] != usual.signature[:-1]:
-        return TimelineCell("other", described(call), tip)
+    tip = f"{describe_call(call)}, {locate_frames(call.frames)}"
+    # The last part of a signature is the place in the code, from which equal calls may differ.
+    if call.signature[:-1] != usual_call.signature[:-1]:
+        return TimelineCell("other", describe_call(call), tip)
     return (
         TimelineCell("done", "done", tip) if call.is_done else TimelineCell("waits", "waits", tip)
     )

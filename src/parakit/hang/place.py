@@ -1,4 +1,7 @@
-"""Where in Megatron's training step a call or a stack is: part, layer, module, Megatron's line."""
+"""Find where in Megatron's training step a stack or a call is.
+
+The result is a `StepPlace`: part of the step (forward, backward, …), module, layer, micro batch and line of code.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from dataclasses import dataclass, replace
 from parakit.config.groups import Group, group_name
 from parakit.hang.evidence import Frame, RecordedCall, StepStage
 
-EXCHANGE = "pipeline exchange"
+PIPELINE_EXCHANGE = "pipeline exchange"
+"""Module name for point-to-point communication between pipeline stages."""
 START_UP = "start-up"
 _OUTPUT = "output_layer"
 _PARTS = (
@@ -32,7 +36,10 @@ _PARTS = (
     ("logging", ("training_log",)),
     (START_UP, ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
 )
-"""Megatron's functions by the part of the step that they are; the first that is on the stack counts."""
+"""Parts of the step with Megatron's functions that compute them.
+
+If functions of several parts are on a stack, the first of these parts in this table counts.
+"""
 
 _MODULES = (
     ("/moe_logging", ""),
@@ -48,118 +55,162 @@ _MODULES = (
     ("/optimizer/", "optimizer"),
     ("param_and_grad_buffer", "gradient buffer"),
     ("finalize_model_grads", "gradient buffer"),
-    ("p2p_communication", EXCHANGE),
+    ("p2p_communication", PIPELINE_EXCHANGE),
     ("gpt_model.py", _OUTPUT),
 )
+"""Modules by a piece of the path of the file that computes them; the first that fits counts."""
 _METHODS = {
     "_forward_mlp": "mlp",
     "_forward_attention": "self_attention",
     **dict.fromkeys(_PARTS[0][1], _PARTS[0][0]),
 }
+"""Modules by the function that computes them; these count before the files."""
 
 
+_DATA_LOADING = _PARTS[0][0]
 _FORWARD, _BACKWARD, _LAST_PART = "forward", "backward", "the optimizer's step"
-_STEPS = ("forward_step", "backward_step")
-_IN_LAYERS = ("mlp", "self_attention")
+_STEP_FUNCTIONS = ("forward_step", "backward_step")
+_MODULES_OF_LAYERS = ("mlp", "self_attention")
 
 
 @dataclass(frozen=True)
 class StepPlace:
-    """A place in the training step; what is not known is empty."""
+    """A location in the training step; fields that are not known are empty or None."""
 
     part: str = ""
     module: str = ""
     layer: int | None = None
-    """Of the stage, from 1."""
+    """Number of the layer within its pipeline stage, from 1."""
     micro_batch: int | None = None
-    """Of the iteration, from 1."""
+    """Number of the micro batch within its iteration, from 1."""
     line: str = ""
-    """Megatron's, or the user's: `transformer_layer.py:512 in forward`."""
+    """Innermost line of Megatron, or of the user's code: `transformer_layer.py:512 in forward`."""
 
     @property
     def is_known(self) -> bool:
-        """Whether it says in which module it is, or that it is in none: autograd's frames do not."""
+        """True if the module is known, or a part that has none. Frames of backward name no module."""
         return bool(self.module or self.part not in ("", _BACKWARD))
 
     def __str__(self) -> str:
-        layer = f" of layer {self.layer}" if self.layer is not None else ""
-        named = f" ({self.module})" if self.module not in ("", self.part) else ""
-        named += f", micro batch {self.micro_batch}" if self.micro_batch is not None else ""
-        at = f", {self.line}" if self.line else ""
-        return f"{self.part}{layer}{named}{at}" if self.part else self.line
+        if not self.part:
+            return self.line
+        text = self.part
+        if self.layer is not None:
+            text += f" of layer {self.layer}"
+        if self.module not in ("", self.part):
+            text += f" ({self.module})"
+        if self.micro_batch is not None:
+            text += f", micro batch {self.micro_batch}"
+        return f"{text}, {self.line}" if self.line else text
 
 
-def place_of(frames: Sequence[Frame]) -> StepPlace:
-    """By the frames alone, innermost first."""
+def locate_frames(frames: Sequence[Frame]) -> StepPlace:
+    """Return where in the step a stack is: part, module and line. `frames` are innermost first."""
     functions = {frame.function.rpartition(".")[2] for frame in frames}
-    part = next((name for name, known in _PARTS if functions & set(known)), "")
-    users = [frame for frame in frames if "/torch/" not in frame.file]
-    ours = [frame for frame in users if "/megatron/" in frame.file]
-    # Samples are read by code of the user's or of the kit's.
-    inner = next(iter(users if part == _PARTS[0][0] else ours or users), None)
-    line = f"{inner.file.rpartition('/')[2]}:{inner.line} in {inner.function}" if inner else ""
-    return StepPlace(part, next(filter(None, map(_module, frames)), ""), line=line)
+    part = next((part for part, members in _PARTS if functions & set(members)), "")
+    frames_outside_torch = [frame for frame in frames if "/torch/" not in frame.file]
+    shown_frames = [frame for frame in frames_outside_torch if "/megatron/" in frame.file]
+    # Samples are read by the user's code or by this kit's, and not by Megatron's.
+    if part == _DATA_LOADING or not shown_frames:
+        shown_frames = frames_outside_torch
+    line = ""
+    if shown_frames:
+        innermost = shown_frames[0]
+        file_name = innermost.file.rpartition("/")[2]
+        line = f"{file_name}:{innermost.line} in {innermost.function}"
+    module = next(filter(None, map(_find_module, frames)), "")
+    return StepPlace(part, module, line=line)
 
 
-def place_of_call(calls: Sequence[RecordedCall], at: int, stage: StepStage | None) -> StepPlace:
-    """As `place_of`, with layer and micro batch where it is known what a stage holds.
+def locate_call_in_step(
+    calls: Sequence[RecordedCall], index: int, stage: StepStage | None
+) -> StepPlace:
+    """Return where in the step the call at `index` of a rank's calls was made.
 
-    Of the calls from one place in the code, each layer makes as many in each micro batch, as the
-    iteration before shows; backward begins with the last layer.
+    Layer and micro batch are found by counting if `stage` is known. Every layer makes the same number of
+    calls from one place in the code in every micro batch; the iteration before shows that number. Backward
+    begins with the last layer.
     """
-    call = calls[at]
-    found = place_of(call.frames)
-    if stage is None or found.part not in (_FORWARD, _BACKWARD):
-        return found
-    counts, site = [0], _site(call)
-    for earlier in reversed(calls[: at + 1]):
-        if _site(earlier) == site:
-            counts[-1] += 1
-        elif counts[-1] and place_of(earlier.frames).part == _LAST_PART:
-            counts.append(0)
-    before = max(counts[1:], default=0) // stage.micro_batches
-    order = []
-    if found.module.startswith(_IN_LAYERS):
-        order = [found.module] * (before or stage.layers)
-    elif not found.module:
-        order = _modules_of_backward(group_name(call.description), before, stage.layers)
-    if not order:
-        return found
-    micro_batch, number = divmod(counts[0] - 1, len(order))
-    module = order[number]
-    found = replace(found, module=module, micro_batch=micro_batch + 1)
+    call = calls[index]
+    location = locate_frames(call.frames)
+    if stage is None or location.part not in (_FORWARD, _BACKWARD):
+        return location
+    num_calls, most_calls_before = _count_calls_by_iteration(calls, index)
+    calls_per_micro_batch = most_calls_before // stage.micro_batches
+    modules: list[str] = []
+    if location.module.startswith(_MODULES_OF_LAYERS):
+        modules = [location.module] * (calls_per_micro_batch or stage.layers)
+    elif not location.module:
+        group = group_name(call.description)
+        modules = _list_modules_of_backward(group, calls_per_micro_batch, stage.layers)
+    if not modules:
+        return location
+    micro_batch, position = divmod(num_calls - 1, len(modules))
+    module = modules[position]
+    location = replace(location, module=module, micro_batch=micro_batch + 1)
     if module == _OUTPUT:
-        return found
-    inside = [index for index, name in enumerate(order) if name != _OUTPUT]
-    layer = inside.index(number) * stage.layers // len(inside) + 1
-    return replace(found, layer=layer if found.part == _FORWARD else stage.layers - layer + 1)
+        return location
+    layer_positions = [number for number, name in enumerate(modules) if name != _OUTPUT]
+    layer = layer_positions.index(position) * stage.layers // len(layer_positions) + 1
+    if location.part == _BACKWARD:
+        layer = stage.layers - layer + 1
+    return replace(location, layer=layer)
 
 
-def _site(call: RecordedCall) -> tuple[object, ...]:
-    """Where in forward or backward it was made; the last micro batch's comes from another line."""
+def _count_calls_by_iteration(calls: Sequence[RecordedCall], index: int) -> tuple[int, int]:
+    """Return how many calls came from the place in the code of the call at `index`.
+
+    The first number is that of the call's own iteration up to the call, the second the largest of all
+    iterations before (0 if there are none). The optimizer's step ends an iteration.
+    """
+    code_place = _find_code_place(calls[index])
+    counts = [0]
+    for earlier_call in reversed(calls[: index + 1]):
+        if _find_code_place(earlier_call) == code_place:
+            counts[-1] += 1
+        elif counts[-1] and locate_frames(earlier_call.frames).part == _LAST_PART:
+            counts.append(0)
+    return counts[0], max(counts[1:], default=0)
+
+
+def _find_code_place(call: RecordedCall) -> tuple[object, ...]:
+    """Return group, operation and the frames of a call up to `forward_step` or `backward_step`.
+
+    Frames further out are left out, because Megatron calls the last micro batch from another line.
+    """
     functions = [frame.function for frame in call.frames]
-    ends = [functions.index(name) for name in _STEPS if name in functions]
-    return call.description, call.operation, call.frames[: min(ends, default=0) + 1]
+    step_indices = [functions.index(name) for name in _STEP_FUNCTIONS if name in functions]
+    return call.description, call.operation, call.frames[: min(step_indices, default=0) + 1]
 
 
-def _modules_of_backward(group: str, calls: int, layers: int) -> list[str]:
-    """Whose calls those from one place in backward are, in order: their frames name no module.
+def _list_modules_of_backward(group: str, num_calls: int, num_layers: int) -> list[str]:
+    """Return the module of each call that one place in backward makes per micro batch, in order.
 
-    A tensor-parallel layer's are its MLP's and its attention's; the output layer's come before.
+    Frames of backward name no module. In tensor parallelism the calls of the output layer come first, then
+    those of each layer's MLP and attention. The list is empty if the modules are not known.
+
+    Args:
+        group: Megatron's short name of the group, such as `tp`.
+        num_calls: Calls per micro batch; 0 if unknown.
+        num_layers: Layers of the pipeline stage.
     """
     if group == Group.CONTEXT:
-        return ["self_attention"] * (calls or 2 * layers)
+        return ["self_attention"] * (num_calls or 2 * num_layers)
     if group in (Group.EXPERT, Group.TENSOR_EXPERT, Group.EXPERT_TENSOR):
-        return ["mlp"] * (calls or 2 * layers)
-    if group != Group.TENSOR or calls < layers:
+        return ["mlp"] * (num_calls or 2 * num_layers)
+    if group != Group.TENSOR or num_calls < num_layers:
         return []
-    of_layer = ["mlp", "self_attention"] if calls >= 2 * layers else ["self_attention"]
-    each = max(1, calls // (len(of_layer) * layers))
-    inside = [name for _ in range(layers) for name in of_layer for _ in range(each)]
-    return [_OUTPUT] * (calls - len(inside)) + inside
+    modules_of_layer = ["self_attention"]
+    if num_calls >= 2 * num_layers:
+        modules_of_layer = ["mlp", "self_attention"]
+    calls_per_module = max(1, num_calls // (len(modules_of_layer) * num_layers))
+    calls_of_layer = [module for module in modules_of_layer for _ in range(calls_per_module)]
+    calls_of_layers = calls_of_layer * num_layers
+    return [_OUTPUT] * (num_calls - len(calls_of_layers)) + calls_of_layers
 
 
-def _module(frame: Frame) -> str:
+def _find_module(frame: Frame) -> str:
+    """Return the module that a frame computes, by its function, else by its file; empty if unknown."""
     if frame.function in _METHODS:
         return _METHODS[frame.function]
-    return next((name for file, name in _MODULES if file in frame.file), "")
+    return next((module for path, module in _MODULES if path in frame.file), "")

@@ -1,4 +1,4 @@
-"""What a rank says as text: its Python stacks, and NCCL's watchdog in a log."""
+"""Read evidence that is text: Python stacks of a rank, and lines of torch's and NCCL's watchdogs in a log."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parakit.hang.dumps import operation_of
+from parakit.hang.dumps import normalise_operation
 from parakit.hang.evidence import Frame, Progress, RecordedCall
 
 WORLD = "default_pg"
 """torch's description of the group of all ranks."""
 NONE_COMPLETED = -1
+"""Number of the last completed collective of a rank that completed none."""
 
 _FAULTHANDLER = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _PY_SPY = re.compile(r"^\s+(?P<function>\S+) \((?P<file>.+?):(?P<line>\d+)\)")
@@ -23,7 +24,7 @@ _SPEAKER = (
     r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+)(?: ?\((?P<description>[^)]*)\))? "
     r"Rank (?P<rank_in_group>\d+)\]|\[Rank (?P<rank_in_unknown_group>\d+)\])"
 )
-"""Who writes a line: torch 2.2 begins with the rank, 2.3 names the group, 2.4 and 2.7 describe it."""
+"""Prefix of a line with its rank and group: torch 2.2 adds the rank, 2.3 the group, 2.4 and 2.7 its description."""
 _TIMEOUT = re.compile(
     _SPEAKER + r".*?Watchdog caught collective operation timeout: WorkNCCL\("
     r"(?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
@@ -35,7 +36,7 @@ _COUNTS = re.compile(
     r"(?P<number>\d+).*?)?[Ll]ast enqueued (?:NCCL )?work: (?P<entered>-?\d+),.*? "
     r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
 )
-"""How far a rank came in a group: after a timeout with the call's number, at a dump without one."""
+"""Last entered and completed collective of a rank: after a timeout with the call's number, else without."""
 _BARRIER = re.compile(
     r"(?:\[rank(?P<rank>\d+)\]:.*?)?\[Rank 0\]: Ranks? (?P<absent>\d+(?:, ?\d+)*) failed to pass "
     r"monitoredBarrier"
@@ -68,68 +69,101 @@ def is_stacks(text: str) -> bool:
 
 
 def read_stacks(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, innermost first; empty if there is none.
+    """Return the frames of a rank's main thread, innermost first; empty if there is none.
 
-    faulthandler writes the main thread last, py-spy (text or JSON) calls it MainThread. py-spy's text
+    faulthandler writes the main thread last, and py-spy (text or JSON) calls it MainThread. py-spy's text
     leaves out the folder that Python imported from, so its paths get a leading slash here: packages are
-    then recognised as `/torch/` and `/megatron/` wherever they lie.
+    then recognised as `/torch/` and `/megatron/` in every folder.
     """
-    threads: list[tuple[str, list[Frame]]] = []
-    if text[:1] == "[":
-        for one in json.loads(text):
-            frames = [Frame(f["name"], f["filename"], int(f["line"])) for f in one["frames"]]
-            threads.append((str(one.get("thread_name")), frames))
-    else:
-        for line in text.splitlines():
-            if _THREAD.match(line):
-                threads.append((line, []))
-            elif threads and (found := _FAULTHANDLER.match(line) or _PY_SPY.match(line)):
-                file = found["file"]
-                path = file if file.startswith(("/", "<")) else f"/{file}"
-                threads[-1][1].append(Frame(found["function"], path, int(found["line"])))
-        threads = [one for one in threads if one[1]]
-    named = (frames for title, frames in threads if "MainThread" in title)
-    return tuple(next(named, threads[-1][1] if threads else ()))
+    threads = _read_json_threads(text) if text[:1] == "[" else _read_text_threads(text)
+    threads_with_frames = [thread for thread in threads if thread.frames]
+    for thread in threads_with_frames:
+        if "MainThread" in thread.title:
+            return tuple(thread.frames)
+    return tuple(threads_with_frames[-1].frames) if threads_with_frames else ()
 
 
-class TimedOut(NamedTuple):
-    """A timeout that NCCL's watchdog reports of a rank."""
+class _Thread(NamedTuple):
+    """A thread of a stack file: its title and its frames, innermost first."""
+
+    title: str
+    frames: list[Frame]
+
+
+def _read_json_threads(text: str) -> list[_Thread]:
+    """Return the threads of py-spy's JSON."""
+    return [
+        _Thread(
+            str(thread.get("thread_name")),
+            [
+                Frame(frame["name"], frame["filename"], int(frame["line"]))
+                for frame in thread["frames"]
+            ],
+        )
+        for thread in json.loads(text)
+    ]
+
+
+def _read_text_threads(text: str) -> list[_Thread]:
+    """Return the threads of a text by faulthandler or py-spy."""
+    threads: list[_Thread] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append(_Thread(line, []))
+            continue
+        match = _FAULTHANDLER.match(line) or _PY_SPY.match(line)
+        if threads and match:
+            file = match["file"]
+            path = file if file.startswith(("/", "<")) else f"/{file}"
+            threads[-1].frames.append(Frame(match["function"], path, int(match["line"])))
+    return threads
+
+
+class ReportedTimeout(NamedTuple):
+    """A timeout of one rank's call that NCCL's watchdog reports."""
 
     rank: int
     call: RecordedCall
     progress: Progress | None
-    """In the call's group."""
-    words: str
+    """The rank's progress in the call's group; None if the log does not have it."""
+    line: str
+    """The watchdog's line, without its prefix."""
 
 
 @dataclass
 class WatchdogLog:
-    """Calls and counts that torch wrote into a log after ranks waited too long."""
+    """Calls and counts that torch's watchdogs wrote into a log after ranks had waited too long."""
 
-    timeouts: list[TimedOut] = field(default_factory=list)
-    """The calls that timed out, each once."""
+    timeouts: list[ReportedTimeout] = field(default_factory=list)
+    """Calls that timed out; no call is listed twice."""
     progress: dict[int, dict[str, Progress]] = field(default_factory=dict)
     """Progress by rank and group."""
     absent: list[int] = field(default_factory=list)
-    """Ranks that rank 0 missed in a monitored barrier of all ranks."""
+    """Ranks that never came to a monitored barrier of all ranks."""
     compared: dict[int, RecordedCall] = field(default_factory=dict)
     """Calls by rank that torch compared and found to differ."""
     is_rank_uncertain: bool = False
-    """Whether a rank was read from a line that counts ranks within a group it does not name."""
+    """True if a line numbers its rank within a group that the line does not name."""
 
 
 MONITORED_BARRIER = "monitored_barrier"
+"""Name of the operation and of the group of gloo's monitored barrier."""
 COMPARED_GROUP = "that torch compared"
+"""Name of a group of which a log reports only that calls in it differ."""
 UNKNOWN_OPERATION = "collective"
+"""Operation of a call of which a log has only the number."""
 
 
 def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
-    """Read what torch 1.12 and later write of calls that timed out, do not fit, or were never entered.
+    """Return what torch 1.12 and later report of calls that timed out, do not fit, or were never entered.
 
-    A line says of which rank it is in its prefix, or where its group is that of all ranks; otherwise it
-    is of `rank_of_file`. torch before 2.2 writes no prefix: the rank that the line counts within an
-    unknown group is taken, and `is_rank_uncertain` is set.
-    Lines of a rank that is not known are left out.
+    The rank of a line is in its prefix, or is the rank in the group if the group is that of all ranks;
+    otherwise it is `rank_of_file`. torch before 2.2 writes no prefix: then the rank within the unknown
+    group is taken, and `is_rank_uncertain` is set. Lines of an unknown rank are left out.
+
+    Args:
+        lines: Lines of the log.
+        rank_of_file: Rank in the log's name; None if the name has none.
     """
     log = WatchdogLog()
     timeouts: list[tuple[int, re.Match[str]]] = []
@@ -161,16 +195,17 @@ def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> Watc
 
 
 def _compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:
-    """Return the rank and the call on one side of a mismatch, `1` or `2`.
+    """Return the rank and the call on side `1` or `2` of a mismatch that torch reports.
 
-    Calls of different numbers do not show which rank is wrong, so each gets a group of its own.
+    Calls of different numbers do not show which rank is wrong. They get a group per rank, so that they are
+    not compared.
     """
     rank, shape, dtype = match[f"rank{side}"], match[f"shape{side}"], match[f"dtype{side}"]
     has_one_number = match["number1"] == match["number2"]
     call = RecordedCall(
         group=COMPARED_GROUP if has_one_number else f"{COMPARED_GROUP}, as rank {rank} counts",
         description="",
-        operation=operation_of(match[f"operation{side}"]),
+        operation=normalise_operation(match[f"operation{side}"]),
         number=int(match[f"number{side}"] or 0),
         sizes=(_read_shape(shape),) if shape else (),
         dtypes=(dtype,) if dtype else (),
@@ -179,6 +214,7 @@ def _compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:
 
 
 def _read_shape(text: str) -> tuple[int, ...]:
+    """Return the sizes in a text such as `4, 8`."""
     return tuple(int(size) for size in text.split(","))
 
 
@@ -200,67 +236,70 @@ def _assign_rank(
 
 def _join_timeouts(
     timeouts: Sequence[tuple[int, re.Match[str]]], counts: Sequence[tuple[int, re.Match[str]]]
-) -> Iterator[TimedOut]:
-    """Yield each call that timed out once, with the group and the counts of the line that follows it.
+) -> Iterator[ReportedTimeout]:
+    """Yield the calls that timed out, with group and counts from the line that follows a timeout.
 
-    A count of a timeout whose own line is missing stands for the call, whose operation is then unknown.
+    A call is yielded once. If only the line with the counts is there, the operation is unknown.
     """
-    by_call: dict[tuple[int, str], list[re.Match[str]]] = {}
+    counts_by_call: dict[tuple[int, str], list[re.Match[str]]] = {}
     for rank, match in counts:
         if match["number"]:
-            by_call.setdefault((rank, match["number"]), []).append(match)
+            counts_by_call.setdefault((rank, match["number"]), []).append(match)
     seen: set[tuple[int, str, int]] = set()
     stated: set[tuple[int, str]] = set()
     for rank, match in timeouts:
         groups = {match["group"], None}
         following = [
             count
-            for count in by_call.get((rank, match["number"]), ())
+            for count in counts_by_call.get((rank, match["number"]), ())
             if match["group"] is None or count["group"] in groups
         ]
-        timed_out = _timed_out(rank, match, following[0] if following else None)
-        key = (rank, timed_out.call.group, timed_out.call.number)
+        timeout = _make_timeout(rank, match, following[0] if following else None)
+        key = (rank, timeout.call.group, timeout.call.number)
         stated.add((rank, match["number"]))
         if key not in seen:
             seen.add(key)
-            yield timed_out
-    for key_of_count, matches in by_call.items():
+            yield timeout
+    for key_of_count, matches in counts_by_call.items():
         if key_of_count not in stated:
-            yield _timed_out(key_of_count[0], matches[0], matches[0])
+            yield _make_timeout(key_of_count[0], matches[0], matches[0])
 
 
-def _timed_out(rank: int, match: re.Match[str], count: re.Match[str] | None) -> TimedOut:
-    """Return the call of a line, in the group that this line or the line of its counts names."""
-    named = match if match["group"] or count is None else count
-    parts = match.groupdict()
-    operation = parts.get("operation")
+def _make_timeout(rank: int, match: re.Match[str], count: re.Match[str] | None) -> ReportedTimeout:
+    """Return the timeout of a line. Its group is that of the line, else that of the line with the counts."""
+    line_with_group = match if match["group"] or count is None else count
+    fields = match.groupdict()
+    operation = fields.get("operation")
     sizes: tuple[tuple[int, ...], ...] = ()
-    if parts.get("elements"):
-        sizes = ((int(parts["elements"]),),)
-    elif parts.get("shape"):
-        sizes = (_read_shape(parts["shape"]),)
+    if fields.get("elements"):
+        sizes = ((int(fields["elements"]),),)
+    elif fields.get("shape"):
+        sizes = (_read_shape(fields["shape"]),)
     call = RecordedCall(
-        group=named["group"] or _unknown_group(rank),
-        description=_describe_group(named),
-        operation=operation_of(operation) if operation else UNKNOWN_OPERATION,
+        group=line_with_group["group"] or _unknown_group(rank),
+        description=_describe_group(line_with_group),
+        operation=normalise_operation(operation) if operation else UNKNOWN_OPERATION,
         number=int(match["number"] or 0),
         sizes=sizes,
     )
     line = match.string
     start = max(line.find("Watchdog caught"), line.find("Timeout at"), 0)
     progress = _read_progress(count) if count else None
-    return TimedOut(rank, call, progress, line[start:].strip())
+    return ReportedTimeout(rank, call, progress, line[start:].strip())
 
 
 def _read_progress(match: re.Match[str]) -> Progress:
-    """Return the counts of a line; torch 2.3 prints memory that nobody wrote where none is completed."""
+    """Return the counts of a line."""
+    # torch 2.3 prints uninitialised memory as the last completed call if no call is completed.
     entered, completed = int(match["entered"]), int(match["completed"])
     return Progress(entered, completed if completed <= entered else NONE_COMPLETED)
 
 
 def _describe_group(match: re.Match[str]) -> str:
+    """Return the description of a line's group; empty if unknown. Group 0 is that of all ranks."""
     return match["description"] or (WORLD if match["group"] == "0" else "")
 
 
 def _unknown_group(rank: int) -> str:
+    """Return a name for the unknown group of a line of one rank."""
     return f"unknown to rank {rank}"

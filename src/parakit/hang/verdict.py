@@ -1,4 +1,9 @@
-"""The verdict: who stopped, who merely waits, of what kind it is, and what to look at next."""
+"""Judge which rank stopped a training job, which ranks merely wait for it, and what to look at next.
+
+The input is the evidence of all ranks (`HangEvidence`). The result is a `HangVerdict`. A rank that others wait
+for and that waits for nobody is a root (see `parakit.hang.waits`); most verdicts name the roots. A rank is a
+culprit if the evidence shows that it stopped, and a suspect if it is one of several that may have stopped.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +14,53 @@ from itertools import pairwise
 
 from parakit.formatting.units import plural
 from parakit.hang.behind import RankBehind, find_ranks_behind
-from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall
-from parakit.hang.location import place_of_a_call, place_of_departure, place_of_rank
-from parakit.hang.order import CallMismatch, Departure, are_usual, find_departure, find_mismatch
-from parakit.hang.place import EXCHANGE, StepPlace, place_of, place_of_call
+from parakit.hang.evidence import (
+    GroupOfRanks,
+    HangEvidence,
+    RankEvidence,
+    RecordedCall,
+    Signature,
+)
+from parakit.hang.location import locate_call, locate_departure, locate_rank
+from parakit.hang.order import (
+    CallMismatch,
+    Departure,
+    find_departure,
+    find_mismatch,
+    follow_usual_order,
+)
+from parakit.hang.place import PIPELINE_EXCHANGE, StepPlace, locate_call_in_step, locate_frames
 from parakit.hang.waits import Wait, Waits, find_waits, is_in_collective
 from parakit.hang.wording import (
+    describe_call,
     describe_ranks,
-    described,
-    listed,
-    ranks_of,
-    where_of,
-    who_waits,
+    describe_wait_call,
+    describe_waiting_ranks,
+    format_ranks,
+    join_ranks,
 )
 
 QUIET_SECONDS = 5.0
-"""A job that made a call less long before it was asked is at work."""
-USUAL_GAPS = 3
-"""So many times its longest pause between calls is no hang either."""
+"""Seconds without a call after which a job may hang. A shorter pause is never taken for a hang."""
+USUAL_PAUSES = 3
+"""Multiple of the longest usual pause between calls that a pause must exceed to count as a hang."""
 
 SHOWN_WAITS = 12
+"""Most lines of `HangVerdict.chain`."""
+SHOWN_CYCLE_WAITS = 4
+"""Most waits of a cycle of ranks that the sentence names."""
 
-_UNRECORDED = {"send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"}
-_UNRECORDED |= {"new_group", "init_process_group"}
-"""torch's and Megatron's functions whose calls a flight recorder may not have (gloo's has no send)."""
+UNRECORDED_FUNCTIONS = frozenset(
+    {
+        *("send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"),
+        *("new_group", "init_process_group"),
+    }
+)
+"""torch's and Megatron's functions whose calls a flight recorder may lack (gloo's has no send)."""
 
 
 class HangOutcome(StrEnum):
-    """Whether it hangs."""
+    """Answer to the question whether a job hangs."""
 
     HANG = "hang"
     SLOW = "slow"
@@ -45,7 +69,7 @@ class HangOutcome(StrEnum):
 
 
 class HangKind(StrEnum):
-    """How it hangs."""
+    """Kind of a hang; each kind has its own next step."""
 
     NEVER_ENTERED = "never entered"
     OTHER_COLLECTIVE = "other collective"
@@ -55,125 +79,151 @@ class HangKind(StrEnum):
 
 
 _NEXT_STEPS = {
-    HangKind.NEVER_ENTERED: "Look at that rank's stack (py-spy dump) and its machine's kernel log: it "
-    "is dead, stopped, in host code or in a kernel.",
-    HangKind.OTHER_COLLECTIVE: "Compare the two places in the code: a branch that depends on the rank or on "
-    "data skips, adds or changes a call.",
-    HangKind.NOT_COMPLETED: "Look at the network between these ranks: NCCL_DEBUG=INFO, links, interfaces, "
-    "firewall; the code agrees.",
-    HangKind.NOT_COMPLETED_HERE: "Look at that rank's device: its own log for a CUDA error, nvidia-smi, "
+    HangKind.NEVER_ENTERED: "Look at that rank's stack (py-spy dump) and at its machine's kernel log: "
+    "the rank is dead, stopped, in host code or in a kernel.",
+    HangKind.OTHER_COLLECTIVE: "Compare the two places in the code: a branch that depends on the rank or "
+    "on data skips, adds or changes a call.",
+    HangKind.NOT_COMPLETED: "Look at the network between these ranks (NCCL_DEBUG=INFO, links, interfaces, "
+    "firewall): all ranks made the same call, so the code is not the cause.",
+    HangKind.NOT_COMPLETED_HERE: "Look at that rank's device: a CUDA error in the rank's log, nvidia-smi, "
     "and its machine's kernel log (Xid).",
-    HangKind.TWO_ROOTS: "Look at each rank by itself: none waits for another.",
+    HangKind.TWO_ROOTS: "Look at each of these ranks separately: none of them waits for another.",
 }
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """What `JSON=1` prints, and the chain below it."""
+    """Verdict on a job: who stopped, who waits, and where. `JSON=1` prints all fields but `chain`."""
 
     verdict: HangOutcome
     sentence: str
     culprits: tuple[int, ...] = ()
+    """Ranks that stopped; empty if the evidence names none."""
     suspects: tuple[int, ...] = ()
-    """One of them stopped; the evidence does not say which."""
+    """Ranks of which one stopped; the evidence does not say which."""
     waiting: tuple[int, ...] = ()
+    """Ranks that wait in a call, without the culprits."""
     kind: HangKind | None = None
     group: str | None = None
     call: str | None = None
     module: str | None = None
     chain: tuple[str, ...] = ()
+    """Lines on who waits for whom, waits for culprits and suspects first; at most SHOWN_WAITS."""
 
     @property
     def next_step(self) -> str:
-        """What to look at, in a line."""
+        """Sentence on what to look at next; empty if the kind of hang is unknown."""
         return _NEXT_STEPS[self.kind] if self.kind else ""
 
 
-def judge(evidence: HangEvidence) -> HangVerdict:
-    """Who stopped; of a job that is over, whose call ended it."""
+def judge_hang(evidence: HangEvidence) -> HangVerdict:
+    """Return the verdict on a job that hangs, or on one that a failed call ended."""
     waits = find_waits(evidence)
-    if stopped := [rank for rank, one in evidence.ranks.items() if one.is_stopped]:
-        alone = [root[0] for root in waits.roots if len(root) == 1]
-        apart = [rank for rank in alone if rank not in waits.in_calls]
-        return _judge_roots(waits, [*stopped, *apart, *_stuck(waits)])
+    stopped_ranks = [rank for rank, state in evidence.ranks.items() if state.is_stopped]
+    if stopped_ranks:
+        single_roots = [root[0] for root in waits.roots if len(root) == 1]
+        roots_outside_calls = [rank for rank in single_roots if rank not in waits.ranks_in_calls]
+        return _judge_roots(
+            waits, [*stopped_ranks, *roots_outside_calls, *_find_silent_ranks(waits)]
+        )
     mismatch = find_mismatch(evidence)
-    if mismatch and (waits.in_calls or evidence.is_over):
+    if mismatch and (waits.ranks_in_calls or evidence.is_over):
         return _judge_mismatch(waits, mismatch)
     if evidence.is_over:
-        return _judge_misfit(waits)
-    return _at_work(waits) or _judge_graph(waits)
+        return _judge_failed_job(waits)
+    return _judge_job_at_work(waits) or _judge_waits(waits)
 
 
-def _judge_misfit(waits: Waits) -> HangVerdict:
-    """Of a call that did not fit: who left the usual order, or nothing where nobody else did."""
+def _judge_failed_job(waits: Waits) -> HangVerdict:
+    """Return the verdict on a job that a failure ended: which rank left the usual order of calls.
+
+    If no rank did, the only rank without recorded calls is named, provided that all other ranks made
+    their usual calls. Otherwise the verdict is undecided.
+    """
     evidence = waits.evidence
-    if left := find_departure(evidence, evidence.ranks):
-        return _judge_departure(waits, left, "")
-    silent = [rank for rank in evidence.everybody if not evidence.of(rank).calls]
-    others = evidence.everybody - {*silent}
-    if len(silent) != 1 or not are_usual(evidence, others):
-        text = "Ranks were ended by a failure, and what is here does not say whose call it was."
-        return HangVerdict(HangOutcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
-    text = f"{evidence.name(silent[0])} left no calls, and those of all others are the usual ones."
-    last = [evidence.of(rank).calls[-1] for rank in others]
-    met = [call for call in last if silent[0] in evidence.groups[call.group].ranks]
-    call = min(met, key=lambda call: call.created_ns, default=None)
-    return _verdict(waits, (), silent, HangKind.OTHER_COLLECTIVE, text, call)
+    departure = find_departure(evidence, evidence.ranks)
+    if departure:
+        return _judge_departure(waits, departure)
+    silent_ranks = [rank for rank in evidence.all_ranks if not evidence.get_rank(rank).calls]
+    recorded_ranks = evidence.all_ranks - {*silent_ranks}
+    if len(silent_ranks) != 1 or not follow_usual_order(evidence, recorded_ranks):
+        return _make_undecided_verdict(
+            evidence,
+            "A failure ended the ranks, and this evidence does not show whose call it was.",
+        )
+    (silent_rank,) = silent_ranks
+    last_calls = [evidence.get_rank(rank).calls[-1] for rank in recorded_ranks]
+    shared_calls = [call for call in last_calls if silent_rank in evidence.groups[call.group].ranks]
+    return _make_verdict(
+        waits,
+        sentence=f"{evidence.name_rank(silent_rank)} left no calls, and all other ranks made their "
+        "usual calls.",
+        culprits=[silent_rank],
+        kind=HangKind.OTHER_COLLECTIVE,
+        call=min(shared_calls, key=lambda call: call.created_ns, default=None),
+    )
 
 
-def _judge_graph(waits: Waits) -> HangVerdict:
+def _judge_waits(waits: Waits) -> HangVerdict:
+    """Return the verdict on a job in which ranks wait, from the graph of waits and its roots."""
     roots = waits.roots
     ranks_behind = find_ranks_behind(waits)
     if not ranks_behind and len(roots) == 1 and len(roots[0]) > 1:
-        return _judge_circle(waits, roots[0])
-    # What all ranks of a group entered is completed without them: they wait for the network.
-    held = _held(waits)
-    ranks = [rank for root in roots for rank in root if rank not in held]
-    if ranks:
-        ranks += _stuck(waits)
+        return _judge_cycle(waits, roots[0])
+    # A collective that its whole group has entered completes without further calls of these ranks.
+    # They wait for the network, so they are no cause.
+    waiting_for_network = _find_ranks_that_wait_for_network(waits)
+    root_ranks = [rank for root in roots for rank in root if rank not in waiting_for_network]
+    if root_ranks:
+        root_ranks += _find_silent_ranks(waits)
     if ranks_behind:
-        return _judge_ranks_behind(waits, ranks_behind, ranks)
-    found = _judge_roots(waits, ranks) if ranks else _without_roots(waits)
-    if found.culprits or not waits.in_calls:
-        return found
-    left = find_departure(waits.evidence, waits.evidence.ranks)
-    return _judge_departure(waits, left, found.sentence) if left else found
+        return _judge_ranks_behind(waits, ranks_behind, root_ranks)
+    verdict = _judge_roots(waits, root_ranks) if root_ranks else _judge_without_roots(waits)
+    if verdict.culprits or not waits.ranks_in_calls:
+        return verdict
+    departure = find_departure(waits.evidence, waits.evidence.ranks)
+    return _judge_departure(waits, departure, verdict.sentence) if departure else verdict
 
 
-def _held(waits: Waits) -> set[int]:
-    """The ranks in a call that all of its group entered, and that nobody waits for in it."""
-    edges = (wait for each in waits.edges.values() for wait in each)
-    awaited = {(wait.awaited, wait.call.group, wait.call.number) for wait in edges if wait.call}
-    return {
-        rank
-        for group, call in waits.incomplete
-        for rank in group.ranks
-        if (rank, call.group, call.number) not in awaited
-        and (call.group, call.number)
-        in [(one.group, one.number) for one in waits.evidence.of(rank).pending]
+def _find_ranks_that_wait_for_network(waits: Waits) -> set[int]:
+    """Return the ranks in a collective that their whole group entered and in which nobody awaits them."""
+    awaited = {
+        (wait.awaited_rank, wait.call.group, wait.call.number)
+        for waits_of_rank in waits.waits_by_rank.values()
+        for wait in waits_of_rank
+        if wait.call
     }
+    ranks = set()
+    for group, call in waits.unfinished_collectives:
+        key = (call.group, call.number)
+        for rank in group.ranks:
+            pending_calls = waits.evidence.get_rank(rank).pending
+            is_in_call = key in [(pending.group, pending.number) for pending in pending_calls]
+            if is_in_call and (rank, *key) not in awaited:
+                ranks.add(rank)
+    return ranks
 
 
 def _judge_ranks_behind(
     waits: Waits, ranks_behind: Sequence[RankBehind], roots: Sequence[int]
 ) -> HangVerdict:
-    """Name the ranks whose device is behind their peers', and the roots that are not among them."""
+    """Return the verdict that names the ranks whose device is behind, and other roots that stopped."""
     evidence = waits.evidence
     behind = [rank_behind.rank for rank_behind in ranks_behind]
     other_roots = sorted({*roots} - {*behind})
-    stopped = [
+    stopped_roots = [
         rank
         for rank in other_roots
-        if evidence.of(rank).is_known and not _may_just_wait(waits, rank)
+        if evidence.get_rank(rank).is_known and not _may_wait_unrecorded(waits, rank)
     ]
     sentences = [_describe_rank_behind(waits, rank_behind) for rank_behind in ranks_behind]
-    sentences += [_root_sentence(waits, rank) for rank in stopped]
-    return _verdict(
+    sentences += [_describe_root(waits, rank) for rank in stopped_roots]
+    return _make_verdict(
         waits,
-        suspects=[rank for rank in other_roots if rank not in stopped],
-        culprits=[*behind, *stopped],
-        kind=HangKind.TWO_ROOTS if stopped else HangKind.NOT_COMPLETED_HERE,
         sentence=" ".join(sentences),
+        culprits=[*behind, *stopped_roots],
+        suspects=[rank for rank in other_roots if rank not in stopped_roots],
+        kind=HangKind.TWO_ROOTS if stopped_roots else HangKind.NOT_COMPLETED_HERE,
         call=ranks_behind[0].first_call,
     )
 
@@ -182,276 +232,496 @@ def _describe_rank_behind(waits: Waits, behind: RankBehind) -> str:
     """Return the sentences on which call the rank did not complete, and how many calls it is behind."""
     evidence, call = waits.evidence, behind.first_call
     group = evidence.groups[call.group]
-    calls = f"{plural(behind.num_calls, 'call')} in {plural(behind.num_groups, 'group')}"
-    return (
-        f"{evidence.name(behind.rank)} entered {call} of its {group.label}, which "
-        f"{ranks_of(behind.peers)} completed and it did not{_where(waits, evidence.of(behind.rank))}; "
-        f"it is {calls} behind. {_crowd(waits, behind.rank)}"
-    ).strip()
-
-
-def _stuck(waits: Waits) -> list[int]:
-    """Ranks in no call that made none for longer than is usual, though nobody waits for them yet."""
-    evidence = waits.evidence
-    allowed = _usual_pause(evidence)
-    return [
-        rank
-        for rank, one in evidence.ranks.items()
-        if one.stack and one.calls and one.dumped_ns and rank not in waits.in_calls
-        if rank not in waits.exchanges
-        if (one.dumped_ns - one.calls[-1].created_ns) / 1e9 > allowed
+    sentences = [
+        f"{evidence.name_rank(behind.rank)} entered {call} of its {group.label} and did not complete it; "
+        f"{format_ranks(behind.peers)} did.",
+        _describe_location(waits, evidence.get_rank(behind.rank)),
+        f"Rank {behind.rank} is {plural(behind.num_calls, 'call')} behind, "
+        f"in {plural(behind.num_groups, 'group')}.",
+        _count_waiting_ranks(waits, behind.rank),
     ]
+    return " ".join(filter(None, sentences))
 
 
-def _usual_pause(evidence: HangEvidence) -> float:
-    """Seconds, by pauses between a rank's calls that came twice at one place: start-up's come once."""
-    longest = 0.0
-    for one in evidence.ranks.values():
-        gaps: dict[object, list[float]] = {}
-        for before, after in pairwise(call for call in one.calls if call.created_ns):
-            gap = (after.created_ns - before.created_ns) / 1e9
-            gaps.setdefault(after.signature, []).append(gap)
-        longest = max([longest, *(sorted(each)[-2] for each in gaps.values() if len(each) > 1)])
-    return max(QUIET_SECONDS, USUAL_GAPS * longest)
+def _find_silent_ranks(waits: Waits) -> list[int]:
+    """Return the ranks that are in no call and made none for longer than usual before their dump.
+
+    Such a rank has stopped even if nobody waits for it yet.
+    """
+    allowed_seconds = _find_usual_pause_seconds(waits.evidence)
+    silent_ranks = []
+    for rank, state in waits.evidence.ranks.items():
+        if rank in waits.ranks_in_calls or rank in waits.ranks_in_pipeline_communication:
+            continue
+        if state.stack and state.calls and state.dumped_ns:
+            seconds_since_call = (state.dumped_ns - state.calls[-1].created_ns) / 1e9
+            if seconds_since_call > allowed_seconds:
+                silent_ranks.append(rank)
+    return silent_ranks
 
 
-def _at_work(waits: Waits) -> HangVerdict | None:
-    """No hang: nobody is in a call, or calls were made just before the dumps."""
-    evidence, everybody = waits.evidence, waits.evidence.ranks.values()
-    if evidence.timed_out:
+def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
+    """Return the longest pause in seconds that is no sign of a hang; at least QUIET_SECONDS.
+
+    The result is USUAL_PAUSES times the longest pause that came before calls of one signature at least
+    twice. Pauses of start-up come once, so the longest pause of each signature is left out.
+    """
+    longest_pause = 0.0
+    for state in evidence.ranks.values():
+        pauses_by_signature: dict[Signature, list[float]] = {}
+        for previous, call in pairwise(call for call in state.calls if call.created_ns):
+            pause = (call.created_ns - previous.created_ns) / 1e9
+            pauses_by_signature.setdefault(call.signature, []).append(pause)
+        for pauses in pauses_by_signature.values():
+            if len(pauses) > 1:
+                longest_pause = max(longest_pause, sorted(pauses)[-2])
+    return max(QUIET_SECONDS, USUAL_PAUSES * longest_pause)
+
+
+def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
+    """Return a verdict of no hang if calls came just before the dumps, or if no rank is in a call.
+
+    None means that ranks wait in calls, or that a watchdog reported a timeout.
+    """
+    if waits.evidence.timed_out:
         return None
-    if asked := [one.dumped_ns for one in everybody if one.dumped_ns and one.calls]:
-        quiet = (min(asked) - max(one.calls[-1].created_ns for one in everybody if one.calls)) / 1e9
-        allowed = _usual_pause(evidence)
-        if quiet < allowed:
-            text = f"No sign of a hang: the last call was entered {max(quiet, 0):.1f} s before the dumps"
+    verdict = _judge_recent_calls(waits.evidence)
+    if verdict or waits.ranks_in_calls:
+        return verdict
+    return _judge_completed_calls(waits.evidence)
+
+
+def _judge_recent_calls(evidence: HangEvidence) -> HangVerdict | None:
+    """Return the verdict SLOW if the last call before the dumps is no older than a usual pause."""
+    states = evidence.ranks.values()
+    dump_times = [state.dumped_ns for state in states if state.dumped_ns and state.calls]
+    if not dump_times:
+        return None
+    last_call_ns = max(state.calls[-1].created_ns for state in states if state.calls)
+    quiet_seconds = (min(dump_times) - last_call_ns) / 1e9
+    usual_seconds = _find_usual_pause_seconds(evidence)
+    if quiet_seconds >= usual_seconds:
+        return None
+    return HangVerdict(
+        HangOutcome.SLOW,
+        "No sign of a hang: the last call was entered "
+        f"{max(quiet_seconds, 0):.1f} s before the dumps, and pauses of {usual_seconds:.0f} s are usual here.",
+    )
+
+
+def _judge_completed_calls(evidence: HangEvidence) -> HangVerdict:
+    """Return the verdict on a job in which no rank is in a call: no hang, or undecided."""
+    states = evidence.ranks.values()
+    if all(state.calls and not state.stack for state in states):
+        # Ranks of the same groups that completed everything have the same last calls.
+        distinct_ends = {tuple(sorted(state.last.items())) for state in states}
+        if len(distinct_ends) <= len(evidence.groups):
             return HangVerdict(
-                HangOutcome.SLOW, f"{text}, and pauses of {allowed:.0f} s are usual here."
+                HangOutcome.NONE, "No rank hangs: every recorded call was completed."
             )
-    if waits.in_calls:
-        return None
-    if all(one.calls and not one.stack for one in everybody):
-        numbers = len({tuple(sorted(one.last.items())) for one in everybody})
-        if numbers <= len(evidence.groups):
-            return HangVerdict(HangOutcome.NONE, "Nobody hangs: every recorded call was completed.")
-    text = "No rank is in a call that is not done; what is here does not show a hang."
-    return HangVerdict(HangOutcome.UNDECIDED, f"{text} {describe_ranks(evidence)}".strip())
+    return _make_undecided_verdict(
+        evidence, "No rank is in an unfinished call, so this evidence does not show a hang."
+    )
 
 
 def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
+    """Return the verdict on ranks that others wait for.
+
+    Roots that left evidence are culprits, unless a root may itself wait in a call that nothing recorded.
+    Several roots that left nothing are suspects.
+    """
     ranks = sorted(set(roots))
-    names = ranks_of(ranks).capitalize()
-    known = [rank for rank in ranks if waits.evidence.of(rank).is_known]
-    if not known and len(ranks) > 1:
-        # Nothing of them is here, and what others wait for fits each of them.
-        text = f"{names} left nothing, and {plural(len(waits.in_calls), 'rank')} wait for them"
-        return _verdict(waits, ranks, (), None, f"{text}; which of them stopped is not known.")
-    if any(_may_just_wait(waits, rank) for rank in known):
-        if {*ranks} <= {*waits.exchanges}:
-            return _judge_point_to_point(waits)
-        text = f"{names}: others wait for it, and it waits in a call that was not recorded."
-        return _verdict(waits, ranks, (), None, text)
-    culprits = known or ranks
-    kind = HangKind.TWO_ROOTS if len(culprits) > 1 else HangKind.NEVER_ENTERED
-    text = " ".join(_root_sentence(waits, rank) for rank in culprits)
-    return _verdict(waits, [r for r in ranks if r not in culprits], culprits, kind, text)
+    rank_names = format_ranks(ranks).capitalize()
+    known_ranks = [rank for rank in ranks if waits.evidence.get_rank(rank).is_known]
+    if not known_ranks and len(ranks) > 1:
+        waiting = plural(len(waits.ranks_in_calls), "rank")
+        return _make_verdict(
+            waits,
+            sentence=f"{rank_names} left nothing, and {waiting} wait for them. Which of them stopped is "
+            "not known.",
+            suspects=ranks,
+        )
+    if any(_may_wait_unrecorded(waits, rank) for rank in known_ranks):
+        if set(ranks) <= set(waits.ranks_in_pipeline_communication):
+            return _judge_pipeline_communication(waits)
+        return _make_verdict(
+            waits,
+            sentence=f"Other ranks wait for {format_ranks(ranks)}, and at least one of these waits in a "
+            "call that was not recorded.",
+            suspects=ranks,
+        )
+    culprits = known_ranks or ranks
+    return _make_verdict(
+        waits,
+        sentence=" ".join(_describe_root(waits, rank) for rank in culprits),
+        culprits=culprits,
+        suspects=[rank for rank in ranks if rank not in culprits],
+        kind=HangKind.TWO_ROOTS if len(culprits) > 1 else HangKind.NEVER_ENTERED,
+    )
 
 
-def _may_just_wait(waits: Waits, rank: int) -> bool:
-    one = waits.evidence.of(rank)
-    if one.is_stopped or rank not in waits.in_calls or not is_in_collective(one.stack):
+def _may_wait_unrecorded(waits: Waits, rank: int) -> bool:
+    """Return True if the rank's stack is in a call that its flight recorder may not have recorded."""
+    state = waits.evidence.get_rank(rank)
+    if state.is_stopped or rank not in waits.ranks_in_calls or not is_in_collective(state.stack):
         return False
-    # Other collectives would have been recorded as entered.
-    return not one.calls or any(f.function.rpartition(".")[2] in _UNRECORDED for f in one.stack)
+    # A flight recorder would have recorded every other collective as entered.
+    functions = {frame.function.rpartition(".")[2] for frame in state.stack}
+    return not state.calls or not functions.isdisjoint(UNRECORDED_FUNCTIONS)
 
 
-def _root_sentence(waits: Waits, rank: int) -> str:
-    evidence, one, into = waits.evidence, waits.evidence.of(rank), waits.calls_into([rank])
-    stopped = " was stopped by a signal (SIGSTOP)" + " and" * bool(into)
-    text = evidence.name(rank) + (stopped if one.is_stopped else "" if into else " stopped")
-    if into and (call := into[0].call):
-        group = evidence.groups[call.group]
-        inside = [w for w in into if w.call and w.call.group == group.name]
-        is_in = one.last.get(group.name, -1) >= call.number and not one.is_stopped
-        did = "entered, and its device never began," if is_in else "never entered"
-        text += f" {did} {call} of its {group.label}, in which {who_waits(inside)}"
-        if place := str(place_of_a_call(evidence, call)):
-            text += f" ({place})"
-    elif into:
-        text += f" never came to the exchange in which {who_waits(into)}"
-    return f"{text}{_where(waits, one)}. {_crowd(waits, rank)}"
+def _describe_root(waits: Waits, rank: int) -> str:
+    """Return the sentences on one root: what it did not do, where it is, and how many ranks wait."""
+    state = waits.evidence.get_rank(rank)
+    sentences = [
+        _describe_missed_call(waits, state),
+        _describe_location(waits, state),
+        _count_waiting_ranks(waits, rank),
+    ]
+    return " ".join(filter(None, sentences))
 
 
-def _where(waits: Waits, one: RankEvidence) -> str:
-    if one.stack and (place := place_of_rank(waits, one.rank)).line:
-        return f"; it is in {place}"
-    last = len(one.calls) - 1
-    if one.calls and (left := str(place_of_call(one.calls, last, waits.evidence.stage))):
-        return f"; its last call was in {left}"
-    return "; it left nothing" if not one.is_known else ""
+def _describe_missed_call(waits: Waits, state: RankEvidence) -> str:
+    """Return the sentence on the call in which others wait for the rank, or that the rank stopped."""
+    evidence = waits.evidence
+    subject = evidence.name_rank(state.rank)
+    waits_for_rank = waits.direct_waits_for([state.rank])
+    if not waits_for_rank:
+        return (
+            f"{subject} {'was stopped by a signal (SIGSTOP)' if state.is_stopped else 'stopped'}."
+        )
+    if state.is_stopped:
+        subject += " was stopped by a signal (SIGSTOP) and"
+    call = waits_for_rank[0].call
+    if call is None:
+        waiting = describe_waiting_ranks(waits_for_rank)
+        return f"{subject} never came to the pipeline communication in which {waiting}."
+    group = evidence.groups[call.group]
+    waits_in_group = [
+        wait for wait in waits_for_rank if wait.call and wait.call.group == group.name
+    ]
+    has_entered = state.last.get(group.name, -1) >= call.number and not state.is_stopped
+    action = "entered, and its device never began," if has_entered else "never entered"
+    location = str(locate_call(evidence, call))
+    return (
+        f"{subject} {action} {call} of its {group.label}, in which "
+        f"{describe_waiting_ranks(waits_in_group)}{f' ({location})' if location else ''}."
+    )
 
 
-def _crowd(waits: Waits, root: int) -> str:
-    behind = waits.behind([root])
-    if not behind:
+def _describe_location(waits: Waits, state: RankEvidence) -> str:
+    """Return the sentence on where a rank is, by its stack or its last call; empty if neither says it."""
+    if state.stack and (location := locate_rank(waits, state.rank)).line:
+        return f"Rank {state.rank} is in {location}."
+    if state.calls:
+        last_index = len(state.calls) - 1
+        last_location = str(locate_call_in_step(state.calls, last_index, waits.evidence.stage))
+        if last_location:
+            return f"The last call of rank {state.rank} was in {last_location}."
+    return "" if state.is_known else f"Rank {state.rank} left nothing."
+
+
+def _count_waiting_ranks(waits: Waits, root: int) -> str:
+    """Return the sentence on how many ranks wait for `root`, and in how many groups; empty if none."""
+    waiting_ranks = waits.ranks_waiting_for([root])
+    if not waiting_ranks:
         return ""
-    groups = {w.call.group for rank in behind for w in waits.edges.get(rank, ()) if w.call}
-    inside = f" in {plural(len(groups), 'group')}" if groups else ""
-    return f"{plural(len(behind), 'rank')} wait{'s' * (len(behind) == 1)} for it{inside}."
+    groups = {
+        wait.call.group
+        for rank in waiting_ranks
+        for wait in waits.waits_by_rank.get(rank, ())
+        if wait.call
+    }
+    verb = "waits" if len(waiting_ranks) == 1 else "wait"
+    in_groups = f", in {plural(len(groups), 'group')}" if groups else ""
+    return f"{plural(len(waiting_ranks), 'rank')} {verb} for rank {root}{in_groups}."
 
 
 def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
-    (rank, call), (other, another) = mismatch.first, mismatch.second
-    left = find_departure(waits.evidence, mismatch.group.ranks)
-    departed = left.rank if left else _minority(waits.evidence, mismatch)
-    text = (
-        f"{waits.evidence.name(rank)} called {described(call)} as no. {call.number} of its "
-        f"{mismatch.group.label} where rank {other} called {described(another)}: another "
+    """Return the verdict on two ranks that made different calls under one number of their group.
+
+    The culprit is the rank that left the usual order of calls, else the only rank of its group with
+    another call. If neither is known, both ranks are suspects.
+    """
+    evidence = waits.evidence
+    (rank, call), (other_rank, other_call) = mismatch.first, mismatch.second
+    departure = find_departure(evidence, mismatch.group.ranks)
+    culprit = departure.rank if departure else _find_only_rank_that_differs(evidence, mismatch)
+    sentence = (
+        f"{evidence.name_rank(rank)} called {describe_call(call)} as no. {call.number} of its "
+        f"{mismatch.group.label} where rank {other_rank} called {describe_call(other_call)}: another "
         f"{mismatch.differs}."
     )
-    if departed is None:
-        return _verdict(waits, (rank, other), (), HangKind.OTHER_COLLECTIVE, text, call)
-    text = f"{waits.evidence.name(departed)} left the order of calls. {text}"
-    found, usual = (call, another) if departed == rank else (another, call)
-    place = (
-        place_of_departure(waits.evidence, left) if left else place_of_a_call(waits.evidence, usual)
+    if culprit is None:
+        return _make_verdict(
+            waits,
+            sentence=sentence,
+            suspects=(rank, other_rank),
+            kind=HangKind.OTHER_COLLECTIVE,
+            call=call,
+        )
+    wrong_call, usual_call = (call, other_call) if culprit == rank else (other_call, call)
+    usual_location = locate_call(evidence, usual_call)
+    return _make_verdict(
+        waits,
+        sentence=f"{evidence.name_rank(culprit)} left the order of calls. {sentence}",
+        culprits=(culprit,),
+        kind=HangKind.OTHER_COLLECTIVE,
+        call=wrong_call,
+        location=locate_departure(evidence, departure) if departure else usual_location,
     )
-    return _verdict(waits, (), (departed,), HangKind.OTHER_COLLECTIVE, text, found, place)
 
 
-def _minority(evidence: HangEvidence, mismatch: CallMismatch) -> int | None:
-    """The one rank of three or more whose call is not the others', if all of them are known."""
+def _find_only_rank_that_differs(evidence: HangEvidence, mismatch: CallMismatch) -> int | None:
+    """Return the one rank of three or more whose call differs from the equal calls of all others.
+
+    None means that there is no such rank, or that not all ranks of the group are known.
+    """
     if not mismatch.group.is_whole:
         return None
-    by_call: dict[object, list[int]] = {}
+    number = mismatch.first[1].number
+    ranks_by_call: dict[object, list[int]] = {}
     for rank in mismatch.group.ranks:
-        calls = evidence.of(rank).collectives(mismatch.group.name)
-        if call := calls.get(mismatch.first[1].number):
-            by_call.setdefault((call.operation, call.sizes, call.dtypes), []).append(rank)
-    counts = sorted(by_call.values(), key=len)
-    return counts[0][0] if len(counts) == 2 and len(counts[0]) == 1 < len(counts[1]) else None
+        call = evidence.get_rank(rank).collectives(mismatch.group.name).get(number)
+        if call:
+            ranks_by_call.setdefault((call.operation, call.sizes, call.dtypes), []).append(rank)
+    smallest_first = sorted(ranks_by_call.values(), key=len)
+    if len(smallest_first) != 2:
+        return None
+    minority, majority = smallest_first
+    return minority[0] if len(minority) == 1 < len(majority) else None
 
 
-def _judge_circle(waits: Waits, circle: tuple[int, ...]) -> HangVerdict:
-    inside = [w for rank in circle for w in waits.edges[rank] if w.awaited in circle]
-    text = "; ".join(
-        f"rank {wait.rank} waits for rank {wait.awaited} in {where_of(waits.evidence, wait)}"
-        for wait in inside[:4]
+def _judge_cycle(waits: Waits, cycle: tuple[int, ...]) -> HangVerdict:
+    """Return the verdict on ranks that wait for each other in a cycle.
+
+    The culprit is the rank that left the usual order of calls; if there is none, all are suspects.
+    """
+    waits_in_cycle = [
+        wait for rank in cycle for wait in waits.waits_by_rank[rank] if wait.awaited_rank in cycle
+    ]
+    statements = "; ".join(
+        f"rank {wait.rank} waits for rank {wait.awaited_rank} in "
+        f"{describe_wait_call(waits.evidence, wait)}"
+        for wait in waits_in_cycle[:SHOWN_CYCLE_WAITS]
     )
-    if left := find_departure(waits.evidence, circle):
-        return _judge_departure(waits, left, f"{text}.")
-    sentence = f"Ranks {listed(circle)} wait for each other: {text}."
-    return _verdict(waits, circle, (), HangKind.OTHER_COLLECTIVE, sentence)
-
-
-def _judge_departure(waits: Waits, left: Departure, more: str) -> HangVerdict:
-    usual = f"{left.usual.operation} of {left.usual.description or 'its group'}"
-    sentence = (
-        f"{waits.evidence.name(left.rank)} left the order of calls: it called "
-        f"{described(left.call)} where {usual} usually follows. {more}"
+    departure = find_departure(waits.evidence, cycle)
+    if departure:
+        return _judge_departure(waits, departure, f"{statements}.")
+    return _make_verdict(
+        waits,
+        sentence=f"Ranks {join_ranks(cycle)} wait for each other: {statements}.",
+        suspects=cycle,
+        kind=HangKind.OTHER_COLLECTIVE,
     )
-    place = place_of_departure(waits.evidence, left)
-    return _verdict(waits, (), (left.rank,), HangKind.OTHER_COLLECTIVE, sentence, left.meant, place)
 
 
-def _without_roots(waits: Waits) -> HangVerdict:
+def _judge_departure(waits: Waits, departure: Departure, next_sentence: str = "") -> HangVerdict:
+    """Return the verdict on the rank that left the usual order of calls; `next_sentence` follows it."""
+    usual_call = departure.usual
+    usual = f"{usual_call.operation} of {usual_call.description or 'its group'}"
+    return _make_verdict(
+        waits,
+        sentence=f"{waits.evidence.name_rank(departure.rank)} left the order of calls: it called "
+        f"{describe_call(departure.call)} where {usual} usually follows. {next_sentence}",
+        culprits=(departure.rank,),
+        kind=HangKind.OTHER_COLLECTIVE,
+        call=departure.wrong_call,
+        location=locate_departure(waits.evidence, departure),
+    )
+
+
+def _judge_without_roots(waits: Waits) -> HangVerdict:
+    """Return the verdict on a job in which ranks wait but no rank is known to be waited for."""
     evidence = waits.evidence
-    for group, call in waits.incomplete:
-        # Another call under that number; one that fits is recorded where the whole order is.
-        done = [
+    for group, call in waits.unfinished_collectives:
+        # A rank that completed a fitting call would have it among its recorded calls, so this rank
+        # completed another call under the same number.
+        ranks_that_completed = [
             rank
-            for rank in _completed_by(evidence, group, call)
-            if call.number not in evidence.of(rank).collectives(group.name)
+            for rank in _find_ranks_that_completed(evidence, group, call)
+            if call.number not in evidence.get_rank(rank).collectives(group.name)
         ]
-        if done:
-            return _judge_different_ends(waits, group, call, done)
-    if whole := [pair for pair in waits.incomplete if pair[0].is_whole]:
-        group, call = min(whole, key=lambda pair: pair[1].created_ns)
-        done = _completed_by(evidence, group, call)
-        text = (
-            f"All ranks of the {group.label} ({listed(group.ranks)}) entered {call}, and "
-            f"{f'only {ranks_of(done)}' if done else 'nobody'} completed it."
+        if ranks_that_completed:
+            return _judge_partly_completed_call(waits, group, call, ranks_that_completed)
+    collectives_of_full_groups = [
+        (group, call) for group, call in waits.unfinished_collectives if group.is_whole
+    ]
+    if collectives_of_full_groups:
+        return _judge_uncompleted_call(
+            waits, *min(collectives_of_full_groups, key=lambda pair: pair[1].created_ns)
         )
-        return _verdict(waits, group.ranks, (), HangKind.NOT_COMPLETED, text, call)
-    apart = [r for r, one in evidence.ranks.items() if one.stack and r not in waits.in_calls]
-    if waits.exchanges and not apart:
-        return _judge_point_to_point(waits)
-    if len(apart) == 1 and len(waits.in_calls) > 0:
-        place = place_of(evidence.of(apart[0]).stack)
-        text = f"{evidence.name(apart[0])} is in {place}; all other ranks wait in a collective."
-        return _verdict(waits, (), apart, HangKind.NEVER_ENTERED, text)
-    text = "Ranks wait in calls, and what is here does not say for whom."
-    text = f"{text} {describe_ranks(evidence)}"
-    return _verdict(waits, apart, (), None, text)
+    ranks_outside_calls = [
+        rank
+        for rank, state in evidence.ranks.items()
+        if state.stack and rank not in waits.ranks_in_calls
+    ]
+    if waits.ranks_in_pipeline_communication and not ranks_outside_calls:
+        return _judge_pipeline_communication(waits)
+    if len(ranks_outside_calls) == 1 and waits.ranks_in_calls:
+        (rank,) = ranks_outside_calls
+        location = locate_frames(evidence.get_rank(rank).stack)
+        return _make_verdict(
+            waits,
+            sentence=f"{evidence.name_rank(rank)} is in {location}; all other ranks wait in a collective.",
+            culprits=ranks_outside_calls,
+            kind=HangKind.NEVER_ENTERED,
+        )
+    return _make_verdict(
+        waits,
+        sentence="Ranks wait in calls, and this evidence does not show for whom. "
+        f"{describe_ranks(evidence)}",
+        suspects=ranks_outside_calls,
+    )
 
 
-def _judge_different_ends(
-    waits: Waits, group: GroupOfRanks, call: RecordedCall, done: Sequence[int]
+def _judge_uncompleted_call(waits: Waits, group: GroupOfRanks, call: RecordedCall) -> HangVerdict:
+    """Return the verdict on a collective that its whole group entered and not all ranks completed."""
+    ranks_that_completed = _find_ranks_that_completed(waits.evidence, group, call)
+    who = f"only {format_ranks(ranks_that_completed)}" if ranks_that_completed else "nobody"
+    return _make_verdict(
+        waits,
+        sentence=f"All ranks of the {group.label} ({join_ranks(group.ranks)}) entered {call}, and {who} "
+        "completed it.",
+        suspects=group.ranks,
+        kind=HangKind.NOT_COMPLETED,
+        call=call,
+    )
+
+
+def _judge_partly_completed_call(
+    waits: Waits, group: GroupOfRanks, call: RecordedCall, ranks_that_completed: Sequence[int]
 ) -> HangVerdict:
+    """Return the verdict on a call that some ranks of the group completed and others did not.
+
+    All ranks of the group are suspects. The sentence has the number of calls that each rank entered.
+    """
     evidence = waits.evidence
-    others = [rank for rank in group.ranks if rank not in done]
-    counts = ", ".join(f"rank {r} {evidence.of(r).last.get(group.name, 0)}" for r in group.ranks)
-    text = (
-        f"{ranks_of(done).capitalize()} completed {call} of the {group.label}, and {ranks_of(others)} "
-        f"entered it and did not: what they called does not fit, or a message was lost. Calls entered "
-        f"there: {counts}. Dumps with every call (TORCH_INCLUDE_ONLY_ACTIVE=0) say who left the order."
+    other_ranks = [rank for rank in group.ranks if rank not in ranks_that_completed]
+    counts = ", ".join(
+        f"rank {rank} {evidence.get_rank(rank).last.get(group.name, 0)}" for rank in group.ranks
     )
-    return _verdict(waits, group.ranks, (), None, text, call)
+    sentence = (
+        f"{format_ranks(ranks_that_completed).capitalize()} completed {call} of the {group.label}, and "
+        f"{format_ranks(other_ranks)} entered it and did not complete it: their calls do not fit, or a "
+        f"message was lost. Calls entered in this group: {counts}. Dumps with every call "
+        "(TORCH_INCLUDE_ONLY_ACTIVE=0) show which rank left the order."
+    )
+    return _make_verdict(waits, sentence=sentence, suspects=group.ranks, call=call)
 
 
-def _completed_by(evidence: HangEvidence, group: GroupOfRanks, call: RecordedCall) -> list[int]:
-    ranks = group.ranks
-    return [r for r in ranks if evidence.of(r).completed.get(group.name, -1) >= call.number]
+def _find_ranks_that_completed(
+    evidence: HangEvidence, group: GroupOfRanks, call: RecordedCall
+) -> list[int]:
+    """Return the ranks of the group whose last completed collective is this call or a later one."""
+    return [
+        rank
+        for rank in group.ranks
+        if evidence.get_rank(rank).completed.get(group.name, -1) >= call.number
+    ]
 
 
-def _judge_point_to_point(waits: Waits) -> HangVerdict:
-    ranks = listed(waits.exchanges)
-    text = f"Ranks {ranks} are in an exchange between their stages, and nobody completed it."
-    return _verdict(waits, waits.exchanges, (), HangKind.NOT_COMPLETED, text)
+def _judge_pipeline_communication(waits: Waits) -> HangVerdict:
+    """Return the verdict on pipeline stages that communicate with each other and do not complete it."""
+    ranks = waits.ranks_in_pipeline_communication
+    return _make_verdict(
+        waits,
+        sentence=f"Ranks {join_ranks(ranks)} are in point-to-point communication between their pipeline "
+        "stages, and nobody completed it.",
+        suspects=ranks,
+        kind=HangKind.NOT_COMPLETED,
+    )
 
 
-def _verdict(
+def _make_undecided_verdict(evidence: HangEvidence, reason: str) -> HangVerdict:
+    """Return an undecided verdict: the reason, then where each rank is."""
+    return HangVerdict(HangOutcome.UNDECIDED, f"{reason} {describe_ranks(evidence)}".strip())
+
+
+def _make_verdict(
     waits: Waits,
-    suspects: Sequence[int],
-    culprits: Sequence[int],
-    kind: HangKind | None,
+    *,
     sentence: str,
+    culprits: Sequence[int] = (),
+    suspects: Sequence[int] = (),
+    kind: HangKind | None = None,
     call: RecordedCall | None = None,
-    place: StepPlace | None = None,
+    location: StepPlace | None = None,
 ) -> HangVerdict:
+    """Return a verdict, with the waiting ranks, group, call, module and chain from the graph of waits.
+
+    Args:
+        call: The call that the verdict is about; by default the earliest call in which others wait for
+            the culprits and suspects.
+        location: Where in the step the cause is; by default where the first culprit or the call is.
+    """
     evidence, roots = waits.evidence, [*culprits, *suspects]
-    into = waits.calls_into(roots)
-    call = call or (into[0].call if into else None)
-    exchanging = [wait.rank for wait in into] or sorted({*roots} & {*waits.exchanges})
-    places = [place_of_rank(waits, rank) for rank in culprits[:1]]
-    places += [place_of_a_call(evidence, call)] if call else []
-    places = [place] if place else places
-    module = next((one.module for one in places if one.is_known), "")
-    if not call and exchanging and not any(one.is_known for one in places):
-        module = EXCHANGE
-    waiting = tuple(sorted((waits.in_calls | waits.behind(roots)) - {*culprits}))
-    decided = bool(culprits) or kind is HangKind.NOT_COMPLETED
+    waits_for_roots = waits.direct_waits_for(roots)
+    if call is None and waits_for_roots:
+        call = waits_for_roots[0].call
+    is_pipeline_communication = bool(waits_for_roots) or not set(roots).isdisjoint(
+        waits.ranks_in_pipeline_communication
+    )
+    group_label = call_name = None
+    if call:
+        group_label, call_name = evidence.groups[call.group].label, str(call)
+    elif is_pipeline_communication:
+        group_label, call_name = "pipeline group", "exchange between stages"
+    waiting = sorted((waits.ranks_in_calls | waits.ranks_waiting_for(roots)) - {*culprits})
+    is_decided = bool(culprits) or kind is HangKind.NOT_COMPLETED
     return HangVerdict(
-        HangOutcome.HANG if decided or waiting else HangOutcome.UNDECIDED,
-        sentence.strip(),
-        tuple(culprits),
-        tuple(suspects),
-        waiting,
-        kind,
-        evidence.groups[call.group].label if call else "pipeline group" if exchanging else None,
-        str(call) if call else "exchange between stages" if exchanging else None,
-        module or None,
-        _chain(waits, roots),
+        verdict=HangOutcome.HANG if is_decided or waiting else HangOutcome.UNDECIDED,
+        sentence=sentence.strip(),
+        culprits=tuple(culprits),
+        suspects=tuple(suspects),
+        waiting=tuple(waiting),
+        kind=kind,
+        group=group_label,
+        call=call_name,
+        module=_find_module(
+            waits, culprits, call, location, is_pipeline_communication=is_pipeline_communication
+        ),
+        chain=_describe_chain(waits, roots),
     )
 
 
-def _chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
-    """Who waits for whom in a call, one line for all groups of a kind; for the roots first."""
-    found: dict[str, list[Wait]] = {}
-    for wait in (one for each in waits.edges.values() for one in each):
-        found.setdefault(where_of(waits.evidence, wait), []).append(wait)
-    near = sorted(found, key=lambda where: not {w.awaited for w in found[where]} & {*roots})
+def _find_module(
+    waits: Waits,
+    culprits: Sequence[int],
+    call: RecordedCall | None,
+    location: StepPlace | None,
+    *,
+    is_pipeline_communication: bool,
+) -> str | None:
+    """Return the module of `location`, else of the first culprit, else of the call; None if unknown.
+
+    Pipeline communication without a recorded call gives PIPELINE_EXCHANGE if no location is known.
+    """
+    locations = [location] if location else []
+    if not locations:
+        locations += [locate_rank(waits, rank) for rank in culprits[:1]]
+        locations += [locate_call(waits.evidence, call)] if call else []
+    known_locations = [candidate for candidate in locations if candidate.is_known]
+    if known_locations:
+        return known_locations[0].module or None
+    return PIPELINE_EXCHANGE if is_pipeline_communication and call is None else None
+
+
+def _describe_chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
+    """Return lines on who waits for whom, one per call and group label, waits for `roots` first.
+
+    At most SHOWN_WAITS lines are returned.
+    """
+    waits_by_call: dict[str, list[Wait]] = {}
+    for waits_of_rank in waits.waits_by_rank.values():
+        for wait in waits_of_rank:
+            waits_by_call.setdefault(describe_wait_call(waits.evidence, wait), []).append(wait)
+    awaited_by_call = {
+        call: {wait.awaited_rank for wait in waits_in_call}
+        for call, waits_in_call in waits_by_call.items()
+    }
+    roots_first = sorted(waits_by_call, key=lambda call: awaited_by_call[call].isdisjoint(roots))
     return tuple(
-        f"{who_waits(found[where])} for {ranks_of({w.awaited for w in found[where]})} in {where}"
-        for where in near[:SHOWN_WAITS]
+        f"{describe_waiting_ranks(waits_by_call[call])} for {format_ranks(awaited_by_call[call])} in {call}"
+        for call in roots_first[:SHOWN_WAITS]
     )

@@ -54,12 +54,12 @@ are on a stack, the one that comes first in this table decides.
 
 @dataclass(frozen=True)
 class Wait:
-    """One edge of the graph: `rank` waits for `awaited`."""
+    """One edge of the graph: `rank` waits for `awaited_rank`."""
 
     rank: int
-    awaited: int
+    awaited_rank: int
     call: RecordedCall | None = field(compare=False)
-    """The call in which it waits; None if only the rank's stack shows the wait."""
+    """The call in which `rank` waits; None if only the rank's stack shows the wait."""
 
 
 @dataclass(frozen=True)
@@ -67,37 +67,39 @@ class Waits:
     """The graph of waiting ranks of one job."""
 
     evidence: HangEvidence
-    edges: Mapping[int, tuple[Wait, ...]]
+    waits_by_rank: Mapping[int, tuple[Wait, ...]]
     """Waits by the rank that waits. Ranks that a signal had stopped are missing."""
-    in_calls: frozenset[int]
+    ranks_in_calls: frozenset[int]
     """Ranks inside an unfinished call, by records or stacks, even if the awaited rank is unknown."""
-    incomplete: tuple[tuple[GroupOfRanks, RecordedCall], ...]
+    unfinished_collectives: tuple[tuple[GroupOfRanks, RecordedCall], ...]
     """Unfinished collectives in which some rank waits for nobody: its whole group has entered."""
-    exchanges: tuple[int, ...] = ()
+    ranks_in_pipeline_communication: tuple[int, ...] = ()
     """Ranks in pipeline communication with a neighbour whose stack shows communication with them."""
 
     @property
     def roots(self) -> list[tuple[int, ...]]:
         """Return the causes: first single ranks that wait for nobody, then cycles of ranks."""
-        awaited_ranks = {wait.awaited for waits in self.edges.values() for wait in waits}
-        single_ranks = [rank for rank in sorted(awaited_ranks) if not self.edges.get(rank)]
+        awaited_ranks = {
+            wait.awaited_rank for waits in self.waits_by_rank.values() for wait in waits
+        }
+        single_ranks = [rank for rank in sorted(awaited_ranks) if not self.waits_by_rank.get(rank)]
         roots: list[tuple[int, ...]] = [(rank,) for rank in single_ranks]
-        explained = self.behind(single_ranks)
+        explained = self.ranks_waiting_for(single_ranks)
         unexplained = {
-            rank for rank, waits in self.edges.items() if waits and rank not in explained
+            rank for rank, waits in self.waits_by_rank.items() if waits and rank not in explained
         }
         while unexplained:
             cycle = self._follow_to_cycle(min(unexplained), unexplained)
             roots.append(cycle)
-            unexplained -= self.behind(cycle) | set(cycle)
+            unexplained -= self.ranks_waiting_for(cycle) | set(cycle)
         return roots
 
-    def behind(self, roots: Iterable[int]) -> set[int]:
+    def ranks_waiting_for(self, roots: Iterable[int]) -> set[int]:
         """Return the ranks that wait for `roots`, directly or through other ranks."""
         waiting_ranks: dict[int, list[int]] = {}
-        for rank, waits in self.edges.items():
+        for rank, waits in self.waits_by_rank.items():
             for wait in waits:
-                waiting_ranks.setdefault(wait.awaited, []).append(rank)
+                waiting_ranks.setdefault(wait.awaited_rank, []).append(rank)
         reached = set(roots)
         to_visit = list(reached)
         while to_visit:
@@ -107,14 +109,14 @@ class Waits:
                     to_visit.append(rank)
         return reached - set(roots)
 
-    def calls_into(self, roots: Iterable[int]) -> list[Wait]:
+    def direct_waits_for(self, roots: Iterable[int]) -> list[Wait]:
         """Return the direct waits for `roots` by time of call; waits without a call come first."""
         awaited_ranks = set(roots)
         waits = [
             wait
-            for waits_of_rank in self.edges.values()
+            for waits_of_rank in self.waits_by_rank.values()
             for wait in waits_of_rank
-            if wait.awaited in awaited_ranks
+            if wait.awaited_rank in awaited_ranks
         ]
         return sorted(waits, key=lambda wait: wait.call.created_ns if wait.call else 0)
 
@@ -122,7 +124,11 @@ class Waits:
         """Follow waits within `ranks` from `start` until a rank repeats; return that cycle, sorted."""
         path = [start]
         while True:
-            next_rank = next(wait.awaited for wait in self.edges[path[-1]] if wait.awaited in ranks)
+            next_rank = next(
+                wait.awaited_rank
+                for wait in self.waits_by_rank[path[-1]]
+                if wait.awaited_rank in ranks
+            )
             if next_rank in path:
                 return tuple(sorted(path[path.index(next_rank) :]))
             path.append(next_rank)
@@ -130,10 +136,10 @@ class Waits:
 
 def find_waits(evidence: HangEvidence) -> Waits:
     """Build the graph from the evidence of all ranks."""
-    edges: dict[int, tuple[Wait, ...]] = {}
-    in_calls: set[int] = set()
+    waits_by_rank: dict[int, tuple[Wait, ...]] = {}
+    ranks_in_calls: set[int] = set()
     ranks_in_exchange: set[int] = set()
-    incomplete: dict[tuple[str, int], tuple[GroupOfRanks, RecordedCall]] = {}
+    unfinished_collectives: dict[tuple[str, int], tuple[GroupOfRanks, RecordedCall]] = {}
     for rank, rank_evidence in evidence.ranks.items():
         if rank_evidence.is_stopped:
             continue
@@ -144,25 +150,25 @@ def find_waits(evidence: HangEvidence) -> Waits:
             for awaited in awaited_ranks:
                 waits.setdefault(awaited, Wait(rank, awaited, call))
             if not awaited_ranks and not call.is_point_to_point:
-                incomplete.setdefault((call.group, call.number), (group, call))
+                unfinished_collectives.setdefault((call.group, call.number), (group, call))
         waits |= _waits_of_failed_call(evidence, rank_evidence)
         if not waits and not rank_evidence.pending:
             # gloo's flight recorder keeps no point-to-point call, so pipeline communication shows only
             # in the stack. Two stages that communicate with each other do not wait for each other.
             for neighbour in _pipeline_neighbours(evidence, rank_evidence):
-                if rank in _pipeline_neighbours(evidence, evidence.of(neighbour)):
+                if rank in _pipeline_neighbours(evidence, evidence.get_rank(neighbour)):
                     ranks_in_exchange.add(rank)
                 else:
                     waits[neighbour] = Wait(rank, neighbour, None)
         if rank_evidence.pending or waits or is_in_collective(rank_evidence.stack):
-            in_calls.add(rank)
-        edges[rank] = tuple(waits.values())
+            ranks_in_calls.add(rank)
+        waits_by_rank[rank] = tuple(waits.values())
     return Waits(
         evidence,
-        edges,
-        in_calls=frozenset(in_calls),
-        incomplete=tuple(incomplete.values()),
-        exchanges=tuple(sorted(ranks_in_exchange)),
+        waits_by_rank,
+        ranks_in_calls=frozenset(ranks_in_calls),
+        unfinished_collectives=tuple(unfinished_collectives.values()),
+        ranks_in_pipeline_communication=tuple(sorted(ranks_in_exchange)),
     )
 
 
@@ -200,7 +206,7 @@ def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -
         return {}
     failed_call = rank_evidence.calls[-1]
     peers = evidence.groups[failed_call.group].ranks
-    lost_peers = [peer for peer in peers if not evidence.of(peer).calls]
+    lost_peers = [peer for peer in peers if not evidence.get_rank(peer).calls]
     return {peer: Wait(rank_evidence.rank, peer, failed_call) for peer in lost_peers}
 
 
@@ -210,13 +216,13 @@ def _awaited_in_call(
     """Return the ranks that `rank` waits for in this unfinished call; empty if all have entered it."""
     if not call.is_point_to_point:
         peers = (peer for peer in group.ranks if peer != rank)
-        return tuple(peer for peer in peers if _must_be_awaited(evidence.of(peer), call))
+        return tuple(peer for peer in peers if _must_be_awaited(evidence.get_rank(peer), call))
     if call.peer is None or call.peer >= len(group.ranks):
         return ()
     peer = group.ranks[call.peer]
     counterpart = "recv" if call.operation == "send" else "send"
     expected = (call.group, counterpart, group.ranks.index(rank))
-    for peer_call in evidence.of(peer).pending:
+    for peer_call in evidence.get_rank(peer).pending:
         if (peer_call.group, peer_call.operation, peer_call.peer) == expected:
             return ()
     return (peer,)

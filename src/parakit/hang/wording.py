@@ -1,4 +1,4 @@
-"""Calls, ranks and waits in words."""
+"""Describe calls, ranks and waits in the words of a verdict."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Iterable, Sequence
 
 from parakit.formatting.units import joined
 from parakit.hang.evidence import HangEvidence, RankEvidence, RecordedCall
-from parakit.hang.place import place_of
+from parakit.hang.place import locate_frames
 from parakit.hang.waits import TORCH_DISTRIBUTED, Wait, is_in_collective
 
 MOST_STATES = 12
-"""Statements of one sentence on where ranks are; the rest is counted."""
+"""Most statements of the sentence on where ranks are; further ones are counted."""
+SHOWN_RANKS = 8
+"""Most ranks that a list names; further ones are counted."""
 
 
-def described(call: RecordedCall) -> str:
+def describe_call(call: RecordedCall) -> str:
     """Return the part of a call that ranks must agree on: `all_reduce of [4] Float`."""
     sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
     return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
 
 
-def who_waits(waits: Sequence[Wait]) -> str:
-    """`ranks 1 and 2 wait`."""
+def describe_waiting_ranks(waits: Sequence[Wait]) -> str:
+    """Return who waits, such as `ranks 1 and 2 wait`; at most SHOWN_RANKS are named."""
     ranks = {wait.rank for wait in waits}
-    return f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)}"
+    return f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
-def where_of(evidence: HangEvidence, wait: Wait) -> str:
-    """The call in which it waits, and its group."""
+def describe_wait_call(evidence: HangEvidence, wait: Wait) -> str:
+    """Return the call in which a rank waits and its group: `all_reduce no. 3 of the pipeline group`."""
     if wait.call is None:
         return "an exchange between stages"
     return f"{wait.call} of the {evidence.groups[wait.call.group].label}"
@@ -39,35 +41,38 @@ def describe_ranks(evidence: HangEvidence) -> str:
     last. The sentence is empty if no rank is known.
     """
     ranks_by_state: dict[str, list[int]] = {}
-    for rank in sorted(evidence.everybody):
-        state = _describe_state(evidence, evidence.of(rank))
+    for rank in sorted(evidence.all_ranks):
+        state = _describe_state(evidence, evidence.get_rank(rank))
         ranks_by_state.setdefault(state, []).append(rank)
-    if silent := ranks_by_state.pop(LEFT_NOTHING, []):
-        ranks_by_state[LEFT_NOTHING] = silent
+    silent_ranks = ranks_by_state.pop(LEFT_NOTHING, [])
+    if silent_ranks:
+        ranks_by_state[LEFT_NOTHING] = silent_ranks
     statements = [
-        f"{ranks_of(ranks)} {_make_plural(state) if len(ranks) > 1 else state}"
+        f"{format_ranks(ranks)} {_make_plural(state) if len(ranks) > 1 else state}"
         for state, ranks in ranks_by_state.items()
     ]
-    more = len(statements) - MOST_STATES
-    shown = statements[:MOST_STATES] + ([f"{more} more places"] if more > 0 else [])
+    num_hidden = len(statements) - MOST_STATES
+    shown = statements[:MOST_STATES] + ([f"{num_hidden} more places"] if num_hidden > 0 else [])
     text = "; ".join(shown)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 LEFT_NOTHING = "left nothing"
+"""State of a rank without evidence."""
 
 
 def _make_plural(state: str) -> str:
+    """Return the state of one rank as that of several: `is in …` becomes `are in …`."""
     return f"are {state.removeprefix('is ')}" if state.startswith("is ") else state
 
 
 def _describe_state(evidence: HangEvidence, rank_evidence: RankEvidence) -> str:
-    """Return the unfinished call of a rank, else its place by its stack, as a predicate with `is`."""
+    """Return where a rank is as a predicate: `is in`, then its unfinished call or the location of its stack."""
     if rank_evidence.pending:
         call = rank_evidence.pending[0]
         return f"is in {call} of the {evidence.groups[call.group].label}"
     if rank_evidence.stack:
-        step = place_of(rank_evidence.stack)
+        step = locate_frames(rank_evidence.stack)
         functions = [
             frame.function for frame in rank_evidence.stack if TORCH_DISTRIBUTED in frame.file
         ]
@@ -77,13 +82,17 @@ def _describe_state(evidence: HangEvidence, rank_evidence: RankEvidence) -> str:
     return "is in no unfinished call" if rank_evidence.is_known else LEFT_NOTHING
 
 
-def ranks_of(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 1, 2 and 5`: at most eight of them."""
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {listed(found)}"
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 1, 2 and 5` in rising order; at most SHOWN_RANKS are named."""
+    sorted_ranks = sorted(ranks)
+    if len(sorted_ranks) == 1:
+        return f"rank {sorted_ranks[0]}"
+    return f"ranks {join_ranks(sorted_ranks)}"
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """`1, 2 and 5`: at most eight of them."""
-    more = [f"{len(ranks) - 8} more"] if len(ranks) > 8 else []
-    return joined([*map(str, ranks[:8]), *more])
+def join_ranks(ranks: Sequence[int]) -> str:
+    """Return `1, 2 and 5`; at most SHOWN_RANKS are named, and the others counted (`and 4 more`)."""
+    names = [str(rank) for rank in ranks[:SHOWN_RANKS]]
+    if len(ranks) > SHOWN_RANKS:
+        names.append(f"{len(ranks) - SHOWN_RANKS} more")
+    return joined(names)

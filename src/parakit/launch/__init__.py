@@ -10,48 +10,48 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.launch.backends import NO_TRANSFORMERS
-    from parakit.launch.code import find_entry, kit_commit
+    from parakit.launch.code import find_entry, read_kit_commit
     from parakit.launch.compose import Launch
     from parakit.launch.data import SAMPLE, SMALL_SAMPLE, call_module, make_sample
     from parakit.launch.devices import visible_gpus
     from parakit.launch.execute import execute_launch
-    from parakit.launch.flags import CPU_RANK, saving_flags
-    from parakit.launch.hub import folder_of
-    from parakit.launch.job import Job, make_command, parse_devices, parse_target
+    from parakit.launch.flags import CPU_RANK_ENVIRONMENT, saving_flags
+    from parakit.launch.hub import fetch_model_folder
+    from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
+    from parakit.launch.job import Job, format_make_command, parse_devices, parse_target
     from parakit.launch.options import (
         NO_OPTIONS,
-        OF_A_RUN,
+        RUN_SETTINGS,
         Options,
         Saving,
+        options_from_namespace,
         options_from_texts,
-        options_of,
         read_patch_file,
     )
-    from parakit.launch.preflight import LOG_BYTES, check
-    from parakit.launch.run_folder import computed_by, identity_here
+    from parakit.launch.preflight import LOG_BYTES, check_launch
+    from parakit.launch.run_folder import identify_computation, identify_launch
     from parakit.launch.runtime import choose_runtime
-    from parakit.launch.start import ensure_start_checkpoint
-    from parakit.launch.status import follow, read_job
-    from parakit.launch.submit import image_asked, over_nodes, submit_array
-    from parakit.launch.supervise.exit_status import outcome
+    from parakit.launch.status import read_job_record, read_run_statuses
+    from parakit.launch.submit import choose_image, spread_over_nodes, submit_array
+    from parakit.launch.supervise.exit_status import format_outcome
     from parakit.launch.supervise.interruption import Interrupted, interruptible
     from parakit.launch.supervise.warm import WarmMegatron, WarmPool
     from parakit.launch.train import (
-        command_line,
         compose_job,
-        dry_run,
-        other_split,
-        other_vocabulary,
+        describe_chosen_split,
+        describe_vocabulary_change,
+        format_command_line,
+        print_dry_run,
     )
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
-    "CPU_RANK",
+    "CPU_RANK_ENVIRONMENT",
     "LOG_BYTES",
     "NO_OPTIONS",
     "NO_TRANSFORMERS",
-    "OF_A_RUN",
+    "RUN_SETTINGS",
     "SAMPLE",
     "SMALL_SAMPLE",
     "Interrupted",
@@ -62,34 +62,34 @@ __all__ = [
     "WarmMegatron",
     "WarmPool",
     "call_module",
-    "check",
+    "check_launch",
+    "choose_image",
     "choose_runtime",
-    "command_line",
     "compose_job",
-    "computed_by",
-    "dry_run",
-    "ensure_start_checkpoint",
+    "describe_chosen_split",
+    "describe_vocabulary_change",
+    "ensure_initial_checkpoint",
     "execute_launch",
+    "fetch_model_folder",
     "find_entry",
-    "folder_of",
-    "follow",
-    "identity_here",
-    "image_asked",
+    "format_command_line",
+    "format_make_command",
+    "format_outcome",
+    "identify_computation",
+    "identify_launch",
     "interruptible",
-    "kit_commit",
-    "make_command",
     "make_sample",
+    "options_from_namespace",
     "options_from_texts",
-    "options_of",
-    "other_split",
-    "other_vocabulary",
-    "outcome",
-    "over_nodes",
     "parse_devices",
     "parse_target",
-    "read_job",
+    "print_dry_run",
+    "read_job_record",
+    "read_kit_commit",
     "read_patch_file",
+    "read_run_statuses",
     "saving_flags",
+    "spread_over_nodes",
     "submit_array",
     "visible_gpus",
 ]

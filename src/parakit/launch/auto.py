@@ -14,20 +14,20 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import OWN_READINGS
+from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
+from parakit.config.run import DeviceKind, adapt_to_cpu_ranks, searched_flags, spec_from_model
+from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
 from parakit.formatting.units import ms
-from parakit.launch.calibrate import calibrate, conditions, device_here
-from parakit.launch.compose import model_for
+from parakit.launch.calibrate import calibrate, calibration_conditions, find_local_device
+from parakit.launch.compose import adapt_model_to_data
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.flags import runtime_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options
 from parakit.launch.runtime import choose_runtime
-from parakit.launch.train import start
+from parakit.launch.train import start_job
 from parakit.planner import (
     Calibration,
     Candidate,
@@ -51,17 +51,17 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
     baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
-    plan = plan_here(baseline, console, OWN_READINGS)
-    explain(plan, console)
+    plan = plan_for_machine(baseline, console, USER_MEASUREMENTS_FILE)
+    print_explanation(plan, console)
     chosen = plan.winner
     if chosen is None:
         raise LaunchError(f"There is no plan for '{target}'; see the sentences above.")
     flags = strategy_flags(chosen.spec.flagged_parallelism)
     job = replace(baseline, strategy=chosen.strategy, script_flags=flags)
-    return start(job.under(options_for_candidate(chosen, options)), console)
+    return start_job(job.with_options(options_for_candidate(chosen, options)), console)
 
 
-def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
+def plan_for_machine(job: Job, console: Console, own: Path | None = None) -> Plan:
     """Search on this machine's devices, with its measured constants where there are any.
 
     Args:
@@ -74,24 +74,24 @@ def plan_here(job: Job, console: Console, own: Path | None = None) -> Plan:
         MeasurementsError: `own` is no table.
     """
     device = _device(job)
-    request = request_here(job, device, _calibration(job, device, console))
+    request = build_request(job, device, _calibration(job, device, console))
     return search_configurations(replace(request, own_runs=load_own_runs(own, request.cluster)))
 
 
-def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
+def build_request(job: Job, device: Device, calibration: Calibration) -> Request:
     """What the planner is asked: the job's model, this machine, the batch of the options."""
     options = job.options
     # As it will be trained: over the vocabulary of the data.
-    model = model_for(job.model, (), options.data or DEFAULT_DATA[job.device])
+    model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
     on_cpu = job.device is DeviceKind.CPU
-    usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
+    usual = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
     expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
-    template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
+    template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     execution = Execution()
     if not on_cpu:
         runtime = choose_runtime(options, job.device)
@@ -106,7 +106,7 @@ def request_here(job: Job, device: Device, calibration: Calibration) -> Request:
     return Request(model, cluster, samples, template)
 
 
-def explain(plan: Plan, console: Console) -> None:
+def print_explanation(plan: Plan, console: Console) -> None:
     """The planner's advice, its ranking in one line, and where its constants are from."""
     from parakit.planner import advice_sentences
 
@@ -129,7 +129,7 @@ def options_for_candidate(chosen: Candidate, options: Options) -> Options:
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        extra=(*chosen_flags(spec), *options.extra),
+        extra=(*searched_flags(spec), *options.extra),
     )
 
 
@@ -139,7 +139,7 @@ def _device(job: Job) -> Device:
         f"them, or 'make train-auto-gpt2-tiny-{job.devices}cpu'"
     )
     named = f"'make train-dp{job.devices}-{job.model.name}-{job.devices}gpu'"
-    return device_here(job.device, job.devices, instead, f", or name a strategy: {named}")
+    return find_local_device(job.device, job.devices, instead, f", or name a strategy: {named}")
 
 
 def _calibration(job: Job, device: Device, console: Console) -> Calibration:
@@ -148,7 +148,7 @@ def _calibration(job: Job, device: Device, console: Console) -> Calibration:
     options, before = job.options, ""
     if options.dry_run or not options.calibrate:
         kept = load_device_calibration(options.runs, device)
-        if options.dry_run or kept.made_with == conditions(job.device, job.devices):
+        if options.dry_run or kept.made_with == calibration_conditions(job.device, job.devices):
             return kept
         before = f", before with {kept.made_with}" if kept.made_with else ""
     return calibrate(options.runs, job.device, job.devices, device, console, before)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from parakit.config import variables
 from parakit.config.files import relative_to_root
-from parakit.config.flag_table import release
-from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
-from parakit.config.model import LOADING, imported_weights
+from parakit.config.flag_table import parse_release
+from parakit.config.flags import Flags, drop_flags, format_flags, merge_flags
+from parakit.config.model import WEIGHT_LOADING_FLAGS, imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, OptimizerName
 from parakit.config.strategy import UNTIED, strategy_flags
-from parakit.launch.compose import DATA_CACHE, Launch, start_checkpoint_path
+from parakit.launch.compose import DATA_CACHE, Launch, initial_checkpoint_path
 from parakit.native import (
     FROM_CONFIG,
     IMPORTED,
@@ -42,7 +42,7 @@ FIRST_MUON_RELEASE = (0, 17)
 
 MUON_PACKAGE = "emerging_optimizers"
 
-_ONLY_MEGATRON = LOADING | {
+_ONLY_MEGATRON = WEIGHT_LOADING_FLAGS | {
     "--no-gradient-reduce-div-fusion",
     "--tokenizer-type",
     "--vocab-size",
@@ -54,18 +54,20 @@ _NATIVE = (
 )
 
 
-def for_backend(launch: Launch) -> Launch:
+def adapt_to_backend(launch: Launch) -> Launch:
     """The same launch for the backend that its job names."""
     options = launch.job.options
     if options.backend is Backend.MEGATRON:
         return launch
     if options.backend is Backend.TRANSFORMERS:
         return _transformers(launch)
-    started = launch.start_checkpoint is not None and options.backend is not Backend.BARE
+    started = launch.initial_checkpoint is not None and options.backend is not Backend.BARE
     parallelism = launch.spec.parallelism
     # Torch FSDP2 needs an untied output layer under Megatron alone.
     untied = UNTIED in launch.flags and not parallelism.sharding
-    start = start_checkpoint_path(launch.model, launch.entry, options, untied) if started else None
+    start = (
+        initial_checkpoint_path(launch.model, launch.entry, options, untied) if started else None
+    )
     layout = () if parallelism.schedule else strategy_flags(parallelism)
     dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
     multiple = launch.model.shape.vocabulary_multiple // parallelism.tensor
@@ -85,7 +87,7 @@ def for_backend(launch: Launch) -> Launch:
         launch,
         spec=replace(launch.spec, backend=options.backend),
         entry=replace(launch.entry, path=f"examples/{launch.model.family}/pretrain_native.py"),
-        start_checkpoint=start,
+        initial_checkpoint=start,
         flags=flags,
         environment=environment,
     )
@@ -93,7 +95,7 @@ def for_backend(launch: Launch) -> Launch:
 
 def _transformers(launch: Launch) -> Launch:
     """An imported model by Hugging Face's own code; a model of the kit has none (`backend_problems`)."""
-    weights = imported_weights(launch.model)
+    weights = imported_weights_folder(launch.model)
     flags = merge_flags(
         drop_flags(launch.flags, (*_ONLY_MEGATRON, *FROM_CONFIG)),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
@@ -109,7 +111,7 @@ def _transformers(launch: Launch) -> Launch:
 
 def _transformers_problems(launch: Launch) -> Iterator[str]:
     own = (*unknown_flags(launch.flags), *launch.flags)
-    if imported_weights(launch.model) is None:
+    if imported_weights_folder(launch.model) is None:
         yield (
             f"BACKEND=transformers trains what was imported, and {launch.model.name} was not; import a "
             "model with 'make import-hf', or use BACKEND=native."
@@ -142,7 +144,7 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     if parallelism.sharding.is_torch_fsdp:
         return ("--use-torch-fsdp2",)
     degrees = {"tensor": parallelism.tensor, "expert": parallelism.expert}
-    return flag_words({f"--{n}-model-parallel-size": of for n, of in degrees.items() if of > 1})
+    return format_flags({f"--{n}-model-parallel-size": of for n, of in degrees.items() if of > 1})
 
 
 def backend_problems(launch: Launch) -> Iterator[str]:
@@ -219,7 +221,10 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     if backend in (Backend.DEEPSPEED, Backend.BARE):
         yield f"BACKEND={backend} has AdamW alone; use BACKEND=native for Muon."
     uses_package = backend == Backend.MEGATRON or MUON_RULE_FLAG in launch.flags
-    if backend == Backend.MEGATRON and release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
+    if (
+        backend == Backend.MEGATRON
+        and parse_release(launch.entry.megatron_version) < FIRST_MUON_RELEASE
+    ):
         yield (
             f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "
             "0.17 has; use BACKEND=native, or OPTIMIZER=adamw."

@@ -28,7 +28,7 @@ from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, plural
 from parakit.launch import microbenchmark
 from parakit.launch.devices import visible_gpus
-from parakit.launch.flags import CPU_RANK
+from parakit.launch.flags import CPU_RANK_ENVIRONMENT
 from parakit.launch.job import parse_devices
 from parakit.launch.microbenchmark import Figures, Workload, attention_flops
 from parakit.planner import (
@@ -81,7 +81,7 @@ WORKLOADS = {
 }
 
 
-def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
+def calibrate_machine(devices: str | None, runs: Path, console: Console) -> int:
     """Measure this machine's GPUs, or where it has none its cores, and print what was shipped beside.
 
     Args:
@@ -97,7 +97,7 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
     ranks, kind = (gpus, DeviceKind.GPU) if gpus else (cores, DeviceKind.CPU)
     if devices is not None:
         ranks, kind = parse_devices(devices.strip(), "DEVICES")
-    device = device_here(kind, ranks, "DEVICES=2cpu measures CPU ranks")
+    device = find_local_device(kind, ranks, "DEVICES=2cpu measures CPU ranks")
     measured = calibrate(runs, kind, ranks, device, console)
     console.print(rich_table(_compared(measured, device)))
     kept, key = relative_to_root(calibration_path(runs, device)), device.key
@@ -106,7 +106,7 @@ def calibrate_here(devices: str | None, runs: Path, console: Console) -> int:
     return 0
 
 
-def device_here(kind: DeviceKind, ranks: int, instead: str, otherwise: str = "") -> Device:
+def find_local_device(kind: DeviceKind, ranks: int, instead: str, otherwise: str = "") -> Device:
     """What each of so many ranks has of this machine: one of its GPUs, or a core with its share of the
     memory that is free.
 
@@ -133,11 +133,11 @@ def device_here(kind: DeviceKind, ranks: int, instead: str, otherwise: str = "")
     return device
 
 
-def conditions(kind: DeviceKind, ranks: int) -> str:
+def calibration_conditions(kind: DeviceKind, ranks: int) -> str:
     """What a calibration depends on beside machine and device: under others it is not valid."""
     cores = f" on {len(os.sched_getaffinity(0))} cores" if kind is DeviceKind.CPU else ""
     torch = importlib.metadata.version("torch")
-    own = CPU_RANK if kind is DeviceKind.CPU else None
+    own = CPU_RANK_ENVIRONMENT if kind is DeviceKind.CPU else None
     taken = (WORKLOADS[kind], *(each.name for each in fields(Figures)), own)
     work = hashlib.sha256(repr(taken).encode()).hexdigest()[:8]
     return f"{plural(ranks, f'{kind} rank')}{cores}, a thread each, torch {torch}, workload {work}"
@@ -155,18 +155,18 @@ def calibrate(
     console.print(f"Measuring {place}{why} …", highlight=False)
     try:
         work = WORKLOADS[kind]
-        figures = microbenchmark.measure(work, kind, ranks, timeout_seconds=TIMEOUT_SECONDS)
+        figures = microbenchmark.run_workload(work, kind, ranks, timeout_seconds=TIMEOUT_SECONDS)
     except LaunchError as error:
         raise LaunchError(f"The calibration on {place} failed: {error}") from None
     assert figures is not None  # There is one node.
-    calibration = calibration_from_figures(figures, kind, device, link_by_key(device.link))
-    calibration = replace(calibration, made_with=conditions(kind, ranks))
+    calibration = build_calibration(figures, kind, device, link_by_key(device.link))
+    calibration = replace(calibration, made_with=calibration_conditions(kind, ranks))
     runs.mkdir(parents=True, exist_ok=True)
     write_record(calibration_path(runs, device), calibration)
     return calibration
 
 
-def calibration_from_figures(
+def build_calibration(
     figures: Figures, kind: DeviceKind, device: Device, link: Link
 ) -> Calibration:
     """What the formulas take, rates as shares of the datasheet's (for a CPU: nominal) ones; what was not

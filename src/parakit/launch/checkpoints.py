@@ -35,7 +35,7 @@ from parakit.logs import Iteration
 LOOK_SECONDS = 0.5
 
 
-class Keeper(BackgroundThread):
+class CheckpointKeeper(BackgroundThread):
     """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end.
 
     Older checkpoints go once as many newer ones as shall be kept were read back and have each given
@@ -59,7 +59,7 @@ class Keeper(BackgroundThread):
                 self._look()
             self._look()
 
-    def ended_well(self) -> None:
+    def mark_ended_well(self) -> None:
         """Nothing comes after the last checkpoint any more."""
         self._ended_well = True
 
@@ -152,7 +152,7 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
     iteration = select_checkpoint(folder).checkpoint.iteration
     if iteration >= launch.iterations:
         raise LaunchError(f"{folder.name} has already reached iteration {iteration}.")
-    return launch.resumed(ResumePoint(folder.name, stored, iteration))
+    return launch.resume_from(ResumePoint(folder.name, stored, iteration))
 
 
 def last_valid_iteration(run: Path) -> int | None:

@@ -52,29 +52,29 @@ def find_entry(megatron_lm: Path | None, pair: ImagePair | None = None) -> Megat
     return MegatronEntry(str(megatron_lm / "pretrain_gpt.py"), version, read_commit(megatron_lm))
 
 
-def kit_commit() -> str | None:
+def read_kit_commit() -> str | None:
     """The commit of this kit."""
     return read_commit(ROOT)
 
 
-def code_of(entry: MegatronEntry | None) -> CodeHashes:
+def identify_code(entry: MegatronEntry | None) -> CodeHashes:
     """The kit, and the Megatron of an entry; None for one in an image, which its digest identifies, or
     where none trains. What `PATCH_FILE=` adds to them is part of a run's specification."""
-    kit = tree_hash(ROOT, KIT_FOLDERS)
+    kit = hash_sources(ROOT, KIT_FOLDERS)
     if entry is None:
         return CodeHashes(kit)
     beside = (ROOT / entry.path).parent
     if (beside / "megatron").is_dir():
         # A checkout: also its entry, and what that imports from beside it.
         own = ("megatron", *(path.name for path in beside.glob("*.py")))
-        return CodeHashes(kit, tree_hash(beside, own))
+        return CodeHashes(kit, hash_sources(beside, own))
     found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
     folders = found.submodule_search_locations if found else None
-    hashes = [tree_hash(Path(folder), (".",)) for folder in sorted(folders or ())]
+    hashes = [hash_sources(Path(folder), (".",)) for folder in sorted(folders or ())]
     return CodeHashes(kit, "+".join(hashes) or None)
 
 
-def tree_hash(root: Path, names: Iterable[str]) -> str:
+def hash_sources(root: Path, names: Iterable[str]) -> str:
     """One hash of the sources in files and folders of a folder: their names and what is in them.
 
     Hidden folders, caches and what cannot be read are left out.

@@ -16,49 +16,49 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import (
     Flags,
-    counted_vocabulary,
+    count_end_of_document_in_vocabulary,
     drop_flags,
-    flag_words,
+    format_flags,
     merge_flags,
-    null_tokenizer,
+    null_tokenizer_flags,
     values_by_flag,
 )
 from parakit.config.model import (
     GPT2_VOCABULARY,
     Model,
-    changed_model,
-    imported_weights,
+    apply_flags_to_model,
+    imported_weights_folder,
+    merge_training_flags,
     replace_vocabulary,
-    trained_flags,
 )
-from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
-from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
+from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
+from parakit.config.strategy import UNTIED, parallelism_from_flags, scale_batch
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
-from parakit.launch.code import code_of, find_entry
+from parakit.launch.code import find_entry, identify_code
 from parakit.launch.data import (
     DEFAULT_DATA,
     GPT2_DATA,
-    flags_of_small_data,
+    choose_split_flags,
     sample_index_folder,
 )
 from parakit.launch.flags import (
-    AT_IMPORT,
+    IMPORT_TIME_VARIABLES,
     environment_for,
+    initial_checkpoint_flags,
     optimizer_flags,
     runtime_flags,
     saving_flags,
     sharding_flags,
-    start_flags,
 )
 from parakit.launch.job import Job
-from parakit.launch.network import command as shaped
+from parakit.launch.network import shaped_link_command as shaped
 from parakit.launch.options import Options, Saving, patch_file_paths
 from parakit.launch.runtime import ON_HOST, Runtime
 from parakit.launch.supervise.warm import WarmMegatron, WarmPool
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
-START_FOLDER = ".start"
+INITIAL_CHECKPOINTS_FOLDER = ".start"
 """Folder beside the runs that holds the weights which runs share."""
 
 DATA_CACHE = "--data-cache-path"
@@ -97,7 +97,7 @@ class Launch:
     iterations: int
     entry: MegatronEntry
     data: str
-    start_checkpoint: Path | None
+    initial_checkpoint: Path | None
     flags: tuple[str, ...]
     """Megatron's arguments but for those that name the run folder or the content of the data set."""
     environment: dict[str, str]
@@ -119,7 +119,7 @@ class Launch:
     def code(self) -> CodeHashes:
         """What trains it, as the files are now."""
         on_disk = self.spec.backend is Backend.MEGATRON and self.runtime.container is None
-        return code_of(self.entry if on_disk else None)
+        return identify_code(self.entry if on_disk else None)
 
     @property
     def data_path(self) -> Path:
@@ -137,7 +137,7 @@ class Launch:
         return self.devices // self.nodes.count if self.nodes else self.devices
 
     @property
-    def flags_on_data(self) -> tuple[str, ...]:
+    def flags_with_sample_indices(self) -> tuple[str, ...]:
         """`flags`, and for Megatron the folder of its sample indices, which follows from the data set's
         content when this is called. A folder that EXTRA= names is kept."""
         if self.spec.backend is not Backend.MEGATRON or DATA_CACHE in values_by_flag(self.flags):
@@ -159,7 +159,7 @@ class Launch:
         if "--wandb-project" in self.flags:
             # W&B's client makes a folder `wandb` below the one it is given.
             written += ["--wandb-exp-name", Path(run_folder).name, "--wandb-save-dir", run_folder]
-        return (*self.flags_on_data, *loaded, *written)
+        return (*self.flags_with_sample_indices, *loaded, *written)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """The whole command, from the repository root; in a container, with what starts it."""
@@ -168,7 +168,7 @@ class Launch:
         if self.spec.link_bits_per_second:
             return shaped(self.spec.link_bits_per_second, self.devices, _python(), program)
         python = IMAGE_PYTHON if container else _python()
-        ranks = (*torchrun(self.local_devices, python, self.nodes), *program)
+        ranks = (*torchrun_command(self.local_devices, python, self.nodes), *program)
         if container is None:
             return ranks
         return container.wrap(ranks, self.environment)
@@ -178,13 +178,13 @@ class Launch:
         assert self.warm is not None
         return self.warm.command(self.devices, (self.entry.path, *self.arguments(run_folder)))
 
-    def resumed(self, point: ResumePoint) -> Launch:
+    def resume_from(self, point: ResumePoint) -> Launch:
         """The same from a saved checkpoint, and not from its start."""
         return replace(
             self, flags=drop_flags(self.flags, flags_with_role("start")), resume_point=point
         )
 
-    def among(self, nodes: Nodes) -> Launch:
+    def join_nodes(self, nodes: Nodes) -> Launch:
         """The same with gloo on the interface that joins the nodes, unless the caller has chosen one.
 
         gloo would take the address of the machine's name, which is often 127.0.1.1.
@@ -194,14 +194,18 @@ class Launch:
         chosen = {name: os.environ.get(name) or nodes.interface for name in INTERFACES}
         return replace(self, nodes=nodes, environment={**self.environment, **chosen})
 
-    def forked(self, pool: WarmPool) -> Launch:
+    def fork_from_pool(self, pool: WarmPool) -> Launch:
         """The same with ranks of Megatron on this machine's CPU from a process of the pool."""
         elsewhere = self.spec.link_bits_per_second or self.nodes or self.runtime.container
         megatron = self.spec.backend == Backend.MEGATRON
         if elsewhere or not megatron or self.spec.device is not DeviceKind.CPU:
             return self
-        known = {name: self.environment[name] for name in AT_IMPORT if name in self.environment}
-        return replace(self, warm=pool.process(self.entry.path, known))
+        known = {
+            name: self.environment[name]
+            for name in IMPORT_TIME_VARIABLES
+            if name in self.environment
+        }
+        return replace(self, warm=pool.get_process(self.entry.path, known))
 
     def _program(self) -> tuple[str, ...]:
         if self.spec.backend == Backend.MEGATRON:
@@ -210,7 +214,7 @@ class Launch:
         return ("-m", self.entry.path.removesuffix(".py").replace("/", "."))
 
 
-def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
+def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     """Decide everything about a run of Megatron.
 
     Raises:
@@ -220,15 +224,15 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     options, device = job.options, job.device
     parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
     data = options.data or DEFAULT_DATA[device]
-    model = model_for(job.model, options.extra, data)
+    model = adapt_model_to_data(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
-    own = batch_for(model.batch, parallelism)
+    own = scale_batch(model.batch, parallelism)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
-    shared = shared or imported_weights(model) is not None
+    shared = shared or imported_weights_folder(model) is not None
     untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
-    start = start_checkpoint_path(model, entry, options, untied) if shared else None
+    start = initial_checkpoint_path(model, entry, options, untied) if shared else None
     # An imported model says it itself, so that it has no padding but what TP needs.
-    padded_to = model.shape.vocabulary_multiple if imported_weights(model) else 128
+    padded_to = model.shape.vocabulary_multiple if imported_weights_folder(model) else 128
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     # A run may be longer than its model's file says, where Megatron and its samples end.
     planned = Flags(model.flags).integer("--train-iters", iterations)
@@ -236,7 +240,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
-    own_flags = trained_flags(model, in_half=device is DeviceKind.GPU)
+    own_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
     fixes_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
     asked = merge_flags(own_flags, job.flags, extra)
     flags = merge_flags(
@@ -244,7 +248,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
-        flag_words(
+        format_flags(
             {
                 "--micro-batch-size": options.micro_batch_size or own.micro_batch_size,
                 "--global-batch-size": options.global_batch_size or own.global_batch_size,
@@ -254,9 +258,9 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
                 "--data-path": data,
             }
         ),
-        () if fixes_split else flags_of_small_data(data, asked, model.shape.seq_length),
-        null_tokenizer(model.shape.vocabulary, entry.megatron_version),
-        start_flags(start, parallelism, padded_to) if start else (),
+        () if fixes_split else choose_split_flags(data, asked, model.shape.seq_length),
+        null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
+        initial_checkpoint_flags(start, parallelism, padded_to) if start else (),
         ("--train-iters", str(iterations)) if longer else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
@@ -265,8 +269,11 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         extra,
     )
     spec = replace(
-        spec_of_flags(
-            counted_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
+        spec_from_flags(
+            count_end_of_document_in_vocabulary(flags, entry.megatron_version),
+            job.devices,
+            device,
+            model.name,
         ),
         fused=options.fused,
         link_bits_per_second=options.link_bits_per_second,
@@ -281,7 +288,7 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         iterations=iterations,
         entry=entry,
         data=data,
-        start_checkpoint=start,
+        initial_checkpoint=start,
         flags=flags,
         environment=environment_for(device, parallelism, start, options),
         runtime=add_mounts(runtime, data, options),
@@ -289,17 +296,17 @@ def compose(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     )
 
 
-def model_for(model: Model, words: Sequence[str], data: str) -> Model:
+def adapt_model_to_data(model: Model, words: Sequence[str], data: str) -> Model:
     """The model that `words` make of it; on the kit's own data sets it has their vocabulary.
 
     One that was imported has that of its weights.
     """
-    model = changed_model(model, words)
-    fixed = data not in GPT2_DATA or imported_weights(model) is not None
+    model = apply_flags_to_model(model, words)
+    fixed = data not in GPT2_DATA or imported_weights_folder(model) is not None
     return model if fixed else replace_vocabulary(model, GPT2_VOCABULARY)
 
 
-def start_checkpoint_path(
+def initial_checkpoint_path(
     model: Model, entry: MegatronEntry, options: Options, untied: bool = False
 ) -> Path:
     """Where the shared starting weights of this model, seed and Megatron are kept.
@@ -307,15 +314,15 @@ def start_checkpoint_path(
     A model with a separate output layer (`untied`), or with noise, has other weights, so another folder.
     One that was imported begins with its own.
     """
-    if imported := imported_weights(model):
+    if imported := imported_weights_folder(model):
         return imported
     own = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
     identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return options.runs / START_FOLDER / f"{model.name}-{key}"
+    return options.runs / INITIAL_CHECKPOINTS_FOLDER / f"{model.name}-{key}"
 
 
-def torchrun(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
+def torchrun_command(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
     """Return torchrun's command for `ranks` ranks on this machine.
 
     Without other nodes torchrun chooses a free port. It would give its ranks the machine's name as the
@@ -332,7 +339,7 @@ def add_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     if runtime.container is None:
         return runtime
     patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
-    start = options.runs / START_FOLDER
+    start = options.runs / INITIAL_CHECKPOINTS_FOLDER
     shared = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
     given = (options.runs.absolute(), *shared, *(one.parent for one in patch_files))
     folders = (*data_folders(ROOT / data), *given)

@@ -99,7 +99,7 @@ def remove_stale_sample_indices(runs: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def flags_of_small_data(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
+def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
     """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
 
     Nothing is returned where the split of `flags` works, where no split works, and where the data set
@@ -133,7 +133,7 @@ def make_sample(prefix: str, console: Console) -> bool:
         if _is_whole(prefix):
             return True
         if prefix == SMALL_SAMPLE:
-            fold(ROOT / SAMPLE, ROOT / prefix)
+            write_small_vocabulary_dataset(ROOT / SAMPLE, ROOT / prefix)
             return True
         what, flags = _WHAT[prefix]
         console.print(f"Making {what} …", highlight=False)
@@ -145,7 +145,7 @@ def make_sample(prefix: str, console: Console) -> bool:
     return True
 
 
-def fold(prefix: Path, small: Path) -> None:
+def write_small_vocabulary_dataset(prefix: Path, small: Path) -> None:
     """Write a data set in a small vocabulary: each token modulo all but the last.
 
     The end of a document stays the last token, as Megatron's tokenizer without files has it.

@@ -51,7 +51,7 @@ THROTTLE_REASONS = {
 }
 """Bits of `nvmlClocksEventReasons`. Bit 0, an idle GPU, is no throttling and is left out."""
 
-Reading = Mapping[str, Any]
+DeviceSample = Mapping[str, Any]
 """Of one device: values by column of `samples.csv`; what the device does not report is left out."""
 
 
@@ -138,7 +138,7 @@ def driver_problem() -> str | None:
     return None
 
 
-def describe() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Driver, every GPU with its use, and the connection of each pair, as JSON takes them."""
     gpus = all_gpus()
     links = find_links(gpus)
@@ -237,13 +237,13 @@ def _leads_to(handle: Any, link: int, bus_id: str) -> bool:
     return bool(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId == bus_id)
 
 
-def cpu_readings(
+def make_cpu_sampler(
     by_rank: Callable[[], Mapping[int, psutil.Process]],
-) -> Callable[[], Iterator[tuple[int, Reading]]]:
+) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
     """What reads CPU ranks: each process's share of a core and resident memory."""
     known: dict[int, psutil.Process] = {}
 
-    def read() -> Iterator[tuple[int, Reading]]:
+    def read() -> Iterator[tuple[int, DeviceSample]]:
         for rank, process in sorted(by_rank().items()):
             # cpu_percent measures since its last call, so the process object must be kept.
             same = known.setdefault(rank, process)
@@ -258,21 +258,21 @@ def cpu_readings(
     return read
 
 
-def gpu_readings(gpus: Sequence[Gpu], first: int = 0) -> Iterator[tuple[int, Reading]]:
+def sample_gpus(gpus: Sequence[Gpu], first: int = 0) -> Iterator[tuple[int, DeviceSample]]:
     """One reading a rank, the r-th from `first` on of the r-th GPU; none of one that was lost."""
     for rank, gpu in enumerate(gpus, start=first):
         if (handle := _answer(lambda gpu=gpu: gpu.handle)) is not None:
             yield rank, {"device": gpu.name, **_reported(gpu, handle)}
 
 
-def throttle_reasons(bits: int) -> str:
+def name_throttle_reasons(bits: int) -> str:
     """Names of the reasons in a bit mask, `none` if there are none."""
     names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
     unknown = bits & ~(0x1 | sum(THROTTLE_REASONS))
     return " + ".join((*names, *((f"{unknown:#x}",) if unknown else ()))) or "none"
 
 
-def _reported(gpu: Gpu, handle: Any) -> Reading:
+def _reported(gpu: Gpu, handle: Any) -> DeviceSample:
     """Not every GPU and driver answers every question."""
     questions: dict[str, Callable[[], object]] = {
         "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
@@ -282,7 +282,7 @@ def _reported(gpu: Gpu, handle: Any) -> Reading:
             handle, pynvml.NVML_TEMPERATURE_GPU
         ),
         "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "throttle_reasons": lambda: throttle_reasons(_event_reasons(handle)),
+        "throttle_reasons": lambda: name_throttle_reasons(_event_reasons(handle)),
     }
     answers = {column: _answer(ask) for column, ask in questions.items()}
     return {column: answer for column, answer in answers.items() if answer is not None}
@@ -295,4 +295,4 @@ def _event_reasons(handle: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe()))
+    print(json.dumps(describe_machine()))

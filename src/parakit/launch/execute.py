@@ -19,10 +19,10 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.run import DeviceKind
 from parakit.launch.background import BackgroundThread
-from parakit.launch.checkpoints import Keeper
+from parakit.launch.checkpoints import CheckpointKeeper
 from parakit.launch.compose import Launch
 from parakit.launch.data import remove_stale_sample_indices
-from parakit.launch.devices import Reading, cpu_readings, gpu_readings, visible_gpus
+from parakit.launch.devices import DeviceSample, make_cpu_sampler, sample_gpus, visible_gpus
 from parakit.launch.progress import LogFollower, RunProgress
 from parakit.launch.run_folder import create_run_folder, record_launcher
 from parakit.launch.supervise import exit_status
@@ -30,9 +30,13 @@ from parakit.launch.supervise.hang import (
     EndedRunError,
     HangWatch,
     collect_stacks,
-    kept_if_filled,
+    keep_filled_stacks,
 )
-from parakit.launch.supervise.interruption import Interrupted, deferred, raise_if_asked
+from parakit.launch.supervise.interruption import (
+    Interrupted,
+    defer_stop_requests,
+    raise_if_stop_requested,
+)
 from parakit.launch.supervise.ranks import RankProcesses
 
 POLL_SECONDS = 0.2
@@ -70,7 +74,7 @@ def execute_launch(
             shutil.rmtree(folder)
         raise
     # A run that ended by itself gets the status of that, whatever is asked meanwhile.
-    with deferred():
+    with defer_stop_requests():
         return folder, _train_in(folder, launch, console, title, group)
 
 
@@ -99,16 +103,16 @@ def run_ranks(
         own[variables.LEDGER] = relative_to_root(folder / records.LEDGER_FOLDER)
     start = launch.warm_command if launch.warm else launch.command
     in_container = launch.runtime.container is not None
-    with deferred():
+    with defer_stop_requests():
         try:
             with (
-                kept_if_filled(stacks, clear_up=folder == log.parent),
+                keep_filled_stacks(stacks, clear_up=folder == log.parent),
                 # Before there is anybody who might remove it.
                 closing(LogFollower(log, log.stat().st_size)) as follower,
                 RankProcesses(
                     start(relative_to_root(folder)), own, log, in_container, launch.warm
                 ) as ranks,
-                Sampler(_readings(launch, ranks), log.with_name(records.SAMPLES_FILE)),
+                DeviceSampler(_readings(launch, ranks), log.with_name(records.SAMPLES_FILE)),
             ):
                 exit_code = _follow(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
@@ -142,12 +146,12 @@ def _follow(
             exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
         if exit_code is not None:
             return exit_code
-        raise_if_asked()
-        if group.failure():
+        raise_if_stop_requested()
+        if group.find_failure():
             return ENDED_EARLY
-        if group.hangs(watch.is_hanging(log)):
+        if group.is_hanging(watch.is_hanging(log)):
             stacks = folder / records.STACKS_FOLDER
-            stopped = group.stopped(collect_stacks(ranks.by_rank(), stacks))
+            stopped = group.wait_for_stacks(collect_stacks(ranks.find_by_rank(), stacks))
             raise watch.error(stopped, stacks)
         if limit is not None and time.monotonic() - began > limit:
             reason = f"It was not done in {limit:.0f} s and was ended."
@@ -160,7 +164,7 @@ def _train_in(
 ) -> records.StatusRecord:
     """Train in a run folder that is there, and complete it whatever happens."""
     started = time.monotonic()
-    kills_before = exit_status.memory_kills()
+    kills_before = exit_status.count_memory_kills()
     exit_code: int | None = None
     interrupted = removed = False
     ended: EndedRunError | None = None
@@ -179,7 +183,7 @@ def _train_in(
     finally:
         if not removed:
             status = exit_status.classify_exit(
-                folder, exit_code, interrupted, kills_before, disk.lacked
+                folder, exit_code, interrupted, kills_before, disk.exhausted_resource
             )
             cause = group.cause
             if ended:
@@ -187,14 +191,14 @@ def _train_in(
             if cause and not interrupted:
                 status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
             try:
-                status = exit_status.finish(folder, status, time.monotonic() - started)
+                status = exit_status.write_final_status(folder, status, time.monotonic() - started)
             except OSError as error:
                 raise LaunchError(
                     f"{folder} could not be completed ({error.strerror}); the run ended "
                     f"'{status.status}'. Free some room before the next one."
                 ) from error
             if interrupted:  # Else the caller says it.
-                console.print(exit_status.outcome(folder, status), highlight=False)
+                console.print(exit_status.format_outcome(folder, status), highlight=False)
     return status
 
 
@@ -204,25 +208,25 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, group: No
         keeper = None
         if launch.saving is not None:
             log.touch()
-            keeper = Keeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep, log)
+            keeper = CheckpointKeeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep, log)
             around.callback(_print_problems, keeper, console)
             around.enter_context(keeper)
         progress = around.enter_context(RunProgress(console, title, launch.iterations))
         exit_code = run_ranks(launch, log, progress, group)
         if keeper is not None and exit_code == 0:
-            keeper.ended_well()
+            keeper.mark_ended_well()
         return exit_code
 
 
-def _print_problems(keeper: Keeper, console: Console) -> None:
+def _print_problems(keeper: CheckpointKeeper, console: Console) -> None:
     for problem in keeper.problems:
         console.print(problem, style="yellow", highlight=False)
 
 
-class Sampler(BackgroundThread):
+class DeviceSampler(BackgroundThread):
     """Writes to a file, every second while the `with` block runs, what each rank's device reports."""
 
-    def __init__(self, read: Callable[[], Iterator[tuple[int, Reading]]], path: Path) -> None:
+    def __init__(self, read: Callable[[], Iterator[tuple[int, DeviceSample]]], path: Path) -> None:
         self._read = read
         self._path = path
         super().__init__()
@@ -240,16 +244,18 @@ class Sampler(BackgroundThread):
                 file.flush()
 
 
-def _readings(launch: Launch, ranks: RankProcesses) -> Callable[[], Iterator[tuple[int, Reading]]]:
+def _readings(
+    launch: Launch, ranks: RankProcesses
+) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
     """What reads the devices of this machine's ranks."""
     if launch.spec.device is not DeviceKind.GPU:
-        return cpu_readings(ranks.by_rank)
+        return make_cpu_sampler(ranks.find_by_rank)
     nodes, local = launch.nodes, launch.local_devices
     gpus = visible_gpus()[:local]
 
-    def read() -> Iterator[tuple[int, Reading]]:
+    def read() -> Iterator[tuple[int, DeviceSample]]:
         # As its processes say, or as nodes are numbered where none is seen: torchrun decides it.
-        first = min(ranks.by_rank(), default=nodes.rank * local) if nodes else 0
-        return gpu_readings(gpus, first)
+        first = min(ranks.find_by_rank(), default=nodes.rank * local) if nodes else 0
+        return sample_gpus(gpus, first)
 
     return read

@@ -8,8 +8,8 @@ from megatron_patches.fusions import dropped_flags
 from parakit.artifacts.run import MegatronEntry
 from parakit.config import variables
 from parakit.config.files import read_args_file, relative_to_root
-from parakit.config.flag_table import release
-from parakit.config.flags import flag_words, flags_in
+from parakit.config.flag_table import parse_release
+from parakit.config.flags import drop_flags_newer_than, format_flags
 from parakit.config.huggingface import EXACT_GELU, TANH_GELU
 from parakit.config.model import Model
 from parakit.config.run import DeviceKind, OptimizerName
@@ -18,7 +18,7 @@ from parakit.launch.options import Options, Saving
 from parakit.launch.runtime import Runtime
 
 RUNTIMES = Path(__file__).parent / "runtimes"
-CPU_RANK = {
+CPU_RANK_ENVIRONMENT = {
     # A rank is one core, so that two ranks have twice what one has.
     "OMP_NUM_THREADS": "1",
     # No JIT: it would compile.
@@ -30,9 +30,9 @@ CPU_RANK = {
 }
 """Environment of a CPU rank; to be set before its process starts."""
 
-AT_IMPORT = (
+IMPORT_TIME_VARIABLES = (
     *(variables.DEVICE, variables.FUSED, variables.SHARE_GPU, variables.ALLOW_UNKNOWN_MEGATRON),
-    *("HF_HUB_OFFLINE", *CPU_RANK),
+    *("HF_HUB_OFFLINE", *CPU_RANK_ENVIRONMENT),
 )
 """Variables that decide what is imported and patched; the others a forked rank gets with its run."""
 
@@ -73,7 +73,7 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     """
     if not parallelism.sharding.is_megatron_fsdp:
         return ()
-    version = release(entry.megatron_version)
+    version = parse_release(entry.megatron_version)
     overlapped = not parallelism.sharding.shards_weights and version < (0, 16)
     return (
         *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
@@ -81,7 +81,9 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     )
 
 
-def start_flags(checkpoint: Path, parallelism: Parallelism, padded_to: int) -> tuple[str, ...]:
+def initial_checkpoint_flags(
+    checkpoint: Path, parallelism: Parallelism, padded_to: int
+) -> tuple[str, ...]:
     """Begin iteration 1 from the checkpoint's weights, resharded to this strategy.
 
     Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
@@ -110,7 +112,7 @@ def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry)
     if saving.asynchronous:
         # Megatron's own writer; its default needs a package that its wheel does not bring.
         flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
-    return flags_in(flags, entry.megatron_version)
+    return drop_flags_newer_than(flags, entry.megatron_version)
 
 
 def environment_for(
@@ -127,7 +129,7 @@ def environment_for(
         # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if device is DeviceKind.CPU:
-        environment |= CPU_RANK
+        environment |= CPU_RANK_ENVIRONMENT
     if options.wandb:
         environment["WANDB_MODE"] = options.wandb.mode  # W&B's client reads it there.
     if options.share_gpu:
@@ -164,4 +166,4 @@ def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ..
         "--decoupled-lr": "0.001",
         "--decoupled-min-lr": "0.0001",
     }
-    return flags_in(flag_words(flags), megatron_version)
+    return drop_flags_newer_than(format_flags(flags), megatron_version)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.model import HUB, imported_weights, load_model
+from parakit.config.model import HUB, imported_weights_folder, load_model
 from parakit.launch.checkpoints import select_checkpoint
 from parakit.launch.run_folder import read_named_run
 
@@ -24,7 +24,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
     """
     from parakit.convert import ConversionProgress, import_model, read_source
 
-    source = read_source(folder_of(hf))
+    source = read_source(fetch_model_folder(hf))
     name = name or Path(hf).name.lower()
     summary = import_model(source, name, ConversionProgress(console), known_as=hf)
     console.print(f"{summary} → {relative_to_root(HUB / name)}", highlight=False)
@@ -53,14 +53,14 @@ def export_hf(run: str, to: str, console: Console) -> int:
         record = read_named_run(folder)
         checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv
         model, shape = load_model(record.spec.model), record.spec.shape
-    weights = imported_weights(model)
+    weights = imported_weights_folder(model)
     imported, target = weights.parent if weights else None, Path(to).absolute()
     summary = export_model(checkpoint, words, shape, imported, target, ConversionProgress(console))
     console.print(f"{summary} → {to}", highlight=False)
     return 0
 
 
-def folder_of(given: str) -> Path:
+def fetch_model_folder(given: str) -> Path:
     """A folder, or what the hub's name stands for, fetched.
 
     Raises:

@@ -12,10 +12,16 @@ from functools import cached_property
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
-from parakit.config.model import Model, is_model_file, load_model, model_names, own_name
+from parakit.config.model import Model, is_model_file, load_model, model_name_of_file, model_names
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy, strategy_flags
-from parakit.launch.options import NO_OPTIONS, Options, variables_of
+from parakit.config.strategy import (
+    EXAMPLE_STRATEGIES,
+    PUBLISHED_STRATEGIES,
+    StrategyError,
+    parse_strategy,
+    strategy_flags,
+)
+from parakit.launch.options import NO_OPTIONS, Options, format_variables
 
 ALIASES = {
     "train-gpt3-345m-1gpu-x-model-parallelism": "train-baseline-gpt3-345m-1gpu",
@@ -57,10 +63,10 @@ class Job:
     @property
     def name(self) -> str:
         """What every target of it ends with."""
-        return f"{self.strategy}-{self.model.name}-{self.place}"
+        return f"{self.strategy}-{self.model.name}-{self.device_suffix}"
 
     @property
-    def place(self) -> str:
+    def device_suffix(self) -> str:
         """`2gpu`."""
         return f"{self.devices}{self.device}"
 
@@ -77,12 +83,12 @@ class Job:
     @property
     def variables(self) -> Mapping[str, str]:
         """Make's, under which its target trains exactly this."""
-        return variables_of(self.options)
+        return format_variables(self.options)
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def parakit_arguments(self) -> tuple[str, ...]:
         """Arguments of `python -m parakit` that start the job, as a launch script passes them."""
-        return ("run", self.strategy, self.model.name, self.place, "--", *self.flags)
+        return ("run", self.strategy, self.model.name, self.device_suffix, "--", *self.flags)
 
     @property
     def script(self) -> str | None:
@@ -105,16 +111,16 @@ class Job:
             return None
         return tuple((match["flags"] or "").split())
 
-    def under(self, options: Options) -> Job:
+    def with_options(self, options: Options) -> Job:
         """The same with other variables."""
         return replace(self, options=options)
 
-    def laid(self, strategy: str, devices: int | None = None) -> Job:
+    def with_strategy(self, strategy: str, devices: int | None = None) -> Job:
         """The same model by another strategy of the grammar."""
         return replace(self, strategy=strategy, devices=devices or self.devices, script_flags=None)
 
 
-def make_command(target: str, variables: Mapping[str, str]) -> str:
+def format_make_command(target: str, variables: Mapping[str, str]) -> str:
     """As a shell takes it."""
     given = (f"{name}={shlex.quote(text)}" for name, text in variables.items() if text)
     return " ".join(("make", target, *given))
@@ -132,7 +138,7 @@ def parse_target(name: str, options: Options = NO_OPTIONS) -> Job:
             f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_nearest(name)}."
         )
     own = options.model if options.model and is_model_file(options.model) else None
-    known = own_name(own) if own else None
+    known = model_name_of_file(own) if own else None
     strategy, model = _split(match["middle"], name, known)
     if known not in (None, model):
         raise LaunchError(
@@ -155,12 +161,12 @@ def parse_devices(text: str, variable: str = "") -> tuple[int, DeviceKind]:
     return int(match[1]), DeviceKind(match[2])
 
 
-def published_names() -> tuple[str, ...]:
+def list_example_targets() -> tuple[str, ...]:
     """Targets of the six strategies for every model, as candidates for hints."""
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
         for model in model_names()
-        for strategy in NAMED
+        for strategy in PUBLISHED_STRATEGIES
         for device in DeviceKind
     )
 
@@ -186,13 +192,13 @@ def _check_strategy(strategy: str) -> None:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:
         if "Unknown strategy" in str(error):
-            near = difflib.get_close_matches(strategy, EXAMPLES, n=3, cutoff=0.3)
+            near = difflib.get_close_matches(strategy, EXAMPLE_STRATEGIES, n=3, cutoff=0.3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise LaunchError(f"{error}{hint}") from None
 
 
 def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, (*published_names(), *ALIASES), n=3, cutoff=0.3)
+    near = difflib.get_close_matches(name, (*list_example_targets(), *ALIASES), n=3, cutoff=0.3)
     return (
         f"the nearest are {', '.join(near)}"
         if near

@@ -1,7 +1,7 @@
 """Timed kernels and transfers: what this machine's devices multiply, copy and send in a second.
 
 The only place where the kit times hardware outside of training. The planner's constants
-(`calibrate.py`), the rates that `make doctor` prints (`exchange.py`) and the ceilings of
+(`calibrate.py`), the rates that `make doctor` prints (`link_rates.py`) and the ceilings of
 `make bench NAME=gpu` each describe a `Workload` and take what they need of its `Figures`. All ranks measure
 at once, because they also train at once; one rank alone needs no torchrun and no process group.
 """
@@ -23,8 +23,8 @@ from parakit.cluster import Nodes
 from parakit.config.errors import LaunchError
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind
-from parakit.launch.compose import torchrun
-from parakit.launch.flags import CPU_RANK
+from parakit.launch.compose import torchrun_command
+from parakit.launch.flags import CPU_RANK_ENVIRONMENT
 
 TIMEOUT_SECONDS = 120.0
 
@@ -110,7 +110,7 @@ def attention_flops(shape: tuple[int, int, int], causal: bool) -> int:
     return 12 * heads * length * length * width // (2 if causal else 1)
 
 
-def measure(
+def run_workload(
     workload: Workload,
     device: DeviceKind,
     ranks: int,
@@ -128,9 +128,9 @@ def measure(
     Raises:
         LaunchError: The ranks failed, with their last error, or were not done in time.
     """
-    own = CPU_RANK if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
+    own = CPU_RANK_ENVIRONMENT if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
     alone = ranks == 1 and nodes is None
-    start = (sys.executable,) if alone else torchrun(ranks, sys.executable, nodes)
+    start = (sys.executable,) if alone else torchrun_command(ranks, sys.executable, nodes)
     asked = msgspec.json.encode(workload).decode()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"

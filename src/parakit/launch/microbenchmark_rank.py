@@ -50,27 +50,27 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_torchelastic_launched():
-        alone = [asdict(local_figures(workload, device)) for _ in range(workload.rounds)]
-        output.write_bytes(msgspec.json.encode(middle(alone)))
+        alone = [asdict(measure_local_figures(workload, device)) for _ in range(workload.rounds)]
+        output.write_bytes(msgspec.json.encode(median_figures(alone)))
         return
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mine = middle([_round(workload, device) for _ in range(workload.rounds)])
+    mine = median_figures([_round(workload, device) for _ in range(workload.rounds)])
     ranks: list[FiguresByName] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     pairs = _pairs(workload, device) if workload.node_pairs else {}
     if dist.get_rank() == 0:
-        output.write_bytes(msgspec.json.encode(slowest(ranks) | pairs))
+        output.write_bytes(msgspec.json.encode(slowest_figures(ranks) | pairs))
     dist.destroy_process_group()
 
 
 def _round(workload: Workload, device: str) -> FiguresByName:
     dist.barrier()  # All at once, as they train: cores share memory.
-    own = local_figures(workload, device)
+    own = measure_local_figures(workload, device)
     spread = _spread(workload, device) if workload.spread else {}
     return asdict(own) | _collective_figures(workload, device) | spread
 
 
-def local_figures(workload: Workload, device: str) -> Figures:
+def measure_local_figures(workload: Workload, device: str) -> Figures:
     """Rates of this rank's device, without communication."""
     timer = _Timer(workload, device)
     flops = _matmul(timer, workload.matmul_size) if workload.matmul_size else None
@@ -90,12 +90,12 @@ def local_figures(workload: Workload, device: str) -> Figures:
     )
 
 
-def middle(rounds: list[FiguresByName]) -> FiguresByName:
+def median_figures(rounds: list[FiguresByName]) -> FiguresByName:
     """Of each figure the median of the rounds."""
     return {name: statistics.median(values) for name, values in _join_by_name(rounds)}
 
 
-def slowest(ranks: list[FiguresByName]) -> FiguresByName:
+def slowest_figures(ranks: list[FiguresByName]) -> FiguresByName:
     """Of each figure the longest time or the least rate among the ranks."""
     return {
         name: (max if name.endswith("_seconds") else min)(values)
@@ -110,7 +110,7 @@ def _join_by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]
             yield name, values
 
 
-def neighbours(leaders: list[int]) -> list[tuple[int, int]]:
+def pair_neighbouring_nodes(leaders: list[int]) -> list[tuple[int, int]]:
     """Each node's first rank with the next node's, around the ring; two nodes are one pair."""
     if len(leaders) < 2:
         return []
@@ -133,7 +133,7 @@ class _Timer:
         while len(times) < 3 or sum(times) < self.workload.seconds_each:
             if before:
                 before()
-            times.append(call_seconds(work, self.device, time.process_time))
+            times.append(time_call(work, self.device, time.process_time))
         return self.typical(times)
 
     def typical(self, times: list[float]) -> float:
@@ -141,7 +141,7 @@ class _Timer:
         return statistics.mean(times) if self.workload.mean else min(times)
 
 
-def call_seconds(work: Work, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+def time_call(work: Work, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """One call, until the device has finished it.
 
     On a CPU by `clock`: of a rank's own work processor time, which other processes and ranks on the same
@@ -343,7 +343,7 @@ def _spread(workload: Workload, device: str) -> dict[str, float]:
 def _counted(work: Work, device: str, calls: int) -> list[float]:
     for _ in range(WARM_UP_COLLECTIVES):
         work()
-    return [call_seconds(work, device) for _ in range(calls)]
+    return [time_call(work, device) for _ in range(calls)]
 
 
 def _pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]]:
@@ -354,7 +354,9 @@ def _pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]
     tensor = torch.zeros((workload.all_reduce_bytes or 0) // 4, device=device)
     return {
         "nodes": [names[leader] for leader in leaders],
-        "pair_bytes_per_second": [_pair(tensor, *pair) for pair in neighbours(leaders)],
+        "pair_bytes_per_second": [
+            _pair(tensor, *pair) for pair in pair_neighbouring_nodes(leaders)
+        ],
     }
 
 

@@ -26,7 +26,7 @@ import psutil
 from parakit.cluster import Nodes
 from parakit.config.run import DeviceKind
 from parakit.config.variables import INTERFACES
-from parakit.launch.supervise.interruption import end
+from parakit.launch.supervise.interruption import end_processes
 
 NODES = 2
 FASTEST_BITS_PER_SECOND = 10e9
@@ -43,7 +43,7 @@ _GRACE_SECONDS = 3.0
 """Less than the launcher's own, so that the namespaces are removed before it forces anything."""
 
 
-def rate_text(bits_per_second: int) -> str:
+def format_rate(bits_per_second: int) -> str:
     """As it is asked for: `NET=2.5gbps`."""
     unit = "g" if bits_per_second >= _UNIT_BITS["g"] else "m"
     return f"{bits_per_second / _UNIT_BITS[unit]:g}{unit}bps"
@@ -63,7 +63,7 @@ def parse_rate(text: str) -> int:
 
 def network_problems(bits_per_second: int, ranks: int, device: DeviceKind) -> Iterator[str]:
     """Why this machine cannot shape this run's traffic."""
-    asked = f"NET={rate_text(bits_per_second)}"
+    asked = f"NET={format_rate(bits_per_second)}"
     if device is not DeviceKind.CPU:
         yield f"{asked} shapes traffic between CPU ranks; name a target that ends in cpu."
     if ranks % NODES:
@@ -80,13 +80,15 @@ def network_problems(bits_per_second: int, ranks: int, device: DeviceKind) -> It
         yield "NET= needs root to make network namespaces; run as root, or leave NET= out."
 
 
-def command(bits: int, ranks: int, python: str, program: Sequence[str]) -> tuple[str, ...]:
+def shaped_link_command(
+    bits: int, ranks: int, python: str, program: Sequence[str]
+) -> tuple[str, ...]:
     """What runs a program's ranks on both sides of a link of so many bits a second."""
-    return (python, "-m", "parakit.launch.network", rate_text(bits), str(ranks), "--", *program)
+    return (python, "-m", "parakit.launch.network", format_rate(bits), str(ranks), "--", *program)
 
 
 @dataclass(frozen=True)
-class Side:
+class LinkSide:
     """One end of the link: a node of its own."""
 
     rank: int
@@ -96,14 +98,14 @@ class Side:
 
 
 @contextmanager
-def link(bits_per_second: int, name: str) -> Iterator[tuple[Side, ...]]:
+def open_shaped_link(bits_per_second: int, name: str) -> Iterator[tuple[LinkSide, ...]]:
     """Two namespaces, whose names begin with `name`, connected while the block runs."""
     # A millisecond's worth, and never less than a segment of 64 KiB, which veth passes on undivided.
     burst = max(bits_per_second // 8 // 1000, 128 << 10)
     limit = ("rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms")
     _remove_left_over()
     sides = tuple(
-        Side(rank, f"{name}{letter}", f"10.77.0.{rank + 1}") for rank, letter in enumerate("ab")
+        LinkSide(rank, f"{name}{letter}", f"10.77.0.{rank + 1}") for rank, letter in enumerate("ab")
     )
     try:
         for side in sides:
@@ -123,9 +125,9 @@ def link(bits_per_second: int, name: str) -> Iterator[tuple[Side, ...]]:
             subprocess.run(("ip", "netns", "del", side.name), check=False, capture_output=True)
 
 
-def run(bits_per_second: int, ranks: int, program: Sequence[str]) -> int:
+def run_over_shaped_link(bits_per_second: int, ranks: int, program: Sequence[str]) -> int:
     """One torchrun in each namespace; the first exit code that is not 0."""
-    with link(bits_per_second, f"kit{os.getpid()}") as sides:
+    with open_shaped_link(bits_per_second, f"kit{os.getpid()}") as sides:
         nodes = [_started(side, sides[0].address, ranks, program) for side in sides]
         try:
             return _wait(nodes)
@@ -144,7 +146,7 @@ def _remove_left_over() -> None:
 
 
 def _started(
-    side: Side, master: str, ranks: int, program: Sequence[str]
+    side: LinkSide, master: str, ranks: int, program: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     flags = Nodes(NODES, side.rank, master).torchrun_flags(ranks // NODES)
     inside = ("ip", "netns", "exec", side.name)
@@ -167,17 +169,17 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
     """SIGTERM, then SIGKILL: torchrun itself would wait minutes for a failed node."""
     family = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
     family += [child for parent in family for child in parent.children(recursive=True)]
-    end(lambda: family, _GRACE_SECONDS)
+    end_processes(lambda: family, _GRACE_SECONDS)
     for node in nodes:
         node.wait()
 
 
-def _sent_bytes(side: Side) -> int:
+def _sent_bytes(side: LinkSide) -> int:
     answer = _inside(side, "cat", f"/sys/class/net/{side.name}/statistics/tx_bytes")
     return int(answer) if answer.strip().isdigit() else 0
 
 
-def _inside(side: Side, *words: str) -> str:
+def _inside(side: LinkSide, *words: str) -> str:
     return _do("ip", "netns", "exec", side.name, *words)
 
 
@@ -195,4 +197,4 @@ def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - sign
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _leave)
     wanted, count, separator, *words = sys.argv[1:]
-    sys.exit(run(parse_rate(wanted), int(count), words))
+    sys.exit(run_over_shaped_link(parse_rate(wanted), int(count), words))

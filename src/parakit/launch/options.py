@@ -11,18 +11,18 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
-from parakit.cluster import Nodes, Slurm, nodes_of, slurm_of, wandb_login
+from parakit.cluster import Nodes, Slurm, parse_nodes, parse_slurm_options, read_wandb_key
 from parakit.config import settings
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
-from parakit.config.setting import SettingError, read, text_of, values
+from parakit.config.setting import SettingError, format_setting, parse_setting, parse_settings
 from parakit.config.settings import Setting
-from parakit.launch.network import parse_rate, rate_text
+from parakit.launch.network import format_rate, parse_rate
 
 _FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
 
 WANDB_PROJECT = "megatron-parallelism"
-OF_WANDB = (
+WANDB_SETTINGS = (
     Setting("WANDB_PROJECT", settings.TEXT, "project in W&B"),
     Setting("WANDB_ENTITY", settings.TEXT, "account or team in W&B"),
     Setting("WANDB_MODE", "online, offline or disabled", "whether the run is uploaded"),
@@ -46,7 +46,7 @@ class Wandb:
         return ("--wandb-project", self.project, *entity)
 
 
-KEEP = 2
+DEFAULT_KEEP = 2
 """Verified checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
 
 
@@ -56,7 +56,7 @@ class Saving:
 
     every: int
     """Iterations."""
-    keep: int = KEEP
+    keep: int = DEFAULT_KEEP
     asynchronous: bool = False
     """Written by a process of its own, while training continues."""
 
@@ -119,7 +119,7 @@ class Options:
 NO_OPTIONS = Options()
 
 
-def options_of(given: Namespace) -> Options:
+def options_from_namespace(given: Namespace) -> Options:
     """The variables that a command was given (`src/parakit/cli/options.py`), as options.
 
     Raises:
@@ -132,9 +132,9 @@ def options_of(given: Namespace) -> Options:
     plain = {field: found for field, each in _PLAIN.items() if (found := value(each)) is not None}
     return Options(
         **plain,
-        nodes=nodes_of(given),
-        slurm=slurm_of(given),
-        wandb=wandb_of(given) if value(settings.WANDB) else None,
+        nodes=parse_nodes(given),
+        slurm=parse_slurm_options(given),
+        wandb=choose_wandb(given) if value(settings.WANDB) else None,
         saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
         link_bits_per_second=_parsed(given, settings.NET, parse_rate),
         fused=_parsed(given, _FUSED, parse_fusions) or (),
@@ -148,10 +148,10 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
     Raises:
         LaunchError, SettingError: A value is not of its kind; the message names variable and value.
     """
-    return options_of(Namespace(**values(OF_A_RUN, texts)))
+    return options_from_namespace(Namespace(**parse_settings(RUN_SETTINGS, texts)))
 
 
-def variables_of(options: Options) -> dict[str, str]:
+def format_variables(options: Options) -> dict[str, str]:
     """The options as variables of make: those that are not their defaults, but for Slurm's."""
     unset, saving, wandb, nodes = Options(), options.saving, options.wandb, options.nodes
     bits = options.link_bits_per_second
@@ -161,22 +161,22 @@ def variables_of(options: Options) -> dict[str, str]:
         if (value := getattr(options, field)) != getattr(unset, field)
     }
     found |= {
-        settings.NET: rate_text(bits) if bits else None,
+        settings.NET: format_rate(bits) if bits else None,
         settings.FUSED: ",".join(options.fused),
         settings.PATCH_FILE: options.patch_file.path if options.patch_file else None,
     }
     if saving:
         found[settings.SAVE_EVERY] = saving.every
-        found[settings.KEEP] = saving.keep if saving.keep != KEEP else None
+        found[settings.KEEP] = saving.keep if saving.keep != DEFAULT_KEEP else None
         found[settings.ASYNC_SAVE] = saving.asynchronous or None
     if wandb:
         found[settings.WANDB] = True
-        found |= dict(zip(OF_WANDB, (wandb.project, wandb.entity, wandb.mode), strict=True))
+        found |= dict(zip(WANDB_SETTINGS, (wandb.project, wandb.entity, wandb.mode), strict=True))
     if nodes:
         place = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
-        found |= dict(zip(settings.OF_NODES, place, strict=True))
-    ordered = (setting for setting in OF_A_RUN if found.get(setting) not in (None, ""))
-    return {setting.name: text_of(found[setting]) for setting in ordered}
+        found |= dict(zip(settings.NODE_SETTINGS, place, strict=True))
+    ordered = (setting for setting in RUN_SETTINGS if found.get(setting) not in (None, ""))
+    return {setting.name: format_setting(found[setting]) for setting in ordered}
 
 
 _PLAIN: dict[str, Setting] = {
@@ -190,11 +190,11 @@ _PLAIN: dict[str, Setting] = {
 def _parsed(given: Namespace, setting: Setting, parse: Callable[[str], Any]) -> Any:
     """A value whose kind this package knows alone; None where it was not given."""
     text = getattr(given, setting.name.lower(), None)
-    return read(setting, text, parse) if text else None
+    return parse_setting(setting, text, parse) if text else None
 
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
-    return Saving(every, keep or KEEP, asynchronous or False) if every else None
+    return Saving(every, keep or DEFAULT_KEEP, asynchronous or False) if every else None
 
 
 def patch_file_paths(text: str) -> tuple[Path, ...]:
@@ -233,21 +233,21 @@ def _compiled(path: Path, text: str) -> bytes:
     return code
 
 
-OF_A_RUN = (
+RUN_SETTINGS = (
     *_PLAIN.values(),
-    *(settings.WANDB, *OF_WANDB, settings.NET),
+    *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
     *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
-    *(*settings.OF_NODES, *settings.OF_SLURM),
+    *(*settings.NODE_SETTINGS, *settings.SLURM_SETTINGS),
 )
 """Every variable of a training target."""
 
 
-def wandb_of(given: Namespace) -> Wandb:
+def choose_wandb(given: Namespace) -> Wandb:
     """Return what `OF_WANDB` say, else the environment; online only with a key, or after `wandb login`."""
-    from_environment = values(OF_WANDB, os.environ)
+    from_environment = parse_settings(WANDB_SETTINGS, os.environ)
     project, entity, mode = (
         getattr(given, setting.name.lower(), None) or from_environment[setting.name.lower()]
-        for setting in OF_WANDB
+        for setting in WANDB_SETTINGS
     )
-    known = os.environ.get("WANDB_API_KEY") or wandb_login(os.environ)
+    known = os.environ.get("WANDB_API_KEY") or read_wandb_key(os.environ)
     return Wandb(project or WANDB_PROJECT, entity, mode or ("online" if known else "offline"))

@@ -11,16 +11,22 @@ from pathlib import Path
 import psutil
 
 from megatron_patches.context import unknown_version_problems
-from parakit.checkpoint import other_model_problem
-from parakit.cluster import RUN_FILES, check_loopback, check_room, refusals, unresolvable
+from parakit.checkpoint import describe_model_mismatch
+from parakit.cluster import (
+    RUN_FILES,
+    check_loopback,
+    check_room,
+    explain_unresolvable,
+    refusal_sentences,
+)
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.config.flag_table import argument_names, release
-from parakit.config.flags import Flags, misspelled
-from parakit.config.model import imported_weights
+from parakit.config.flag_table import argument_names, parse_release
+from parakit.config.flags import Flags, find_misspelled_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.costs import fullest_rank, parameters_total, violations
+from parakit.costs import find_peak_rank, find_violations, total_parameters
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -61,9 +67,9 @@ def _address_problems(launch: Launch) -> Iterator[str]:
     nodes = launch.nodes
     # A container has a loopback interface of its own, and NET= makes namespaces with one.
     if launch.runtime.container is None and not launch.spec.link_bits_per_second:
-        yield from refusals([check_loopback()])
+        yield from refusal_sentences([check_loopback()])
     # Other nodes wait for the name: a cluster may give it an address only once node 0 is there.
-    if nodes is not None and nodes.rank == 0 and (reason := unresolvable(nodes.address)):
+    if nodes is not None and nodes.rank == 0 and (reason := explain_unresolvable(nodes.address)):
         yield (
             f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
             "itself, or enter the name in DNS or /etc/hosts."
@@ -122,7 +128,7 @@ def expert_problems(launch: Launch) -> Iterator[str]:
     with suppress(ValueError):  # Megatron refuses what is no number itself.
         factor = float(flags.text(_CAPACITY))
     # A verification sees to it itself that its ranks drop the same.
-    compared = launch.start_checkpoint is not None and not launch.job.options.noisy_start
+    compared = launch.initial_checkpoint is not None and not launch.job.options.noisy_start
     if compared and factor is not None and 0 <= factor < dropless:
         yield (
             f"{_CAPACITY} {factor:g} drops tokens, and which ones depends on how ranks share them, so "
@@ -158,7 +164,7 @@ def fp8_problems(launch: Launch) -> Iterator[str]:
 
 def version_problems(launch: Launch) -> Iterator[str]:
     """Yield why the Megatron that trains, or writes the starting weights, may not fit the patches."""
-    used = launch.spec.backend is Backend.MEGATRON or launch.start_checkpoint is not None
+    used = launch.spec.backend is Backend.MEGATRON or launch.initial_checkpoint is not None
     if used and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment:
         entry, folder = launch.entry, Path(launch.entry.path).parent
         checkout = folder if folder.is_absolute() else None
@@ -167,7 +173,7 @@ def version_problems(launch: Launch) -> Iterator[str]:
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
     """Flags that Megatron does not have; a checkout, or a patch file, may add some of its own."""
-    wrong = misspelled(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
+    wrong = find_misspelled_flags(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
     if wrong and launch.job.options.megatron_lm:
         checkout = launch.job.options.megatron_lm
         files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
@@ -201,7 +207,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
         model=launch.model.name,
         vocabulary=launch.model.shape.vocabulary,
         # An imported model's own tokenizer may have fewer entries than the model has rows.
-        takes_smaller_vocabulary=imported_weights(launch.model) is not None,
+        takes_smaller_vocabulary=imported_weights_folder(launch.model) is not None,
         seq_length=launch.model.shape.seq_length,
         split=flags.text(SPLIT_FLAG),
         eval_iterations=flags.integer(EVAL_ITERATIONS_FLAG, 1),
@@ -213,7 +219,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
 def _constraint_problems(launch: Launch) -> Iterator[str]:
     """Yield why Megatron of this version refuses the run's parallelism, batch or model."""
     patched = variables.PATCH_FILE in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
+    yield from find_violations(launch.spec, parse_release(launch.entry.megatron_version), patched)
 
 
 def _saving_problems(launch: Launch) -> Iterator[str]:
@@ -236,7 +242,7 @@ def _room_in_memory(launch: Launch) -> Iterator[str]:
 
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
-    needed = fullest_rank(launch.spec)[1].total * launch.local_devices
+    needed = find_peak_rank(launch.spec)[1].total * launch.local_devices
     available = psutil.virtual_memory().available
     if needed > available:
         yield (
@@ -250,9 +256,9 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
 def _checkpoint_problems(launch: Launch) -> Iterator[str]:
     """Weights to begin with must be the model's: the shared start's, or what EXTRA= loads."""
     named = Flags(launch.flags).text("--load")
-    folders = {launch.start_checkpoint, ROOT / named if named else None}
+    folders = {launch.initial_checkpoint, ROOT / named if named else None}
     for folder in sorted(folder for folder in folders if folder is not None):
-        problem = other_model_problem(folder, launch.model.shape, launch.model.name)
+        problem = describe_model_mismatch(folder, launch.model.shape, launch.model.name)
         if problem:
             yield problem
 
@@ -273,13 +279,13 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     checkpoints = saving.keep + 1 if saving else 0
     # Records, samples, a ledger and stacks of each rank; two files of a rank in each checkpoint.
     files = RUN_FILES + 4 * launch.devices + checkpoints * (2 * launch.devices + 8)
-    start = launch.start_checkpoint
+    start = launch.initial_checkpoint
     to_write = start is not None and not start.is_dir() and not launch.resume_point
     saved = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
     a_parameter = (4 if to_write else 0) + checkpoints * saved
-    needed = LOG_BYTES + a_parameter * parameters_total(launch.model.shape)
+    needed = LOG_BYTES + a_parameter * total_parameters(launch.model.shape)
     room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
-    yield from refusals([room])
+    yield from refusal_sentences([room])
 
 
 Check = Callable[[Launch], Iterable[str]]
@@ -316,7 +322,7 @@ ROOM_CHECKS: tuple[Check, ...] = (_room_in_memory, _disk_problems)
 """Checks of free memory and disk. What a run needs is undefined if another check refuses the run."""
 
 
-def check(launch: Launch) -> None:
+def check_launch(launch: Launch) -> None:
     """Raise if a run cannot work here, or, if Slurm starts it elsewhere, if it cannot work on any machine.
 
     Raises:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_atomically
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, args_text, relative_to_root
+from parakit.config.files import ROOT, format_args_file, relative_to_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert import (
@@ -34,9 +34,9 @@ from parakit.convert import (
     render_entry,
     render_recipe,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 from parakit.formatting.terminal import say
-from parakit.launch.job import make_command, parse_target
+from parakit.launch.job import format_make_command, parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import read_named_run
 from parakit.launch.runtime import ON_HOST
@@ -52,7 +52,7 @@ class RecipeRun:
     """What a recipe is made of."""
 
     name: str
-    words: tuple[str, ...]
+    megatron_arguments: tuple[str, ...]
     spec: RunSpec
     environment: Mapping[str, str]
 
@@ -71,11 +71,11 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
             written.
     """
     if run.startswith("train-"):
-        source = source_of_target(run, options)
-        for reason in violations(source.spec):
+        source = compose_recipe_run(run, options)
+        for reason in find_violations(source.spec):
             raise LaunchError(f"{run} makes a run that Megatron refuses: {reason}")
     else:
-        source = source_of_folder(run)
+        source = read_recipe_run(run)
     origin = f"make export-recipe RUN={run} TO={to}"
     folder = RECIPES / source.name
     ranks = source.spec.parallelism.world_size
@@ -84,7 +84,7 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
             f"{run} needs {ranks} GPUs, and nemo-run's entry is for one machine of "
             f"{GPUS_PER_MACHINE}; use TO=bridge with an executor of your own."
         )
-    recipe = recipe_from_flags(source.words, source.spec)
+    recipe = recipe_from_flags(source.megatron_arguments, source.spec)
     text = render_recipe(recipe, source.spec, origin, relative_to_root(folder / RECIPE_FILE))
     files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
     if to == NEMO:
@@ -124,25 +124,25 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
     reading = flags_from_fields(read_recipe(file))
     read = build_imported_recipe(reading, name, gpus)
-    for reason in violations(read.spec):
+    for reason in find_violations(read.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(read.spec)
     written = ROOT / "examples" / read.family / "models" / f"{name}.args"
     title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
-    text = args_text([title], read.model_flags)
+    text = format_args_file([title], read.model_flags)
     if written.exists() and written.read_text() != text:
         raise LaunchError(
             f"There is a model {relative_to_root(written)} already, another one; give NAME=another-name."
         )
     write_atomically(written, text)
     say(console, f"{relative_to_root(written)}; train it with")
-    say(console, make_command(read.target, read.variables))
+    say(console, format_make_command(read.target, read.variables))
     for sentence in reading.left_out:
         say(console, f"In no flag: {sentence}", "yellow")
     return 0
 
 
-def source_of_folder(run: str) -> RecipeRun:
+def read_recipe_run(run: str) -> RecipeRun:
     """A run that was trained.
 
     Raises:
@@ -153,7 +153,7 @@ def source_of_folder(run: str) -> RecipeRun:
     return RecipeRun(folder.resolve().name, record.argv, record.spec, record.environment)
 
 
-def source_of_target(name: str, options: Options) -> RecipeRun:
+def compose_recipe_run(name: str, options: Options) -> RecipeRun:
     """What a target would train on GPUs with Transformer Engine.
 
     Raises:
@@ -205,6 +205,6 @@ def _refuse_another_strategy(spec: RunSpec) -> None:
     """Refuse a strategy that no target names."""
     name = spec.name
     named = parse_strategy(name, spec.parallelism.world_size)
-    if named.split_experts(spec.parallelism.expert_tensor) != spec.parallelism:
+    if named.with_expert_tensor(spec.parallelism.expert_tensor) != spec.parallelism:
         asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
         raise LaunchError(f"The recipe's strategy ({asked}) has no target; {name} is {here}.")

@@ -21,32 +21,38 @@ from parakit.checkpoint import read_contents
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
-from parakit.config.flags import Flags, counted_vocabulary, drop_flags, merge_flags
-from parakit.config.model import imported_weights, load_model
+from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, drop_flags, merge_flags
+from parakit.config.model import imported_weights_folder, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
 from parakit.config.strategy import (
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
 )
 from parakit.config.variables import INTERFACES
 from parakit.launch.checkpoints import select_checkpoint
 from parakit.launch.code import find_entry
-from parakit.launch.compose import START_FOLDER, Launch, ResumePoint, compose, model_for
+from parakit.launch.compose import (
+    INITIAL_CHECKPOINTS_FOLDER,
+    Launch,
+    ResumePoint,
+    adapt_model_to_data,
+    compose_launch,
+)
 from parakit.launch.job import Job
 from parakit.launch.options import Options, Saving, read_patch_file
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.preflight_gpu import gpu_memory_warning
-from parakit.launch.run_folder import only_attempt, read_named_run
+from parakit.launch.run_folder import hold_run_folder, read_named_run
 from parakit.launch.runtime import choose_runtime
-from parakit.launch.train import describe, dry_run, train_once
+from parakit.launch.train import describe_launch, print_dry_run, train_once
 
 PER_ATTEMPT_FLAGS = flags_with_role("start", "attempt")
 """Flags that say how a run began and where it writes, not what is trained."""
 
 
-def resume(
+def resume_run(
     run: str | Path,
     strategy: str | None,
     options: Options,
@@ -66,22 +72,22 @@ def resume(
     run = Path(run).absolute()
     record = read_named_run(run)
     with ExitStack() as held:
-        held.enter_context(only_attempt(run, options.nodes))
+        held.enter_context(hold_run_folder(run, options.nodes))
         stored = (ROOT / Path(ckpt).expanduser()) if ckpt else run / CHECKPOINTS_FOLDER
         choice = select_checkpoint(run, stored)
         loaded = ResumePoint(run.name, stored, choice.checkpoint.iteration)
         saved = _parallelism_of(choice.checkpoint.path) if ckpt else None
-        launch = relaunch(record, loaded, strategy, options, saved)
+        launch = compose_resumed_launch(record, loaded, strategy, options, saved)
         if options.dry_run:
-            return dry_run(launch)
+            return print_dry_run(launch)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
-            check(launch)
+            check_launch(launch)
         for checkpoint, flaw in choice.skipped:
             skipped = f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used."
             console.print(skipped, style="yellow", highlight=False)
         console.print(
             f"{run.name} resumes after iteration {loaded.iteration} as {launch.spec.name}: "
-            f"{describe(launch)}",
+            f"{describe_launch(launch)}",
             highlight=False,
         )
         if warning := gpu_memory_warning(launch):
@@ -90,11 +96,11 @@ def resume(
         if not own_folder:  # The run itself may be resumed at the same time.
             held.close()
         there = replace(launch.job.options, run_folder=run if own_folder else None)
-        launch = replace(launch, job=launch.job.under(there))
+        launch = replace(launch, job=launch.job.with_options(there))
         return 0 if train_once(launch, console, launch.spec.name) else 1
 
 
-def relaunch(
+def compose_resumed_launch(
     record: RunRecord,
     resume_point: ResumePoint,
     strategy: str | None,
@@ -143,8 +149,8 @@ def relaunch(
             f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
         )
     data = Flags(record.argv).text("--data-path")
-    words = counted_vocabulary(record.argv, entry.megatron_version)
-    model = model_for(load_model(record.spec.model, options.model), words, data)
+    words = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
+    model = adapt_model_to_data(load_model(record.spec.model, options.model), words, data)
     job = Job(
         strategy or record.spec.name,
         model,
@@ -158,7 +164,9 @@ def relaunch(
             data=data,
             # What its arguments say counts, whatever the kit's files say today.
             extra=merge_flags(
-                counted_vocabulary(_recorded(record, parallelism), entry.megatron_version),
+                count_end_of_document_in_vocabulary(
+                    _recorded(record, parallelism), entry.megatron_version
+                ),
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),
@@ -170,12 +178,12 @@ def relaunch(
         ),
         strategy_flags(parallelism),
     )
-    start = imported_weights(model)
+    start = imported_weights_folder(model)
     if start is None and record.start_checkpoint:
-        start = options.runs / START_FOLDER / record.start_checkpoint
+        start = options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
     kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}
-    resumed = compose(job, runtime).resumed(resume_point)
-    return replace(resumed, start_checkpoint=start, environment=kept)
+    resumed = compose_launch(job, runtime).resume_from(resume_point)
+    return replace(resumed, initial_checkpoint=start, environment=kept)
 
 
 def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
@@ -213,7 +221,7 @@ def _parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) ->
     strategy = strategy or record.spec.name
     parallelism = record.spec.parallelism
     if strategy != record.spec.name:
-        parallelism = parse_strategy(strategy, devices_of(strategy, parallelism.world_size))
+        parallelism = parse_strategy(strategy, count_devices(strategy, parallelism.world_size))
     if parallelism.sharding != saved.sharding:
         raise LaunchError(
             f"The checkpoint was saved with {saved.sharding or 'whole optimizer states'}, and "

@@ -27,13 +27,13 @@ from parakit.artifacts.identity import (
     sorted_pairs,
 )
 from parakit.artifacts.io import lock_file, write_record
-from parakit.cluster import Nodes, image_id, image_tag, installed_versions, versions_of
+from parakit.cluster import Nodes, image_id, image_tag, installed_versions, read_image_versions
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind
 from parakit.data import open_dataset
 from parakit.formatting.units import bit_rate
-from parakit.launch.code import kit_commit
+from parakit.launch.code import read_kit_commit
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.devices import (
     describe_links,
@@ -62,8 +62,8 @@ def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) ->
         return _reopen(folder, launch, launch.resume_point)
     with _refused_by_the_disk(runs):
         folder = folder or _make_folder(launch, runs)
-        record = describe(launch, folder)
-        (folder / records.COMMAND_FILE).write_text(command_script(record))
+        record = build_run_record(launch, folder)
+        (folder / records.COMMAND_FILE).write_text(format_command_script(record))
         (folder / records.COMMAND_FILE).chmod(0o755)
         _begin(folder, record)
     return folder
@@ -81,7 +81,7 @@ def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
             if (folder / name).exists():
                 (folder / name).rename(past / name)
         set_aside_newer_checkpoints(resume_point.folder, resume_point.iteration)
-        now = describe(launch, folder)
+        now = build_run_record(launch, folder)
         resumptions = (*before.resumptions, *now.resumptions)
         record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
         _begin(folder, record)
@@ -89,7 +89,7 @@ def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
 
 
 @contextmanager
-def only_attempt(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
+def hold_run_folder(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
     """Hold a run folder, from the choice of a checkpoint in it to the end of the attempt.
 
     A folder that is still to be made is not held; of several nodes the first holds it.
@@ -141,9 +141,9 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
         ) from None
 
 
-def describe(launch: Launch, folder: Path) -> records.RunRecord:
+def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
     """Everything `run.json` holds, of machine and software as they are now."""
-    where, start, loaded = relative_to_root(folder), launch.start_checkpoint, launch.resume_point
+    where, start, loaded = relative_to_root(folder), launch.initial_checkpoint, launch.resume_point
     (software, image), code = _find_software(launch, folder.parent), launch.code
     # Of a run that resumes also what trained until then, if that was not the same.
     if loaded and (before := records.read_run(folder.parent / loaded.run).code):
@@ -162,7 +162,7 @@ def describe(launch: Launch, folder: Path) -> records.RunRecord:
         entry=launch.entry,
         host=find_host(launch),
         software=software,
-        kit_commit=kit_commit(),
+        kit_commit=read_kit_commit(),
         code=code,
         runtime=launch.runtime.name,
         image=image,
@@ -176,7 +176,7 @@ def _dataset_of(launch: Launch) -> records.DatasetIdentity:
     return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256)
 
 
-def computed_by(launch: Launch) -> TrainingIdentity:
+def identify_computation(launch: Launch) -> TrainingIdentity:
     """What a launch trains, in its own folder or in any."""
     arguments = parse_flag_values(launch.arguments())
     return identify_training(
@@ -184,11 +184,11 @@ def computed_by(launch: Launch) -> TrainingIdentity:
     )
 
 
-def identity_here(launch: Launch, runs: Path) -> Identity:
+def identify_launch(launch: Launch, runs: Path) -> Identity:
     """The identity that a run of this launch would have on this machine."""
     installed, image = _find_software(launch, runs)
     code = CodeIdentity(launch.entry, launch.code, sorted_pairs(installed), image)
-    return Identity(computed_by(launch), code, identify_host(find_host(launch)))
+    return Identity(identify_computation(launch), code, identify_host(find_host(launch)))
 
 
 def record_launcher(folder: Path) -> None:
@@ -203,7 +203,7 @@ def record_launcher(folder: Path) -> None:
         write_record(folder / records.LAUNCHER_FILE, launcher)
 
 
-def command_script(record: records.RunRecord) -> str:
+def format_command_script(record: records.RunRecord) -> str:
     """A script that repeats the run's training as it was, from any folder.
 
     The kit is looked for around the script, then where it is now; `KIT=` names it anywhere else.
@@ -288,7 +288,7 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
     if container is None:
         return installed_versions(), image_tag()
     digest = image_id(container.image) or "unknown"
-    software = versions_of(container, runs / IMAGES_FOLDER / f"{digest}.json")
+    software = read_image_versions(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return software, f"{container.image}@{digest}"
 
 

@@ -17,15 +17,15 @@ from parakit.cluster import (
     IMAGE_PYTHON,
     Container,
     ImagePair,
-    ask,
     check_container,
     check_engine,
     container_user,
     find_pair,
     image_tag,
     inherited_names,
-    refusals,
-    wandb_login,
+    read_wandb_key,
+    refusal_sentences,
+    run_program,
 )
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
@@ -67,7 +67,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
         # Inside the kit's image, too, where Transformer Engine and Apex are.
         apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-        return Runtime(transformer_engine=transformer_engine_imports(), apex=apex)
+        return Runtime(transformer_engine=can_import_transformer_engine(), apex=apex)
     if options.megatron_lm is not None:
         raise LaunchError(
             f"MEGATRON_LM={options.megatron_lm} is a checkout of this machine, but in a container the "
@@ -80,7 +80,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
 
 def _hand_in_wandb_login() -> None:
     """Give the container, which sees no netrc, the key of `wandb login`: docker takes it by name."""
-    key = None if os.environ.get("WANDB_API_KEY") else wandb_login(os.environ)
+    key = None if os.environ.get("WANDB_API_KEY") else read_wandb_key(os.environ)
     if key:
         os.environ["WANDB_API_KEY"] = key
 
@@ -95,28 +95,28 @@ def docker_runtime(pair: ImagePair, gpus: bool = True, host_network: bool = Fals
 
 def default_runtime() -> RuntimeName:
     """Docker where an NVIDIA GPU is and an engine that can give it to containers; else the host."""
-    if inside_container() or not visible_gpus():
+    if is_inside_container() or not visible_gpus():
         return RuntimeName.HOST
     engine = check_engine()[1]
     return RuntimeName.DOCKER if engine and engine.has_nvidia_runtime else RuntimeName.HOST
 
 
-def inside_container() -> bool:
+def is_inside_container() -> bool:
     """Whether this is a container of any kind; a mount would name paths of the host."""
     markers = (Path("/.dockerenv"), Path("/run/.containerenv"))
     return bool(image_tag()) or any(marker.exists() for marker in markers)
 
 
 @cache
-def transformer_engine_imports() -> bool:
+def can_import_transformer_engine() -> bool:
     """Whether Transformer Engine works here; one that is installed for another torch does not import."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
-    return ask(command, IMPORT_SECONDS).good
+    return run_program(command, IMPORT_SECONDS).succeeded
 
 
-def prepare(words: Sequence[str], options: Options, target: str) -> int:
+def prepare_dataset(words: Sequence[str], options: Options, target: str) -> int:
     """A command of `tools.preprocess`, where RUNTIME says; as `run_module`."""
     if text := os.environ.get("INPUT"):
         raise LaunchError(
@@ -126,7 +126,7 @@ def prepare(words: Sequence[str], options: Options, target: str) -> int:
     return run_module(("tools.preprocess", *words), options)
 
 
-def prepare_own(given: Namespace, options: Options) -> int:
+def prepare_own_text(given: Namespace, options: Options) -> int:
     """Make `owt-ds/NAME` from the user's own text; as `run_module`. ARGS= is passed on, and counts last."""
     output = ("--output-prefix", f"owt-ds/{given.name}")
     plain = ("--append-eod", "--tokenizer", "gpt2", *output, "--input", given.input)
@@ -157,7 +157,7 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         _check_input(text)
     if in_docker:
         pair = find_pair(options.image)
-        if problems := refusals(check_container(pair.name, pair.ngc_tag, gpus=False)):
+        if problems := refusal_sentences(check_container(pair.name, pair.ngc_tag, gpus=False)):
             raise LaunchError(problems[0])
     if options.dry_run:
         return 0
@@ -189,11 +189,11 @@ def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
     user, names = container_user(check_engine()[1]), inherited_names(*HUB_VARIABLES, *HUB_CACHES)
     caches = [Path(name) for each in HUB_CACHES if (name := os.environ.get(each))]
     container = Container(find_pair(options.image).name, user, inherited=names, gpus=False)
-    mounted = container.mounting(*folders_named(words), *filter(Path.is_dir, caches))
+    mounted = container.mounting(*find_named_folders(words), *filter(Path.is_dir, caches))
     return mounted.wrap((IMAGE_PYTHON, "-m", *words), ())
 
 
-def folders_named(words: Sequence[str]) -> Iterator[Path]:
+def find_named_folders(words: Sequence[str]) -> Iterator[Path]:
     """Folders of files, folders and globs among the words, as named and as links lead to them."""
     for word in words:
         if "/" not in word:

@@ -17,7 +17,7 @@ from rich.live import Live
 from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, job_states
+from parakit.cluster import ENDINGS, OUTPUT_FILE, STOPPED_BY_SLURM, JobState, query_job_states
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import clock, gib
@@ -30,7 +30,7 @@ SHOWN_RANKS = 8
 REDRAW_SECONDS = 2.0
 SCREEN_MARGIN = 5
 """Lines for heading, rule and prompt."""
-RECENT = 20
+NUM_RECENT_ITERATIONS = 20
 """Iterations whose median says how long the rest will take."""
 
 
@@ -81,12 +81,12 @@ _COLUMNS = (
 )
 
 
-def watch(runs: Path, console: Console) -> None:
+def watch_runs(runs: Path, console: Console) -> None:
     """Redraw the table of runs in a terminal until none is running; Ctrl-C leaves it as it stands.
 
     Elsewhere, and where nothing runs, it is printed once.
     """
-    rows = follow(runs)
+    rows = read_run_statuses(runs)
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             try:
@@ -96,13 +96,13 @@ def watch(runs: Path, console: Console) -> None:
                     table = Table(_COLUMNS, newest).fitting(console.width)
                     live.update(rich_table(table, console.width), refresh=True)
                     time.sleep(REDRAW_SECONDS)
-                    rows = follow(runs)
+                    rows = read_run_statuses(runs)
             except Interrupted:
                 pass
-    show_status(rows, runs, console)
+    print_status(rows, runs, console)
 
 
-def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
+def print_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
     """Print a row for every run, the newest last; names are whole, as `RUN=` takes them."""
     if not rows:
         text = f"No runs in {runs}; 'make demo' or a train-… target makes some."
@@ -117,15 +117,15 @@ def show_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None
                 say(console, line)
 
 
-def follow(runs: Path) -> list[RunStatus]:
+def read_run_statuses(runs: Path) -> list[RunStatus]:
     """Every run as it stands; the caller's jobs that Slurm ended get the status that it reports."""
     folders = find_run_folders(runs)
-    jobs = {folder: job for folder in folders if (job := read_job(folder)) is not None}
-    states = job_states([job.job_id for job in jobs.values()])
+    jobs = {folder: job for folder in folders if (job := read_job_record(folder)) is not None}
+    states = query_job_states([job.job_id for job in jobs.values()])
     return [_see(folder, jobs.get(folder), states) for folder in folders]
 
 
-def read_job(folder: Path) -> records.JobRecord | None:
+def read_job_record(folder: Path) -> records.JobRecord | None:
     """`job.json`; None where there is none that can be read."""
     try:
         return msgspec.json.decode((folder / records.JOB_FILE).read_bytes(), type=records.JobRecord)
@@ -136,18 +136,18 @@ def read_job(folder: Path) -> records.JobRecord | None:
 def _see(
     folder: Path, job: records.JobRecord | None, states: dict[str, JobState] | None
 ) -> RunStatus:
-    status = recorded_status(folder)
+    status = read_recorded_status(folder)
     state = states.get(job.job_id) if job and states else None
     last = _last_iterations(folder / records.LOG_FILE)
     wanted = None
     with suppress(OSError, msgspec.DecodeError):
         wanted = records.read_run(folder).exit_interval
     # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
-    in_hand = state is not None and (state.waits or state.runs)
+    in_hand = state is not None and (state.is_waiting or state.is_running)
     if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
         status = _settled(folder, job, state, status)
     note = f"job {job.job_id}" if job else ""
-    if state and state.waits:
+    if state and state.is_waiting:
         shown, note = "queued", f"{note}: {state.reason}"
     elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
         shown = "running"
@@ -212,7 +212,7 @@ def _open(status: StatusRecord) -> bool:
     return status.status is Status.INCOMPLETE
 
 
-def recorded_status(folder: Path) -> StatusRecord:
+def read_recorded_status(folder: Path) -> StatusRecord:
     """`status.json`; `incomplete` where there is none that can be read."""
     try:
         return records.read_status(folder)
@@ -226,4 +226,4 @@ def _last_iterations(log: Path) -> Sequence[Iteration]:
     except OSError:
         return ()
     with closing(follower):
-        return follower.new_iterations()[-RECENT:]
+        return follower.new_iterations()[-NUM_RECENT_ITERATIONS:]

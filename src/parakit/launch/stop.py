@@ -12,13 +12,19 @@ from rich.console import Console
 
 from parakit.artifacts import run as records
 from parakit.artifacts.run import LauncherRecord
-from parakit.cluster import CONTAINER_FILE, cancel_job, container_of, job_states, remove_container
+from parakit.cluster import (
+    CONTAINER_FILE,
+    cancel_job,
+    query_job_states,
+    read_container_id,
+    remove_container,
+)
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.formatting.terminal import say
-from parakit.launch.status import follow, read_job, recorded_status
-from parakit.launch.supervise.exit_status import outcome
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.status import read_job_record, read_recorded_status, read_run_statuses
+from parakit.launch.supervise.exit_status import format_outcome
+from parakit.launch.supervise.interruption import is_alive
 
 STOP_SECONDS = 30.0
 """A launcher that is asked to stop ends its ranks within 10 s, and then writes the status."""
@@ -28,7 +34,7 @@ CLOCK_SECONDS = 5.0
 """Two readings of one process's start may differ so much, where the clock was set meanwhile."""
 
 
-def stop(run: str | Path, console: Console) -> int:
+def stop_run(run: str | Path, console: Console) -> int:
     """End a run as Ctrl-C in its own terminal would; 0 once it has ended.
 
     Raises:
@@ -37,28 +43,28 @@ def stop(run: str | Path, console: Console) -> int:
     run = Path(run).absolute()
     if not records.is_run_folder(run):
         raise LaunchError(f"RUN={run} is no run folder; 'make status' shows them.")
-    job = read_job(run)
-    state = (job_states([job.job_id]) or {}).get(job.job_id) if job else None
-    if job and state and (state.waits or state.runs):
+    job = read_job_record(run)
+    state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None
+    if job and state and (state.is_waiting or state.is_running):
         _cancel(run, job.job_id)
     elif records.is_running(run / records.LOG_FILE):
         launcher = _launcher_here(run)
         if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
             launcher.terminate()
         _wait_for_the_end(run, launcher)
-    elif left := container_of(run / CONTAINER_FILE):
+    elif left := read_container_id(run / CONTAINER_FILE):
         if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
             raise LaunchError(
                 f"The container of {relative_to_root(run)} may still run, and Docker's engine does not "
                 f"answer; start it, then repeat this, or use 'docker rm --force {left[:12]}'."
             )
     else:
-        status = recorded_status(run)
+        status = read_recorded_status(run)
         ended = f" at {status.finished_utc}" if status.finished_utc else ""
         raise LaunchError(
             f"{relative_to_root(run)} is not running: it ended '{status.status}'{ended}."
         )
-    say(console, outcome(run, records.read_status(run)))
+    say(console, format_outcome(run, records.read_status(run)))
     return 0
 
 
@@ -70,7 +76,7 @@ def refuse_running(runs: Path) -> None:
     """
     active = [
         relative_to_root(runs / seen.run)
-        for seen in follow(runs)
+        for seen in read_run_statuses(runs)
         if seen.state in ("queued", "running")
         or records.is_running(runs / seen.run / records.LOG_FILE)
     ]
@@ -97,7 +103,7 @@ def _cancel(run: Path, job_id: str) -> None:
         )
     deadline = time.monotonic() + STOP_SECONDS
     on = ("queued", "running")
-    while any(seen.run == run.name and seen.state in on for seen in follow(run.parent)):
+    while any(seen.run == run.name and seen.state in on for seen in read_run_statuses(run.parent)):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {STOP_SECONDS:.0f} s; "
@@ -135,7 +141,7 @@ def _launcher_here(run: Path) -> psutil.Process | None:
 
 def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
     deadline = time.monotonic() + STOP_SECONDS
-    while (launcher and alive(launcher)) or records.is_running(run / records.LOG_FILE):
+    while (launcher and is_alive(launcher)) or records.is_running(run / records.LOG_FILE):
         if time.monotonic() > deadline:
             harder = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
             raise LaunchError(

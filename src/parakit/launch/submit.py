@@ -20,12 +20,12 @@ from parakit.cluster import (
     BatchJob,
     Container,
     Nodes,
-    ask,
     data_folders,
     find_pair,
     inherited_names,
     pyxis_flags,
-    script,
+    render_batch_script,
+    run_program,
 )
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
@@ -33,18 +33,18 @@ from parakit.config.run import DeviceKind, RuntimeName
 from parakit.formatting.terminal import say
 from parakit.launch.compose import RUN_PLACEHOLDER, Launch
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.run_folder import create_run_folder
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0
-ONLY_HERE = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
+SETTLED_VARIABLES = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
 """Variables that the job is not given, because they are settled when it is submitted."""
 
 WANDB_NAMES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT")
 
 
-def submit(launch: Launch, console: Console) -> int:
+def submit_run(launch: Launch, console: Console) -> int:
     """Submit a run, or its repeats as an array; 0, or the script alone with DRY_RUN=1.
 
     Raises:
@@ -52,11 +52,11 @@ def submit(launch: Launch, console: Console) -> int:
     """
     options = launch.job.options
     assert options.slurm is not None
-    spread = over_nodes(launch, options.slurm.nodes)
+    spread = spread_over_nodes(launch, options.slurm.nodes)
     each = [spread] * options.repeats
     if options.dry_run:  # The script first, then why it would be refused.
         submit_array(launch.job.name, each, console)
-    check(spread)
+    check_launch(spread)
     if not options.dry_run:
         submit_array(launch.job.name, each, console)
     return 0
@@ -72,8 +72,8 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
     first, options = each[0], each[0].job.options
     job = _job(name, first)
     if options.dry_run:
-        cells = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
-        print(script(replace(job, cells=cells)))
+        tasks = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
+        print(render_batch_script(replace(job, tasks=tasks)))
         return
     if shutil.which("sbatch") is None:
         raise LaunchError(
@@ -81,24 +81,24 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
             "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
         )
     folders = tuple(create_run_folder(one, options.runs) for one in each)
-    cells = tuple(
+    tasks = tuple(
         _cell(relative_to_root(folder), one) for folder, one in zip(folders, each, strict=True)
     )
-    job_id = _hand_over(replace(job, cells=cells), folders, image_asked(first))
+    job_id = _hand_over(replace(job, tasks=tasks), folders, choose_image(first))
     for folder in folders:
         say(console, f"job {job_id}: {relative_to_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
 
 
-def over_nodes(launch: Launch, count: int) -> Launch:
+def spread_over_nodes(launch: Launch, count: int) -> Launch:
     """The launch as it will be spread; the nodes' addresses are known once they are there."""
     options = launch.job.options
     assert options.slurm is not None
-    job = launch.job.under(replace(options, slurm=replace(options.slurm, nodes=count)))
+    job = launch.job.with_options(replace(options, slurm=replace(options.slurm, nodes=count)))
     return replace(launch, job=job, nodes=Nodes(count, 0, "the first node's address"))
 
 
-def image_asked(launch: Launch) -> str | None:
+def choose_image(launch: Launch) -> str | None:
     """The image of the kit's that ranks are to run in if Slurm has Pyxis; None for the host.
 
     Raises:
@@ -117,16 +117,16 @@ def _job(name: str, launch: Launch) -> BatchJob:
     return BatchJob(
         name=name,
         device=launch.spec.device,
-        devices_a_node=launch.local_devices,
+        devices_per_node=launch.local_devices,
         slurm=options.slurm,
-        cells=(),
+        tasks=(),
         python=IMAGE_PYTHON if container else sys.executable,
-        inherited=inherited(options),
+        inherited=list_inherited_variables(options),
         container=container,
     )
 
 
-def inherited(options: Options) -> tuple[str, ...]:
+def list_inherited_variables(options: Options) -> tuple[str, ...]:
     """Names of the submitter's variables that the job gets; keys only for what was asked for.
 
     Slurm keeps a job's variables in its own spool until the job has ended.
@@ -139,9 +139,9 @@ def _container(launch: Launch) -> tuple[str, ...]:
     """srun's flags of the kit's image where Pyxis is, for GPU ranks; none for the host."""
     options = launch.job.options
     named = options.slurm.image if options.slurm else None
-    if image_asked(launch) is None:
+    if choose_image(launch) is None:
         return ()
-    if "--container-image" not in ask(["srun", "--help"], SUBMIT_SECONDS).out:
+    if "--container-image" not in run_program(["srun", "--help"], SUBMIT_SECONDS).out:
         if options.runtime is RuntimeName.DOCKER or named:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
@@ -163,9 +163,9 @@ def _container(launch: Launch) -> tuple[str, ...]:
 
 def _cell(folder: str, launch: Launch) -> ArrayTask:
     job = launch.job
-    given = {name: text for name, text in job.variables.items() if name not in ONLY_HERE}
+    given = {name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES}
     # The job is in its container already, or to have none.
-    return ArrayTask(folder, job.words, {**given, "RUNTIME": RuntimeName.HOST.value})
+    return ArrayTask(folder, job.parakit_arguments, {**given, "RUNTIME": RuntimeName.HOST.value})
 
 
 def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
@@ -173,7 +173,7 @@ def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str
     said = "Waits in Slurm's queue."
     waiting = records.StatusRecord(records.Status.INCOMPLETE, None, said)
     try:
-        text = script(job)
+        text = render_batch_script(job)
         for folder in folders:
             (folder / SCRIPT_FILE).write_text(text)
             write_record(folder / records.STATUS_FILE, waiting)

@@ -22,10 +22,10 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
-from parakit.config.model import load_model, trained_flags
+from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import parse_strategy, scaling_sentence
-from parakit.costs import vocabulary_sentence
+from parakit.config.strategy import describe_batch_scaling, parse_strategy
+from parakit.costs import explain_vocabulary_change
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -36,27 +36,27 @@ from parakit.data import (
     sizes_sentence,
 )
 from parakit.formatting.units import number, plural
-from parakit.launch.backends import for_backend
+from parakit.launch.backends import adapt_to_backend
 from parakit.launch.checkpoints import resume_if_saved
-from parakit.launch.compose import Launch, compose
+from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.data import make_sample
 from parakit.launch.devices import visible_gpus
 from parakit.launch.execute import execute_launch, run_ranks
-from parakit.launch.job import Job, make_command, parse_devices, parse_target
+from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
+from parakit.launch.job import Job, format_make_command, parse_devices, parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from parakit.launch.preflight_gpu import gpu_memory_warning
 from parakit.launch.progress import RunProgress
 from parakit.launch.rendezvous.coordinator import Coordinator
 from parakit.launch.rendezvous.messages import NodeRecord
 from parakit.launch.rendezvous.worker import Worker
-from parakit.launch.run_folder import only_attempt
+from parakit.launch.run_folder import hold_run_folder
 from parakit.launch.runtime import Runtime, choose_runtime
-from parakit.launch.start import ensure_start_checkpoint
-from parakit.launch.submit import submit
-from parakit.launch.supervise.exit_status import outcome
+from parakit.launch.submit import submit_run
+from parakit.launch.supervise.exit_status import format_outcome
 from parakit.logs import load_folder
-from parakit.reporting import loss_curve, pooled, resumption_sentence
+from parakit.reporting import estimate_pooled_runs, loss_curve, resumption_sentence
 
 _RATE_SHARE = 0.5
 """Of the learning rate, below which it is said what a run reaches."""
@@ -86,11 +86,11 @@ def start_target(target: str, options: Options, console: Console) -> int:
     job = parse_target(target, options)
     script_flags = job.read_script_flags()
     if script_flags is not None:
-        return start(replace(job, script_flags=script_flags), console)
+        return start_job(replace(job, script_flags=script_flags), console)
     if job.script is not None:
-        arguments = [job.script, job.model.name, job.place]
+        arguments = [job.script, job.model.name, job.device_suffix]
         os.execve(ROOT / job.script, arguments, {**os.environ, variables.PYTHON: sys.executable})
-    return start(job, console)
+    return start_job(job, console)
 
 
 def run_strategy(given: Namespace, options: Options, console: Console) -> int:
@@ -100,7 +100,7 @@ def run_strategy(given: Namespace, options: Options, console: Console) -> int:
         LaunchError: The run cannot work here; nothing was written.
     """
     model, place = load_model(given.of, options.model), parse_devices(given.on)
-    return start(Job(given.named, model, *place, options, tuple(given.flags)), console)
+    return start_job(Job(given.named, model, *place, options, tuple(given.flags)), console)
 
 
 def run_strategy_arguments(parser: ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def run_strategy_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("flags", nargs="*", help="after --")
 
 
-def start(job: Job, console: Console) -> int:
+def start_job(job: Job, console: Console) -> int:
     """Train a job on this machine, in Slurm's queue, or as one node's share; the exit code.
 
     Raises:
@@ -122,24 +122,24 @@ def start(job: Job, console: Console) -> int:
     if not options.dry_run and make_sample(launch.data, console):
         launch = compose_job(job)
     if options.slurm is not None:
-        return submit(launch, console)
-    with only_attempt(options.run_folder, options.nodes):
+        return submit_run(launch, console)
+    with hold_run_folder(options.run_folder, options.nodes):
         if options.run_folder is not None:  # A job's; Slurm may have requeued it.
             launch = resume_if_saved(launch, options.run_folder)
         if options.dry_run:
-            return dry_run(launch)
+            return print_dry_run(launch)
         if launch.nodes is None:  # Else each node reports to the others what stops it.
-            check(launch)
-            ensure_start_checkpoint(launch, console)
-        console.print(f"{job.target}: {describe(launch)}", highlight=False)
-        for sentence in (*differences(launch), *filter(None, [gpu_memory_warning(launch)])):
+            check_launch(launch)
+            ensure_initial_checkpoint(launch, console)
+        console.print(f"{job.target}: {describe_launch(launch)}", highlight=False)
+        for sentence in (*list_differences(launch), *filter(None, [gpu_memory_warning(launch)])):
             console.print(sentence, style="yellow", highlight=False)
         each = range(1, options.repeats + 1)
         titles = (f"{job.strategy} {one}" if len(each) > 1 else job.strategy for one in each)
         return 0 if all(train_once(launch, console, title) for title in titles) else 1
 
 
-def dry_run(launch: Launch) -> int:
+def print_dry_run(launch: Launch) -> int:
     """Print the command of a launch, whether it trains another model than it names or never reaches its
     learning rate, and flags of it that the kit does not know; 0.
 
@@ -148,16 +148,16 @@ def dry_run(launch: Launch) -> int:
     Raises:
         LaunchError: The run would be refused, after the command was printed.
     """
-    print(command_line(launch), flush=True)
+    print(format_command_line(launch), flush=True)
     sentences = (
-        other_vocabulary(launch),
-        other_split(launch),
+        describe_vocabulary_change(launch),
+        describe_chosen_split(launch),
         _schedule_of_another_length(launch),
         _unknown(launch),
     )
     for sentence in filter(None, sentences):
         print(f"# {sentence}", flush=True)
-    check(launch)
+    check_launch(launch)
     return 0
 
 
@@ -170,9 +170,9 @@ def train_once(launch: Launch, console: Console, title: str) -> bool:
         folder, status = execute_launch(launch, launch.job.options.runs, console, title)
     else:
         folder, status = _train_first(launch, nodes, console, title)
-    console.print(outcome(folder, status), highlight=False)
+    console.print(format_outcome(folder, status), highlight=False)
     if status.status is Status.OK and nodes is None:
-        console.print("\n".join(result_lines(launch, folder)), highlight=False)
+        console.print("\n".join(format_result_lines(launch, folder)), highlight=False)
     return status.status is Status.OK
 
 
@@ -188,16 +188,16 @@ def _train_first(
     """
     with Coordinator(nodes, _node_record(launch, nodes.count)) as coordinator:
         try:
-            check(launch)
+            check_launch(launch)
         except LaunchError as error:
             coordinator.gather()
             coordinator.refuse(f"Node 0: {error}")
         console.print(
             f"{title}: waiting for {plural(nodes.count - 1, 'more node')}", highlight=False
         )
-        launch = launch.among(coordinator.gather())
+        launch = launch.join_nodes(coordinator.gather())
         try:
-            ensure_start_checkpoint(launch, console)
+            ensure_initial_checkpoint(launch, console)
         except LaunchError as error:
             coordinator.refuse(f"Node 0: {error}")
         return execute_launch(launch, launch.job.options.runs, console, title, coordinator)
@@ -211,7 +211,7 @@ def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> 
     """
     own = _node_record(launch, nodes.count)
     try:
-        check(launch)
+        check_launch(launch)
     except LaunchError as error:
         own = replace(own, problem=str(error))
     console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
@@ -219,7 +219,7 @@ def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> 
         folder, nodes = worker.join()
         mine = node_folder(folder, nodes.rank)
         mine.mkdir(parents=True, exist_ok=True)
-        launch = launch.among(nodes)
+        launch = launch.join_nodes(nodes)
         with RunProgress(console, title, launch.iterations) as progress:
             code = run_ranks(launch, mine / LOG_FILE, progress, worker, folder)
     console.print(
@@ -255,23 +255,23 @@ def _node_record(launch: Launch, nodes: int) -> NodeRecord:
     return NodeRecord(platform.node(), has)
 
 
-def result_lines(launch: Launch, folder: Path) -> list[str]:
+def format_result_lines(launch: Launch, folder: Path) -> list[str]:
     """The last lines of a run that ended well: the report's figures of it, whether what it trained twice
     agrees, and the next commands."""
     run, job, figures = load_folder(folder), launch.job, []
     if losses := loss_curve(run):
         figures.append(f"Loss {losses[max(losses)]:.6f} in iteration {max(losses)}")
-    if time := pooled([run]):
+    if time := estimate_pooled_runs([run]):
         tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
         figures.append(f"{number(time.median)} ms/iteration (median of {time.count})")
         figures.append(f"{tokens * 1000 / time.median:,.0f} tokens/s")
-    report = make_command("report", {"RUNS": job.variables.get(settings.RUNS.name, "")})
+    report = format_make_command("report", {"RUNS": job.variables.get(settings.RUNS.name, "")})
     after = f"Next: '{report}' compares it with the other runs there"
     on_cpu_ranks = job.device is DeviceKind.CPU and job.options.backend is Backend.MEGATRON
     # A resumed run is given all of its recorded flags, which is no line to type.
     if on_cpu_ranks and not run.is_baseline and not launch.resume_point:
         given = {name: text for name, text in job.variables.items() if name in _OF_VERIFY}
-        after += f"; '{make_command(f'verify-{job.name}', given)}' checks every tensor of it"
+        after += f"; '{format_make_command(f'verify-{job.name}', given)}' checks every tensor of it"
     found = f"{', '.join(figures)}." if figures else ""
     return [line for line in (found, resumption_sentence(run), f"{after}.") if line]
 
@@ -283,16 +283,16 @@ def compose_job(job: Job, runtime: Runtime | None = None) -> Launch:
         LaunchError, StrategyError: Its strategy, its flags and its devices do not fit each other.
     """
     parse_strategy(job.strategy, job.devices)
-    return for_backend(compose(job, runtime or choose_runtime(job.options, job.device)))
+    return adapt_to_backend(compose_launch(job, runtime or choose_runtime(job.options, job.device)))
 
 
-def command_line(launch: Launch) -> str:
+def format_command_line(launch: Launch) -> str:
     """The exact command, as a shell would take it from the repository root."""
     given = " ".join(f"{name}={shlex.quote(text)}" for name, text in launch.environment.items())
     return f"{given} {shlex.join(launch.command())}"
 
 
-def describe(launch: Launch) -> str:
+def describe_launch(launch: Launch) -> str:
     """One line on what is about to run."""
     spec, batch = launch.spec, launch.spec.batch
     trainer = f"backend {spec.backend}"
@@ -308,15 +308,15 @@ def describe(launch: Launch) -> str:
     )
 
 
-def differences(launch: Launch) -> tuple[str, ...]:
+def list_differences(launch: Launch) -> tuple[str, ...]:
     """What the run trains otherwise than its model's file says, and what the kit does not know of it, a
     sentence each."""
     spec, own = launch.spec, launch.job.model
-    scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
+    scaling = describe_batch_scaling(own.batch, spec.batch, spec.parallelism)
     schedule = _schedule_of_another_length(launch)
     sentences = (
-        other_vocabulary(launch),
-        other_split(launch),
+        describe_vocabulary_change(launch),
+        describe_chosen_split(launch),
         scaling,
         schedule,
         _unknown(launch),
@@ -358,11 +358,11 @@ def _schedule_of_another_length(launch: Launch) -> str:
     )
 
 
-def other_split(launch: Launch) -> str:
+def describe_chosen_split(launch: Launch) -> str:
     """Say which split the kit chose because the model's own one leaves a part of the data set empty or
     too short; empty if the model's own one is used, or the user's."""
     chosen = Flags(launch.flags).text(SPLIT_FLAG)
-    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    models = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
     if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
         return ""
     parts = divide_into_parts(open_dataset(launch.data_path), chosen)
@@ -374,9 +374,9 @@ def other_split(launch: Launch) -> str:
     )
 
 
-def other_vocabulary(launch: Launch) -> str:
+def describe_vocabulary_change(launch: Launch) -> str:
     """That the kit's data make it another model; empty if they do not."""
     spec, own = launch.spec, launch.job.model
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
-    return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)
+    return explain_vocabulary_change(shape, vocabulary, spec.parallelism.tensor)

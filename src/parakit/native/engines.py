@@ -74,7 +74,7 @@ def install_recorder() -> Recorder:
 
     Without a request in the environment, the recorder does nothing.
     """
-    recorder = Recorder.from_environment()
+    recorder = Recorder.create_from_environment()
     recorder.install()
     return recorder
 

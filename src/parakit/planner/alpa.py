@@ -15,7 +15,7 @@ from itertools import combinations, product
 
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
-from parakit.costs import divisors, memory_of_rank, violations
+from parakit.costs import divisors, estimate_rank_memory, find_violations
 from parakit.formatting.units import ms
 from parakit.planner.candidates import build_unsharded_spec, enumerate_splits, list_shardings
 from parakit.planner.search import Candidate, Plan, Request, evaluate_configuration
@@ -285,4 +285,4 @@ def _convert_to_candidate(
     plain = build_unsharded_spec(
         request.template, split, samples // split.data, request.template.recompute
     )
-    return None if violations(plain) else evaluate_configuration(request, plain)
+    return None if find_violations(plain) else evaluate_configuration(request, plain)

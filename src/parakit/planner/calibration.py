@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from parakit.config.hardware import Device, calibration_file
+from parakit.config.hardware import Device, calibration_file_name
 from parakit.config.run import Fp8Recipe
 from parakit.planner.options import RequestError
 from parakit.planner.time.cluster import Calibration, Cluster

@@ -18,7 +18,7 @@ from parakit.config.model import GPT2_VOCABULARY, ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, parse_strategy
-from parakit.costs import fullest_rank, parameters_total
+from parakit.costs import find_peak_rank, total_parameters
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console

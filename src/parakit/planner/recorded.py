@@ -10,7 +10,7 @@ from pathlib import Path
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
 from parakit.config.run import RunSpec
-from parakit.costs import NEWEST, UnevenSplitError, violations
+from parakit.costs import NEWEST, UnevenSplitError, find_violations
 from parakit.planner.calibration import load_device_calibration
 from parakit.planner.readings.local_readings import load_own_runs
 from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty

@@ -5,21 +5,21 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from parakit.config.experts import expert_load_of, most_imbalance
-from parakit.config.flag_table import FLAGS, flags_with_role, planned
-from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled
+from parakit.config.experts import max_imbalance, parse_expert_load
+from parakit.config.flag_table import FLAGS, flags_planned_as, flags_with_role
+from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled_flags
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import (
     BLOCKS,
     LINEAR,
     Model,
     ModelShape,
-    changed_model,
-    model_of,
+    apply_flags_to_model,
+    find_model,
     training_flags,
 )
-from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
-from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
+from parakit.config.strategy import Batch, Parallelism, scale_batch
 from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
 from parakit.planner.calibration import calibrate_from_stated_products, load_calibration
@@ -216,7 +216,7 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
     Raises:
         RequestError: The imbalance is too large; the message names the largest possible one.
     """
-    most = most_imbalance(shape, ranks)
+    most = max_imbalance(shape, ranks)
     if imbalance > most:
         raise RequestError(
             f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "

@@ -22,17 +22,17 @@ from typing import NamedTuple
 
 from parakit.config.model import Model
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
+from parakit.config.strategy import Batch, Parallelism, parse_strategy, scale_batch, strategy_name
 from parakit.costs import (
     PredictedMemory,
-    fullest_rank,
-    fullest_within,
+    find_peak_rank,
+    find_peak_rank_within,
+    find_violations,
     mfu,
     model_flops,
-    violations,
 )
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -440,7 +440,7 @@ def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
     All communication that can be overlapped counts as hidden, in the fastest sharding and schedule.
     """
     split = plain.parallelism
-    sharded = (replace_shared(split, sharding=sharding) for sharding in list_shardings(split))
+    sharded = (replace_cached(split, sharding=sharding) for sharding in list_shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     seconds = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
@@ -501,7 +501,7 @@ def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
     candidates = []
     for name in names:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
-        batch = batch_for(request.model.batch, parallelism)
+        batch = scale_batch(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
         if batch.global_batch_size == request.global_batch and not violations(spec):
             candidates.append(evaluate_configuration(request, spec))

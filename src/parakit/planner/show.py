@@ -14,16 +14,16 @@ from rich.console import Console
 
 from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
 from parakit.config.model import GPT2_VOCABULARY, Model
-from parakit.config.run import RunSpec, chosen_flags
-from parakit.config.strategy import batch_for, strategy_name
+from parakit.config.run import RunSpec, searched_flags
+from parakit.config.strategy import scale_batch, strategy_name
 from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
     busiest_collectives,
+    explain_vocabulary_change,
     host_bytes,
     sum_bytes_by_group,
     total_wire_bytes,
-    vocabulary_sentence,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, ms, percent, plural
@@ -119,7 +119,7 @@ def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
         "microbatches": spec.microbatches,
         "recompute": str(spec.recompute),
         "cp_comm_type": spec.cp_comm_type,
-        "extra_flags": list(chosen_flags(spec)),
+        "extra_flags": list(searched_flags(spec)),
         "fits": candidate.fits,
         "verdict": candidate.verdict,
         "iteration_seconds": candidate.seconds.total,

@@ -10,32 +10,37 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.reporting.analyse.comparability import conditions
-    from parakit.reporting.analyse.configurations import pooled
-    from parakit.reporting.analyse.entry import Entry, rows_of
+    from parakit.reporting.analyse.comparability import describe_conditions
+    from parakit.reporting.analyse.configurations import estimate_pooled_runs
+    from parakit.reporting.analyse.entry import Entry, build_entries_from_folders
     from parakit.reporting.analyse.parity import (
-        BETWEEN_BACKENDS,
-        HALF_ITERATIONS,
-        ROUNDING_AN_ITERATION,
+        BACKEND_ROUNDING_PER_ITERATION,
+        MAX_HALF_PRECISION_ITERATIONS,
+        ROUNDING_PER_ITERATION,
         allowed_difference,
-        last_digit,
+        last_digit_unit,
         loss_curve,
         resumption_sentence,
     )
-    from parakit.reporting.analyse.statistics import Estimate, TimeComparison, TimeVerdict, compare
+    from parakit.reporting.analyse.statistics import (
+        Estimate,
+        TimeComparison,
+        TimeVerdict,
+        compare_times,
+    )
     from parakit.reporting.build import finish_report
-    from parakit.reporting.canvas import WIDTH_INCHES, Chart, colour, draw, grid
+    from parakit.reporting.canvas import WIDTH_INCHES, Chart, add_grid, draw_chart, entry_colour
     from parakit.reporting.command import report_options, trace
     from parakit.reporting.explain.predicted import ideal_bubble
     from parakit.reporting.render.files import FinishedReport
-    from parakit.reporting.render.tables import time_text
+    from parakit.reporting.render.tables import format_time
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
 __all__ = [
-    "BETWEEN_BACKENDS",
-    "HALF_ITERATIONS",
-    "ROUNDING_AN_ITERATION",
+    "BACKEND_ROUNDING_PER_ITERATION",
+    "MAX_HALF_PRECISION_ITERATIONS",
+    "ROUNDING_PER_ITERATION",
     "WIDTH_INCHES",
     "Chart",
     "Entry",
@@ -43,20 +48,20 @@ __all__ = [
     "FinishedReport",
     "TimeComparison",
     "TimeVerdict",
+    "add_grid",
     "allowed_difference",
-    "colour",
-    "compare",
-    "conditions",
-    "draw",
+    "build_entries_from_folders",
+    "compare_times",
+    "describe_conditions",
+    "draw_chart",
+    "entry_colour",
+    "estimate_pooled_runs",
     "finish_report",
-    "grid",
+    "format_time",
     "ideal_bubble",
-    "last_digit",
+    "last_digit_unit",
     "loss_curve",
-    "pooled",
     "report_options",
     "resumption_sentence",
-    "rows_of",
-    "time_text",
     "trace",
 ]

@@ -22,11 +22,15 @@ from parakit.reporting.analyse.earlier import (
     compare_with_baseline,
     read_baseline,
 )
-from parakit.reporting.analyse.planned import OwnMeasurements, own_measurements, planned
+from parakit.reporting.analyse.planned import (
+    OwnMeasurements,
+    collect_own_measurements,
+    predict_rows,
+)
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.canvas import can_draw
 from parakit.reporting.render.files import FinishedReport, write_report
-from parakit.reporting.render.sentences import some_of
+from parakit.reporting.render.sentences import join_first_names
 
 EXIT_UNDECIDED = 3
 
@@ -75,7 +79,9 @@ def build(options: BuildOptions, console: Console) -> int:
     report = finished.report
     finished.show(console)
     if options.readings:
-        for sentence in _add_measurements(options.readings, own_measurements(report.entries)):
+        for sentence in _add_measurements(
+            options.readings, collect_own_measurements(report.entries)
+        ):
             say(console, sentence)
     if not can_draw():
         console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
@@ -118,7 +124,9 @@ def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
         except OSError as error:
             yield f"{path} cannot be written: {error.strerror}."
     if measured.left_out:
-        reasons = [f"{some_of(names)} ({reason})" for reason, names in measured.left_out.items()]
+        reasons = [
+            f"{join_first_names(names)} ({reason})" for reason, names in measured.left_out.items()
+        ]
         yield f"Left out of {relative_to_root(path)}: {'; '.join(reasons)}."
 
 
@@ -136,7 +144,7 @@ def _report(name: str, options: BuildOptions) -> Report:
     all_conditions = options.all_conditions or bool(options.paths)
     report = build_report(name, runs, load_published(), problems, all_conditions)
     try:
-        predicted = planned(report.entries, options.runs_root, options.readings)
+        predicted = predict_rows(report.entries, options.runs_root, options.readings)
     except (MeasurementsError, RequestError) as error:
         predicted = ()
         report = replace(report, problems=(*report.problems, str(error)))

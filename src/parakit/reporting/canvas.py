@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.formatting.svg import COLOURS
-from parakit.reporting.analyse.entry import Entry, names_of
+from parakit.reporting.analyse.entry import Entry, entry_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(name: str, title: str, text: str, painter: Callable[[Figure], None]) -> Chart:
+def draw_chart(name: str, title: str, text: str, painter: Callable[[Figure], None]) -> Chart:
     """Let a painter fill a figure, and make SVG of it; equal input gives equal bytes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -94,25 +94,25 @@ _STYLE = {
 }
 
 
-def colour(place: int) -> str:
+def entry_colour(place: int) -> str:
     """Colour of the entry at a place; they repeat after eight."""
     return COLOURS[place % len(COLOURS)]
 
 
-def grid(axes: Axes, axis: Any = "both") -> None:
+def add_grid(axes: Axes, axis: Any = "both") -> None:
     """A faint grid behind the data."""
     axes.set_axisbelow(True)
     axes.grid(axis=axis, color=INK, alpha=0.15, linewidth=0.6)
 
 
-def names(entries: Sequence[Entry]) -> list[str]:
+def chart_labels(entries: Sequence[Entry]) -> list[str]:
     """Labels of entries, none too long; a dollar would start mathematics."""
-    texts = names_of(entries)
+    texts = entry_names(entries)
     cut = [t if len(t) <= _MAX_NAME else f"{t[: _MAX_NAME - 1]}…" for t in texts]
     return [text.replace("$", r"\$") for text in cut]
 
 
-def extremes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
+def extreme_indexes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
     """Places of at most `limit` values, both ends and the least and the largest of each stretch.
 
     A stride would show every second state of a run that alternates, and lose a spike.
@@ -130,7 +130,7 @@ def extremes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[
     return sorted({0, count - 1, *(int(place) for place in np.concatenate(ends))})
 
 
-def evenly(count: int, limit: int) -> list[int]:
+def evenly_spread_indexes(count: int, limit: int) -> list[int]:
     """Places of at most `limit` of `count` samples, spread evenly and without a period of their own."""
     if count <= limit:
         return list(range(count))

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from parakit.cli import HEADINGS, variables
+from parakit.cli import HEADINGS, list_variables
 from parakit.config.files import ROOT
 
 SETTINGS_PAGE = "docs/settings.md"
@@ -45,10 +45,10 @@ def on_files(files: Any, config: Any) -> Any:
     # What mkdocs' theme brings, none of `docs/`.
     of_theme = (file for file in files if not file.src_uri.startswith("docs/"))
     found = [file for file in of_theme if not Path(ROOT, "docs", file.src_uri).exists()]
-    for name in pages():
+    for name in list_pages():
         found.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     style = (ROOT / "src/parakit/site/templates" / STYLE).read_text()
-    made = {SETTINGS_PAGE: settings_page(), **dict.fromkeys(MADE_LATER, ""), STYLE: style}
+    made = {SETTINGS_PAGE: render_settings_page(), **dict.fromkeys(MADE_LATER, ""), STYLE: style}
     found += [File.generated(config, name, content=text) for name, text in made.items()]
     return Files(found)
 
@@ -68,10 +68,10 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: object) -> str:
             return f"[{text}]({target.rstrip('/')}/README.md{anchor})"
         return text if (ROOT / place).exists() else link[0]
 
-    return nested_lists(_LINK.sub(shown, markdown))
+    return indent_nested_lists(_LINK.sub(shown, markdown))
 
 
-def nested_lists(markdown: str) -> str:
+def indent_nested_lists(markdown: str) -> str:
     """With items inside items indented by four spaces, without which mkdocs' renderer flattens them."""
     parts = _FENCE.split(markdown)
     return "".join(
@@ -79,7 +79,7 @@ def nested_lists(markdown: str) -> str:
     )
 
 
-def pages() -> list[str]:
+def list_pages() -> list[str]:
     """Markdown files and pictures under version control, seen from the repository's root."""
     command = ("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard")
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -90,14 +90,14 @@ def pages() -> list[str]:
     ]
 
 
-def settings_page() -> str:
+def render_settings_page() -> str:
     """Every variable of make, by what it is for, as `make help-all` prints them."""
     lines = [
         "# Reference of settings",
         "",
         "Variables of make, as `make TARGET NAME=value`. One that the target does not use is refused.",
     ]
-    for names, what in variables():
+    for names, what in list_variables():
         for title in (HEADINGS[name] for name in names if name in HEADINGS):
             lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
             lines += ["| variable | what |", "|---|---|"]

@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from parakit.cli import run_command
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
-from parakit.site.drawing.figure import asked, figure
+from parakit.site.drawing.figure import draw_figure, resolve_run
 
 OWN_MODEL = "mine/config.json"
 """Where a pasted one would lie; its folder names the model."""
@@ -67,7 +67,7 @@ def draw(model: str, strategy: str, device: str, *numbers: str) -> str:
 
     def drawn() -> int:
         given = (int(number) if number else None for number in numbers)
-        print(figure(asked(model, strategy, device, *given), "drawn"))
+        print(draw_figure(resolve_run(model, strategy, device, *given), "drawn"))
         return 0
 
     return _answer(drawn)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from parakit.config.files import ROOT
-from parakit.site.drawing.figure import page
+from parakit.site.drawing.figure import render_drawings_page
 
 PYODIDE = "pyodide@314.0.7"
 MSGSPEC = "msgspec==0.22.0"
@@ -31,25 +31,25 @@ RUNTIME = (
     "pyodide-lock.json",
     "python_stdlib.zip",
 )
-PURE = ("yaml", "rich")
+PYTHON_ONLY_PACKAGES = ("yaml", "rich")
 """Packages of the environment of which the Python files alone suffice."""
 
 TEMPLATES = Path(__file__).with_name("templates")
-MADE = ("planner.html", "planner.js", "drawings.js", "python.js", "worker.js")
+COPIED_TEMPLATES = ("planner.html", "planner.js", "drawings.js", "python.js", "worker.js")
 
 
 class PageError(Exception):
     """The page could not be made; the message says what is missing."""
 
 
-def build(folder: Path) -> None:
+def write_planner_pages(folder: Path) -> None:
     """Write both pages and everything that they load.
 
     Raises:
         PageError: A package could not be fetched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "drawings.html").write_text(page(), encoding="utf-8")
+    (folder / "drawings.html").write_text(render_drawings_page(), encoding="utf-8")
     with TemporaryDirectory() as work:
         _fetch(("npm", "pack", "--silent", PYODIDE), Path(work))
         wheel = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM)
@@ -63,8 +63,8 @@ def build(folder: Path) -> None:
         (compiled,) = Path(work).glob("msgspec-*.whl")
         shutil.copyfile(compiled, folder / "msgspec.zip")
     build_wheel(folder / "parakit.zip")
-    pack_pure(folder / "pure.zip")
-    for name in MADE:
+    pack_python_files(folder / "pure.zip")
+    for name in COPIED_TEMPLATES:
         shutil.copyfile(TEMPLATES / name, folder / name)
     shutil.copyfile(ROOT / "src/parakit/formatting/house.css", folder / "house.css")
 
@@ -98,10 +98,10 @@ def build_wheel(path: Path) -> None:
         shutil.copyfile(wheel, path)
 
 
-def pack_pure(path: Path) -> None:
+def pack_python_files(path: Path) -> None:
     """Write a zip of the Python files of the packages in PURE."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name in PURE:
+        for name in PYTHON_ONLY_PACKAGES:
             package = Path(str(files(name)))
             for file in sorted(package.rglob("*.py")):
                 packed.write(file, file.relative_to(package.parent))
@@ -109,6 +109,6 @@ def pack_pure(path: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        build(Path(sys.argv[1]))
+        write_planner_pages(Path(sys.argv[1]))
     except PageError as error:
         sys.exit(str(error))

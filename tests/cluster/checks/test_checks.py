@@ -9,9 +9,9 @@ import pynvml
 import pytest
 
 from parakit.cluster.checks import devices, docker, host, network
-from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult, ask
+from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult, run_program
 from parakit.config.files import ROOT
-from parakit.launch.devices import all_gpus, describe
+from parakit.launch.devices import all_gpus, describe_machine
 from tests.launch.fake_nvml import FakeNvml
 
 WITH_NVIDIA = """echo '{"runtimes":{"nvidia":{}},"is":[]}'"""
@@ -24,41 +24,41 @@ def program(folder: Path, name: str, body: str) -> None:
 
 
 def statuses(results: list[CheckResult]) -> dict[str, str]:
-    return {result.what: result.status for result in results}
+    return {result.subject: result.status for result in results}
 
 
 def test_two_gpus_over_nvlink_pass(two_h200: FakeNvml) -> None:
-    found = devices.check_description(describe())
+    found = devices.check_description(describe_machine())
     assert statuses(found) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
-    assert found[0].found == "580.82.07"
-    assert found[1].found == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
-    assert found[2].found == "NVLink (18 links), peer access, between GPUs"
+    assert found[0].finding == "580.82.07"
+    assert found[1].finding == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
+    assert found[2].finding == "NVLink (18 links), peer access, between GPUs"
 
 
 def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
     two_h200: FakeNvml,
 ) -> None:
     two_h200.nvlink = False
-    topology = devices.check_description(describe())[2]
+    topology = devices.check_description(describe_machine())[2]
     assert topology.status == WARN
-    assert topology.found.startswith("PCIe, one NUMA node")
+    assert topology.finding.startswith("PCIe, one NUMA node")
     assert "made over NVLink" in topology.fix
 
 
 def test_gpus_whose_connection_nvml_does_not_report_are_a_warning(two_h200: FakeNvml) -> None:
     two_h200.gpus[0].refuses = {"nvmlDeviceGetP2PStatus", "nvmlDeviceGetTopologyCommonAncestor"}
-    topology = devices.check_description(describe())[2]
-    assert (topology.status, topology.found) == (WARN, "NVML does not report it")
+    topology = devices.check_description(describe_machine())[2]
+    assert (topology.status, topology.finding) == (WARN, "NVML does not report it")
 
 
 def test_a_busy_gpu_and_a_single_one_are_warned_about(two_h200: FakeNvml) -> None:
     two_h200.gpus[0].used_bytes = 80161 << 20
-    busy = devices.check_description(describe())[2]
-    assert (busy.status, busy.what) == (WARN, "GPU 0")
+    busy = devices.check_description(describe_machine())[2]
+    assert (busy.status, busy.subject) == (WARN, "GPU 0")
     assert "choose others with CUDA_VISIBLE_DEVICES=1" in busy.fix
     two_h200.gpus.pop(0)
     all_gpus.cache_clear()
-    assert "-2cpu targets" in devices.check_description(describe())[1].fix
+    assert "-2cpu targets" in devices.check_description(describe_machine())[1].fix
 
 
 def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +68,13 @@ def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(pynvml, "nvmlInit", init)
         all_gpus.cache_clear()
-        return describe()
+        return describe_machine()
 
     none = devices.check_description(fail(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
     assert statuses(none) == {"Driver": WARN}
     (driver,) = devices.check_description(fail(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
     assert driver.status == FAIL
-    assert driver.found.startswith("NVML fails: ")
+    assert driver.finding.startswith("NVML fails: ")
     all_gpus.cache_clear()
 
 
@@ -82,14 +82,14 @@ def test_before_setup_the_driver_alone_is_looked_at(
     bin_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "kit_python", lambda: None)
-    assert devices.check_devices()[0].found == "no NVIDIA driver"
+    assert devices.check_devices()[0].finding == "no NVIDIA driver"
     program(bin_folder, "nvidia-smi", "echo 'GPU 0: NVIDIA H200'; echo 'GPU 1: NVIDIA H200'")
     (driver,) = devices.check_devices()
     assert (driver.status, driver.fix) == (WARN, "run 'make setup'")
-    assert driver.found == "2 GPU(s), not examined before setup"
+    assert driver.finding == "2 GPU(s), not examined before setup"
     program(bin_folder, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
     (driver,) = devices.check_devices()
-    assert (driver.status, driver.found) == (
+    assert (driver.status, driver.finding) == (
         FAIL,
         "nvidia-smi fails: Driver/library version mismatch",
     )
@@ -98,8 +98,8 @@ def test_before_setup_the_driver_alone_is_looked_at(
 @pytest.mark.ranks
 def test_the_kits_python_is_asked_for_the_devices() -> None:
     (driver, *_) = devices.check_devices()
-    assert driver.what == "Driver"
-    assert not driver.found.startswith("cannot be asked")
+    assert driver.subject == "Driver"
+    assert not driver.finding.startswith("cannot be asked")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_docker_is_looked_at_up_to_the_image(
 def test_packages_before_setup_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "kit_python", lambda: None)
     row = host.check_packages()
-    assert (row.status, row.found) == (WARN, "not installed yet")
+    assert (row.status, row.finding) == (WARN, "not installed yet")
 
 
 @pytest.mark.ranks
@@ -152,7 +152,7 @@ def version(package: str) -> str:
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     result = host.check_disk(str(tmp_path))
-    assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", result.found)
+    assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", result.finding)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,7 +189,7 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     result = network.check_hub()
     assert result.status == WARN
-    assert "127.0.0.1:9 is out of reach" in result.found
+    assert "127.0.0.1:9 is out of reach" in result.finding
     assert "HF_ENDPOINT=" in result.fix
 
 
@@ -209,15 +209,15 @@ def test_wandb_is_decided_by_the_keys_presence(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_API_KEY", key)
     result = network.check_wandb()
-    assert found in result.found
+    assert found in result.finding
     assert "s3cret" not in str(result)
 
 
 @pytest.mark.ranks
 def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> None:
     (bin_folder / "sleep").symlink_to("/bin/sleep")
-    assert ask(["sleep", "600"], seconds=0.1).problem == "no answer within 0 s"
-    assert ask(["no-such-program"]).code is None
+    assert run_program(["sleep", "600"], seconds=0.1).problem == "no answer within 0 s"
+    assert run_program(["no-such-program"]).code is None
 
 
 def test_of_a_traceback_the_exception_is_the_answer(bin_folder: Path) -> None:
@@ -226,4 +226,4 @@ def test_of_a_traceback_the_exception_is_the_answer(bin_folder: Path) -> None:
         "broken",
         "printf 'Traceback (most recent call last):\\n  x\\nE: no\\n' >&2; exit 1",
     )
-    assert ask(["broken"]).problem == "E: no"
+    assert run_program(["broken"]).problem == "E: no"

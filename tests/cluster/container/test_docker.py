@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from parakit.cluster.checks.docker import check_container, check_engine
-from parakit.cluster.checks.result import CommandOutput, refusals
+from parakit.cluster.checks.result import CommandOutput, refusal_sentences
 from parakit.cluster.container import docker
-from parakit.cluster.container.docker import bind, container_user
+from parakit.cluster.container.docker import bind_mount, container_user
 from parakit.config.errors import LaunchError
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind, RuntimeName
@@ -18,7 +18,7 @@ from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.runtime import choose_runtime, default_runtime
-from parakit.launch.train import command_line, compose_job
+from parakit.launch.train import compose_job, format_command_line
 from tests.launch.fake_nvml import FakeNvml
 from tests.machines import FakeDocker
 
@@ -27,7 +27,7 @@ DOCKER = Options(runtime=RuntimeName.DOCKER)
 
 def composed(options: Options, name: str = "train-tp2-gpt2-large-2gpu") -> Launch:
     target = parse_target(name)
-    return compose_job(target.under(options))
+    return compose_job(target.with_options(options))
 
 
 def values(argv: tuple[str, ...], flag: str) -> list[str]:
@@ -68,8 +68,13 @@ def test_only_kit_and_data_are_mounted_at_their_own_paths(
     (folder / "d.bin").symlink_to(elsewhere / "d.bin")
     options = Options(runtime=RuntimeName.DOCKER, data=str(folder / "d"), runs=tmp_path / "my runs")
     mounts = values(composed(options).command("r"), "--mount")
-    assert mounts == [bind(ROOT), bind(folder), bind(elsewhere), bind(tmp_path / "my runs")]
-    assert values(composed(DOCKER).command("r"), "--mount") == [bind(ROOT)]
+    assert mounts == [
+        bind_mount(ROOT),
+        bind_mount(folder),
+        bind_mount(elsewhere),
+        bind_mount(tmp_path / "my runs"),
+    ]
+    assert values(composed(DOCKER).command("r"), "--mount") == [bind_mount(ROOT)]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_only_kit_and_data_are_mounted_at_their_own_paths(
     ],
 )
 def test_a_mount_survives_spaces_colons_commas_and_quotes(path: str, mount: str) -> None:
-    assert bind(Path(path)) == mount
+    assert bind_mount(Path(path)) == mount
 
 
 def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
@@ -97,7 +102,7 @@ def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
     assert {"WANDB_API_KEY", "WANDB_MODE", "HTTPS_PROXY", "NCCL_DEBUG", "KIT_DEVICE"} <= set(names)
     assert "HF_TOKEN" not in names  # training has no use for it
     assert [name for name in names if "=" in name] == [f"PYTHONPATH={PYTHON_PATH}"]
-    assert "s3cret" not in command_line(launch)
+    assert "s3cret" not in format_command_line(launch)
     assert "s3cret" not in repr(launch)
 
 
@@ -111,7 +116,7 @@ def test_a_container_gets_the_key_of_a_login_and_not_the_file(
         asked = {**os.environ, "RUNTIME": "docker", "WANDB": wandb}
         launch = composed(options_from_texts(asked))
         assert (os.environ["WANDB_API_KEY"] == "s3cret") is given
-        assert "s3cret" not in command_line(launch) + repr(launch)
+        assert "s3cret" not in format_command_line(launch) + repr(launch)
     assert "WANDB_API_KEY" in values(launch.command("r"), "--env")
     assert not any("netrc" in mount for mount in values(launch.command("r"), "--mount"))
 
@@ -120,7 +125,7 @@ def test_an_argument_with_quotes_and_spaces_arrives_as_one_word(docker: FakeDock
     options = Options(runtime=RuntimeName.DOCKER, extra=("--wandb-exp-name", 'it\'s "a" $HOME'))
     launch = composed(options)
     assert launch.command("r")[-1] != ""
-    shown = command_line(launch)
+    shown = format_command_line(launch)
     words = shlex.split(shown)
     assert words[words.index("--wandb-exp-name") + 1] == 'it\'s "a" $HOME'
 
@@ -164,21 +169,21 @@ def test_what_docker_lacks_is_one_sentence_with_the_fix(
     docker: FakeDocker, verb: str, answer: dict[str, object], message: str
 ) -> None:
     docker.answer(verb, **answer)  # type: ignore[arg-type]
-    (refusal, *_) = refusals(check_container("i:t", "25.06-py3", gpus=True))
+    (refusal, *_) = refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
     assert re.search(message, refusal)
     assert "\n" not in refusal
 
 
 def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    (refusal,) = refusals(check_container("i:t", "25.06-py3", gpus=True))
+    (refusal,) = refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
     assert re.search(r"Docker is not installed.*RUNTIME=host", refusal)
 
 
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a container, which these tests may well run in."""
-    monkeypatch.setattr(runtime_module, "inside_container", lambda: False)
+    monkeypatch.setattr(runtime_module, "is_inside_container", lambda: False)
 
 
 def test_docker_is_the_default_where_docker_and_gpus_are(
@@ -202,7 +207,7 @@ def test_without_the_nvidia_runtime_the_host_is_the_default(
 def test_in_any_container_the_host_is_the_default(
     docker: FakeDocker, two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "inside_container", lambda: True)
+    monkeypatch.setattr(runtime_module, "is_inside_container", lambda: True)
     assert default_runtime() is RuntimeName.HOST
 
 
@@ -241,7 +246,7 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
 def test_a_container_that_the_engine_removes_itself_is_gone(
     said: str, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "ask", lambda _: CommandOutput(1, "", f"Error: {said}"))
+    monkeypatch.setattr(docker, "run_program", lambda _: CommandOutput(1, "", f"Error: {said}"))
     file = tmp_path / docker.CONTAINER_FILE
     file.write_text("1a")
     assert docker.remove_container(file) is is_gone

@@ -38,7 +38,7 @@ def launch(docker: FakeDocker, sample_prefix: Path, tmp_path: Path) -> Launch:
         runtime=RuntimeName.DOCKER, data=str(sample_prefix), runs=tmp_path / "runs", iterations=2
     )
     target = parse_target("train-tp2-gpt2-large-2gpu")
-    return compose_job(target.under(options))
+    return compose_job(target.with_options(options))
 
 
 def run(launch: Launch, tmp_path: Path) -> tuple[Path, records.StatusRecord]:

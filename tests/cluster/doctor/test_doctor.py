@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parakit.cluster.checks.result import PASS, WARN, CheckResult
-from parakit.cluster.doctor.__main__ import table
+from parakit.cluster.doctor.__main__ import format_results
 from parakit.config.files import ROOT
 
 
@@ -18,11 +18,11 @@ def test_the_table_puts_the_fix_below_and_fits_the_width() -> None:
         CheckResult(PASS, "Python", "3.12"),
         CheckResult(WARN, "Hub", "is out of reach " * 6, "name one"),
     ]
-    text = table(rows, 60, colour=False)
+    text = format_results(rows, 60, colour=False)
     assert text.splitlines()[0] == "pass  Python  3.12"
     assert text.splitlines()[-1] == " " * 14 + "→ name one"
     assert max(map(len, text.splitlines())) <= 60
-    assert "\x1b[33mwarn\x1b[0m" in table(rows, 60, colour=True)
+    assert "\x1b[33mwarn\x1b[0m" in format_results(rows, 60, colour=True)
 
 
 def pythons() -> list[str]:

@@ -3,7 +3,13 @@ from pathlib import Path
 import pytest
 
 from parakit.cluster.checks.result import PASS, WARN, CheckResult
-from parakit.cluster.doctor.nodes import Outlier, describe, outliers, parse, srun_command
+from parakit.cluster.doctor.nodes import (
+    Outlier,
+    describe_all_reduce,
+    find_outliers,
+    parse_answers,
+    srun_command,
+)
 
 
 def driver(version: str) -> CheckResult:
@@ -16,22 +22,22 @@ def rate(value: float) -> CheckResult:
 
 def test_nodes_that_are_alike_have_no_outlier() -> None:
     answers = {node: [driver("580.82"), rate(100 + number)] for number, node in enumerate("abc")}
-    assert outliers(answers) == []
+    assert find_outliers(answers) == []
 
 
 def test_the_node_with_another_driver_is_named_with_what_the_others_have() -> None:
     answers = {"a": [driver("580.82")], "b": [driver("570.10")], "c": [driver("580.82")]}
-    assert outliers(answers) == [Outlier("b", "Driver", "570.10", "580.82")]
+    assert find_outliers(answers) == [Outlier("b", "Driver", "570.10", "580.82")]
 
 
 def test_a_rate_is_compared_with_the_median_not_to_the_letter() -> None:
     answers = {"a": [rate(100)], "b": [rate(95)], "c": [rate(60)]}
-    assert outliers(answers) == [Outlier("c", "All-reduce", "60 GB/s", "100 GB/s")]
+    assert find_outliers(answers) == [Outlier("c", "All-reduce", "60 GB/s", "100 GB/s")]
 
 
 def test_of_two_nodes_that_differ_both_are_named() -> None:
     answers = {"a": [driver("580.82")], "b": [driver("570.10")]}
-    assert outliers(answers) == [
+    assert find_outliers(answers) == [
         Outlier("a", "Driver", "580.82", "b: 570.10"),
         Outlier("b", "Driver", "570.10", "a: 580.82"),
     ]
@@ -40,12 +46,12 @@ def test_of_two_nodes_that_differ_both_are_named() -> None:
 def test_a_node_that_lacks_a_row_is_an_outlier() -> None:
     gpus = CheckResult(PASS, "GPUs", "8 H200")
     answers = {"a": [gpus], "b": [], "c": [gpus]}
-    assert outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
+    assert find_outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
 
 
 def test_what_a_shell_prints_around_a_nodes_line_is_no_answer() -> None:
     text = 'Welcome!\n{"host": "b", "results": [["warn", "Hub", "out of reach", "", null]]}\n{}\n'
-    assert parse(text) == [("b", [CheckResult(WARN, "Hub", "out of reach")])]
+    assert parse_answers(text) == [("b", [CheckResult(WARN, "Hub", "out of reach")])]
 
 
 def test_the_slowest_pair_is_named_where_it_stands_out() -> None:
@@ -58,10 +64,10 @@ def test_the_slowest_pair_is_named_where_it_stands_out() -> None:
         "nodes": ["a", "b", "c"],
         "pairs": [40e9, 10e9, 41e9],
     }
-    text = describe(told)
+    text = describe_all_reduce(told)
     assert "20% of network card ib0" in text
     assert "The slowest pair is b and c: 10.00 GB/s" in text
-    assert "slowest" not in describe({**told, "pairs": [40e9, 39e9, 41e9]})
+    assert "slowest" not in describe_all_reduce({**told, "pairs": [40e9, 39e9, 41e9]})
 
 
 def test_inside_an_allocation_its_nodes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

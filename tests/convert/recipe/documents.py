@@ -11,7 +11,7 @@ import yaml
 from parakit.convert.recipe.fields import Recipe, recipe_from_flags
 from parakit.convert.recipe.table import Symbol, Value
 from parakit.launch.options import options_from_texts
-from parakit.launch.recipe import RecipeRun, source_of_target
+from parakit.launch.recipe import RecipeRun, compose_recipe_run
 
 CONTAINER = "megatron.bridge.training.config.ConfigContainer"
 ATTENTION = "megatron.core.transformer.enums.AttnBackend"
@@ -20,11 +20,11 @@ MEMBERS = {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5}
 
 def source(target: str) -> RecipeRun:
     """What a target would train, whatever is set around the tests."""
-    return source_of_target(target, options_from_texts({}))
+    return compose_recipe_run(target, options_from_texts({}))
 
 
 def recipe_of(run: RecipeRun) -> Recipe:
-    return recipe_from_flags(run.words, run.spec)
+    return recipe_from_flags(run.megatron_arguments, run.spec)
 
 
 def document(fields: Mapping[str, Value]) -> dict[str, Any]:

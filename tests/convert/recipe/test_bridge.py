@@ -72,7 +72,9 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What Megatron's own parser makes of the targets' flags."""
     folder = tmp_path_factory.mktemp("megatron")
     sources = [source(target) for target in TARGETS]
-    words = [(each.name, each.spec.parallelism.world_size, each.words) for each in sources]
+    words = [
+        (each.name, each.spec.parallelism.world_size, each.megatron_arguments) for each in sources
+    ]
     (folder / "words.json").write_text(json.dumps(words))
     command = [sys.executable, str(MEGATRONS), "words.json", "configs.json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -10,7 +10,7 @@ from rich.console import Console
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags, merge_flags
 from parakit.config.model import model_names, training_flags
-from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_from_flags
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert.recipe.bridge import read_recipe
 from parakit.convert.recipe.fields import recipe_from_flags
@@ -20,7 +20,7 @@ from parakit.convert.recipe.table import FLAGS_WITH_FIELDS, RecipeError, Symbol
 from parakit.convert.recipe.written import render_entry, render_recipe
 from parakit.launch import recipe as command
 from parakit.launch.options import options_from_texts
-from parakit.launch.recipe import export_recipe, source_of_folder
+from parakit.launch.recipe import export_recipe, read_recipe_run
 from tests.convert.recipe.documents import recipe_of, source, write
 
 STRATEGIES = {
@@ -55,7 +55,7 @@ def comes_back(model: str, *strategies: str) -> None:
         asked = source(f"train-{strategy}-{model}-{ranks}gpu")
         recipe = recipe_of(asked)
         reading = flags_from_fields(recipe.fields)
-        read = spec_of_flags(reading.flags, ranks, DeviceKind.GPU, model)
+        read = spec_from_flags(reading.flags, ranks, DeviceKind.GPU, model)
         assert replace(read, strategy=strategy) == asked.spec
         assert (recipe.left_out, reading.left_out) == ((), ())
         assert trained_by(reading, asked.spec) == read
@@ -83,11 +83,11 @@ def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
         ("--seed", made.variables.get("SEED", "1234")),
         shlex.split(made.variables.get("EXTRA", "")),
     )
-    return spec_of_flags(arguments, ranks, DeviceKind.GPU, model)
+    return spec_from_flags(arguments, ranks, DeviceKind.GPU, model)
 
 
 def test_recipe_of_a_cpu_run_leaves_out_and_names_its_cpu_flags() -> None:
-    recipe = recipe_of(source_of_folder(str(RUNS / "20261122T010857Z-tp2-gpt2-tiny-2cpu")))
+    recipe = recipe_of(read_recipe_run(str(RUNS / "20261122T010857Z-tp2-gpt2-tiny-2cpu")))
     assert recipe.fields["model.tensor_model_parallel_size"] == 2
     assert recipe.fields["model.bias_activation_fusion"] is True
     assert "dist.distributed_backend" not in recipe.fields
@@ -115,8 +115,8 @@ def test_a_tokenizer_without_files_counts_its_end_of_document_entry() -> None:
 
 def test_synonyms_are_one_flag() -> None:
     asked = source("train-vpp2-gpt2-large-2gpu")
-    arguments = merge_flags(asked.words, ("--recompute-activations",))
-    spec = spec_of_flags(arguments, 2, DeviceKind.GPU, "gpt2-large")
+    arguments = merge_flags(asked.megatron_arguments, ("--recompute-activations",))
+    spec = spec_from_flags(arguments, 2, DeviceKind.GPU, "gpt2-large")
     fields = recipe_from_flags(arguments, spec).fields
     assert fields["model.recompute_granularity"] == "selective"
     assert fields["model.virtual_pipeline_model_parallel_size"] == 2
@@ -136,7 +136,7 @@ def test_a_run_that_megatron_did_not_train_is_refused(
 ) -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     with pytest.raises(RecipeError, match=sentence):
-        recipe_from_flags(asked.words, replace(asked.spec, **change))
+        recipe_from_flags(asked.megatron_arguments, replace(asked.spec, **change))
 
 
 @pytest.mark.parametrize(
@@ -148,15 +148,17 @@ def test_a_run_that_megatron_did_not_train_is_refused(
     ],
 )
 def test_run_that_no_recipe_expresses_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
-    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").words, arguments)
+    asked = merge_flags(source("train-tp2-gpt2-large-2gpu").megatron_arguments, arguments)
     with pytest.raises(RecipeError, match=sentence):
-        recipe_from_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
+        recipe_from_flags(asked, spec_from_flags(asked, 2, DeviceKind.GPU))
 
 
 def test_flags_and_settings_without_a_field_are_named() -> None:
     asked = source("train-tp2-gpt2-large-2gpu")
     spec = replace(asked.spec, patch_file=PatchFile("bug.py", "00"), shares_gpu=True)
-    left_out = recipe_from_flags((*asked.words, "--log-memory-interval", "5"), spec).left_out
+    left_out = recipe_from_flags(
+        (*asked.megatron_arguments, "--log-memory-interval", "5"), spec
+    ).left_out
     assert [sentence.partition(":")[0] for sentence in left_out] == [
         "SHARE_GPU=1",
         "PATCH_FILE=bug.py",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parakit.experiments.matrix.cell import MatrixCell
-from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, Matrix
+from parakit.experiments.matrix.definition import Exclusion, Family, Layout, Level, Matrix
 from parakit.experiments.matrix.outcome import CellRecord, CellStatus
 
 TP, DP = Layout("tp2", "tp2"), Layout("dp2", "dp2")
@@ -27,7 +27,7 @@ def family(*factors: tuple[Level, ...], layouts: tuple[Layout, ...] = (TP, DP)) 
     return Family("dense", "gpt2-tiny", by_name, ("--vocab-size", "1024"), layouts=layouts)
 
 
-def matrix(one: Family, *apart: Apart) -> Matrix:
+def matrix(one: Family, *apart: Exclusion) -> Matrix:
     """One family."""
     return Matrix((one,), apart)
 

@@ -14,10 +14,10 @@ from packaging.version import Version
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.experiments.matrix.cell import MatrixCell, patched, uncured
-from parakit.experiments.matrix.cells import cells_of, draws, rows_of
-from parakit.experiments.matrix.commands import families_of
-from parakit.experiments.matrix.definition import Apart, Family, Layout, Level, load_matrix
+from parakit.experiments.matrix.cell import MatrixCell, apply_known_patches, find_uncured
+from parakit.experiments.matrix.cells import choose_cells, choose_rows, draw_cells
+from parakit.experiments.matrix.commands import select_families
+from parakit.experiments.matrix.definition import Exclusion, Family, Layout, Level, load_matrix
 from parakit.launch.job import parse_target
 from parakit.verify.findings import Finding, list_findings
 from tests.experiments.matrix.factory import DP, TP, factor, family, matrix
@@ -29,8 +29,8 @@ KNOWN = tuple(one for one in list_findings() if one.id == "sink-missing-in-norm"
 @cache
 def drawn() -> dict[str, tuple[Family, list[MatrixCell]]]:
     whole = load_matrix()
-    families = families_of(whole, RELEASE)
-    return {one.name: (one, cells_of(whole, one, KNOWN)) for one in families}
+    families = select_families(whole, RELEASE)
+    return {one.name: (one, choose_cells(whole, one, KNOWN)) for one in families}
 
 
 def has(cell: MatrixCell, level: Level, is_first: bool) -> bool:
@@ -53,7 +53,7 @@ def test_every_level_meets_every_layout(name: str) -> None:
 def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None:
     one, _ = drawn()[name]
     whole = load_matrix()
-    covered = {pair for row in rows_of(whole, one) for pair in combinations(row, 2)}
+    covered = {pair for row in choose_rows(whole, one) for pair in combinations(row, 2)}
     firsts = tuple(levels[0] for levels in one.factors.values())
     for levels, others in combinations(one.factors.values(), 2):
         for pair in ((level, other) for level in levels for other in others):
@@ -74,7 +74,7 @@ def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: 
         for place, size in enumerate(sizes)
     ]
     one = family(*factors)
-    cells = cells_of(matrix(one), one, (), seed)
+    cells = choose_cells(matrix(one), one, (), seed)
     for layout in one.layouts:
         own = [cell for cell in cells if cell.layout == layout]
         for levels in factors:
@@ -83,7 +83,7 @@ def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: 
 
 def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() -> None:
     one = family(factor("masks", "causal", "eod"), factor("norm", "layer", "rms", "none"))
-    cells = cells_of(matrix(one, Apart(("masks/eod",), "tp2")), one, ())
+    cells = choose_cells(matrix(one, Exclusion(("masks/eod",), "tp2")), one, ())
     together = [cell for cell in cells if cell.layout == TP and "eod" in str(cell.flags)]
     assert [[level.path for level in cell.levels] for cell in together] == [["masks/eod"]]
     assert any("eod" in str(cell.flags) and len(cell.levels) > 1 for cell in cells)
@@ -91,7 +91,7 @@ def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() ->
 
 def test_what_one_release_cannot_train_is_kept_apart_in_that_release_alone() -> None:
     one = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
-    whole = matrix(one, Apart(("ahead/mtp", "recompute/full"), release="0.18"))
+    whole = matrix(one, Exclusion(("ahead/mtp", "recompute/full"), release="0.18"))
     both = [one.level("ahead/mtp"), one.level("recompute/full")]
     assert not whole.of(Version("0.18.2")).legal(one, both)
     assert whole.of(Version("0.19.0")).legal(one, both)
@@ -126,7 +126,7 @@ def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() ->
 def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
     one = load_matrix().families[0]
     sink = one.level("attention/sink")
-    assert patched(MatrixCell(one, DP, (sink,)), KNOWN).patch == ""
+    assert apply_known_patches(MatrixCell(one, DP, (sink,)), KNOWN).patch == ""
 
 
 def finding(
@@ -147,31 +147,31 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     one = load_matrix().families[0]
     layout = next(layout for layout in one.layouts if layout.name == "tp2pp2")
     levels = one.with_needs([one.level("attention/sink"), one.level("rates/decoupled")])
-    cell = patched(MatrixCell(one, layout, levels), (SINK, RATE, FREED))
+    cell = apply_known_patches(MatrixCell(one, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
     patch_file = cell.pair().job.options.patch_file
     assert patch_file is not None
     assert patch_file.path == cell.patch
     assert f"PATCH_FILE={cell.patch}" in cell.command()
-    assert uncured(cell, (SINK, RATE, FREED)) == []
-    assert uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
+    assert find_uncured(cell, (SINK, RATE, FREED)) == []
+    assert find_uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
 
 
 def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
     one = load_matrix().families[0]
     after = replace(RATE, strategies=("tp2",), behind=SINK.id)
     levels = (one.level("attention/sink"), one.level("rates/decoupled"))
-    cell = patched(MatrixCell(one, TP, levels), (SINK, after))
+    cell = apply_known_patches(MatrixCell(one, TP, levels), (SINK, after))
     assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
-    assert uncured(cell, (SINK, after)) == []
+    assert find_uncured(cell, (SINK, after)) == []
 
 
 def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
     rates = factor("rates", "one", "decoupled")
     rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
     one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
-    cells = cells_of(matrix(one), one, (RATE, FREED))
+    cells = choose_cells(matrix(one), one, (RATE, FREED))
     rate, freed = (relative_to_root(finding.patch) for finding in (RATE, FREED))
     patches = {(len(cell.levels), cell.patch) for cell in cells}
     assert patches == {(1, freed), (0, ""), (1, f"{rate},{freed}"), (0, freed)}
@@ -183,9 +183,9 @@ def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends
     one = load_matrix().families[0]
     cell = MatrixCell(one, TP, (one.level("rates/decoupled"),))
     ends = replace(RATE, strategies=("tp2",), fails="no such method")
-    assert patched(cell, [ends]).patch == ""
+    assert apply_known_patches(cell, [ends]).patch == ""
     assert (
-        patched(cell, [replace(ends, flags=())]).patch
+        apply_known_patches(cell, [replace(ends, flags=())]).patch
         == "docs/upstream/rate_of_second_embedding.py"
     )
 
@@ -222,16 +222,16 @@ def test_an_id_changes_with_what_is_verified() -> None:
 
 def test_features_and_layouts_that_are_asked_for() -> None:
     whole = load_matrix()
-    (dense,) = families_of(whole, RELEASE, ("dense", "heads"), ("?p2",))
+    (dense,) = select_families(whole, RELEASE, ("dense", "heads"), ("?p2",))
     assert [len(levels) for name, levels in dense.factors.items() if name == "heads"] == [3]
     assert sum(len(levels) for levels in dense.factors.values()) == len(dense.factors) + 2
     assert [layout.name for layout in dense.layouts] == ["dp2", "tp2", "sp2", "cp2", "pp2"]
-    assert [one.name for one in families_of(whole, RELEASE, ("moe",))] == ["moe"]
+    assert [one.name for one in select_families(whole, RELEASE, ("moe",))] == ["moe"]
 
 
 def test_a_version_has_the_levels_whose_flags_it_knows() -> None:
-    older = families_of(load_matrix(), Version("0.15.0rc2"), ("attention",))
-    newer = families_of(load_matrix(), RELEASE, ("attention",))
+    older = select_families(load_matrix(), Version("0.15.0rc2"), ("attention",))
+    newer = select_families(load_matrix(), RELEASE, ("attention",))
     assert [len(one.factors["attention"]) for one in newer] == [4]
     assert older == ()
 
@@ -246,15 +246,15 @@ def test_a_name_of_nothing_is_refused_with_those_that_are(
     with pytest.raises(
         LaunchError, match=f"{named} is none of the matrix's; name some of .*(tp2|rope)"
     ):
-        families_of(load_matrix(), RELEASE, **asked)
+        select_families(load_matrix(), RELEASE, **asked)
 
 
 def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
     whole = load_matrix()
-    families = families_of(whole, RELEASE)
+    families = select_families(whole, RELEASE)
 
     def first(seed: int) -> list[MatrixCell]:
-        cells = draws(whole, families, KNOWN, seed)
+        cells = draw_cells(whole, families, KNOWN, seed)
         return [next(cells) for _ in range(40)]
 
     one = first(1)

@@ -7,14 +7,20 @@ from pathlib import Path
 from packaging.version import Version
 
 from parakit.experiments.matrix.cell import MatrixCell
-from parakit.experiments.matrix.curves import curve_of
-from parakit.experiments.matrix.outcome import CellStatus, Drawn, Error, keep, store
+from parakit.experiments.matrix.curves import measure_distances
+from parakit.experiments.matrix.outcome import (
+    CellStatus,
+    FuzzResult,
+    StageError,
+    store_cells,
+    store_json,
+)
 from parakit.experiments.matrix.page import (
     HTML,
     MARKDOWN,
     write_pages,
 )
-from parakit.experiments.matrix.table import bf16_costs
+from parakit.experiments.matrix.table import compute_bf16_costs
 from tests.experiments.matrix.factory import DP, TP, factor, family, matrix, record
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
@@ -30,7 +36,7 @@ RECORDS = [
         kind="not counted",
         finding="sink-missing-in-norm",
     ),
-    record(MatrixCell(MODEL, TP, (HALF,)), stages={"outputs": Error(2.0**-8, 0.5)}),
+    record(MatrixCell(MODEL, TP, (HALF,)), stages={"outputs": StageError(2.0**-8, 0.5)}),
     record(
         MatrixCell(MODEL, DP, (HALF,)),
         CellStatus.CRASHED,
@@ -41,7 +47,7 @@ RECORDS = [
 
 
 def pages(folder: Path, *records) -> tuple[str, str]:  # type: ignore[no-untyped-def]
-    store(folder, "0.19.0", records)
+    store_cells(folder, "0.19.0", records)
     write_pages(folder, matrix(MODEL))
     return (folder / MARKDOWN).read_text(), (folder / HTML).read_text()
 
@@ -75,7 +81,7 @@ def test_what_differs_is_named_with_its_finding_and_what_is_new_as_not_judged(
 
 def test_the_newest_version_is_first(tmp_path: Path) -> None:
     for name in ("0.9.0", "f4fa7d6b", "0.19.0"):
-        store(tmp_path, name, RECORDS)
+        store_cells(tmp_path, name, RECORDS)
     markdown = write_pages(tmp_path, matrix(MODEL))[0].read_text()
     places = [markdown.index(f"\n## {name}\n") for name in ("0.19.0", "0.9.0", "f4fa7d6b")]
     assert places == sorted(places)
@@ -83,15 +89,15 @@ def test_the_newest_version_is_first(tmp_path: Path) -> None:
 
 def test_losses_in_bf16_are_compared_with_one_rank_and_with_fp32(tmp_path: Path) -> None:
     one = {"fp32": [2.0, 1.0], "bf16": [2.0, 1.5]}
-    curve = curve_of("tp2", one, {"fp32": [2.0, 1.25], "bf16": [2.5, 1.5]})
+    curve = measure_distances("tp2", one, {"fp32": [2.0, 1.25], "bf16": [2.5, 1.5]})
     assert (curve.fp32, curve.bf16, curve.cost) == ((0.25, 0.125), (0.5, 0.25), (0.5, 0.375))
-    keep(tmp_path, "0.19.0.bf16.json", [curve])
+    store_json(tmp_path, "0.19.0.bf16.json", [curve])
     markdown, _ = pages(tmp_path, *RECORDS)
     assert "| tp2 | 0.25, 0.12 | 0.5, 0.25 | 0.5, 0.38 | 1.25, 1.5 |" in markdown
 
 
 def test_what_bf16_costs_is_the_largest_error_over_its_rounding() -> None:
-    assert bf16_costs(RECORDS, ["tp2", "dp2"]) == {"outputs": [1.0, None]}
+    assert compute_bf16_costs(RECORDS, ["tp2", "dp2"]) == {"outputs": [1.0, None]}
 
 
 def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path: Path) -> None:
@@ -99,7 +105,7 @@ def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path:
     wrong = record(
         MatrixCell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", smallest="make verify-dp2"
     )
-    keep(tmp_path, "0.19.0.fuzz-7.json", Drawn(7, (held, failed, wrong), (wrong,)))
+    store_json(tmp_path, "0.19.0.fuzz-7.json", FuzzResult(7, (held, failed, wrong), (wrong,)))
     markdown, _ = pages(tmp_path, *RECORDS)
     said = "3 verified: 1 held, 1 crashed, 1 differs. 1 that no finding explains."
     assert f"`make verify-fuzz SEED=7`, 2026-11-22: {said}" in markdown
@@ -109,7 +115,7 @@ def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path:
 
 def test_levels_that_a_version_does_not_know_are_in_no_row(tmp_path: Path) -> None:
     newer = family(factor("optimizer", "adamw", "muon", since=Version("0.20")))
-    store(tmp_path, "0.19.0", [record(MatrixCell(newer, TP))])
+    store_cells(tmp_path, "0.19.0", [record(MatrixCell(newer, TP))])
     write_pages(tmp_path, matrix(newer))
     markdown = (tmp_path / MARKDOWN).read_text()
     assert "| optimizer | adamw | ✓ 0.25 |" in markdown

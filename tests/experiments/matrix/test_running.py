@@ -12,16 +12,16 @@ import pytest
 from rich.console import Console
 
 from parakit.experiments.matrix.cell import MatrixCell
-from parakit.experiments.matrix.cells import cells_of
+from parakit.experiments.matrix.cells import choose_cells
 from parakit.experiments.matrix.definition import load_matrix
 from parakit.experiments.matrix.outcome import (
     CellRecord,
     CellStatus,
-    read_kept,
-    status_of_reason,
+    classify_reason,
+    read_json_files,
 )
 from parakit.experiments.matrix.running import CellVerifier, MatrixRun
-from parakit.experiments.matrix.table import pair_of
+from parakit.experiments.matrix.table import judge_level
 from parakit.launch.options import Options
 from parakit.verify.findings import list_findings
 from tests.experiments.matrix.factory import DP, TP, factor, family, guilty, matrix, record
@@ -32,7 +32,7 @@ MODEL = family(
     factor("masks", "causal", "eod"),
 )
 SINKS = "docs/upstream/sink_missing_in_norm.py"
-CELLS = cells_of(matrix(MODEL), MODEL, ())
+CELLS = choose_cells(matrix(MODEL), MODEL, ())
 
 
 def run_of(folder: Path, verify, deadline: float | None = None) -> MatrixRun:  # type: ignore[no-untyped-def]
@@ -42,7 +42,7 @@ def run_of(folder: Path, verify, deadline: float | None = None) -> MatrixRun:  #
 def signs(run: MatrixRun, layout: str) -> dict[str, str]:
     records = list(run.records.values())
     return {
-        level.path: pair_of(MODEL, level, layout, records).text
+        level.path: judge_level(MODEL, level, layout, records).text
         for levels in MODEL.factors.values()
         for level in levels
     }
@@ -83,7 +83,7 @@ def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> N
 
     with pytest.raises(KeyboardInterrupt):
         run_of(tmp_path, verify).run(CELLS)
-    assert len(read_kept(tmp_path, "*.json", CellRecord)) == 2
+    assert len(read_json_files(tmp_path, "*.json", CellRecord)) == 2
     again = run_of(tmp_path, verify)
     assert again.run(CELLS)
     assert len(asked) == len(CELLS) + 1
@@ -145,7 +145,7 @@ def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
 def test_a_sentence_says_whether_megatron_refuses_or_crashes(
     reason: str, status: CellStatus
 ) -> None:
-    assert status_of_reason(reason) is status
+    assert classify_reason(reason) is status
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.experiments.matrix.running import fewest
+from parakit.experiments.matrix.running import minimize_parts
 
 
 @given(st.lists(st.integers(0, 15), unique=True, min_size=1), st.data())
@@ -13,7 +13,7 @@ def test_the_parts_that_are_all_needed_are_what_is_left(
     parts: list[int], data: st.DataObject
 ) -> None:
     guilty = set(data.draw(st.lists(st.sampled_from(parts), unique=True)))
-    assert fewest(parts, lambda some: guilty <= set(some)) == tuple(
+    assert minimize_parts(parts, lambda some: guilty <= set(some)) == tuple(
         one for one in parts if one in guilty
     )
 
@@ -25,7 +25,7 @@ def test_one_guilty_part_of_sixteen_is_found_in_at_most_nine_tries() -> None:
         tries.append(some)
         return 11 in some
 
-    assert fewest(range(16), shows) == (11,)
+    assert minimize_parts(range(16), shows) == (11,)
     assert len(tries) <= 9
 
 
@@ -34,10 +34,10 @@ def test_none_of_what_is_left_can_be_left_out(guilty: set[int], least: int) -> N
     def shows(some: tuple[int, ...]) -> bool:
         return len(guilty & set(some)) >= min(least, len(guilty))
 
-    left = fewest(range(10), shows)
+    left = minimize_parts(range(10), shows)
     assert shows(left)
     assert not any(shows(tuple(one for one in left if one != out)) for out in left)
 
 
 def test_what_shows_it_with_nothing_needs_nothing() -> None:
-    assert fewest("abc", lambda _: True) == ()
+    assert minimize_parts("abc", lambda _: True) == ()

@@ -14,7 +14,7 @@ from parakit.config.model import GPT2_VOCABULARY, load_model
 from parakit.config.run import DeviceKind
 from parakit.data.indexed import DocumentIndex, open_dataset, write_index
 from parakit.launch import data
-from parakit.launch.compose import compose
+from parakit.launch.compose import compose_launch
 from parakit.launch.data import SMALL_SAMPLE
 from parakit.launch.job import Job
 from parakit.launch.options import Options
@@ -46,6 +46,6 @@ def test_a_vocabulary_in_extra_is_what_the_tokenizer_of_a_version_makes_it(
     monkeypatch.setattr("parakit.launch.code.importlib.metadata.version", lambda _: version)
     options = Options(data=SMALL_SAMPLE, extra=("--vocab-size", "1024"), runs=tmp_path)
     job = Job("baseline", load_model("gpt2-tiny"), 1, DeviceKind.CPU, options, script_flags=())
-    launch = compose(job)
+    launch = compose_launch(job)
     assert Flags(launch.flags).text("--vocab-size") == given
     assert launch.model.shape.vocabulary == 1024

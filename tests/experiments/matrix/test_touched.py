@@ -11,7 +11,12 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.experiments.matrix.cell import MatrixCell
-from parakit.experiments.matrix.touched import RECORDER, add_executed, changed_files, touched
+from parakit.experiments.matrix.touched import (
+    RECORDER,
+    add_executed_files,
+    list_changed_files,
+    select_touched_cells,
+)
 from tests.experiments.matrix.factory import DP, TP, factor, family
 
 MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
@@ -42,18 +47,18 @@ EXECUTED = {
 def test_cells_that_execute_most_changed_files_come_first_and_of_others_only_the_unknown(
     changed: str, cells: list[MatrixCell]
 ) -> None:
-    assert touched(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]
+    assert select_touched_cells(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]
 
 
 def test_what_all_of_a_family_execute_is_kept_once() -> None:
-    one = add_executed({}, "dense/tp2", frozenset("ab"))
+    one = add_executed_files({}, "dense/tp2", frozenset("ab"))
     assert one == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
-    two = add_executed(one, "dense/dp2", frozenset("ac"))
+    two = add_executed_files(one, "dense/dp2", frozenset("ac"))
     assert two == dict(zip(("dense", "dense/tp2", "dense/dp2"), map(frozenset, "abc"), strict=True))
 
 
 def test_without_a_recording_every_cell_may_be_touched() -> None:
-    assert touched(CELLS, [ROUTER], {}) == CELLS
+    assert select_touched_cells(CELLS, [ROUTER], {}) == CELLS
 
 
 def test_a_range_of_commits_is_the_files_that_it_changes(tmp_path: Path) -> None:
@@ -66,10 +71,10 @@ def test_a_range_of_commits_is_the_files_that_it_changes(tmp_path: Path) -> None
         (tmp_path / name).write_text("")
         git("add", name)
         git("commit", "--quiet", "-m", name)
-    assert changed_files(["HEAD~1..HEAD", "a.py"], tmp_path) == ["two.py", "a.py"]
+    assert list_changed_files(["HEAD~1..HEAD", "a.py"], tmp_path) == ["two.py", "a.py"]
     for checkout in (tmp_path, None):
         with pytest.raises(LaunchError, match=r"CHANGED=x\.\.y is no range of commits"):
-            changed_files(["x..y"], checkout)
+            list_changed_files(["x..y"], checkout)
 
 
 def test_a_rank_notes_the_files_of_megatron_that_it_executes_and_no_others(tmp_path: Path) -> None:

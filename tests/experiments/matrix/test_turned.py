@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from parakit.experiments.matrix.cell import is_within, split
+from parakit.experiments.matrix.cell import has_flags, list_split_dimensions
 from parakit.experiments.matrix.definition import Family, Layout, Level, load_matrix
 from tests.verify.bench import GENERAL
 from tests.verify.injected_bugs.check import InjectedBug, injected_bugs
@@ -48,7 +48,7 @@ def of_family(bug: InjectedBug, family: Family) -> bool:
 
 def turns(bug: InjectedBug, level: Level) -> bool:
     own = (*level.flags, *level.own)
-    return bool(own) and is_within(own, (*bug.flags, *bug.own_flags))
+    return bool(own) and has_flags(own, (*bug.flags, *bug.own_flags))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
@@ -67,9 +67,11 @@ def test_every_level_has_an_injected_bug_or_is_named_as_one_without(family: Fami
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
 def test_every_layout_has_an_injected_bug_of_what_it_splits(family: Family) -> None:
     def has_one(layout: Layout) -> bool:
-        parts = split(layout.strategy, layout.devices)
+        parts = list_split_dimensions(layout.strategy, layout.devices)
         return any(
-            split(one.strategy, one.devices) <= parts for one in injected_bugs() if one.devices > 1
+            list_split_dimensions(one.strategy, one.devices) <= parts
+            for one in injected_bugs()
+            if one.devices > 1
         )
 
     assert [layout.name for layout in family.layouts if not has_one(layout)] == []

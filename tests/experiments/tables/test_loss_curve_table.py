@@ -6,7 +6,7 @@ from rich.console import Console
 from megatron_patches.fusions import NAMES
 from parakit.config.errors import LaunchError
 from parakit.experiments.load import load_experiment
-from parakit.experiments.tables.loss_curve import WINDOW, distance, finish
+from parakit.experiments.tables.loss_curve import WINDOW, compare_curves, mean_curve_distance
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
@@ -25,15 +25,15 @@ def _launches(given: Options, target: str = "") -> list[Launch]:
 def test_the_distance_is_that_of_means_over_a_window() -> None:
     level = dict.fromkeys(range(1, 5), 2.0)
     wave = {1: 3.0, 2: 1.0, 3: 3.0, 4: 1.0}
-    assert distance(level, wave, 1) == 1.0
-    assert distance(level, wave, 2) == 0.0
-    assert distance(level, dict.fromkeys(level, 2.5), 2) == 0.5
+    assert mean_curve_distance(level, wave, 1) == 1.0
+    assert mean_curve_distance(level, wave, 2) == 0.0
+    assert mean_curve_distance(level, dict.fromkeys(level, 2.5), 2) == 0.5
 
 
 def test_only_iterations_of_both_count() -> None:
-    assert distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 1) == 0.5
+    assert mean_curve_distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 1) == 0.5
     with pytest.raises(LaunchError, match="share 2 iterations and a window has 3"):
-        distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 3)
+        mean_curve_distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 3)
 
 
 @pytest.mark.parametrize(("patched_by", "code"), [(0.25, 0), (0.5, 1)])
@@ -47,7 +47,7 @@ def test_patches_are_within_the_seeds_up_to_their_distance(
         results=[SimpleNamespace(launch=launch) for launch in _launches(ANY)],
         console=Console(),
     )
-    assert finish(study) == code  # type: ignore[arg-type]
+    assert compare_curves(study) == code  # type: ignore[arg-type]
     assert f"{patched_by:.2g} with FUSED=adamw, 0.25 with SEED=1235" in capsys.readouterr().out
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from parakit.experiments import load
 from parakit.experiments.load import load_experiment
-from parakit.experiments.tables.moe import RoutedParity, parity, render
+from parakit.experiments.tables.moe import RoutedParity, compare_losses, render
 from parakit.launch.options import Options
 from parakit.reporting.analyse.entry import Entry
 from tests.reporting.factory import report_row
@@ -52,16 +52,16 @@ def test_native_is_called_faster_only_beyond_the_noise() -> None:
 def test_losses_are_compared_with_those_of_the_same_seed() -> None:
     reference = [run("megatron", seed=seed) for seed in (1, 2)]
     same = [run("native", seed=seed) for seed in (2, 1)]
-    assert parity(same, reference) == RoutedParity(0, 4, None)
+    assert compare_losses(same, reference) == RoutedParity(0, 4, None)
     off = [run("native", losses={1: 11.0, 3: 9.009})]
-    assert parity(off, reference).difference == pytest.approx(1e-3)
-    assert not parity([run("native", seed=9)], reference).held
+    assert compare_losses(off, reference).difference == pytest.approx(1e-3)
+    assert not compare_losses([run("native", seed=9)], reference).held
 
 
 def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
     routing = {1: ((300, 500),), 2: ((400, 400),), 3: ((199, 601),)}
     diverged = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
-    assert parity([diverged], [run("megatron")]) == RoutedParity(0, 1, 3)
+    assert compare_losses([diverged], [run("megatron")]) == RoutedParity(0, 1, 3)
     text = render("m", [run("megatron"), diverged], ())
     assert "until a token took another expert (iteration 3 at the earliest" in text
     assert row(text, "native")[9] == "0.0e+00 to iteration 2"
@@ -73,8 +73,8 @@ def test_many_choices_that_are_others_at_once_excuse_a_loss_in_16_bits_alone() -
         run("native", dtype=dtype, losses={1: 11.0, 3: 8.0}, routing=routing)
         for dtype in ("fp32", "bf16")
     )
-    assert not parity([wrong], [run("megatron")]).held
-    assert parity([in_16_bits], [run("megatron")]) == RoutedParity(0, 1, 3)
+    assert not compare_losses([wrong], [run("megatron")]).held
+    assert compare_losses([in_16_bits], [run("megatron")]) == RoutedParity(0, 1, 3)
 
 
 def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:

@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 from parakit.config.model import load_model
-from parakit.config.run import spec_of_model
+from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, parse_strategy
 from parakit.costs.tensors import rank_parameters
 from parakit.experiments.load import load_experiment
-from parakit.experiments.tables.pipelines import claims, disagreements, render
+from parakit.experiments.tables.pipelines import describe_wrong_losses, judge_claims, render
 from parakit.launch.options import Options
 from parakit.reporting.analyse.entry import Entry
 from tests.experiments.tables.test_zero_and_backends_tables import cells, measured
@@ -18,7 +18,7 @@ def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> E
     """A run whose stages hold what their schedule says, and whose losses are `factor` of baseline's."""
     devices = 1 if strategy == "baseline" else 2
     split = parse_strategy(strategy, devices)
-    spec = spec_of_model(load_model("gpt2-tiny"), split, Batch(2, 8))
+    spec = spec_from_model(load_model("gpt2-tiny"), split, Batch(2, 8))
     spec = replace(spec, dtype="fp32", shape=replace(spec.shape, tied_embeddings=False))
     held = tuple(
         rank_parameters(spec, stage).total * BYTES * split.weight_versions(stage)
@@ -50,13 +50,13 @@ def test_a_row_has_the_versions_that_its_stages_hold_and_how_old_their_gradients
 
 
 def test_only_a_pipeline_that_flushes_must_have_the_references_losses() -> None:
-    assert disagreements(RUNS) == []
-    (sentence,) = disagreements([*RUNS, trained("gpipe2", factor=1.01)])
+    assert describe_wrong_losses(RUNS) == []
+    (sentence,) = describe_wrong_losses([*RUNS, trained("gpipe2", factor=1.01)])
     assert sentence.startswith("native gpipe2 flushes, and its losses differ from baseline's")
 
 
 def test_the_write_ups_claims_are_judged_by_what_is_held() -> None:
-    versions, asynchronous, memory, bubble = claims(RUNS)
+    versions, asynchronous, memory, bubble = judge_claims(RUNS)
     assert asynchronous.startswith("“Asynchronous execution”: confirmed")
     assert "here 1 and 0, and the losses differ from baseline's by up to 2.0e-02" in asynchronous
     assert versions.startswith("“Weight versioning”: confirmed")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parakit.config.files import ROOT
 from parakit.data.split import Split, split_documents
-from parakit.experiments.tables.moe import shared_windows, window_hashes
+from parakit.experiments.tables.moe import count_shared_windows, hash_windows
 
 SPLIT = "949,50,1"
 
@@ -25,13 +25,13 @@ def unique_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_validation_window_of_the_unique_sample_appears_in_training(unique_prefix: Path) -> None:
-    found = shared_windows(unique_prefix, SPLIT, seq_length=64)
+    found = count_shared_windows(unique_prefix, SPLIT, seq_length=64)
     assert found["windows"] > 4000
     assert found["shared"] == 0
 
 
 def test_paragraphs_that_topics_share_are_found_in_both_parts(sample_prefix: Path) -> None:
-    assert shared_windows(sample_prefix, SPLIT, seq_length=64)["shared"] > 500
+    assert count_shared_windows(sample_prefix, SPLIT, seq_length=64)["shared"] > 500
 
 
 def test_every_document_is_in_one_part() -> None:
@@ -51,7 +51,7 @@ def test_hashes_agree_where_windows_do_and_nowhere_else(
     def windows(tokens: list[int]) -> list[tuple[int, ...]]:
         return [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
 
-    ours, theirs = (window_hashes(np.array(tokens, dtype="<u2"), length) for tokens in (one, two))
+    ours, theirs = (hash_windows(np.array(tokens, dtype="<u2"), length) for tokens in (one, two))
     assert len(ours) == len(windows(one))
     expected = [[a == b for b in windows(two)] for a in windows(one)]
     assert (ours[:, None] == theirs[None, :]).tolist() == expected

@@ -92,11 +92,11 @@ def test_overhead_is_over_the_runs_own_passes_and_next_to_bare() -> None:
 
 def test_faster_is_said_with_how_much_and_only_where_the_noise_allows() -> None:
     runs = [measured("megatron", "dp2", 110), measured("native", "dp2", 100)]
-    assert compare_backends.verdicts(runs) == [
+    assert compare_backends.describe_pairs(runs) == [
         "native dp2 against megatron dp2: 10.0% faster on this machine."
     ]
     alike = [measured("megatron", "dp2", 100), measured("native", "dp2", 100)]
-    assert "which is within noise" in compare_backends.verdicts(alike)[0]
+    assert "which is within noise" in compare_backends.describe_pairs(alike)[0]
 
 
 def test_what_is_missing_is_said() -> None:
@@ -134,14 +134,14 @@ def test_a_column_has_a_winner_or_those_within_noise_and_the_lightest_of_them_is
         measured("megatron", "zero1", 100.1, peak_bytes=200_000_000),
         measured("megatron", "zero3", 300, peak_bytes=100_000_000, sent_bytes=3_000_000),
     ]
-    assert compare_zero.verdicts(runs) == [
+    assert compare_zero.describe_winners(runs) == [
         "Least memory: ZeRO-3, 100.0 MB.",
         "Least sent: ZeRO-3, 3.0 MB an iteration.",
         "Fastest: Baseline; within noise of it: ZeRO-1.",
         "Use ZeRO-1: of Baseline and those within noise of it, it takes the least memory.",
     ]
-    assert compare_zero.verdicts([*runs[2:], measured("megatron", "pp2", 100)])[2:] == [
+    assert compare_zero.describe_winners([*runs[2:], measured("megatron", "pp2", 100)])[2:] == [
         "Fastest: Pipeline, beyond the noise.",
         "Use Pipeline: nothing is within noise of it.",
     ]
-    assert compare_zero.verdicts([]) == []
+    assert compare_zero.describe_winners([]) == []

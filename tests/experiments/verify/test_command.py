@@ -15,7 +15,7 @@ import pytest
 
 from parakit.artifacts.capture import TENSORS_FILE
 from parakit.config.files import ROOT
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.supervise.interruption import is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_ctrl_c_in_a_capture_leaves_no_rank_and_no_tensors(start: Starter, tmp_p
     assert process.returncode == 130, printed
     assert "Interrupted" in printed
     assert "Traceback" not in printed
-    assert not alive(rank)
+    assert not is_alive(rank)
     assert not list(tmp_path.glob("*/tensors"))
 
 

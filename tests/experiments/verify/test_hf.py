@@ -17,7 +17,7 @@ from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_p
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.preflight import check
+from parakit.launch.preflight import check_launch
 from tests.convert.hf.folders import GPT2
 from tests.given import run
 
@@ -76,7 +76,7 @@ def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> 
     options = Options(runs=tmp_path, dry_run=True)
     composed = compose_pair(LaunchPair(parse_target("train-tp2-gpt2-tiny-2cpu", options), "hf"))
     with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
-        check(composed.reference)
+        check_launch(composed.reference)
 
 
 def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.experiments.verify.logged import (
     Rounding,
     compare_logs,
-    logged_values,
-    measured_rounding,
+    list_logged_values,
+    measure_rounding,
 )
 from parakit.logs.iterations import Iteration
 from parakit.verify.comparison import CaptureComparison, TensorComparison
@@ -120,8 +120,11 @@ def test_what_did_not_hold_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_mean_over_two_iterations_is_compared_with_no_other_loss() -> None:
     alone = Iteration(2, lm_loss=10.8, grad_norm=1.0)
     mean = Iteration(2, lm_loss=10.9, grad_norm=1.0, averaged=True)
-    assert [value.name for value in logged_values([mean], [alone], FP32)] == ["grad norm"]
-    assert [value.name for value in logged_values([mean], [mean], FP32)] == ["lm loss", "grad norm"]
+    assert [value.name for value in list_logged_values([mean], [alone], FP32)] == ["grad norm"]
+    assert [value.name for value in list_logged_values([mean], [mean], FP32)] == [
+        "lm loss",
+        "grad norm",
+    ]
 
 
 def test_a_value_that_one_log_does_not_print_is_not_compared() -> None:
@@ -129,13 +132,13 @@ def test_a_value_that_one_log_does_not_print_is_not_compared() -> None:
         Iteration(1, lm_loss=0.0),
         Iteration(1, lm_loss=0.0, grad_norm=2.0),
     )
-    (loss,) = logged_values([without], [with_it], FP32)
+    (loss,) = list_logged_values([without], [with_it], FP32)
     assert (loss.name, loss.differs) == ("lm loss", False)  # Of a skipped iteration 0.0 is printed.
 
 
 def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
     without, with_one = (Iteration(1, lm_loss=6.9, num_zeros=count) for count in (0, 1))
-    (loss,) = logged_values([without], [with_one], FP32)
+    (loss,) = list_logged_values([without], [with_one], FP32)
     assert loss.name == "lm loss"
 
 
@@ -147,8 +150,8 @@ def test_rounding_is_that_of_the_tensors_and_at_least_that_of_the_parity() -> No
         ),
     )
     compared = cast(CaptureComparison, SimpleNamespace(comparisons=comparisons))
-    fp32 = measured_rounding(compared, "float32", same_backend=True)
+    fp32 = measure_rounding(compared, "float32", same_backend=True)
     assert (fp32.loss, fp32.balancing_loss, fp32.norm) == (2e-6, 3e-3, None)
     assert fp32.last_iteration is None
-    half = measured_rounding(compared, "bfloat16", same_backend=True)
+    half = measure_rounding(compared, "bfloat16", same_backend=True)
     assert (half.loss, half.last_iteration) == (6e-6, 50)

@@ -19,8 +19,8 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.run import Backend
 from parakit.config.setting import SettingError
-from parakit.experiments.verify.command import carried_out, judged, keep_log
-from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair, pair_of
+from parakit.experiments.verify.command import keep_log, run_verification, train_and_judge
+from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair, parse_pair
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
@@ -62,7 +62,7 @@ def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_o
     untied = "--untie-embeddings-and-output-weights"
     both = composed("fsdp2-gpt2-tiny-2cpu")
     assert all(untied in one.flags for one in both.launches)
-    assert both.strategy.start_checkpoint == both.reference.start_checkpoint
+    assert both.strategy.initial_checkpoint == both.reference.initial_checkpoint
     assert not any(untied in one.flags for one in composed("tp2-gpt2-tiny-2cpu").launches)
 
 
@@ -76,7 +76,7 @@ def test_weights_that_megatron_fsdp_splits_beside_tensor_parallelism_are_refused
 def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
     target = "verify-tp2-gpt2-tiny-2cpu"
     asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
-    pair = pair_of(target, given(target, asked), Options())
+    pair = parse_pair(target, given(target, asked), Options())
     assert pair == LaunchPair(pair.job, "tp2", ("--micro-batch-size", "1"), None, "1")
     assert pair.target == target
     with pytest.raises(SettingError, match="--megatron-lm-b: /nowhere is not a folder with"):
@@ -192,7 +192,7 @@ def test_another_megatron_begins_with_the_weights_of_the_reference(
     pair = composed("tp2-gpt2-tiny-2cpu", reference="tp2", megatron_lm=fork)
     assert pair.mode is not None
     assert pair.mode.startswith("Megatron 0.18.2 against Megatron 0.")
-    assert pair.strategy.start_checkpoint == pair.reference.start_checkpoint
+    assert pair.strategy.initial_checkpoint == pair.reference.initial_checkpoint
     loaded = [Flags(one.flags).text("--load") for one in (pair.strategy, pair.reference)]
     assert loaded[0] == loaded[1]
 
@@ -256,7 +256,7 @@ def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path)
 
     limit = files_no_larger_than(1000)
     try:
-        verdict = judged(pair, tmp_path, limited).verdict
+        verdict = train_and_judge(pair, tmp_path, limited).verdict
     finally:
         limit.__exit__(None, None, None)
     assert verdict.verdict is VerifyOutcome.NOT_COMPARABLE
@@ -275,7 +275,7 @@ def test_where_all_tensors_held_the_logs_decide(composed: Composer, tmp_path: Pa
         keep_log(log, tmp_path / part)
         return failure
 
-    verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
+    verdict = train_and_judge(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
     assert (verdict.verdict, verdict.stage) == (VerifyOutcome.DIFFERS, CaptureStage.LOG)
     assert "prints lm loss 2.169000E+01 at iteration 1" in verdict.line
 
@@ -289,7 +289,7 @@ def test_a_training_that_fails_is_quoted_and_nothing_further_is_trained(
         asked.append(part)
         return "ended 'crashed': heads must divide"
 
-    verdict = judged(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
+    verdict = train_and_judge(composed("tp2-gpt2-tiny-2cpu"), tmp_path, train).verdict
     assert verdict.reason == "The reference ended 'crashed': heads must divide"
     assert (asked, verdict.exit_code) == (["reference"], 2)
 
@@ -321,7 +321,7 @@ def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_train
     options = Options(model=str(file), runs=tmp_path)
     pair = compose_pair(LaunchPair(parse_target("train-tp2-mine-2cpu", options)))
     with pytest.raises(LaunchError, match="far enough"):
-        carried_out(pair, Console(file=text), tmp_path / "v")
+        run_verification(pair, Console(file=text), tmp_path / "v")
     first = text.getvalue().splitlines()[0]
     assert "vocabulary of 50,257 is trained and not the model's own 4,096" in first
 
@@ -350,7 +350,7 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
         return ""
 
     pair = composed("tp2-gpt2-tiny-2cpu", iterations=8)
-    verdict = judged(pair, tmp_path, train).verdict
+    verdict = train_and_judge(pair, tmp_path, train).verdict
     assert (verdict.iteration, verdict.stage) == (began, CaptureStage.LOCAL_GRADIENTS)
     # A search by halves: a reference and a strategy each.
     assert asked[-2:] == ["reference-3", "strategy-3"]

@@ -5,7 +5,7 @@ import pytest
 
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.launch import checkpoints as keepers
-from parakit.launch.checkpoints import Keeper
+from parakit.launch.checkpoints import CheckpointKeeper
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 from tests.patience import until
 from tests.reporting.factory import iteration_line
@@ -32,10 +32,10 @@ def test_it_proves_what_is_saved_and_at_a_good_end_lets_old_ones_go(
     folder: Path, log: Path, write: Write
 ) -> None:
     for iteration in (1, 2, 3):
-        with Keeper(folder, 2, log) as keeper:
+        with CheckpointKeeper(folder, 2, log) as keeper:
             say(log, iteration)
             write(folder, iteration)
-            keeper.ended_well()
+            keeper.mark_ended_well()
         assert keeper.problems == []
     assert iterations(folder) == [3, 2]
     assert all(checkpoint.is_verified for checkpoint in find_checkpoints(folder))
@@ -44,11 +44,11 @@ def test_it_proves_what_is_saved_and_at_a_good_end_lets_old_ones_go(
 def test_it_lets_nothing_go_for_a_checkpoint_that_cannot_be_read(
     folder: Path, log: Path, write: Write
 ) -> None:
-    with Keeper(folder, 1, log) as keeper:
+    with CheckpointKeeper(folder, 1, log) as keeper:
         say(log, 2)
         write(folder, 1)
         damage(write(folder, 2))
-        keeper.ended_well()
+        keeper.mark_ended_well()
     assert iterations(folder) == [2, 1]
     assert "iter_0000002 cannot be read back" in keeper.problems[0]
 
@@ -57,7 +57,7 @@ def test_the_newest_counts_only_once_the_next_iteration_gave_a_loss(
     folder: Path, log: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepers, "LOOK_SECONDS", 0.01)
-    with Keeper(folder, 1, log):
+    with CheckpointKeeper(folder, 1, log):
         say(log, 4)
         write(folder, 2)
         write(folder, 4)
@@ -71,12 +71,12 @@ def test_the_newest_counts_only_once_the_next_iteration_gave_a_loss(
 def test_after_a_nan_nothing_goes_even_at_a_good_end(
     folder: Path, log: Path, write: Write, loss: float
 ) -> None:
-    with Keeper(folder, 1, log) as keeper:
+    with CheckpointKeeper(folder, 1, log) as keeper:
         say(log, 4)
         write(folder, 2)
         say(log, 5, loss)
         write(folder, 5)
-        keeper.ended_well()
+        keeper.mark_ended_well()
     assert iterations(folder) == [5, 2]
 
 
@@ -84,7 +84,7 @@ def test_what_was_logged_before_it_began_counts_for_nothing(
     folder: Path, log: Path, write: Write
 ) -> None:
     say(log, 9)
-    with Keeper(folder, 1, log):
+    with CheckpointKeeper(folder, 1, log):
         write(folder, 2)
         write(folder, 4)
     assert iterations(folder) == [4, 2]
@@ -93,7 +93,7 @@ def test_what_was_logged_before_it_began_counts_for_nothing(
 def test_the_end_does_not_wait_for_the_last_checkpoint_to_be_verified(
     folder: Path, log: Path, write: Write
 ) -> None:
-    with Keeper(folder, 2, log):
+    with CheckpointKeeper(folder, 2, log):
         say(log, 4)
         write(folder, 4)
     [checkpoint] = find_checkpoints(folder)
@@ -104,10 +104,10 @@ def test_an_iteration_that_is_saved_again_is_proven_again(
     folder: Path, log: Path, write: Write
 ) -> None:
     shutil.rmtree(write(folder, 8))  # Megatron's own word for the newest stays.
-    with Keeper(folder, 2, log) as keeper:
+    with CheckpointKeeper(folder, 2, log) as keeper:
         say(log, 8)
         write(folder, 8)
-        keeper.ended_well()
+        keeper.mark_ended_well()
     [checkpoint] = find_checkpoints(folder)
     assert checkpoint.is_verified
 

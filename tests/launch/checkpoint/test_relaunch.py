@@ -6,13 +6,13 @@ import pytest
 from parakit.artifacts.run import DatasetIdentity, HostRecord, MegatronEntry, RunRecord
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
-from parakit.config.run import Backend, DeviceKind, spec_of_model
+from parakit.config.run import Backend, DeviceKind, spec_from_model
 from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
     StrategyError,
-    devices_of,
+    count_devices,
     parse_strategy,
 )
 from parakit.launch.checkpoints import resume_if_saved
@@ -21,7 +21,7 @@ from parakit.launch.flags import saving_flags
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Saving, options_from_texts
 from parakit.launch.preflight import saving_problems
-from parakit.launch.resume import relaunch
+from parakit.launch.resume import compose_resumed_launch
 from parakit.launch.train import compose_job
 from tests.launch.checkpoint.conftest import Write
 from tests.reporting.factory import changed
@@ -32,7 +32,7 @@ FROM = ResumePoint("20260101T000000Z-tp2-gpt2-tiny-2cpu", Path("/runs/a/checkpoi
 def composed(strategy: str, **options: object) -> Launch:
     target = parse_target(f"train-{strategy}-gpt2-tiny-2cpu")
     asked = replace(Options(iterations=12, saving=Saving(4)), **options)  # type: ignore[arg-type]
-    return compose_job(target.under(asked))
+    return compose_job(target.with_options(asked))
 
 
 def record_of(launch: Launch) -> RunRecord:
@@ -48,7 +48,7 @@ def record_of(launch: Launch) -> RunRecord:
         host=HostRecord("here", "cpu", 2, 1),
         software={},
         dataset=DatasetIdentity(launch.data),
-        start_checkpoint=launch.start_checkpoint.name if launch.start_checkpoint else None,
+        start_checkpoint=launch.initial_checkpoint.name if launch.initial_checkpoint else None,
         save_every=launch.saving.every if launch.saving else None,
     )
 
@@ -67,7 +67,7 @@ def test_a_run_that_saves_nothing_has_no_flag_of_it() -> None:
 
 def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
     first = composed("tp2")
-    again = relaunch(record_of(first), FROM, None, Options())
+    again = compose_resumed_launch(record_of(first), FROM, None, Options())
     flags = Flags(again.arguments("runs/a"))
     assert flags.text("--load") == "/runs/a/checkpoints"
     assert flags.integer("--ckpt-step", 0) == 8
@@ -85,10 +85,10 @@ def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
 
 
 def test_going_on_twice_names_one_checkpoint() -> None:
-    once = relaunch(record_of(composed("tp2")), FROM, None, Options())
+    once = compose_resumed_launch(record_of(composed("tp2")), FROM, None, Options())
     record = replace(record_of(once), argv=once.arguments("runs/a"))
     later = replace(FROM, iteration=10)
-    twice = relaunch(record, later, None, Options()).arguments("runs/a")
+    twice = compose_resumed_launch(record, later, None, Options()).arguments("runs/a")
     assert [twice[place + 1] for place, word in enumerate(twice) if word == "--ckpt-step"] == ["10"]
 
 
@@ -96,7 +96,7 @@ def test_going_on_twice_names_one_checkpoint() -> None:
 def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary(
     strategy: str,
 ) -> None:
-    launch = relaunch(record_of(composed("tp2")), FROM, strategy, Options())
+    launch = compose_resumed_launch(record_of(composed("tp2")), FROM, strategy, Options())
     fresh = parse_target(f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
     flags, own = Flags(launch.flags), fresh.flags
     assert {word for word in own if word.startswith("--")} <= set(launch.flags)
@@ -113,8 +113,13 @@ def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary
 
 def test_a_reached_end_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="set ITERS= above 8"):
-        relaunch(record_of(composed("tp2", iterations=8)), FROM, None, Options())
-    assert relaunch(record_of(composed("tp2")), FROM, None, Options(iterations=40)).iterations == 40
+        compose_resumed_launch(record_of(composed("tp2", iterations=8)), FROM, None, Options())
+    assert (
+        compose_resumed_launch(
+            record_of(composed("tp2")), FROM, None, Options(iterations=40)
+        ).iterations
+        == 40
+    )
 
 
 def test_beyond_its_samples_a_run_is_resumed_only_where_that_is_asked_for() -> None:
@@ -122,16 +127,19 @@ def test_beyond_its_samples_a_run_is_resumed_only_where_that_is_asked_for() -> N
     with pytest.raises(
         ValueError, match=r'has samples for --train-iters 500, .* "?EXTRA="--train-iters 600"'
     ):
-        relaunch(record, FROM, None, Options(iterations=600))
+        compose_resumed_launch(record, FROM, None, Options(iterations=600))
     longer = Options(iterations=600, extra=("--train-iters", "600"))
-    assert Flags(relaunch(record, FROM, None, longer).flags).text("--train-iters") == "600"
+    assert (
+        Flags(compose_resumed_launch(record, FROM, None, longer).flags).text("--train-iters")
+        == "600"
+    )
 
 
 def test_sharded_optimizer_states_go_back_into_sharded_ones_only() -> None:
     with pytest.raises(ValueError, match="different formats"):
-        relaunch(record_of(composed("zero1")), FROM, "tp2", Options())
+        compose_resumed_launch(record_of(composed("zero1")), FROM, "tp2", Options())
     with pytest.raises(StrategyError, match="Unknown strategy"):
-        relaunch(record_of(composed("tp2")), FROM, "xx2", Options())
+        compose_resumed_launch(record_of(composed("tp2")), FROM, "xx2", Options())
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -156,7 +164,7 @@ def problems(
     backend: Backend = Backend.MEGATRON,
     device: DeviceKind = DeviceKind.CPU,
 ) -> list[str]:
-    spec = spec_of_model(load_model("gpt2-tiny"), parse_strategy(strategy, 2), Batch(1, 2))
+    spec = spec_from_model(load_model("gpt2-tiny"), parse_strategy(strategy, 2), Batch(1, 2))
     asked = replace(spec, strategy=strategy, backend=backend, device=device)
     return list(saving_problems(saving, asked))
 
@@ -184,12 +192,12 @@ def test_variables_say_how_often_how_many_and_how() -> None:
     ("text", "devices"), [("baseline", 1), ("tp2pp2dp2", 8), ("dp4-zero1", 4), ("zero1", 3)]
 )
 def test_a_strategy_names_its_ranks_where_it_has_degrees(text: str, devices: int) -> None:
-    assert devices_of(text, 3) == devices
+    assert count_devices(text, 3) == devices
 
 
 def test_a_model_that_was_changed_resumes_in_its_changed_form() -> None:
     changed = composed("tp2", extra=("--num-layers", "2"))
-    again = relaunch(record_of(changed), FROM, None, Options())
+    again = compose_resumed_launch(record_of(changed), FROM, None, Options())
     assert again.model.shape == changed.model.shape
     assert again.model.shape.layers == 2
 
@@ -202,21 +210,24 @@ def test_a_run_of_an_older_megatron_resumes_with_its_vocabulary(
         older = MegatronEntry("e.py", "0.17.1")
         monkeypatch.setattr(f"parakit.launch.{module}.find_entry", lambda *_, older=older: older)
     record = record_of(composed("tp2", data="owt-ds/mine_text_document"))
-    resumed = relaunch(record, FROM, None, Options())
+    resumed = compose_resumed_launch(record, FROM, None, Options())
     assert resumed.model.shape.vocabulary == resumed.spec.shape.vocabulary == 50257
 
 
 def test_a_shaped_link_stays_unless_another_is_named() -> None:
     record = changed(record_of(composed("dp2")), link_bits_per_second=10**9)
-    assert relaunch(record, FROM, None, Options()).spec.link_bits_per_second == 10**9
+    assert compose_resumed_launch(record, FROM, None, Options()).spec.link_bits_per_second == 10**9
     assert (
-        relaunch(record, FROM, None, Options(link_bits_per_second=5)).spec.link_bits_per_second == 5
+        compose_resumed_launch(
+            record, FROM, None, Options(link_bits_per_second=5)
+        ).spec.link_bits_per_second
+        == 5
     )
 
 
 def test_ranks_that_shared_a_gpu_share_it_again() -> None:
     record = changed(record_of(composed("dp2")), shares_gpu=True)
-    assert relaunch(record, FROM, None, Options()).spec.shares_gpu
+    assert compose_resumed_launch(record, FROM, None, Options()).spec.shares_gpu
 
 
 def test_a_requeued_job_resumes_from_its_folders_checkpoint(tmp_path: Path, write: Write) -> None:
@@ -239,9 +250,9 @@ def test_a_network_interface_is_of_the_machine_that_the_run_was_on() -> None:
     launch = composed("tp2")
     there = {**launch.environment, "GLOO_SOCKET_IFNAME": "ib7", "TP_SOCKET_IFNAME": "ib7"}
     record = replace(record_of(launch), environment=there)
-    assert relaunch(record, FROM, None, Options()).environment == launch.environment
+    assert compose_resumed_launch(record, FROM, None, Options()).environment == launch.environment
 
 
 def test_batch_is_kept_whole() -> None:
     record = changed(record_of(composed("tp2")), batch=Batch(8, 8))
-    assert relaunch(record, FROM, "dp2", Options()).spec.batch == Batch(4, 8)
+    assert compose_resumed_launch(record, FROM, "dp2", Options()).spec.batch == Batch(4, 8)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.checkpoint.checks import other_model_problem
+from parakit.checkpoint.checks import describe_model_mismatch
 from parakit.config.errors import LaunchError
 from parakit.config.model import load_model
 from parakit.launch import preflight
@@ -40,8 +40,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_of_the_model_passes_and_no_checkpoint_does_too(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    assert other_model_problem(checkpoint, TINY.shape, "gpt2-tiny") is None
-    assert other_model_problem(tmp_path, TINY.shape, "gpt2-tiny") is None
+    assert describe_model_mismatch(checkpoint, TINY.shape, "gpt2-tiny") is None
+    assert describe_model_mismatch(tmp_path, TINY.shape, "gpt2-tiny") is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_checkpoint_of_the_model_passes_and_no_checkpoint_does_too(
 def test_another_models_checkpoint_is_refused_with_both_shapes(
     checkpoint: Path, changes: dict[str, int], found: str
 ) -> None:
-    problem = other_model_problem(checkpoint, replace(TINY.shape, **changes), "gpt2-tiny")
+    problem = describe_model_mismatch(checkpoint, replace(TINY.shape, **changes), "gpt2-tiny")
     assert problem is not None
 
     assert re.search(found, problem)
@@ -69,7 +69,7 @@ def test_a_checkpoint_named_in_extra_is_refused_before_anything_is_written(
     extra = ("--num-layers", "2", "--load", str(checkpoint))
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs", extra=extra)
     target = parse_target("train-pp2-gpt2-tiny-2cpu")
-    launch = compose_job(target.under(options))
+    launch = compose_job(target.with_options(options))
     with pytest.raises(LaunchError, match="is a checkpoint of another model"):
-        preflight.check(launch)
+        preflight.check_launch(launch)
     assert not options.runs.exists()

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_killed_rank_is_a_crash_unless_the_kernel_has_run_out_of_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit_status, "memory_kills", lambda: 5)
+    monkeypatch.setattr(exit_status, "count_memory_kills", lambda: 5)
     crashed = exit_status.classify_exit(folder, 1, False, kills_before=5)
     assert (crashed.status, crashed.rank) == (Status.CRASHED, 1)
     killed = exit_status.classify_exit(folder, 1, False, kills_before=4)
@@ -76,8 +76,8 @@ def test_a_disk_that_was_full_for_a_moment_is_a_cause_too(
     monkeypatch.setattr(exit_status.shutil, "disk_usage", usage)
     monkeypatch.setattr(exit_status, "LOOK_SECONDS", 0.01)
     with exit_status.DiskWatch(folder) as disk:
-        until(lambda: disk.lacked == "space", "the full disk was not seen")
-    status = exit_status.classify_exit(folder, 1, False, None, disk.lacked)
+        until(lambda: disk.exhausted_resource == "space", "the full disk was not seen")
+    status = exit_status.classify_exit(folder, 1, False, None, disk.exhausted_resource)
     assert status.reason.startswith("No space was left")
     assert not exit_status.classify_exit(folder, 1, False, None).reason.startswith("No ")
 
@@ -104,9 +104,9 @@ def test_inodes_that_are_used_up_are_a_cause_beside_bytes(
     with exit_status.DiskWatch(run) as disk:
         for number in range(os.statvfs(run).f_favail):
             (run / f"{number}").touch()
-        until(lambda: disk.lacked == "inode", "the end of inodes was not seen")
+        until(lambda: disk.exhausted_resource == "inode", "the end of inodes was not seen")
     assert shutil.disk_usage(run).free > 500_000
-    status = exit_status.classify_exit(run, 1, False, None, disk.lacked)
+    status = exit_status.classify_exit(run, 1, False, None, disk.exhausted_resource)
     assert status.reason.startswith("No inode was left on the disk of disk; ")
     refused = check_room(str(run), 1, "the run", "name another folder with RUNS=").refusal
     assert refused == (
@@ -153,7 +153,7 @@ def test_the_end_frees_the_reserved_disk_space_and_drops_empty_stacks(folder: Pa
     stacks = folder / records.STACKS_FOLDER
     stacks.mkdir()
     (stacks / "rank0.txt").touch()
-    written = exit_status.finish(folder, StatusRecord(Status.OK), 1.26)
+    written = exit_status.write_final_status(folder, StatusRecord(Status.OK), 1.26)
     assert written == records.read_status(folder)
     assert written.wall_seconds == 1.3
     assert not stacks.exists()
@@ -171,12 +171,12 @@ def test_the_launcher_and_the_supervisor_start_without_torch() -> None:
 
 def test_a_run_that_saved_and_was_interrupted_says_how_it_goes_on(folder: Path) -> None:
     interrupted = StatusRecord(Status.INTERRUPTED, None, "The launcher was asked to stop.")
-    assert "make resume" not in exit_status.outcome(folder, interrupted)
+    assert "make resume" not in exit_status.format_outcome(folder, interrupted)
     for iteration, files in ((20, ("metadata.json", ".metadata")), (40, ("metadata.json",))):
         saved = folder / records.CHECKPOINTS_FOLDER / f"iter_{iteration:07d}"
         saved.mkdir(parents=True)
         for name in files:
             (saved / name).touch()
-    said = exit_status.outcome(folder, interrupted).splitlines()
+    said = exit_status.format_outcome(folder, interrupted).splitlines()
     assert said[1] == f"'make resume RUN={folder}' goes on from what was saved at 20."
-    assert len(exit_status.outcome(folder, StatusRecord(Status.OK)).splitlines()) == 1
+    assert len(exit_status.format_outcome(folder, StatusRecord(Status.OK)).splitlines()) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from parakit.launch.supervise import interruption
 from parakit.launch.supervise import ranks as ranks_module
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.supervise.interruption import is_alive
 from parakit.launch.supervise.ranks import RankProcesses
 from tests.patience import until
 
@@ -17,7 +17,7 @@ STUBBORN = "trap '' TERM; RANK=0 bash -c \"trap '' TERM; while :; do sleep 0.1; 
 
 
 def wait_for(ranks: RankProcesses, rank: int) -> psutil.Process:
-    return until(lambda: ranks.by_rank().get(rank), f"no rank {rank}")
+    return until(lambda: ranks.find_by_rank().get(rank), f"no rank {rank}")
 
 
 def test_the_exit_code_and_both_streams_are_kept(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_rank_that_the_launcher_itself_has_is_nobodys_of_the_run(
     command = ("bash", "-c", "RANK=1 sleep 600 & wait")
     with RankProcesses(command, {}, tmp_path / "log.txt") as ranks:
         wait_for(ranks, 1)
-        assert set(ranks.by_rank()) == {1}
+        assert set(ranks.find_by_rank()) == {1}
 
 
 def test_processes_that_ignore_sigterm_are_ended_by_stop(
@@ -52,7 +52,7 @@ def test_processes_that_ignore_sigterm_are_ended_by_stop(
     monkeypatch.setattr(interruption, "GRACE_SECONDS", 0.5)
     with RankProcesses(("bash", "-c", STUBBORN), {}, tmp_path / "log.txt") as ranks:
         rank = wait_for(ranks, 0)
-    until(lambda: not alive(rank), "the rank lives")
+    until(lambda: not is_alive(rank), "the rank lives")
 
 
 def test_a_supervisor_whose_environment_cannot_be_seen_yet_is_ended_by_stop(
@@ -75,4 +75,4 @@ def test_a_rank_orphaned_by_torchruns_death_is_ended_before_the_end_is_reported(
         rank = wait_for(ranks, 0)
         os.kill(rank.ppid(), signal.SIGKILL)
         until(lambda: ranks.exit_code() is not None, "no exit code")
-        assert not alive(rank)
+        assert not is_alive(rank)

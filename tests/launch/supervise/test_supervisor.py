@@ -13,7 +13,7 @@ from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.files import ROOT
-from parakit.launch.supervise.interruption import alive
+from parakit.launch.supervise.interruption import is_alive
 from tests.patience import PATIENCE, until
 
 TORCHRUN = "RANK=0 sleep 3600 & trap '' TERM; RANK=1 sleep 3600 & wait; wait"
@@ -45,7 +45,7 @@ class Family:
 
     def wait_until_gone(self) -> None:
         everyone = (self.supervisor, self.torchrun, *self.ranks)
-        until(lambda: not any(alive(process) for process in everyone), "processes are left")
+        until(lambda: not any(is_alive(process) for process in everyone), "processes are left")
 
 
 def stop_a_rank_and_kill_the_launcher(family: Family) -> None:

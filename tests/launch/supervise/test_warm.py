@@ -2,12 +2,12 @@
 
 import socket
 
-from parakit.launch.supervise.warm import free_port
+from parakit.launch.supervise.warm import find_free_port
 
 
 def test_a_ranks_port_is_none_that_sockets_get_which_name_none() -> None:
-    port = free_port()
+    port = find_free_port()
     assert 15000 <= port < 32768
     with socket.create_server(("", port)):
-        others = {free_port() for _ in range(20)}
+        others = {find_free_port() for _ in range(20)}
     assert port not in others

@@ -2,8 +2,12 @@ import pytest
 
 from parakit.config.strategy import Batch
 from parakit.logs.runs import load_folder, load_runs
-from parakit.reporting.analyse.comparability import adam_state, compare_speed, differences
-from parakit.reporting.analyse.configurations import configurations
+from parakit.reporting.analyse.comparability import (
+    compare_speed,
+    describe_adam_state,
+    list_differences,
+)
+from parakit.reporting.analyse.configurations import group_into_rows
 from parakit.reporting.analyse.statistics import TimeVerdict
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
@@ -14,7 +18,7 @@ def rows(tmp_path, *pairs):
         for record, ms in pairs
     ]
     runs, _ = load_runs(folders)
-    return {row.newest.strategy: row for row in configurations(runs)}
+    return {row.newest.strategy: row for row in group_into_rows(runs)}
 
 
 def test_equal_work_is_compared_per_iteration(tmp_path):
@@ -49,7 +53,7 @@ def test_everything_that_differs_is_listed(tmp_path):
         argv=(*argv, "--recompute-granularity", "full", "--optimizer", "sgd"),
     )
     text = log_text([100.0] * 5)
-    found = differences(
+    found = list_differences(
         load_folder(write_run(tmp_path, one, text)), load_folder(write_run(tmp_path, two, text))
     )
     assert [(d.what, d.reference, d.other, d.part_of_strategy) for d in found] == [
@@ -65,6 +69,6 @@ def test_everything_that_differs_is_listed(tmp_path):
 def test_adam_never_existed_when_every_step_was_skipped(tmp_path):
     skipped = "\n".join(iteration_line(n, skipped=1) for n in range(1, 5))
     run = load_folder(write_run(tmp_path, run_record("a"), skipped))
-    assert adam_state(run) == "never existed (every step was skipped)"
+    assert describe_adam_state(run) == "never existed (every step was skipped)"
     run = load_folder(write_run(tmp_path, run_record("b"), log_text([1.0, 1.0])))
-    assert adam_state(run) == "existed"
+    assert describe_adam_state(run) == "existed"

@@ -7,7 +7,7 @@ from parakit.config.hardware import device_by_key
 from parakit.config.run import DeviceKind
 from parakit.logs.runs import load_runs
 from parakit.reporting.analyse.comparability import compare_speed
-from parakit.reporting.analyse.configurations import configurations
+from parakit.reporting.analyse.configurations import group_into_rows
 from parakit.reporting.analyse.statistics import TimeVerdict
 from tests.reporting.analyse.test_foreign_logs import given, log, rows_of
 from tests.reporting.factory import log_text, run_record, write_run
@@ -104,23 +104,23 @@ def of_kit(tmp_path, device, host):
         )
         for name, strategy, ms in runs
     ]
-    rows = {row.newest.strategy: row for row in configurations(load_runs(folders)[0])}
+    rows = {row.newest.strategy: row for row in group_into_rows(load_runs(folders)[0])}
     return compare_speed(rows["baseline"], rows["dp2"])
 
 
 def test_runs_of_the_kit_on_gpus_are_judged_per_device(tmp_path):
     host = HostRecord("here", "a processor", 2, 2**34, ("NVIDIA H200",) * 2)
     speed = of_kit(tmp_path, DeviceKind.GPU, host)
-    assert speed.judged is speed.per_device_token
-    assert speed.judged is not None
-    assert speed.judged.verdict is TimeVerdict.SLOWER
+    assert speed.judged_time is speed.per_device_token
+    assert speed.judged_time is not None
+    assert speed.judged_time.verdict is TimeVerdict.SLOWER
 
 
 def test_cpu_ranks_share_one_machine_and_are_judged_as_ever(tmp_path):
     speed = of_kit(tmp_path, DeviceKind.CPU, run_record("x").host)
-    assert speed.judged is speed.per_iteration is speed.per_token
-    assert speed.judged is not None
-    assert speed.judged.verdict is TimeVerdict.FASTER
+    assert speed.judged_time is speed.per_iteration is speed.per_token
+    assert speed.judged_time is not None
+    assert speed.judged_time.verdict is TimeVerdict.FASTER
 
 
 def test_a_log_is_compared_with_the_first_on_its_device(tmp_path):

@@ -8,8 +8,8 @@ from parakit.config.published import load_published
 from parakit.config.run import PatchFile
 from parakit.config.strategy import Parallelism, Sharding, strategy_flags
 from parakit.logs.runs import Run, load_folder, load_log
-from parakit.reporting.analyse.configurations import configurations, identity_of_run, labels
-from parakit.reporting.analyse.published import figure_for
+from parakit.reporting.analyse.configurations import build_row_identity, group_into_rows, label_rows
+from parakit.reporting.analyse.published import find_published_figure
 from tests.reporting.factory import changed, log_text, run_record, write_run
 from tests.reporting.read.test_runs import ARGUMENTS
 from tests.reporting.render.test_build import made
@@ -41,7 +41,7 @@ def test_two_names_of_one_split_are_one_row(tmp_path: Path) -> None:
         load_folder(write_run(tmp_path, sharded(name, strategy), log_text(TIMES)))
         for name, strategy in names.items()
     ]
-    (row,) = configurations(runs)
+    (row,) = group_into_rows(runs)
     assert [run.name for run in row.runs] == ["a", "b"]
 
 
@@ -51,9 +51,9 @@ def test_a_run_with_a_patch_file_is_a_row_of_its_own_that_names_it(tmp_path: Pat
         load_folder(write_run(tmp_path, record, log_text(TIMES)))
         for record in (run_record("a"), patched)
     ]
-    rows = configurations(runs)
+    rows = group_into_rows(runs)
     assert [len(row.runs) for row in rows] == [1, 1]
-    assert labels(rows) == ["baseline ×1", "baseline ×1 with PATCH_FILE=bugs/x.py"]
+    assert label_rows(rows) == ["baseline ×1", "baseline ×1 with PATCH_FILE=bugs/x.py"]
 
 
 def test_a_log_of_zero1_has_the_grammars_one_name(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_repeats_of_other_seeds_are_one_identity_and_other_devices_are_not(tmp_p
     run = load_folder(write_run(tmp_path, run_record("a"), log_text(TIMES)))
     assert run.spec is not None
     again = replace(run, name="b", spec=replace(run.spec, seed=7, strategy="dp1"))
-    assert identity_of_run(run) == identity_of_run(again)
-    assert identity_of_run(run) != identity_of_run(replace(run, device="NVIDIA H200"))
+    assert build_row_identity(run) == build_row_identity(again)
+    assert build_row_identity(run) != build_row_identity(replace(run, device="NVIDIA H200"))
 
 
 def test_a_published_figure_is_found_by_how_its_run_was_split(tmp_path: Path) -> None:
     record = changed(sharded("a", "dp2-zero1"), model="gpt3-64m")
     run = load_folder(write_run(tmp_path, record, log_text(TIMES)))
-    figure = figure_for(run, load_published())
+    figure = find_published_figure(run, load_published())
     assert figure is not None
     assert figure.strategy == "zero1"

@@ -8,8 +8,8 @@ from parakit.artifacts.run import ROUTING_FILE, CodeHashes
 from parakit.config.run import DeviceKind, PatchFile
 from parakit.config.strategy import Batch
 from parakit.logs.runs import load_runs
-from parakit.reporting.analyse.configurations import configurations
-from parakit.reporting.analyse.parity import last_digit, parity_of
+from parakit.reporting.analyse.configurations import group_into_rows
+from parakit.reporting.analyse.parity import judge_parity, last_digit_unit
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 LOSSES = [10.8, 10.7, 10.6, 10.5, 9.4]
@@ -32,8 +32,8 @@ def verdicts(tmp_path, *runs, micro=False, routed=None):
         write_record(tmp_path / name / ROUTING_FILE, RoutingRecord((RankRouting(0, rows),)))
     loaded, problems = load_runs(folders)
     assert problems == []
-    rows = configurations(loaded)
-    found = parity_of(rows)
+    rows = group_into_rows(loaded)
+    found = judge_parity(rows)
     return {row.newest.name: parity for row, parity in zip(rows, found, strict=True)}
 
 
@@ -45,7 +45,7 @@ def changed(losses, iteration, by):
     ("value", "unit"), [(6.159759, 1e-6), (10.29183, 1e-5), (0.5, 1e-7), (0, 1e-6), (100.0, 1e-4)]
 )
 def test_last_digit_is_the_one_megatron_prints(value, unit):
-    assert last_digit(value) == pytest.approx(unit, rel=1e-12)
+    assert last_digit_unit(value) == pytest.approx(unit, rel=1e-12)
 
 
 def test_baseline_is_the_reference_and_one_digit_off_keeps_parity(tmp_path):
@@ -205,8 +205,8 @@ def test_bf16_is_given_what_it_was_measured_to_add_and_no_more(tmp_path):
         lines = zip(numbers, by_iteration[name], strict=True)
         text = "\n".join(iteration_line(number, 100.0, loss) for number, loss in lines)
         folders.append(write_run(tmp_path, run_record(name, strategy, dtype="bf16"), text))
-    rows = configurations(load_runs(folders)[0])
-    found = parity_of(rows)
+    rows = group_into_rows(load_runs(folders)[0])
+    found = judge_parity(rows)
     assert [parity.verdict for parity in found] == ["reference", "held", "broken@10"]
     assert [(parity.compared, parity.until) for parity in found[1:]] == [(4, 50), (4, 50)]
 

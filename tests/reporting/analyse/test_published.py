@@ -3,9 +3,13 @@ import pytest
 from parakit.artifacts.run import HostRecord, MegatronEntry
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import NAMED, Batch, Parallelism
+from parakit.config.strategy import PUBLISHED_STRATEGIES, Batch, Parallelism
 from parakit.logs.runs import load_folder
-from parakit.reporting.analyse.published import figure_for, match_figure, relative_to_baseline
+from parakit.reporting.analyse.published import (
+    find_published_figure,
+    match_figure,
+    published_baseline_ratio,
+)
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
 PUBLISHED = load_published()
@@ -29,14 +33,14 @@ def h200_tp2(**changes):
 
 def matches(tmp_path, record, ms, mib):
     run = load_folder(write_run(tmp_path, record, log_text([ms] * 3)))
-    figure = figure_for(run, PUBLISHED)
+    figure = find_published_figure(run, PUBLISHED)
     assert figure is not None
     return match_figure(run, figure, ms, round(mib * MIB) if mib else None)
 
 
 def test_every_published_run_of_the_main_source_is_there():
     main = {f.strategy: f for f in PUBLISHED.figures if f.source.key == "003"}
-    assert tuple(main) == NAMED
+    assert tuple(main) == PUBLISHED_STRATEGIES
     assert main["cp2"].iteration_ms == (514.5, 519.1)
     assert main["pp2"].device_memory_mib == (61249, 88299)
     assert main["baseline"].global_batch_size == 32
@@ -94,7 +98,7 @@ def test_an_unpublished_strategy_has_no_figure(tmp_path):
     split = Parallelism(tensor=2, pipeline=2, data=2)
     record = changed(run_record("r"), parallelism=split, strategy="tp2pp2dp2")
     run = load_folder(write_run(tmp_path, record, log_text([1.0])))
-    assert figure_for(run, PUBLISHED) is None
+    assert find_published_figure(run, PUBLISHED) is None
 
 
 def test_missing_file_publishes_nothing(tmp_path):
@@ -103,6 +107,6 @@ def test_missing_file_publishes_nothing(tmp_path):
 
 def test_published_ratio_to_baseline_is_a_sample():
     figures = {f.strategy: f for f in PUBLISHED.figures if f.source.key == "003"}
-    ratio = relative_to_baseline(figures["tp2"], PUBLISHED)
+    ratio = published_baseline_ratio(figures["tp2"], PUBLISHED)
     assert ratio == pytest.approx((543.2 / 64) / (437.5 / 32))
-    assert relative_to_baseline(figures["baseline"], PUBLISHED) == 1.0
+    assert published_baseline_ratio(figures["baseline"], PUBLISHED) == 1.0

@@ -7,8 +7,8 @@ from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import Batch
 from parakit.logs.runs import load_folder
-from parakit.reporting.analyse.entry import rows_of
-from parakit.reporting.analyse.rates import rates_of
+from parakit.reporting.analyse.entry import build_entries_from_folders
+from parakit.reporting.analyse.rates import compute_rates
 from parakit.reporting.analyse.results import RESULTS
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
@@ -34,7 +34,7 @@ def published_dp2(**changes):
 
 def rates(tmp_path, record, ms=437.2, log=None):
     text = log or log_text([ms] * 30)
-    return rates_of(load_folder(write_run(tmp_path, record, text)), ms)
+    return compute_rates(load_folder(write_run(tmp_path, record, text)), ms)
 
 
 def test_published_dp2_run_has_its_published_rates(tmp_path):
@@ -104,11 +104,11 @@ def test_parameters_of_a_layer_that_has_no_formula_are_not_known(tmp_path):
     for record, printed in zip(records, (774_090_240, 1, 1_166_341_056), strict=True):
         write_run(tmp_path, record, log_text([437.2] * 30, parameters=printed))
     total = next(column for column in RESULTS if column.name == "parameters_total")
-    rows = rows_of([[tmp_path / record.run] for record in records])
+    rows = build_entries_from_folders([[tmp_path / record.run] for record in records])
     # In 27 of 36 layers 21,086,528 in place of 6,558,720.
     assert [total.value(row) for row in rows] == [774_090_240, None, 1_166_341_056]
 
 
 def test_without_time_there_are_no_rates(tmp_path):
     run = load_folder(write_run(tmp_path, published_dp2(), log_text([1.0] * 3)))
-    assert rates_of(run, None).tokens_per_second is None
+    assert compute_rates(run, None).tokens_per_second is None

@@ -3,17 +3,17 @@ import random
 import numpy as np
 import pytest
 
-from parakit.reporting.analyse.resampling import block_length, order_interval
+from parakit.reporting.analyse.resampling import block_length, order_statistics_interval
 from parakit.reporting.analyse.statistics import (
     ON_CPU_RANKS,
-    Method,
+    IntervalMethod,
     Scatter,
     TimeVerdict,
-    adjusted,
-    compare,
-    estimate,
-    smallest_difference,
-    student,
+    adjust_verdicts,
+    compare_times,
+    estimate_time,
+    smallest_visible_difference,
+    student_quantile,
 )
 
 
@@ -30,43 +30,43 @@ def autocorrelated(phi, count, generator):
 
 
 def test_median_of_few_samples_has_no_interval():
-    found = estimate([[1.0, 2.0, 3.0, 4.0, 100.0]])
+    found = estimate_time([[1.0, 2.0, 3.0, 4.0, 100.0]])
     assert found is not None
     assert (found.median, found.low, found.high) == (3.0, None, None)
-    assert found.method is Method.NONE
+    assert found.method is IntervalMethod.NONE
 
 
 def test_six_samples_have_their_extremes_and_the_scatter_of_runs_as_interval():
-    found = estimate([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    found = estimate_time([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
     assert found is not None
     assert found.median == 3.5
     assert (found.low, found.high) == pytest.approx((1.0, 6.0), abs=0.01)
     assert (found.low < 1.0, found.high > 6.0) == (True, True)
-    assert found.method is Method.ORDER
+    assert found.method is IntervalMethod.ORDER
 
 
 # Ranks of the median's 95% interval as every table of the sign test has them.
 @pytest.mark.parametrize(("count", "low"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (19, 5)])
 def test_order_interval_takes_the_tabulated_ranks(count, low):
-    assert order_interval(np.arange(1.0, count + 1)) == (low, count + 1 - low)
+    assert order_statistics_interval(np.arange(1.0, count + 1)) == (low, count + 1 - low)
 
 
 def test_twenty_samples_are_bootstrapped():
-    found = estimate([run(100, 0.01, 20)])
+    found = estimate_time([run(100, 0.01, 20)])
     assert found is not None
-    assert found.method is Method.BOOTSTRAP
+    assert found.method is IntervalMethod.BOOTSTRAP
     assert found.low is not None
     assert found.high is not None
     assert found.low <= found.median <= found.high
 
 
 def test_no_samples_have_no_estimate():
-    assert estimate([]) is None
-    assert estimate([[]]) is None
+    assert estimate_time([]) is None
+    assert estimate_time([[]]) is None
 
 
 def test_equal_samples_give_their_value_exactly():
-    found = estimate([[7.5] * 30])
+    found = estimate_time([[7.5] * 30])
     assert found is not None
     assert (found.median, found.spread) == (7.5, 0.0)
     # One run does not show the scatter between runs: 2% is assumed.
@@ -75,7 +75,7 @@ def test_equal_samples_give_their_value_exactly():
 
 def test_the_same_samples_give_the_same_interval():
     samples = [run(100, 0.05)]
-    assert estimate(samples) == estimate(samples)
+    assert estimate_time(samples) == estimate_time(samples)
 
 
 def test_blocks_grow_with_autocorrelation():
@@ -91,7 +91,7 @@ def test_interval_holds_the_true_median_nearly_as_often_as_promised(phi):
     generator = np.random.default_rng(7)
     hits = 0
     for _ in range(60):
-        found = estimate([autocorrelated(phi, 200, generator)])
+        found = estimate_time([autocorrelated(phi, 200, generator)])
         assert found is not None
         assert found.low is not None
         assert found.high is not None
@@ -100,7 +100,7 @@ def test_interval_holds_the_true_median_nearly_as_often_as_promised(phi):
 
 
 def width(samples):
-    found = estimate([samples], scatter=Scatter(0.0, 0.0, "none"))
+    found = estimate_time([samples], scatter=Scatter(0.0, 0.0, "none"))
     assert found is not None
     assert found.low < found.median < found.high
     return found.high - found.low
@@ -115,14 +115,14 @@ def test_a_long_run_has_the_interval_of_the_bootstrap_without_its_draws(phi):
 
 @pytest.mark.parametrize("samples", [[7.5] * 20_000, [195.0, 223.0] * 10_000])
 def test_a_long_run_of_one_or_two_values_has_an_interval_that_holds_its_median(samples):
-    found = estimate([samples])
+    found = estimate_time([samples])
     assert found is not None
     assert found.low <= found.median <= found.high
 
 
 def test_repeats_that_differ_widen_the_interval():
-    alike = estimate([run(100, 0.01, 50, 1), run(100, 0.01, 50, 2), run(100, 0.01, 50, 3)])
-    apart = estimate([run(95, 0.01, 50, 1), run(100, 0.01, 50, 2), run(105, 0.01, 50, 3)])
+    alike = estimate_time([run(100, 0.01, 50, 1), run(100, 0.01, 50, 2), run(100, 0.01, 50, 3)])
+    apart = estimate_time([run(95, 0.01, 50, 1), run(100, 0.01, 50, 2), run(105, 0.01, 50, 3)])
     assert alike is not None
     assert apart is not None
     assert apart.high - apart.low > 5 * (alike.high - alike.low)
@@ -130,29 +130,29 @@ def test_repeats_that_differ_widen_the_interval():
 
 
 def known(*runs, **options):
-    found = estimate(runs, **options)
+    found = estimate_time(runs, **options)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize(("percent", "verdict"), [(3, TimeVerdict.NOISE), (8, TimeVerdict.SLOWER)])
 def test_one_run_each_calls_only_what_runs_do_not_scatter_by(percent, verdict):
-    found = compare(known(run(100, 0.005)), known(run(100 + percent, 0.005, seed=1)))
+    found = compare_times(known(run(100, 0.005)), known(run(100 + percent, 0.005, seed=1)))
     assert found.verdict is verdict
     assert found.smallest == pytest.approx(0.057, abs=0.002)
 
 
 def test_faster_is_called_too():
-    found = compare(known(run(100, 0.005)), known(run(90, 0.005, seed=1)))
+    found = compare_times(known(run(100, 0.005)), known(run(90, 0.005, seed=1)))
     assert found.verdict is TimeVerdict.FASTER
     assert found.low < 0.9 < found.high < 0.96
 
 
 def test_on_cpu_ranks_runs_are_known_to_scatter_more():
     one, two = ([run(level, 0.005)] for level in (100, 110))
-    assert compare(known(*one), known(*two)).verdict is TimeVerdict.SLOWER
+    assert compare_times(known(*one), known(*two)).verdict is TimeVerdict.SLOWER
     on_cpu = (known(*side, scatter=ON_CPU_RANKS) for side in (one, two))
-    assert compare(*on_cpu).verdict is TimeVerdict.NOISE
+    assert compare_times(*on_cpu).verdict is TimeVerdict.NOISE
 
 
 def repeats(level, between, count, generator, length=8):
@@ -172,7 +172,7 @@ def test_at_most_six_percent_of_equal_configurations_are_called_different(betwee
     false, pairs = 0, 400
     for _ in range(pairs):
         one, two = (known(*repeats(100, between, count, generator)) for _ in range(2))
-        false += compare(one, two).verdict is not TimeVerdict.NOISE
+        false += compare_times(one, two).verdict is not TimeVerdict.NOISE
     assert false <= 0.06 * pairs
 
 
@@ -181,7 +181,7 @@ def test_uneven_numbers_of_runs_hold_the_promise_too():
     false, pairs = 0, 400
     for _ in range(pairs):
         one, five = (known(*repeats(100, 0.02, count, generator)) for count in (1, 5))
-        false += compare(one, five).verdict is not TimeVerdict.NOISE
+        false += compare_times(one, five).verdict is not TimeVerdict.NOISE
     assert false <= 0.06 * pairs
 
 
@@ -194,14 +194,14 @@ def test_sides_that_scatter_unequally_are_not_called_different(one, two):
     false, pairs = 0, 600
     for _ in range(pairs):
         first, second = (known(*repeats(100, *side, generator)) for side in (one, two))
-        false += compare(first, second).verdict is not TimeVerdict.NOISE
+        false += compare_times(first, second).verdict is not TimeVerdict.NOISE
     assert false <= 0.07 * pairs
 
 
 def test_a_quantile_between_two_degrees_of_freedom_is_between_theirs():
-    assert student(2) == pytest.approx(4.30265)
-    assert 3.55 < student(2.5) < 3.65
-    assert student(30) == pytest.approx(2.042, abs=0.002)
+    assert student_quantile(2) == pytest.approx(4.30265)
+    assert 3.55 < student_quantile(2.5) < 3.65
+    assert student_quantile(30) == pytest.approx(2.042, abs=0.002)
 
 
 def test_among_many_equal_rows_hardly_ever_one_is_called_faster():
@@ -209,20 +209,22 @@ def test_among_many_equal_rows_hardly_ever_one_is_called_faster():
     called = {"alone": 0, "together": 0}
     for _ in range(60):
         reference, *others = (known(*repeats(100, 0.02, 1, generator)) for _ in range(16))
-        found = [compare(reference, other) for other in others]
+        found = [compare_times(reference, other) for other in others]
         called["alone"] += any(each.verdict.is_clear for each in found)
-        called["together"] += any(each.verdict.is_clear for each in adjusted(found))
+        called["together"] += any(each.verdict.is_clear for each in adjust_verdicts(found))
     assert called["together"] <= 6 < called["alone"]
 
 
 def test_a_verdict_among_others_says_so_and_a_large_one_stays():
     reference = known(run(100, 0.001))
     levels = (94, 106.2, 130)
-    found = adjusted([compare(reference, known(run(level, 0.001))) for level in levels])
+    found = adjust_verdicts(
+        [compare_times(reference, known(run(level, 0.001))) for level in levels]
+    )
     assert [each.verdict for each in found] == [*2 * [TimeVerdict.NOISE], TimeVerdict.SLOWER]
     assert [each.among for each in found] == [3, 3, 0]
-    alone = compare(reference, known(run(94, 0.001)))
-    assert adjusted([alone]) == [alone]
+    alone = compare_times(reference, known(run(94, 0.001)))
+    assert adjust_verdicts([alone]) == [alone]
 
 
 def test_three_quiet_runs_see_what_one_run_each_cannot():
@@ -230,24 +232,24 @@ def test_three_quiet_runs_see_what_one_run_each_cannot():
     seen = {}
     for count in (1, 3):
         one, two = (known(*repeats(level, 0.003, count, generator)) for level in (100, 102))
-        seen[count] = compare(one, two).verdict
+        seen[count] = compare_times(one, two).verdict
     assert seen == {1: TimeVerdict.NOISE, 3: TimeVerdict.SLOWER}
 
 
 def test_the_lost_power_is_a_number():
-    assert smallest_difference(1, 0.011) == pytest.approx(0.031, abs=0.001)
-    assert smallest_difference(3, 0.005) == pytest.approx(0.0114, abs=0.0001)
+    assert smallest_visible_difference(1, 0.011) == pytest.approx(0.031, abs=0.001)
+    assert smallest_visible_difference(3, 0.005) == pytest.approx(0.0114, abs=0.0001)
 
 
 def test_interval_of_three_runs_is_students():
     found = known([99.0] * 8, [100.0] * 8, [101.0] * 8)
-    assert (found.method, found.freedom) == (Method.RUNS, 2)
+    assert (found.method, found.degrees_of_freedom) == (IntervalMethod.RUNS, 2)
     assert (found.low, found.high) == pytest.approx((100 - 2.4842, 100 + 2.4842), abs=1e-3)
 
 
 def test_runs_that_scatter_more_than_repeats_do_disagree():
-    assert known([90.0] * 8, [110.0] * 8).disagree
-    assert not known([99.0] * 8, [101.0] * 8).disagree
+    assert known([90.0] * 8, [110.0] * 8).repeats_disagree
+    assert not known([99.0] * 8, [101.0] * 8).repeats_disagree
 
 
 def test_a_short_run_does_not_count_as_much_as_a_long_one():
@@ -256,36 +258,36 @@ def test_a_short_run_does_not_count_as_much_as_a_long_one():
 
 def test_run_against_itself_is_within_noise_with_a_real_interval():
     found = known(run(100, 0.02))
-    compared = compare(found, found)
+    compared = compare_times(found, found)
     assert compared.verdict is TimeVerdict.NOISE
     assert compared.low < 1 < compared.high
 
 
 def test_too_few_samples_have_no_verdict():
-    few = estimate([[1.0, 2.0]])
+    few = estimate_time([[1.0, 2.0]])
     assert few is not None
-    assert compare(few, few).verdict is TimeVerdict.UNKNOWN
+    assert compare_times(few, few).verdict is TimeVerdict.UNKNOWN
 
 
 def test_small_samples_are_compared_by_their_intervals():
     one, two = (
-        estimate([[100.0 + k / 10 for k in range(8)]]),
-        estimate([[120.0 + k / 10 for k in range(8)]]),
+        estimate_time([[100.0 + k / 10 for k in range(8)]]),
+        estimate_time([[120.0 + k / 10 for k in range(8)]]),
     )
     assert one is not None
     assert two is not None
-    assert compare(one, two).verdict is TimeVerdict.SLOWER
+    assert compare_times(one, two).verdict is TimeVerdict.SLOWER
 
 
 def test_weight_compares_times_a_token():
-    one, two = estimate([[100.0] * 30]), estimate([[200.0] * 30])
+    one, two = estimate_time([[100.0] * 30]), estimate_time([[200.0] * 30])
     assert one is not None
     assert two is not None
-    assert compare(one, two, weight=0.5).ratio == 1.0
+    assert compare_times(one, two, weight=0.5).ratio == 1.0
 
 
 def test_an_interval_without_scatter_still_holds_its_median() -> None:
-    found = estimate([[100 / 3] * 8] * 3)
+    found = estimate_time([[100 / 3] * 8] * 3)
     assert found is not None
     assert found.low is not None
     assert found.high is not None

@@ -5,7 +5,7 @@ import pytest
 from parakit.artifacts.measurements import CommunicationRecord, RankCommunication, TimeRecord
 from parakit.costs.operations import Phase
 from parakit.logs.sources import read_time_ledger
-from parakit.reporting.analyse.time_shares import add_pipeline_waits, time_shares
+from parakit.reporting.analyse.time_shares import add_pipeline_waits, compute_time_shares
 from tests.reporting.ledger_factory import call, seconds
 
 PHASES = {
@@ -20,7 +20,7 @@ CALLS = {Phase.GRADIENT_SYNC: 0.1, Phase.FORWARD: 0.15, Phase.PIPELINE: 0.1, Pha
 
 
 def test_shares_are_of_the_iteration_and_sum_to_one() -> None:
-    (shares,) = time_shares(TimeRecord((seconds(0, PHASES, CALLS),)))
+    (shares,) = compute_time_shares(TimeRecord((seconds(0, PHASES, CALLS),)))
     assert shares.phases[Phase.BACKWARD] == pytest.approx(0.3)
     assert sum(shares.phases.values()) == pytest.approx(1)
     assert shares.phases[Phase.PIPELINE] == pytest.approx(0.1)
@@ -28,12 +28,12 @@ def test_shares_are_of_the_iteration_and_sum_to_one() -> None:
 
 
 def test_published_form_counts_gradient_sync_as_backward_and_leaves_out_waiting() -> None:
-    (shares,) = time_shares(TimeRecord((seconds(0, PHASES),)))
-    assert shares.as_published == pytest.approx((0.25, 0.5, 0.25))
+    (shares,) = compute_time_shares(TimeRecord((seconds(0, PHASES),)))
+    assert shares.published_fractions == pytest.approx((0.25, 0.5, 0.25))
 
 
 def test_rank_without_a_steady_iteration_has_no_shares() -> None:
-    assert time_shares(TimeRecord((seconds(0, {}),))) == ()
+    assert compute_time_shares(TimeRecord((seconds(0, {}),))) == ()
 
 
 def sent(wait: float, group: str = "pp") -> CommunicationRecord:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parakit.logs.runs import load_log
-from parakit.reporting.analyse.within_run import ChangeKind, changes_within
+from parakit.reporting.analyse.within_run import ChangeKind, find_changes_within_run
 from tests.reporting.factory import iteration_line
 
 
@@ -22,7 +22,7 @@ def shifts(tmp_path, times, batches=None, more=()):
             lines[0] = f"--- arguments ---\n{text}\n--- end of arguments ---\n{lines[0]}"
     path = tmp_path / "a.log"
     path.write_text("\n".join([*lines, ""]))
-    return changes_within(load_log(path)[0])
+    return find_changes_within_run(load_log(path)[0])
 
 
 def noisy(level, count, seed=0):

@@ -16,7 +16,7 @@ from parakit.artifacts.run import RUN_FILE
 from parakit.config.strategy import Parallelism, Sharding
 from parakit.costs.operations import Phase
 from parakit.formatting.units import amount, joined, milliseconds, number, signed
-from parakit.reporting.explain.costs import costs_above
+from parakit.reporting.explain.costs import costs_above_fair_time
 from parakit.reporting.explain.explanation import (
     NOTHING,
     Explanation,
@@ -60,7 +60,7 @@ def test_costs_are_above_a_share_of_baseline_and_sum_to_the_difference() -> None
     reference = TimeRecord((seconds(0, WORK),))
     half = {phase: 0.5 * value for phase, value in WORK.items()}
     ranks = [seconds(0, half | {Phase.PIPELINE: 0.03}), seconds(1, half | {Phase.PIPELINE: 0.01})]
-    costs = costs_above(reference, TimeRecord(tuple(ranks)), 0.5)
+    costs = costs_above_fair_time(reference, TimeRecord(tuple(ranks)), 0.5)
     assert next(iter(costs)) == "waiting for other pipeline stages"
     assert costs["waiting for other pipeline stages"] == pytest.approx(0.02)
     assert sum(costs.values()) == pytest.approx(0.02)

@@ -11,23 +11,23 @@ from parakit.artifacts.measurements import (
 )
 from parakit.config.model import LinearAttention
 from parakit.config.run import DeviceKind
-from parakit.costs.collectives.call import LATEST
+from parakit.costs.collectives.call import LATEST_MEGATRON
 from parakit.costs.operations import Phase
 from parakit.logs.runs import load_folder
 from parakit.reporting.explain.closed_form import (
     Kernels,
     NoClosedFormError,
-    configuration_of_run,
-    fullest_candidate,
+    find_peak_candidate,
+    require_closed_form_spec,
 )
 from parakit.reporting.explain.predicted import (
     PredictionEvidence,
     StageTimes,
     Unattributed,
     compare_calls,
-    evidence_of,
+    compare_run_with_predictions,
 )
-from parakit.reporting.explain.timelines import NoTraceError, scene_of
+from parakit.reporting.explain.timelines import NoTraceError, build_scene
 from tests.reporting.factory import log_text
 from tests.reporting.ledger_factory import (
     call,
@@ -47,7 +47,7 @@ WORD = 50304 * 64
 
 
 def found(folder: Path) -> PredictionEvidence:
-    return evidence_of(load(folder)[0])
+    return compare_run_with_predictions(load(folder)[0])
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "tp2", "sp2", "cp2", "pp2"])
@@ -101,7 +101,7 @@ def test_bytes_to_experts_are_not_matched_because_the_router_decides_them(tmp_pa
         parallelism=replace(dense.parallelism, expert=2),
         token_dispatcher="alltoall",
     )
-    comparison = compare_calls(configuration, RankCommunication(0, 1, 0, ()), LATEST)
+    comparison = compare_calls(configuration, RankCommunication(0, 1, 0, ()), LATEST_MEGATRON)
     missing = [item for item in comparison.unattributed if item.group == "ep"]
     assert [(item.payload_bytes, item.calls < 0) for item in missing] == [(0, True)]
 
@@ -130,11 +130,11 @@ def test_missing_ledgers_are_said_so_and_the_rest_is_there(tmp_path: Path) -> No
 def test_other_backend_has_no_closed_form(tmp_path: Path) -> None:
     run, _ = load(write(tmp_path, "dp2"))
     other = replace(run, spec=replace(run.spec, backend="native"))
-    assert evidence_of(other).notes[-1] == (
+    assert compare_run_with_predictions(other).notes[-1] == (
         "nothing predicted: the closed forms describe Megatron, this run's backend is native"
     )
     with pytest.raises(NoClosedFormError, match="not known"):
-        configuration_of_run(replace(run, spec=None))
+        require_closed_form_spec(replace(run, spec=None))
 
 
 PRINTED = {
@@ -155,7 +155,7 @@ def test_linear_attention_has_no_closed_form(tmp_path: Path) -> None:
     run, _ = load(write(tmp_path, "dp2"))
     shape = replace(run.spec.shape, linear=LinearAttention(2, 16, 4, 16, 4))
     with pytest.raises(NoClosedFormError, match="of linear attention only parameters and FLOPs"):
-        configuration_of_run(replace(run, spec=replace(run.spec, shape=shape)))
+        require_closed_form_spec(replace(run, spec=replace(run.spec, shape=shape)))
 
 
 def test_without_a_micro_batch_in_the_log_nothing_is_predicted_and_nothing_fails(
@@ -169,9 +169,12 @@ def test_without_a_micro_batch_in_the_log_nothing_is_predicted_and_nothing_fails
     run = load_folder(tmp_path)
     assert run.spec is not None
     assert (run.spec.microbatches, run.spec.batch.global_batch_size) == (0, 8)
-    assert evidence_of(run).notes[-1] == "nothing predicted: the run's micro batch is not known"
+    assert (
+        compare_run_with_predictions(run).notes[-1]
+        == "nothing predicted: the run's micro batch is not known"
+    )
     with pytest.raises(NoTraceError, match="micro batch"):
-        scene_of(run)
+        build_scene(run)
 
 
 def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_path: Path) -> None:
@@ -186,8 +189,8 @@ def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_pat
     }
     write_memory(folder, held(0, categories))
     rows = {row.component: row for row in found(folder).memory}
-    assert rows["weights"].exact
-    assert rows["gradients"].exact
+    assert rows["weights"].is_exact
+    assert rows["gradients"].is_exact
     assert rows["optimizer state"].residual == 208
     assert rows["optimizer state"].note == "Adam's step counts, 4 bytes a tensor: 52"
     assert rows["logits and temporaries"].residual == 1000
@@ -214,7 +217,7 @@ def test_on_a_gpu_the_allocators_and_the_devices_figures_are_next_to_the_peak(
 def moment(tmp_path: Path, strategy: str, stage: int = 0, **kernels: bool) -> tuple[str, int]:
     _, configuration = load(write(tmp_path, strategy))
     kinds = {"fused_gradients": False, "fused_adam": False} | kernels
-    found = fullest_candidate(configuration, stage, Kernels(**kinds))
+    found = find_peak_candidate(configuration, stage, Kernels(**kinds))
     return found.name.split()[0] + " " + found.name.split()[1], found.temporaries
 
 

@@ -19,12 +19,12 @@ from parakit.costs.operations import Phase
 from parakit.logs.runs import load_folder
 from parakit.reporting.explain.explanation import explain
 from parakit.reporting.explain.routing import (
-    busiest,
-    chosen_layers,
+    busiest_rank_ratio,
+    choose_layers,
+    compute_rank_loads,
     draw_routing,
-    iterations_of,
-    loads,
-    shares,
+    expert_token_ratios,
+    merge_routing_of_ranks,
 )
 from parakit.reporting.render.charts import draw_charts
 from tests.reporting.ledger_factory import (
@@ -68,7 +68,7 @@ def waiting(*waits: float) -> CommunicationRecord:
 
 def test_counts_add_up_over_ranks_and_losses_are_their_mean() -> None:
     rows = (layer((3, 1), loss=1.0), layer((2, 2), number=2, loss=2.0))
-    (found,) = iterations_of(record(rows, (layer((1, 3), loss=3.0),)))
+    (found,) = merge_routing_of_ranks(record(rows, (layer((1, 3), loss=3.0),)))
     assert found.tokens == {1: (4, 4), 2: (2, 2)}
     assert (found.computed, found.dropped) == (12, 3)
     assert found.load_balancing_loss == pytest.approx(2.0)
@@ -76,23 +76,23 @@ def test_counts_add_up_over_ranks_and_losses_are_their_mean() -> None:
 
 
 def test_a_loss_that_no_router_has_is_unknown() -> None:
-    (found,) = iterations_of(record((layer((1, 1), loss=None),)))
+    (found,) = merge_routing_of_ranks(record((layer((1, 1), loss=None),)))
     assert found.load_balancing_loss is None
 
 
 def test_shares_are_over_what_an_even_router_would_give() -> None:
     rows = (layer((3, 1)), layer((1, 3), number=2), layer((0, 0), iteration=2))
-    found = iterations_of(record(rows))
-    assert shares(found[:1], 1) == [(1.5, 0.5)]
-    assert shares(found[1:], 1) == [(0.0, 0.0)]
+    found = merge_routing_of_ranks(record(rows))
+    assert expert_token_ratios(found[:1], 1) == [(1.5, 0.5)]
+    assert expert_token_ratios(found[1:], 1) == [(0.0, 0.0)]
 
 
 def test_a_rank_computes_what_all_ranks_of_its_group_route_to_its_experts() -> None:
     routed = record((layer((5, 1, 1, 1)),), (layer((1, 1, 0, 6)),))
-    first, second = loads(routed, EP2, waiting(0.3, 0.1))
+    first, second = compute_rank_loads(routed, EP2, waiting(0.3, 0.1))
     assert (first.experts, second.experts) == (range(2), range(2, 4))
     assert (first.tokens, second.tokens) == (8.0, 8.0)
-    assert (first.of_mean, second.of_mean) == (1.0, 1.0)
+    assert (first.ratio_to_mean, second.ratio_to_mean) == (1.0, 1.0)
     assert (first.wait_seconds, second.wait_seconds) == (0.3, 0.1)
 
 
@@ -100,19 +100,19 @@ def test_ranks_that_share_experts_or_hold_copies_are_distinguished_as_megatron_n
     None
 ):
     rows = [(layer((4, 0)),), (layer((0, 4)),), (layer((4, 0)),), (layer((4, 0)),)]
-    copies = loads(record(*rows), Parallelism(data=4, expert=2), None)
+    copies = compute_rank_loads(record(*rows), Parallelism(data=4, expert=2), None)
     assert [load.tokens for load in copies] == [4, 4, 8, 0]
-    assert [load.of_mean for load in copies] == [1.0, 1.0, 2.0, 0.0]
+    assert [load.ratio_to_mean for load in copies] == [1.0, 1.0, 2.0, 0.0]
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
-    shared = loads(record(*rows), split, None)
+    shared = compute_rank_loads(record(*rows), split, None)
     assert [load.experts for load in shared] == [range(1), range(1), range(1, 2), range(1, 2)]
     assert [load.tokens for load in shared] == [12, 12, 4, 4]
 
 
 def test_ranks_of_a_stage_without_a_router_compute_nothing() -> None:
     split = Parallelism(data=2, expert=2, pipeline=2)
-    found = loads(record((), (), (layer((6, 2)),), (layer((2, 4)),)), split, None)
-    assert [(load.tokens, load.of_mean) for load in found[:2]] == [(0, 1.0)] * 2
+    found = compute_rank_loads(record((), (), (layer((6, 2)),), (layer((2, 4)),)), split, None)
+    assert [(load.tokens, load.ratio_to_mean) for load in found[:2]] == [(0, 1.0)] * 2
     assert [load.tokens for load in found[2:]] == [8, 6]
 
 
@@ -120,23 +120,23 @@ def test_ranks_that_are_busy_in_turn_are_waited_for_in_turn() -> None:
     turns = record(
         (layer((3, 1)), layer((1, 3), number=2)), (layer((3, 1)), layer((1, 3), number=2))
     )
-    assert [load.of_mean for load in loads(turns, EP2, None)] == [1.0, 1.0]
-    assert busiest(turns, EP2) == pytest.approx(1.5)
-    assert busiest(record(()), EP2) == 1.0
+    assert [load.ratio_to_mean for load in compute_rank_loads(turns, EP2, None)] == [1.0, 1.0]
+    assert busiest_rank_ratio(turns, EP2) == pytest.approx(1.5)
+    assert busiest_rank_ratio(record(()), EP2) == 1.0
 
 
 def test_without_expert_parallelism_no_rank_computes_for_another() -> None:
-    assert loads(record((layer((1, 1)),)), Parallelism(data=2), None) == ()
+    assert compute_rank_loads(record((layer((1, 1)),)), Parallelism(data=2), None) == ()
 
 
 def test_of_many_layers_the_first_the_last_and_some_between_are_drawn() -> None:
-    assert chosen_layers([1, 2, 3]) == [1, 2, 3]
-    assert chosen_layers(range(1, 33)) == [1, 11, 22, 32]
+    assert choose_layers([1, 2, 3]) == [1, 2, 3]
+    assert choose_layers(range(1, 33)) == [1, 11, 22, 32]
 
 
 def test_one_iteration_of_one_layer_can_be_drawn() -> None:
     figure = Figure()
-    draw_routing(figure, iterations_of(record((layer((3, 1)),))))
+    draw_routing(figure, merge_routing_of_ranks(record((layer((3, 1)),))))
     image = figure.axes[0].get_images()[0]
     assert image.get_array().tolist() == [[1.5], [0.5]]  # type: ignore[union-attr]
 

@@ -6,9 +6,9 @@ from parakit.artifacts.measurements import CommunicationRecord, RankCommunicatio
 from parakit.config.run import DeviceKind
 from parakit.reporting.explain.timelines import (
     NoTraceError,
+    build_scene,
+    draw_timelines,
     find_run,
-    scene_of,
-    timeline_charts,
     write_timeline,
 )
 from tests.program import run_report as main
@@ -56,17 +56,17 @@ def test_calls_in_groups_of_one_rank_are_left_out(pp2: Path) -> None:
         (RankCommunication(0, 9, 0, (call("dp_cp", "all_reduce", 4),)),),
     )
     write_calls(pp2, alone)
-    assert any(piece.is_call for piece in scene_of(load(pp2)[0]).pieces)
+    assert any(piece.is_call for piece in build_scene(load(pp2)[0]).pieces)
     single = call("tp", "broadcast", 4)
     object.__setattr__(single, "ranks", 1)
     write_calls(pp2, CommunicationRecord((RankCommunication(0, 9, 0, (single,)),)))
-    assert not any(piece.is_call for piece in scene_of(load(pp2)[0]).pieces)
+    assert not any(piece.is_call for piece in build_scene(load(pp2)[0]).pieces)
 
 
 def test_report_draws_the_runs_that_left_a_trace(pp2: Path, tmp_path: Path) -> None:
     other, broken = write(tmp_path, "tp2"), write(tmp_path, "cp2")
     (broken / "trace.json").write_text("{")
-    charts = timeline_charts(report_of(pp2, other, broken).entries)
+    charts = draw_timelines(report_of(pp2, other, broken).entries)
     assert [chart.title for chart in charts] == ["Iteration of pp2 ×2, gpt2-tiny"]
 
 
@@ -76,7 +76,7 @@ def test_run_without_a_usable_trace_is_a_sentence(tmp_path: Path, text: str | No
     if text is not None:
         (folder / "trace.json").write_text(text)
     with pytest.raises(NoTraceError, match="run-pp2"):
-        scene_of(load(folder)[0])
+        build_scene(load(folder)[0])
 
 
 def test_newest_run_of_a_target_is_found(tmp_path: Path) -> None:

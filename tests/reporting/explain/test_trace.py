@@ -5,7 +5,12 @@ import pytest
 
 from parakit.config.strategy import Parallelism, PipelineSchedule
 from parakit.costs.schedules import Pass
-from parakit.reporting.explain.timelines import TraceSpan, idle_over_work, passes, read_trace
+from parakit.reporting.explain.timelines import (
+    TraceSpan,
+    read_trace,
+    select_passes,
+    traced_idle_over_work,
+)
 from tests.reporting.ledger_factory import write_trace
 
 PP2 = Parallelism(pipeline=2)
@@ -21,7 +26,7 @@ def spans(rank: int, order: str) -> list[tuple[int, str, str, float, float]]:
 def labels(pieces: tuple[TraceSpan, ...], rank: int) -> list[str]:
     return [
         f"{p.step.direction}{p.step.microbatch + 1}" + "'" * p.step.chunk
-        for p in passes(pieces)
+        for p in select_passes(pieces)
         if p.rank == rank and p.step
     ]
 
@@ -40,12 +45,12 @@ def test_interleaved_passes_carry_their_virtual_stage(tmp_path: Path) -> None:
         *("F1", "F2", "F1'", "F2'"),
         *("B1'", "B2'", "B1", "B2"),
     ]
-    assert split.run_schedule is PipelineSchedule.INTERLEAVED
+    assert split.executed_schedule is PipelineSchedule.INTERLEAVED
 
 
 def test_more_passes_than_the_schedule_has_stay_without_a_number(tmp_path: Path) -> None:
     write_trace(tmp_path, *spans(0, "FBFB"))
-    pieces = passes(read_trace(tmp_path, Parallelism(), 1))
+    pieces = select_passes(read_trace(tmp_path, Parallelism(), 1))
     assert [piece.step is None for piece in pieces] == [False, False, True, True]
     assert pieces[1].step is not None
     assert pieces[1].step.direction is Pass.BACKWARD
@@ -60,8 +65,8 @@ def test_idle_is_what_a_rank_does_not_compute_between_first_forward_and_last_bac
         *((1, F, "forward", 1, 2), (1, B, "backward", 2, 4)),
         (1, "optimizer", "optimizer", 8, 9),
     )
-    assert idle_over_work(read_trace(tmp_path, PP2, 1)) == {0: 1.0, 1: 1.0}
-    assert idle_over_work(()) == {}
+    assert traced_idle_over_work(read_trace(tmp_path, PP2, 1)) == {0: 1.0, 1: 1.0}
+    assert traced_idle_over_work(()) == {}
 
 
 def test_call_names_its_group(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from parakit.artifacts.io import lock_file
 from parakit.artifacts.run import Status
 from parakit.logs import runs as runs_module
 from parakit.logs.runs import find_run_folders, load_folder, load_log, load_runs
-from parakit.reporting.analyse.configurations import configurations
-from parakit.reporting.analyse.rates import Rates, rates_of
+from parakit.reporting.analyse.configurations import group_into_rows
+from parakit.reporting.analyse.rates import Rates, compute_rates
 from parakit.reporting.build import BuildOptions, build
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
@@ -147,7 +147,7 @@ def rows_of(tmp_path, *records_and_status, all_conditions=False):
         write_run(tmp_path, record, log_text([9.0] + [8.0] * 7), status)
         for record, status in records_and_status
     ]
-    return configurations(load_runs(folders)[0], all_conditions)
+    return group_into_rows(load_runs(folders)[0], all_conditions)
 
 
 def test_repeats_are_pooled_also_over_seeds_and_lengths(tmp_path):
@@ -178,9 +178,9 @@ def test_a_run_that_is_still_on_neither_splits_its_row_nor_is_in_its_figures(tmp
     path = write_run(tmp_path, new, iteration_line(7, 1.0), Status.INCOMPLETE)
     (path / "samples.csv").write_text("seconds\n")
     rows_of(tmp_path, (replace(run_record("a"), kit_commit="old"), Status.OK))
-    with_it = configurations(load_runs([tmp_path / "a", path])[0])
+    with_it = group_into_rows(load_runs([tmp_path / "a", path])[0])
     assert [(row.newest.name, len(row.running), row.superseded) for row in with_it] == [("a", 1, 0)]
-    (alone,) = configurations(load_runs([path])[0])
+    (alone,) = group_into_rows(load_runs([path])[0])
     assert (alone.newest.status.status, alone.running) == (Status.RUNNING, ())
 
 
@@ -248,7 +248,7 @@ def test_a_batch_that_nothing_names_is_not_known(tmp_path):
     run = foreign(tmp_path, unnamed, text)
     assert run.spec is not None
     assert run.global_batch_size is None
-    assert rates_of(run, 100.0) == Rates()
+    assert compute_rates(run, 100.0) == Rates()
 
 
 def test_while_the_batch_ramps_up_figures_are_of_the_batch_of_most_iterations(tmp_path):
@@ -261,7 +261,7 @@ def test_while_the_batch_ramps_up_figures_are_of_the_batch_of_most_iterations(tm
         "first after a start": 1,
         "at another global batch size": 9,
     }
-    assert rates_of(run, 100.0).tokens_per_second == 64 * 1024 / 0.1
+    assert compute_rates(run, 100.0).tokens_per_second == 64 * 1024 / 0.1
 
 
 def test_a_fault_of_the_reader_costs_one_log_and_not_the_report(tmp_path, monkeypatch):

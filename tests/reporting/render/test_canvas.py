@@ -1,4 +1,4 @@
-from parakit.reporting.canvas import draw
+from parakit.reporting.canvas import draw_chart
 
 
 def drawn(width):
@@ -6,7 +6,7 @@ def drawn(width):
         figure.set_layout_engine("none")
         figure.add_axes((0.1, 0.1, width, 0.8)).plot([1, 2], [3, 4])
 
-    return draw("curve", "A curve", "What it shows.", fill)
+    return draw_chart("curve", "A curve", "What it shows.", fill)
 
 
 def test_bounds_that_differ_in_their_last_digit_give_the_same_picture():

@@ -10,8 +10,8 @@ from parakit.costs.operations import Phase
 from parakit.logs.runs import load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.explain.explanation import explain
-from parakit.reporting.render.headline import answer, bars_of
-from parakit.reporting.render.plots import plots_of
+from parakit.reporting.render.headline import build_bar_groups, write_headline
+from parakit.reporting.render.plots import build_plots
 from tests.reporting.analyse.test_foreign_logs import SIZED, log
 from tests.reporting.explain.test_explain import seconds
 from tests.reporting.factory import log_text, run_record, write_run
@@ -35,12 +35,12 @@ def test_the_headline_names_the_fastest_and_what_the_others_pay_for(tmp_path: Pa
         write_times(folder, *(seconds(r, phases | {Phase.GRADIENT_SYNC: sync}) for r in ranks))
         paths.append(folder)
     report = reported(paths)
-    text = answer(report, explain(report).paid)
+    text = write_headline(report, explain(report).paid)
     assert text.startswith(
         "dp2 ×2 is the fastest of 3 rows: 60.00 ms an iteration, ×0.600 the time"
     )
     assert re.search(r"they pay: tp2 ×2 90\.0 ms for gradient sync\.$", text)
-    (group,) = bars_of(report)
+    (group,) = build_bar_groups(report)
     assert [bar.verdict for bar in group.bars] == ["reference", "faster", "slower"]
 
 
@@ -50,7 +50,7 @@ def test_a_row_that_noise_may_put_first_is_named_beside_the_fastest(tmp_path: Pa
         write_run(tmp_path, run_record(f"run-{name}", name), log_text([ms] * 30))
         for name, ms in times.items()
     ]
-    text = answer(reported(paths))
+    text = write_headline(reported(paths))
     assert text.startswith("dp2 ×2 is the fastest of 3 rows, with tp2 ×2 within noise of it: 60.00")
 
 
@@ -60,12 +60,12 @@ def test_models_have_a_headline_and_a_figure_each(tmp_path: Path) -> None:
         for name, ms, layers in (("a", 1.0, 12), ("b", 2.0, 12), ("c", 50.0, 48), ("d", 40.0, 48))
     ]
     report = reported(paths)
-    assert answer(report).split(". ")[1].startswith("d.log is the fastest of 2 rows")
-    assert [group.title for group in bars_of(report)] == [
+    assert write_headline(report).split(". ")[1].startswith("d.log is the fastest of 2 rows")
+    assert [group.title for group in build_bar_groups(report)] == [
         "Time of an iteration, 12x1024",
         "Time of an iteration, 48x1024",
     ]
-    times = plots_of(report)[0]
+    times = build_plots(report)[0]
     assert times.unit == "of its median"
     assert [series.y[1] for series in times.series] == pytest.approx([1.0] * 4, abs=0.01)
 
@@ -76,7 +76,7 @@ def test_curves_that_coincide_are_one(tmp_path: Path) -> None:
     paths = [
         log(tmp_path / f"{n}.log", losses=each) for n, each in enumerate((losses, losses, other))
     ]
-    (plot,) = (plot for plot in plots_of(reported(paths)) if plot.name == "losses")
+    (plot,) = (plot for plot in build_plots(reported(paths)) if plot.name == "losses")
     assert [bool(re.search(r"\(1 other coincides\)$", s.label)) for s in plot.series] == [
         True,
         False,

@@ -7,11 +7,11 @@ import pytest
 from parakit.config.published import Published
 from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
-from parakit.reporting.canvas import evenly, extremes
-from parakit.reporting.render.headline import answer
-from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, encode_plots, plots_of
-from parakit.reporting.render.sentences import sentences
-from parakit.reporting.render.tables import arguments
+from parakit.reporting.canvas import evenly_spread_indexes, extreme_indexes
+from parakit.reporting.render.headline import write_headline
+from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, build_plots, encode_plots
+from parakit.reporting.render.sentences import write_sentences
+from parakit.reporting.render.tables import arguments_table
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 
 
@@ -21,18 +21,20 @@ def report_of(root):
 
 
 def plots(root):
-    return {plot.name: plot for plot in plots_of(report_of(root))}
+    return {plot.name: plot for plot in build_plots(report_of(root))}
 
 
 def test_a_spike_stays_in_a_thinned_curve():
     values = [1.0] * 10_000
     values[4321], values[7777] = 99.0, -5.0
-    kept = extremes(values, 500)
+    kept = extreme_indexes(values, 500)
     assert len(kept) <= 500
     assert {0, 4321, 7777, 9999} <= set(kept)
 
 
-@pytest.mark.parametrize("thinned", [lambda v: extremes(v, 500), lambda v: evenly(len(v), 500)])
+@pytest.mark.parametrize(
+    "thinned", [lambda v: extreme_indexes(v, 500), lambda v: evenly_spread_indexes(len(v), 500)]
+)
 def test_both_states_of_an_alternating_run_stay(thinned):
     values = [100.0, 130.0] * 4000
     kept = [values[place] for place in thinned(values)]
@@ -40,7 +42,7 @@ def test_both_states_of_an_alternating_run_stay(thinned):
 
 
 def test_what_is_short_stays_whole():
-    assert extremes([3.0, 1.0, 2.0], 500) == evenly(3, 500) == [0, 1, 2]
+    assert extreme_indexes([3.0, 1.0, 2.0], 500) == evenly_spread_indexes(3, 500) == [0, 1, 2]
 
 
 def test_curves_are_of_the_newest_run_and_what_never_changes_is_left_out(tmp_path):
@@ -74,7 +76,7 @@ def test_differences_of_the_loss_are_drawn_where_there_are_any(tmp_path, off, dr
         lines = [iteration_line(n, 100.0, 9 + more * (n == 4)) for n in range(1, 7)]
         write_run(tmp_path, run_record(name, strategy), "\n".join([*lines, ""]))
     assert ("differences" in plots(tmp_path)) is drawn
-    (parity,) = [text for text in sentences(report_of(tmp_path)) if "Loss parity" in text]
+    (parity,) = [text for text in write_sentences(report_of(tmp_path)) if "Loss parity" in text]
     assert ("no printed loss differs" in parity) is not drawn
 
 
@@ -92,13 +94,13 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
         record = run_record(f"run-{k:02d}", argv=(*record.argv, "--variant", str(k)))
         write_run(tmp_path, record, log_text([9.0 + k] * 700))
     report = report_of(tmp_path)
-    times = plots_of(report)[0]
+    times = build_plots(report)[0]
     assert len(times.series) == MAX_SERIES
     assert times.text.endswith(f"The first {MAX_SERIES} of {MAX_SERIES + 3} rows.")
     assert max(len(series.x) for series in times.series) <= MAX_POINTS
-    assert answer(report).startswith(f"Of {MAX_SERIES + 3} rows none is faster than")
-    assert sum(" the time a token" in text for text in sentences(report)) <= 3
-    (argument,) = arguments(report, 9).cells
+    assert write_headline(report).startswith(f"Of {MAX_SERIES + 3} rows none is faster than")
+    assert sum(" the time a token" in text for text in write_sentences(report)) <= 3
+    (argument,) = arguments_table(report, 9).cells
     assert argument[0] == "variant"
     assert argument[1].endswith("(1 rows) and 3 other values")
 
@@ -106,6 +108,6 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
 def test_text_of_a_log_cannot_end_the_script(tmp_path):
     write_run(tmp_path, run_record("$x_<b>$"), log_text([9.0, 8.0, 7.0]))
     report = report_of(tmp_path)
-    text = encode_plots(plots_of(report))
+    text = encode_plots(build_plots(report))
     assert "<" not in text
     assert json.loads(text)["times"]["unit"] == "ms"

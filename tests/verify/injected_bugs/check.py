@@ -28,9 +28,9 @@ from parakit.config import variables
 from parakit.config.files import read_yaml
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch.compose import Launch
+from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.start import ensure_start_checkpoint
 from parakit.launch.train import compose_job
 from tests.verify.injected_bugs.trace import STAGES, first_difference
 
@@ -151,7 +151,7 @@ class Checker:
         path: Path | None,
     ) -> list[dict[str, Any]]:
         launch = self._launch(f"train-{strategy}-{model}-{devices}cpu", flags)
-        ensure_start_checkpoint(launch, Console(quiet=True), self._ranks.exit_code)
+        ensure_initial_checkpoint(launch, Console(quiet=True), self._ranks.exit_code)
         # Runs differ in more than a name holds, and one that failed may be tried again.
         name = f"{strategy}-{model}-{path.stem if path else 'healthy'}-"
         folder = Path(tempfile.mkdtemp(prefix=name, dir=self._folder))
@@ -176,7 +176,7 @@ class Checker:
             ledger=False,
         )
         target = parse_target(name)
-        return compose_job(target.under(options))
+        return compose_job(target.with_options(options))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import json
 import shutil
 from typing import NamedTuple
 
-from parakit.cluster.checks.result import CheckResult, ask, image_tag, judged
+from parakit.cluster.checks.result import CheckResult, image_tag, pass_or_warn, run_program
 
 REPOSITORY = "megatron-parallelism-kit"
 """Of the kit's images; a pair of `docker/versions.env` is a tag."""
@@ -23,7 +23,7 @@ class DockerEngine(NamedTuple):
 def check_docker() -> "list[CheckResult]":
     """Rows for client, engine, NVIDIA runtime and image, up to the first that is missing."""
     if image_tag():
-        return [judged("Docker", "inside the kit's image, where targets run directly")]
+        return [pass_or_warn("Docker", "inside the kit's image, where targets run directly")]
     return check_container()
 
 
@@ -37,7 +37,7 @@ def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
         )
-        return [row, judged("NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
+        return [row, pass_or_warn("NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
     return [row, _check_image(image, tag)]
 
 
@@ -46,40 +46,40 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
     if shutil.which("docker") is None:
         found = "Docker is not installed (no 'docker' on PATH)"
         fix = "install Docker Engine with the NVIDIA container toolkit, or set RUNTIME=host"
-        return judged("Docker", found, fix), None
-    answer = ask(["docker", "info", "--format", DESCRIBE])
+        return pass_or_warn("Docker", found, fix), None
+    answer = run_program(["docker", "info", "--format", DESCRIBE])
     try:
-        described = json.loads(answer.out) if answer.good else {}
+        described = json.loads(answer.out) if answer.succeeded else {}
     except ValueError:
         described = {}
     if described.get("runtimes") is None:
-        reason = "no answer" if answer.good else answer.problem.rstrip(".?!") or "no answer"
+        reason = "no answer" if answer.succeeded else answer.problem.rstrip(".?!") or "no answer"
         found = f"Docker's engine does not answer ({reason})"
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
         # It calls itself docker in `--version` where it is called so.
-        if "Podman" in ask(["docker", "version"]).out:
+        if "Podman" in run_program(["docker", "version"]).out:
             found = "'docker' is Podman here, which the kit does not know"
             fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
-        return judged("Docker", found, fix), None
+        return pass_or_warn("Docker", found, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
     engine = DockerEngine("nvidia" in described["runtimes"], rootless)
-    return judged("Docker", "its engine answers"), engine
+    return pass_or_warn("Docker", "its engine answers"), engine
 
 
 def image_id(image: str) -> "str | None":
     """The digest of a local image; None if it is not built."""
-    answer = ask(["docker", "image", "inspect", "--format", "{{.Id}}", image])
-    return answer.out or None if answer.good else None
+    answer = run_program(["docker", "image", "inspect", "--format", "{{.Id}}", image])
+    return answer.out or None if answer.succeeded else None
 
 
 def _check_image(image: str, tag: str) -> CheckResult:
     if image:
         if image_id(image):
-            return judged("Image", image)
+            return pass_or_warn("Image", image)
         fix = f"run 'make image IMAGE={tag}', or set RUNTIME=host"
-        return judged("Image", f"Image {image} is not built", fix)
-    listed = ask(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
+        return pass_or_warn("Image", f"Image {image} is not built", fix)
+    listed = run_program(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
     built = [name for name in listed.splitlines() if name.startswith(REPOSITORY + ":")]
     if not built:
-        return judged("Image", "not built", "run 'make image', or set RUNTIME=host")
-    return judged("Image", ", ".join(built))
+        return pass_or_warn("Image", "not built", "run 'make image', or set RUNTIME=host")
+    return pass_or_warn("Image", ", ".join(built))

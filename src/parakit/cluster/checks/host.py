@@ -19,10 +19,10 @@ from parakit.cluster.checks.result import (
     ROOT,
     SETUP_STAMP,
     CheckResult,
-    ask,
     image_tag,
-    judged,
     kit_python,
+    pass_or_warn,
+    run_program,
 )
 
 PROBE_BYTES = 128 << 20
@@ -54,39 +54,41 @@ LIST_PACKAGES = (
 def check_python() -> CheckResult:
     """Whether there is a Python that setup can use, by setup's own search."""
     if image_tag():
-        return judged("Python", f"of the image {image_tag()}")
-    answer = ask(["tools/setup.sh", "--python"])
-    if not answer.good:
+        return pass_or_warn("Python", f"of the image {image_tag()}")
+    answer = run_program(["tools/setup.sh", "--python"])
+    if not answer.succeeded:
         fix = "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'"
         return CheckResult(FAIL, "Python", "no CPython 3.12 or 3.13 with venv", fix)
-    version = ask([answer.out, "-c", "import platform; print(platform.python_version())"]).out
-    return judged("Python", f"{version} at {answer.out}")
+    version = run_program(
+        [answer.out, "-c", "import platform; print(platform.python_version())"]
+    ).out
+    return pass_or_warn("Python", f"{version} at {answer.out}")
 
 
 def check_packages() -> CheckResult:
     """Whether `.venv` holds what requirements.txt pins."""
     if image_tag():
-        return judged("Packages", "those of the image")
+        return pass_or_warn("Packages", "those of the image")
     requirements = Path(ROOT, "requirements.txt").read_bytes()
     python = kit_python()
     if python is None:
         fix = "'make setup', or any other target, installs them"
-        return judged("Packages", "not installed yet", fix)
+        return pass_or_warn("Packages", "not installed yet", fix)
     installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
     if hashlib.sha256(requirements).hexdigest() not in installed:
         found = "requirements.txt has changed since"
-        return judged("Packages", found, "run 'make setup'")
+        return pass_or_warn("Packages", found, "run 'make setup'")
     wrong = differing_packages(python, requirements.decode())
     if wrong is None or wrong:
         found = "not as pinned: " + ", ".join(wrong) if wrong else ".venv's Python does not run"
         return CheckResult(FAIL, "Packages", found, "rm -r .venv && make setup")
-    return judged("Packages", "as pinned in requirements.txt")
+    return pass_or_warn("Packages", "as pinned in requirements.txt")
 
 
 def differing_packages(python: str, requirements: str) -> "list[str] | None":
     """Packages of a Python that are not at their pinned version; None if it does not run."""
-    answer = ask([python, "-c", LIST_PACKAGES])
-    if not answer.good:
+    answer = run_program([python, "-c", LIST_PACKAGES])
+    if not answer.succeeded:
         return None
     installed = json.loads(answer.out)
     pins = {name.lower().replace("_", "-"): version for name, version in PIN.findall(requirements)}
@@ -102,8 +104,8 @@ def check_programs() -> CheckResult:
     missing = [name for name in ("git", "make", "g++") if shutil.which(name) is None]
     if missing:
         fix = "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers"
-        return judged("Programs", "missing: " + ", ".join(missing), fix)
-    return judged("Programs", "git, make, g++")
+        return pass_or_warn("Programs", "missing: " + ", ".join(missing), fix)
+    return pass_or_warn("Programs", "git, make, g++")
 
 
 def check_shared_memory() -> CheckResult:
@@ -111,10 +113,10 @@ def check_shared_memory() -> CheckResult:
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
-        return judged("Shared memory", "no /dev/shm", "mount a tmpfs there")
+        return pass_or_warn("Shared memory", "no /dev/shm", "mount a tmpfs there")
     fix = "sudo mount -o remount,size=8G /dev/shm; of a container: --ipc=host"
     found = f"{size / GIB:.1f} GiB in /dev/shm"
-    return judged("Shared memory", found, fix if size < GIB else "")
+    return pass_or_warn("Shared memory", found, fix if size < GIB else "")
 
 
 def check_limits() -> CheckResult:
@@ -129,7 +131,7 @@ def check_limits() -> CheckResult:
         fix = "NCCL pins what InfiniBand reads: 'memlock unlimited' in /etc/security/limits.conf"
     elif files != resource.RLIM_INFINITY and files < OPEN_FILES:
         fix = f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
-    return judged("Limits", found, fix)
+    return pass_or_warn("Limits", found, fix)
 
 
 def check_loopback() -> CheckResult:
@@ -144,7 +146,7 @@ def check_loopback() -> CheckResult:
         problem = f"nothing can be connected to at {LOOPBACK} ({error.strerror or error})"
         fix = "switch the loopback interface on, over which ranks talk: 'ip link set lo up' as root"
         return CheckResult(FAIL, "Loopback", problem, fix)
-    return judged("Loopback", f"{LOOPBACK} can be connected to")
+    return pass_or_warn("Loopback", f"{LOOPBACK} can be connected to")
 
 
 def check_host_name() -> CheckResult:
@@ -155,19 +157,21 @@ def check_host_name() -> CheckResult:
     name = platform.node()
     here = f"runs on this machine do without; for runs over several, give {name} one"
     where = f"{here} in DNS or /etc/hosts, or name addresses in MASTER_ADDR="
-    problem = unresolvable(name)
+    problem = explain_unresolvable(name)
     if problem:
-        return judged("Host name", f"it has no address ({problem})", where)
+        return pass_or_warn("Host name", f"it has no address ({problem})", where)
     addresses = {
         str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     }
     if not any(map(is_own_address, addresses)):
         problem = "its address is not one of this machine's"
-        return judged("Host name", problem, f"{where}; now it has {', '.join(sorted(addresses))}")
-    return judged("Host name", "resolves to an address of this machine")
+        return pass_or_warn(
+            "Host name", problem, f"{where}; now it has {', '.join(sorted(addresses))}"
+        )
+    return pass_or_warn("Host name", "resolves to an address of this machine")
 
 
-def unresolvable(name: str) -> str:
+def explain_unresolvable(name: str) -> str:
     """Return why a host's name has no address; empty if it has one."""
     try:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -203,7 +207,7 @@ def check_disk(folder: str = ROOT) -> CheckResult:
         return CheckResult(FAIL, "Disk", found, "clone the kit where you may write")
     found = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
     fix = "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
-    return judged("Disk", found, fix if rate < SLOW_BYTES_PER_SECOND else "", rate)
+    return pass_or_warn("Disk", found, fix if rate < SLOW_BYTES_PER_SECOND else "", rate)
 
 
 def check_room(
@@ -215,15 +219,15 @@ def check_room(
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         found = f"{folder} has {_size(free)} free and {needed_by} needs about {_size(needed_bytes)}"
-        return judged("Disk", found, "free some room, or " + elsewhere)
+        return pass_or_warn("Disk", found, "free some room, or " + elsewhere)
     files = free_files(folder)
     if files is not None and files < needed_files:
         found = (
             f"{folder} can take {files} more files (free inodes) and {needed_by} needs about "
             f"{needed_files}"
         )
-        return judged("Disk", found, "remove files that are not needed, or " + elsewhere)
-    return judged("Disk", _size(free) + " free")
+        return pass_or_warn("Disk", found, "remove files that are not needed, or " + elsewhere)
+    return pass_or_warn("Disk", _size(free) + " free")
 
 
 def free_files(folder: str) -> "int | None":

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from parakit.cluster.checks.result import ROOT, CheckResult, ask, judged, kit_python
+from parakit.cluster.checks.result import ROOT, CheckResult, kit_python, pass_or_warn, run_program
 
 SECONDS = 8.0
 SMALL_PACKAGE = "six"
@@ -21,11 +21,11 @@ WANDB_HOST = "api.wandb.ai"
 def check_hub() -> CheckResult:
     """The data sets' hub, or the mirror that HF_ENDPOINT names."""
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    problem = unreachable(address)
+    problem = explain_unreachable(address)
     if problem:
         fix = "name a mirror with HF_ENDPOINT=; 'make prepare-ds-sample' and prepare-ds need none"
-        return judged("Hub", f"{address} is out of reach: {problem}", fix)
-    return judged("Hub", address)
+        return pass_or_warn("Hub", f"{address} is out of reach: {problem}", fix)
+    return pass_or_warn("Hub", address)
 
 
 def check_package_index() -> CheckResult:
@@ -35,14 +35,16 @@ def check_package_index() -> CheckResult:
     timeout = ["--timeout", str(int(SECONDS)), "--retries", "0"]
     with tempfile.TemporaryDirectory() as folder:
         download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
-        answer = ask([python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS)
-    if answer.good:
-        return judged("Package index", "pip gets packages")
+        answer = run_program(
+            [python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS
+        )
+    if answer.succeeded:
+        return pass_or_warn("Package index", "pip gets packages")
     if "No module named pip" in answer.problem:
         found = "not asked: this Python has no pip"
-        return judged("Package index", found, "run 'make setup'")
+        return pass_or_warn("Package index", found, "run 'make setup'")
     fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
-    return judged("Package index", "pip gets no packages: " + answer.problem[:120], fix)
+    return pass_or_warn("Package index", "pip gets no packages: " + answer.problem[:120], fix)
 
 
 def check_image_registry() -> CheckResult:
@@ -51,26 +53,26 @@ def check_image_registry() -> CheckResult:
     match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
         fix = "write FROM <registry>/…"
-        return judged("Image registry", "docker/Dockerfile names none", fix)
-    problem = unreachable(f"https://{match.group(1)}/v2/")
+        return pass_or_warn("Image registry", "docker/Dockerfile names none", fix)
+    problem = explain_unreachable(f"https://{match.group(1)}/v2/")
     if problem:
         fix = "'make image' needs it; RUNTIME=host does not"
         found = f"{match.group(1)} is out of reach: {problem}"
-        return judged("Image registry", found, fix)
-    return judged("Image registry", match.group(1))
+        return pass_or_warn("Image registry", found, fix)
+    return pass_or_warn("Image registry", match.group(1))
 
 
 def check_wandb() -> CheckResult:
     """Whether WANDB=1 would log online; only the key's presence is looked at."""
     if os.environ.get("WANDB_API_KEY"):
-        return judged("W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
-    if wandb_login(os.environ):
-        return judged("W&B", "logged in ('wandb login'): WANDB=1 logs online")
+        return pass_or_warn("W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
+    if read_wandb_key(os.environ):
+        return pass_or_warn("W&B", "logged in ('wandb login'): WANDB=1 logs online")
     fix = "run '.venv/bin/wandb login' or set WANDB_API_KEY; 'wandb sync' uploads a run later"
-    return judged("W&B", "not logged in: WANDB=1 logs offline", fix)
+    return pass_or_warn("W&B", "not logged in: WANDB=1 logs offline", fix)
 
 
-def wandb_login(environment: "Mapping[str, str]") -> str:
+def read_wandb_key(environment: "Mapping[str, str]") -> str:
     """The key that `wandb login` wrote for this service into netrc; empty without one."""
     host = urlparse(environment.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
     try:
@@ -80,7 +82,7 @@ def wandb_login(environment: "Mapping[str, str]") -> str:
     return found[2] or "" if found else ""
 
 
-def unreachable(address: str) -> str:
+def explain_unreachable(address: str) -> str:
     """Why an address does not answer; empty if it does, also with an HTTP error."""
     request = urllib.request.Request(address, method="HEAD")
     try:

@@ -19,8 +19,8 @@ class CheckResult(NamedTuple):
     """One row of the doctor's table, or a reason to refuse a run."""
 
     status: str
-    what: str
-    found: str
+    subject: str
+    finding: str
     """A clause that can open a sentence, where the result is no pass."""
     fix: str = ""
     """How to fix it, or what works without."""
@@ -30,10 +30,10 @@ class CheckResult(NamedTuple):
     @property
     def refusal(self) -> str:
         """What was found and the fix, as one sentence."""
-        return self.found + "; " + self.fix + "."
+        return self.finding + "; " + self.fix + "."
 
 
-def judged(what: str, found: str, fix: str = "", value: "float | None" = None) -> CheckResult:
+def pass_or_warn(what: str, found: str, fix: str = "", value: "float | None" = None) -> CheckResult:
     """A pass, or a warning where there is something to fix."""
     return CheckResult(WARN if fix else PASS, what, found, fix, value)
 
@@ -47,12 +47,12 @@ class CommandOutput(NamedTuple):
     """The first line of its error output, else of its output; of a traceback the exception."""
 
     @property
-    def good(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether it succeeded."""
         return self.code == 0
 
 
-def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
+def run_program(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
     """Run a program and return its output; never raises for what the program does."""
     try:
         # As run() would, but `capture_output` is newer than 3.6.
@@ -74,7 +74,7 @@ def ask(command: "list[str]", seconds: float = 20.0) -> CommandOutput:
     return CommandOutput(process.returncode, _text(out), _first_line(complaint) or _first_line(out))
 
 
-def refusals(results: "list[CheckResult]") -> "list[str]":
+def refusal_sentences(results: "list[CheckResult]") -> "list[str]":
     """The results that are no pass, a sentence each."""
     return [result.refusal for result in results if result.status != PASS]
 

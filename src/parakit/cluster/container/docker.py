@@ -14,10 +14,10 @@ from pathlib import Path
 
 from parakit.artifacts.io import write_record
 from parakit.cluster.checks.docker import DockerEngine
-from parakit.cluster.checks.result import ask
+from parakit.cluster.checks.result import run_program
 from parakit.config import variables
 from parakit.config.files import PYTHON_PATH, ROOT
-from parakit.config.flags import flag_words
+from parakit.config.flags import format_flags
 
 IMAGE_PYTHON = "python3"
 """The image's own, which has torch and Transformer Engine."""
@@ -81,11 +81,11 @@ class Container:
             "--gpus": "all" if self.gpus else None,
             "--network": "host" if self.host_network else None,
         }
-        mounts = [("--mount", bind(path)) for path in self.mounts]
+        mounts = [("--mount", bind_mount(path)) for path in self.mounts]
         variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
         variables.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
         repeated = chain.from_iterable(mounts + variables)
-        return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
+        return ("docker", "run", *format_flags(options), *FOR_NCCL, *repeated, self.image, *command)
 
     def mounting(self, *folders: Path) -> Container:
         """The same with mounts of those folders that are not mounted yet."""
@@ -96,7 +96,7 @@ class Container:
         return replace(self, mounts=tuple(mounts))
 
 
-def bind(path: Path) -> str:
+def bind_mount(path: Path) -> str:
     """A bind mount at the same path; docker reads the value as CSV, so commas are quoted.
 
     `--mount`, not `--volume`: it takes colons, and refuses a missing folder instead of making it.
@@ -122,7 +122,7 @@ def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> 
     )
 
 
-def identified(command: Sequence[str], file: Path) -> tuple[str, ...]:
+def add_container_id_file(command: Sequence[str], file: Path) -> tuple[str, ...]:
     """A `docker run` that writes its container's id to a file, which must not be there."""
     return (*command[:2], "--cidfile", str(file), *command[2:])
 
@@ -147,7 +147,7 @@ class ContainerEnd:
     out_of_memory: bool = False
 
 
-def versions_of(container: Container, cache: Path) -> dict[str, str]:
+def read_image_versions(container: Container, cache: Path) -> dict[str, str]:
     """Versions inside an image; empty if it does not answer, because a run must not fail for that."""
     try:
         return dict(json.loads(cache.read_text()))
@@ -157,7 +157,9 @@ def versions_of(container: Container, cache: Path) -> dict[str, str]:
     command = probe.wrap((IMAGE_PYTHON, "-m", "parakit.cluster.container.versions"), ())
     try:
         # The image prints a banner first; the versions are the last line.
-        software = dict(json.loads(ask(list(command), PROBE_SECONDS).out.rpartition("\n")[2]))
+        software = dict(
+            json.loads(run_program(list(command), PROBE_SECONDS).out.rpartition("\n")[2])
+        )
     except ValueError:
         return {}
     cache.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +167,7 @@ def versions_of(container: Container, cache: Path) -> dict[str, str]:
     return software
 
 
-def container_of(file: Path) -> str | None:
+def read_container_id(file: Path) -> str | None:
     """The id that `docker run --cidfile` has written; None before a container was made."""
     try:
         return file.read_text().strip() or None
@@ -173,18 +175,18 @@ def container_of(file: Path) -> str | None:
         return None
 
 
-def end_of(container: str, since: float) -> ContainerEnd:
+def query_container_end(container: str, since: float) -> ContainerEnd:
     """How a container ended, of which nothing but the engine's events of a run is left.
 
     It began at `since`, in seconds of the epoch, or later.
     """
-    state = ask(["docker", "inspect", "--format", "{{.State.Running}}", container])
+    state = run_program(["docker", "inspect", "--format", "{{.State.Running}}", container])
     if state.out == "true":
         return ContainerEnd(container, runs=True)
     times = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}"]
     only = ["--filter", f"container={container}", "--format", "{{json .}}"]
-    events = ask(["docker", "events", *times, *only])
-    if not events.good:
+    events = run_program(["docker", "events", *times, *only])
+    if not events.succeeded:
         return ContainerEnd(container, engine_answers=False)
     found = [json.loads(line) for line in events.out.splitlines()]
     killed = (each["Actor"]["Attributes"] for each in found if each["Action"] == "kill")
@@ -196,12 +198,12 @@ def end_of(container: str, since: float) -> ContainerEnd:
 
 def remove_container(file: Path) -> bool:
     """Remove the container whose id a file has, and the file; whether there is none any more."""
-    container = container_of(file)
+    container = read_container_id(file)
     if container is not None:
-        answer = ask(["docker", "rm", "--force", container])
+        answer = run_program(["docker", "rm", "--force", container])
         # A client before 20.10 finds it strange that there is none; with --rm the engine removes it too.
         gone = ("No such container", "is already in progress")
-        if not answer.good and not any(said in answer.problem for said in gone):
+        if not answer.succeeded and not any(said in answer.problem for said in gone):
             return False
     file.unlink(missing_ok=True)
     return True

@@ -131,7 +131,7 @@ def _pip_settings() -> dict[str, str]:
     return dict(json.loads(answer.stdout))
 
 
-def build(image: str | None, dry_run: bool = False) -> int:
+def build_image(image: str | None, dry_run: bool = False) -> int:
     """Build the image of the pair that an NGC tag chooses; with `dry_run` print the command.
 
     Raises:

@@ -27,12 +27,12 @@ CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
     network.check_package_index,
     network.check_image_registry,
     network.check_wandb,
-    devices.check_exchange,
+    devices.check_all_reduce,
 )
 COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
 
 
-def examine() -> "list[CheckResult]":
+def run_checks() -> "list[CheckResult]":
     """Every check at once, since most of them wait; rows in the order of `CHECKS`."""
     with ThreadPoolExecutor(len(CHECKS)) as threads:
         answers = [threads.submit(check) for check in CHECKS]
@@ -43,17 +43,17 @@ def examine() -> "list[CheckResult]":
     return rows
 
 
-def table(results: "list[CheckResult]", width: int, colour: bool) -> str:
+def format_results(results: "list[CheckResult]", width: int, colour: bool) -> str:
     """Status, what was looked at, what was found; below it the way to fix it."""
-    column = max(len(result.what) for result in results) + 2
+    column = max(len(result.subject) for result in results) + 2
     indent = " " * (6 + column)
     lines = []
     for result in results:
         status = result.status
         if colour:
             status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
-        head = f"{status}  {result.what:{column}}"
-        parts = [result.found] + (["→ " + result.fix] if result.fix else [])
+        head = f"{status}  {result.subject:{column}}"
+        parts = [result.finding] + (["→ " + result.fix] if result.fix else [])
         texts = [
             text
             for part in parts
@@ -66,13 +66,13 @@ def table(results: "list[CheckResult]", width: int, colour: bool) -> str:
 
 def main() -> int:
     """Print the table and a count, or with --json what another machine can compare."""
-    results = examine()
+    results = run_checks()
     if sys.argv[1:] == ["--json"]:
         host = os.environ.get("SLURMD_NODENAME") or platform.node()
         print(json.dumps({"host": host, "results": results}))
         return 0
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    text = table(results, shutil.get_terminal_size((100, 24)).columns, colour)
+    text = format_results(results, shutil.get_terminal_size((100, 24)).columns, colour)
     counts = (f"{sum(f.status == s for f in results)} {s}" for s in (PASS, WARN, FAIL))
     # A terminal of the C locale takes ASCII alone, and a doctor must not fail for that.
     output = text + "\n" + ", ".join(counts) + "\n"

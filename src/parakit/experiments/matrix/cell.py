@@ -16,7 +16,14 @@ from parakit.config.run import DeviceKind, OptimizerName
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.matrix.definition import Family, Layout, Level
 from parakit.experiments.verify.pairs import MICRO_BATCH, PREFIX, LaunchPair
-from parakit.launch import NO_OPTIONS, SMALL_SAMPLE, Job, Options, make_command, read_patch_file
+from parakit.launch import (
+    NO_OPTIONS,
+    SMALL_SAMPLE,
+    Job,
+    Options,
+    format_make_command,
+    read_patch_file,
+)
 from parakit.verify import Finding
 
 _VARIABLES = (
@@ -110,7 +117,7 @@ class MatrixCell:
         """What repeats it alone."""
         pair = self.pair()
         given = {**pair.variables, "MEGATRON_LM": megatron_lm}
-        return make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
+        return format_make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
 
     def only(self, levels: Iterable[Level]) -> MatrixCell:
         """The same strategy with some levels, and what these need."""
@@ -122,37 +129,37 @@ class MatrixCell:
         return self.only(kept)
 
 
-def patched(cell: MatrixCell, known: Iterable[Finding]) -> MatrixCell:
+def apply_known_patches(cell: MatrixCell, known: Iterable[Finding]) -> MatrixCell:
     """The cell with the patches of the known findings that would be seen in it.
 
     What ends a run hides nothing in other cells, unless it ends every run of a strategy.
     """
     found = [
-        one for one in uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
+        one for one in find_uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
     ]
     before = {one.behind for one in found}  # A patch cures what comes before its own finding too.
     patches = [relative_to_root(one.patch) for one in found if one.id not in before]
     return replace(cell, patch=SEPARATOR.join(patches)) if patches else cell
 
 
-def uncured(cell: MatrixCell, known: Iterable[Finding]) -> list[Finding]:
+def find_uncured(cell: MatrixCell, known: Iterable[Finding]) -> list[Finding]:
     """The known findings that are seen in a cell and that its patches do not cure."""
-    found = [one for one in known if applies(one, cell)]
+    found = [one for one in known if affects_cell(one, cell)]
     patches = cell.patch.split(SEPARATOR)
     cured = [one for one in found if relative_to_root(one.patch) in patches]
     names = {name for one in cured for name in (one.id, one.behind)}
     return [one for one in found if one.id not in names]
 
 
-def applies(finding: Finding, cell: MatrixCell) -> bool:
+def affects_cell(finding: Finding, cell: MatrixCell) -> bool:
     """Whether a finding is seen in a cell: its flags, and all that its strategy splits."""
-    if not finding.patch.is_file() or not is_within(finding.own_flags, cell.own):
+    if not finding.patch.is_file() or not has_flags(finding.own_flags, cell.own):
         return False
     if has_experts(finding.model) and not has_experts(cell.family.model):
         return False
-    degrees = split(cell.layout.strategy, cell.layout.devices)
-    layouts = (split(one, finding.devices) for one in finding.strategies)
-    return is_within(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
+    degrees = list_split_dimensions(cell.layout.strategy, cell.layout.devices)
+    layouts = (list_split_dimensions(one, finding.devices) for one in finding.strategies)
+    return has_flags(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
 
 
 @functools.cache
@@ -161,12 +168,12 @@ def has_experts(model: str) -> bool:
     return load_model(model).shape.experts > 0
 
 
-def is_within(flags: Sequence[str], others: Sequence[str]) -> bool:
+def has_flags(flags: Sequence[str], others: Sequence[str]) -> bool:
     """Whether the others have all of some flags, with their values."""
     return values_by_flag(flags).items() <= values_by_flag(others).items()
 
 
-def split(strategy: str, devices: int) -> set[str]:
+def list_split_dimensions(strategy: str, devices: int) -> set[str]:
     """Names of what a strategy splits."""
     degrees = parse_strategy(strategy, devices)
     names = ("data", "tensor", "pipeline", "context", "expert", "virtual_stages")
@@ -174,10 +181,10 @@ def split(strategy: str, devices: int) -> set[str]:
     return found | {str(degrees.sharding)} - {""}
 
 
-def levels_of(finding: Finding, family: Family) -> tuple[Level, ...] | None:
+def find_finding_levels(finding: Finding, family: Family) -> tuple[Level, ...] | None:
     """The levels of a family that make up a finding's flags; None if there are none such."""
     rest = drop_flags(finding.flags, [word for word in family.base if word.startswith("--")])
-    levels = [one for one in family.levels if one.flags and is_within(one.flags, rest)]
+    levels = [one for one in family.levels if one.flags and has_flags(one.flags, rest)]
     chosen = family.with_needs(levels)
     whole = MatrixCell(family, family.layouts[0], chosen).flags
-    return chosen if is_within(finding.flags, whole) else None
+    return chosen if has_flags(finding.flags, whole) else None

@@ -14,18 +14,23 @@ from itertools import combinations
 
 from allpairspy import AllPairs
 
-from parakit.experiments.matrix.cell import MatrixCell, applies, levels_of, patched
+from parakit.experiments.matrix.cell import (
+    MatrixCell,
+    affects_cell,
+    apply_known_patches,
+    find_finding_levels,
+)
 from parakit.experiments.matrix.definition import Family, Layout, Level, Matrix
 from parakit.verify import Finding
 
-SHARE = 0.5
+CHANGED_FRACTION = 0.5
 """Of the features that a draw changes; others are as the model has them."""
 
-Row = tuple[Level, ...]
+LevelChoice = tuple[Level, ...]
 """A level of each feature, first ones included."""
 
 
-def cells_of(
+def choose_cells(
     matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1
 ) -> list[MatrixCell]:
     """Cells that cover a family, those with one reference after each other.
@@ -35,32 +40,36 @@ def cells_of(
     by itself in each strategy, with the patches of the others; in all other cells its patch is applied
     as well, so that it hides nothing. Another seed gives other combinations of levels.
     """
-    rows = rows_of(matrix, family, seed)
-    drawn = [cell for layout in family.layouts for cell in _cover(matrix, family, layout, rows)]
+    rows = choose_rows(matrix, family, seed)
+    drawn = [
+        cell
+        for layout in family.layouts
+        for cell in _choose_covering_cells(matrix, family, layout, rows)
+    ]
     used = {cell.levels for cell in drawn}
     rest, order = list[MatrixCell](), family.layouts
     for row in rows:
-        if (levels := _not_first(family, row)) in used:
+        if (levels := _drop_first_levels(family, row)) in used:
             continue
         # A row that no strategy needed has pairs of levels that no other row has.
         suited = [one for one in order if matrix.legal(family, row, one.name)]
         rest += [MatrixCell(family, layout, levels) for layout in suited[:1]]
         order = (*order[1:], order[0])
-    shown = ((finding, levels_of(finding, family)) for finding in known)
+    shown = ((finding, find_finding_levels(finding, family)) for finding in known)
     alone = [
-        patched(cell, [one for one in known if finding.id not in (one.id, one.behind)])
+        apply_known_patches(cell, [one for one in known if finding.id not in (one.id, one.behind)])
         for finding, levels in shown
         if levels is not None
         for layout in family.layouts
-        if applies(finding, cell := MatrixCell(family, layout, levels))
+        if affects_cell(finding, cell := MatrixCell(family, layout, levels))
     ]
-    covering = order_by_reference((*alone, *(patched(cell, known) for cell in drawn)))
-    further = order_by_reference(patched(cell, known) for cell in rest)
+    covering = order_by_reference((*alone, *(apply_known_patches(cell, known) for cell in drawn)))
+    further = order_by_reference(apply_known_patches(cell, known) for cell in rest)
     seeded = (replace(cell, seed=seed) for cell in (*covering, *further))
     return list({cell.id: cell for cell in seeded}.values())
 
 
-def draws(
+def draw_cells(
     matrix: Matrix, families: Sequence[Family], known: Sequence[Finding], seed: int
 ) -> Iterator[MatrixCell]:
     """Legal cells without end, each once; the same for the same seed, and for the first n of any number.
@@ -74,9 +83,12 @@ def draws(
         levels = [
             order.choice(drawn)
             for given in family.features.values()
-            if (drawn := [one for one in given[1:] if not one.alone]) and order.random() < SHARE
+            if (drawn := [one for one in given[1:] if not one.alone])
+            and order.random() < CHANGED_FRACTION
         ]
-        cell = patched(MatrixCell(family, layout, matrix.fitting(family, layout, levels)), known)
+        cell = apply_known_patches(
+            MatrixCell(family, layout, matrix.fitting(family, layout, levels)), known
+        )
         if cell.id not in seen:
             seen.add(cell.id)
             yield cell
@@ -90,7 +102,7 @@ def order_by_reference(cells: Iterable[MatrixCell]) -> list[MatrixCell]:
     return [cell for group in groups.values() for cell in group]
 
 
-def rows_of(matrix: Matrix, family: Family, seed: int = 1) -> list[Row]:
+def choose_rows(matrix: Matrix, family: Family, seed: int = 1) -> list[LevelChoice]:
     """Rows that hold every two levels that may be together; the first row is the model as it is."""
     first = tuple(levels[0] for levels in family.factors.values())
     order = random.Random(seed)
@@ -109,25 +121,25 @@ def rows_of(matrix: Matrix, family: Family, seed: int = 1) -> list[Row]:
     # The greedy draw ends where it is stuck.
     for levels, others in combinations(drawn, 2):
         for pair in ((one, other) for one in levels for other in others):
-            if pair not in covered and (row := _filled(matrix, family, pair, covered)):
+            if pair not in covered and (row := _complete_pair(matrix, family, pair, covered)):
                 rows.append(row)
                 covered |= set(combinations(row, 2))
     return rows
 
 
-def _filled(
+def _complete_pair(
     matrix: Matrix,
     family: Family,
     pair: tuple[Level, Level],
     covered: Container[tuple[Level, Level]],
-) -> Row | None:
+) -> LevelChoice | None:
     """A row that has a pair, and of other features what makes most new pairs; None if none is legal."""
-    row = family.row(family.with_needs(_not_first(family, pair)))
+    row = family.row(family.with_needs(_drop_first_levels(family, pair)))
     if not set(pair) <= set(row) or not matrix.legal(family, row):
         return None
-    fixed = {level.factor for level in (*pair, *_not_first(family, row))}
+    fixed = {level.factor for level in (*pair, *_drop_first_levels(family, row))}
 
-    def new_pairs(one: Row) -> int:
+    def new_pairs(one: LevelChoice) -> int:
         return sum(couple not in covered for couple in combinations(one, 2))
 
     for place, (factor, levels) in enumerate(family.factors.items()):
@@ -139,20 +151,24 @@ def _filled(
     return row
 
 
-def _has_needs(family: Family, row: Row) -> bool:
-    return set(family.with_needs(_not_first(family, row))) <= set(row)
+def _has_needs(family: Family, row: LevelChoice) -> bool:
+    return set(family.with_needs(_drop_first_levels(family, row))) <= set(row)
 
 
-def _not_first(family: Family, row: Row) -> tuple[Level, ...]:
+def _drop_first_levels(family: Family, row: LevelChoice) -> tuple[Level, ...]:
     return tuple(level for level in row if not family.is_first(level))
 
 
-def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) -> list[MatrixCell]:
+def _choose_covering_cells(
+    matrix: Matrix, family: Family, layout: Layout, rows: Sequence[LevelChoice]
+) -> list[MatrixCell]:
     """Cells of one strategy with every level: rows, rows without what does not fit, levels alone."""
     left = {level for levels in family.factors.values() for level in levels}
     cells: list[MatrixCell] = []
     # Of what does not fit, the first levels take the place.
-    adapted = [family.row(matrix.fitting(family, layout, _not_first(family, row))) for row in rows]
+    adapted = [
+        family.row(matrix.fitting(family, layout, _drop_first_levels(family, row))) for row in rows
+    ]
     for some in (rows, adapted):
         choice = [row for row in some if matrix.legal(family, row, layout.name)]
         while choice:
@@ -160,7 +176,7 @@ def _cover(matrix: Matrix, family: Family, layout: Layout, rows: Sequence[Row]) 
             if not left & set(best):
                 break
             left -= set(best)
-            cells.append(MatrixCell(family, layout, _not_first(family, best)))
+            cells.append(MatrixCell(family, layout, _drop_first_levels(family, best)))
     for level in sorted(left, key=lambda one: one.path):
         if not family.is_first(level):
             cells.append(MatrixCell(family, layout, family.with_needs([level])))

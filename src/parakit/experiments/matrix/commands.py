@@ -22,18 +22,25 @@ from parakit.artifacts.run import MegatronEntry
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.experiments.matrix.cell import MatrixCell
-from parakit.experiments.matrix.cells import cells_of, draws
-from parakit.experiments.matrix.curves import curves
+from parakit.experiments.matrix.cells import choose_cells, draw_cells
+from parakit.experiments.matrix.curves import compare_curves
 from parakit.experiments.matrix.definition import Family, Level, Matrix, load_matrix
-from parakit.experiments.matrix.outcome import STORED, CellRecord, Drawn, keep, read_kept, store
-from parakit.experiments.matrix.page import counts_of, write_pages
+from parakit.experiments.matrix.outcome import (
+    STORED,
+    CellRecord,
+    FuzzResult,
+    read_json_files,
+    store_cells,
+    store_json,
+)
+from parakit.experiments.matrix.page import format_counts, write_pages
 from parakit.experiments.matrix.running import CellVerifier, MatrixRun
 from parakit.experiments.matrix.touched import (
-    Executed,
-    add_executed,
-    changed_files,
-    recorded,
-    touched,
+    ExecutedFiles,
+    add_executed_files,
+    list_changed_files,
+    record_executed_files,
+    select_touched_cells,
 )
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
 from parakit.formatting.terminal import say
@@ -43,13 +50,13 @@ from parakit.verify import Finding, FindingStatus, list_findings
 FOLDER = "matrix"
 """In the runs folder; one of each version in it."""
 FUZZ_MINUTES = 30
-_TAG = "core_v"
+_TAG_PREFIX = "core_v"
 """Of releases, in the repository."""
 SHOWN_DRAWS = 20
 """By DRY_RUN=1."""
 
 
-def families_of(
+def select_families(
     matrix: Matrix, megatron: Version, features: Sequence[str] = (), layouts: Sequence[str] = ()
 ) -> tuple[Family, ...]:
     """Families with the features, levels and strategies that are asked for and that a version has.
@@ -67,20 +74,20 @@ def families_of(
         level for family in matrix.families for each in family.factors.values() for level in each
     ]
     families = {family.name for family in matrix.families}
-    names = families.union(*map(_names, every))
+    names = families.union(*map(_list_level_names, every))
     laid = {layout.name for family in matrix.families for layout in family.layouts}
     for variable, given, known in (("FEATURES", features, names), ("STRATEGIES", layouts, laid)):
         for name in given:
-            if not _is_named(known, (name,)):
+            if not _matches_any(known, (name,)):
                 raise LaunchError(
                     f"{variable}={name} is none of the matrix's; name some of "
                     f"{', '.join(sorted(known))}."
                 )
-    rest = [name for name in features if not _is_named(families, (name,))]
+    rest = [name for name in features if not _matches_any(families, (name,))]
     named = [name for name in features if name not in rest]
 
     def is_asked(level: Level) -> bool:
-        return level.is_in(megatron) and (not rest or _is_named(_names(level), rest))
+        return level.is_in(megatron) and (not rest or _matches_any(_list_level_names(level), rest))
 
     found = []
     for family in matrix.families:
@@ -88,24 +95,26 @@ def families_of(
             factor: (levels[0], *filter(is_asked, levels[1:]))
             for factor, levels in family.factors.items()
         }
-        chosen = [one for one in family.layouts if not layouts or _is_named((one.name,), layouts)]
-        is_named = not named or _is_named((family.name,), named)
+        chosen = [
+            one for one in family.layouts if not layouts or _matches_any((one.name,), layouts)
+        ]
+        is_named = not named or _matches_any((family.name,), named)
         if is_named and chosen and (not rest or any(len(one) > 1 for one in factors.values())):
             own = msgspec.structs.replace(family, factors=factors, layouts=tuple(chosen))
             found.append(own)
     return tuple(found)
 
 
-def _names(level: Level) -> tuple[str, str, str]:
+def _list_level_names(level: Level) -> tuple[str, str, str]:
     return (level.factor, level.name, level.path)
 
 
-def _is_named(names: Iterable[str], patterns: Iterable[str]) -> bool:
+def _matches_any(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 @dataclass(frozen=True)
-class _Command:
+class _MatrixCommand:
     """What the three commands share: the matrix of the options' Megatron, and where its pages are."""
 
     given: Namespace
@@ -118,7 +127,7 @@ class _Command:
 
     @property
     def name(self) -> str:
-        return label(self.entry)
+        return name_version(self.entry)
 
     @cached_property
     def matrix(self) -> Matrix:
@@ -126,14 +135,14 @@ class _Command:
 
     @cached_property
     def known(self) -> tuple[Finding, ...]:
-        return known_findings(self.name)
+        return list_known_findings(self.name)
 
     @property
-    def executed(self) -> Executed:
+    def executed(self) -> ExecutedFiles:
         """What was recorded of this version."""
         folder = (self.given.page or ROOT / "docs") / STORED
         name = f"{self.name}.executed.json"
-        return next(iter(read_kept(folder, name, dict[str, frozenset[str]])), {})
+        return next(iter(read_json_files(folder, name, dict[str, frozenset[str]])), {})
 
     @property
     def pages(self) -> Path:
@@ -143,7 +152,7 @@ class _Command:
     def families(self, features: tuple[str, ...] | None = None) -> tuple[Family, ...]:
         asked = self.given.features if features is None else features
         version = Version(self.entry.megatron_version)
-        return families_of(self.matrix, version, asked, self.given.strategies)
+        return select_families(self.matrix, version, asked, self.given.strategies)
 
     def show(self, cells: Iterable[MatrixCell]) -> None:
         """Print their commands."""
@@ -178,23 +187,23 @@ class _Command:
             self.console.print(f"→ {relative_to_root(path)}", highlight=False)
 
 
-def matrix(given: Namespace, options: Options, console: Console) -> int:
+def verify_matrix(given: Namespace, options: Options, console: Console) -> int:
     """Verify the cells that are asked for and write the page; 1 if one differs that no finding explains.
 
     Raises:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
-    command = _Command(given, options, console)
+    command = _MatrixCommand(given, options, console)
     cells = [
         cell
         for family in command.families()
-        for cell in cells_of(command.matrix, family, command.known, options.seed)
+        for cell in choose_cells(command.matrix, family, command.known, options.seed)
     ]
     if given.executed:
-        return _record(command)
+        return _record_executed_files(command)
     if given.changed:
-        changed = changed_files(given.changed, options.megatron_lm)
-        cells = touched(cells, changed, command.executed)
+        changed = list_changed_files(given.changed, options.megatron_lm)
+        cells = select_touched_cells(cells, changed, command.executed)
         console.print(f"{len(cells)} cells can execute {', '.join(changed)}.", highlight=False)
     if options.dry_run:
         command.show(cells)
@@ -203,36 +212,36 @@ def matrix(given: Namespace, options: Options, console: Console) -> int:
     with command.run() as run:
         over = not run.run(cells)
     records = [run.records[cell.id] for cell in cells if cell.id in run.records]
-    console.print(summary(records, len(cells)), highlight=False)
+    console.print(describe_counts(records, len(cells)), highlight=False)
     if over:
         console.print("The time is over; the same command continues.", highlight=False)
-    store(command.pages, command.name, run.records.values())
+    store_cells(command.pages, command.name, run.records.values())
     command.publish()
     return int(any(record.is_wrong and not record.finding for record in records))
 
 
-def _record(command: _Command) -> int:
+def _record_executed_files(command: _MatrixCommand) -> int:
     found = command.executed
     with command.verifier() as verifier:
         families, ranks = command.families(), verifier.ranks
-        for name, files in recorded(
+        for name, files in record_executed_files(
             command.matrix, families, command.options, ranks, verifier.folder
         ):
             command.console.print(f"{name}: {len(files)} files", highlight=False)
-            found = add_executed(found, name, files)
+            found = add_executed_files(found, name, files)
             in_order = {name: sorted(found[name]) for name in sorted(found)}
-            keep(command.pages, f"{command.name}.executed.json", in_order)
+            store_json(command.pages, f"{command.name}.executed.json", in_order)
     return 0
 
 
-def fuzz(given: Namespace, options: Options, console: Console) -> int:
+def run_fuzz(given: Namespace, options: Options, console: Console) -> int:
     """Draw, verify and shrink for MINUTES=; 1 if something differs that no finding explains.
 
     Raises:
         LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
     """
-    command, seed = _Command(given, options, console), options.seed
-    cells = draws(command.matrix, command.families(), command.known, seed)
+    command, seed = _MatrixCommand(given, options, console), options.seed
+    cells = draw_cells(command.matrix, command.families(), command.known, seed)
     if options.dry_run:
         command.show(islice(cells, SHOWN_DRAWS))
         return 0
@@ -243,51 +252,51 @@ def fuzz(given: Namespace, options: Options, console: Console) -> int:
             console.print(f"differs: {one.sentence}", style="red", highlight=False)
             console.print(f"  {one.smallest}", markup=False, soft_wrap=True)
     records = tuple(run.records.values())
-    console.print(f"SEED={seed}: {summary(records, len(records))}", highlight=False)
+    console.print(f"SEED={seed}: {describe_counts(records, len(records))}", highlight=False)
     if found:
         console.print("The same command continues a search for the least that the time cut off.")
-    drawn = Drawn(seed, records, tuple(found))
-    keep(command.pages, f"{command.name}.fuzz-{seed}.json", drawn)
+    drawn = FuzzResult(seed, records, tuple(found))
+    store_json(command.pages, f"{command.name}.fuzz-{seed}.json", drawn)
     command.publish()
     return int(bool(found))
 
 
-def bf16(given: Namespace, options: Options, console: Console) -> int:
+def run_bf16_bench(given: Namespace, options: Options, console: Console) -> int:
     """Train the dense model in fp32 and bf16 in each strategy that is asked for; 0.
 
     Raises:
         LaunchError: A run failed, or a name is of nothing in the matrix.
     """
-    command = _Command(given, options, console)
+    command = _MatrixCommand(given, options, console)
     (family,) = command.families(("dense",))
     found = []
     with command.verifier() as verifier:
-        for one in curves(family, options, verifier.ranks, verifier.folder):
+        for one in compare_curves(family, options, verifier.ranks, verifier.folder):
             found.append(one)
             console.print(
                 f"{one.layout}: from one rank {one.fp32[0]:.2g} in fp32, {one.bf16[0]:.2g} in bf16; "
                 f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
                 highlight=False,
             )
-    keep(command.pages, f"{command.name}.bf16.json", found)
+    store_json(command.pages, f"{command.name}.bf16.json", found)
     command.publish()
     return 0
 
 
-def label(entry: MegatronEntry) -> str:
+def name_version(entry: MegatronEntry) -> str:
     """What a version is called: the release that a checkout is tagged as, else its commit or version.
 
     The files of the release 0.19.0 call themselves 0.19.1.
     """
     if entry.megatron_commit is None:
         return entry.megatron_version
-    tag = ("tag", "--points-at", "HEAD", "--list", f"{_TAG}*")
+    tag = ("tag", "--points-at", "HEAD", "--list", f"{_TAG_PREFIX}*")
     command = ("git", "-C", str(Path(entry.path).parent), *tag)
     tagged = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return tagged[0].removeprefix(_TAG) if tagged else entry.megatron_commit[:8]
+    return tagged[0].removeprefix(_TAG_PREFIX) if tagged else entry.megatron_commit[:8]
 
 
-def known_findings(name: str) -> tuple[Finding, ...]:
+def list_known_findings(name: str) -> tuple[Finding, ...]:
     """Those that a version has and that a CPU rank can show; none of a version that nobody judged."""
     return tuple(
         one
@@ -298,6 +307,6 @@ def known_findings(name: str) -> tuple[Finding, ...]:
     )
 
 
-def summary(records: Sequence[CellRecord], cells: int) -> str:
+def describe_counts(records: Sequence[CellRecord], cells: int) -> str:
     """How many cells came to what."""
-    return f"{len(records)} of {cells} cells: {counts_of(records) or 'none yet'}"
+    return f"{len(records)} of {cells} cells: {format_counts(records) or 'none yet'}"

@@ -12,36 +12,40 @@ from parakit.config.errors import LaunchError
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.experiments.matrix.definition import Family, Layout
-from parakit.experiments.matrix.outcome import Curve
+from parakit.experiments.matrix.outcome import CurveDistances
 from parakit.experiments.verify.pairs import MICRO_BATCH
-from parakit.experiments.verify.verifier import ForkedRanks, losses_in
+from parakit.experiments.verify.verifier import ForkedRanks, read_losses
 from parakit.launch import SMALL_SAMPLE, Job, Options, compose_job
 
 ITERATIONS = 200
 ONE_RANK = Layout("one rank", "baseline", 1)
 
 
-def curves(family: Family, options: Options, ranks: ForkedRanks, folder: Path) -> Iterator[Curve]:
+def compare_curves(
+    family: Family, options: Options, ranks: ForkedRanks, folder: Path
+) -> Iterator[CurveDistances]:
     """Train the family's model as it is in each strategy, on one rank first.
 
     Raises:
         LaunchError: A run failed.
     """
-    one = _losses(family, ONE_RANK, options, ranks, folder)
+    one = _train_dtypes(family, ONE_RANK, options, ranks, folder)
     for layout in family.layouts:
-        yield curve_of(layout.name, one, _losses(family, layout, options, ranks, folder))
+        yield measure_distances(
+            layout.name, one, _train_dtypes(family, layout, options, ranks, folder)
+        )
 
 
-def curve_of(
+def measure_distances(
     layout: str, one: Mapping[str, Sequence[float]], own: Mapping[str, Sequence[float]]
-) -> Curve:
+) -> CurveDistances:
     """Compare a strategy's losses, by dtype, with one rank's."""
 
     def apart(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
         found = np.abs(np.subtract(losses, others))
         return float(found.max()), float(found.mean())
 
-    return Curve(
+    return CurveDistances(
         layout,
         apart(own["fp32"], one["fp32"]),
         apart(own["bf16"], one["bf16"]),
@@ -51,7 +55,7 @@ def curve_of(
     )
 
 
-def _losses(
+def _train_dtypes(
     family: Family, layout: Layout, options: Options, ranks: ForkedRanks, folder: Path
 ) -> dict[str, list[float]]:
     """By dtype."""
@@ -74,5 +78,5 @@ def _losses(
         ranks.ensure_start(launch)
         if failure := ranks.run(launch, log):
             raise LaunchError(f"{layout.name} {flag}: the run {failure}")
-        found[dtype] = losses_in(log)
+        found[dtype] = read_losses(log)
     return found

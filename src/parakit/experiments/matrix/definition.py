@@ -16,16 +16,16 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml, relative_to_root
 from parakit.config.run import OptimizerName
 
-FILE = ROOT / "examples" / "matrix.yaml"
+MATRIX_FILE = ROOT / "examples" / "matrix.yaml"
 _RELEASE = re.compile(r"\d+\.\d+")
 SAMPLES = 8
 """In an iteration, unless a strategy has its own: the same for nearly all, which so share references."""
 
 
-class Words(tuple[str, ...]):
+class FlagList(tuple[str, ...]):
     """Of a command line."""
 
-    def __new__(cls, given: str | Sequence[str] = ()) -> Words:
+    def __new__(cls, given: str | Sequence[str] = ()) -> FlagList:
         """Of a text as a shell splits it, or words already."""
         return super().__new__(cls, shlex.split(given) if isinstance(given, str) else given)
 
@@ -35,9 +35,9 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     factor: str
     name: str
-    flags: Words = Words()
+    flags: FlagList = FlagList()
     """Megatron's, of strategy and reference."""
-    own: Words = Words()
+    own: FlagList = FlagList()
     """Of the strategy alone."""
     needs: tuple[str, ...] = msgspec.field(default=(), name="with")
     """Names of levels of the family without which it is refused."""
@@ -67,9 +67,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     strategy: str
     devices: int = 2
-    flags: Words = Words()
+    flags: FlagList = FlagList()
     """Of strategy and reference."""
-    own: Words = Words()
+    own: FlagList = FlagList()
     """Of the strategy alone."""
     samples: int = msgspec.field(default=SAMPLES, name="global_batch")
     """In an iteration."""
@@ -84,11 +84,11 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     factors: dict[str, tuple[Level, ...]]
     """Levels by feature; the first is the model as it is."""
-    base: Words = Words()
+    base: FlagList = FlagList()
     """Flags of all its cells."""
     fuzzed: dict[str, tuple[Level, ...]] = msgspec.field(default_factory=dict, name="fuzz")
     """Further ones, which only a draw has."""
-    smaller: tuple[Words, ...] = ()
+    smaller: tuple[FlagList, ...] = ()
     """Flags that may make its model smaller, in the order in which they are tried."""
     layouts: tuple[Layout, ...] = ()
 
@@ -127,7 +127,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Apart:
+class Exclusion:
     """What is not drawn together: patterns of `family/factor/level`, and at most one of strategies."""
 
     levels: tuple[str, ...]
@@ -150,7 +150,7 @@ class Matrix:
     """The whole file."""
 
     families: tuple[Family, ...]
-    apart: tuple[Apart, ...]
+    apart: tuple[Exclusion, ...]
 
     def of(self, megatron: Version) -> Matrix:
         """As it is for a version."""
@@ -176,7 +176,7 @@ class Matrix:
         return kept
 
 
-class _File(msgspec.Struct):
+class _MatrixFile(msgspec.Struct):
     families: dict[str, Family]
     layouts: dict[str, Layout]
     apart: list[list[str]]
@@ -190,26 +190,28 @@ def load_matrix() -> Matrix:
     """
     try:
         file = msgspec.convert(
-            _named(read_yaml(FILE)), _File, dec_hook=lambda kind, text: kind(text)
+            _add_names(read_yaml(MATRIX_FILE)), _MatrixFile, dec_hook=lambda kind, text: kind(text)
         )
     except msgspec.ValidationError as error:
-        raise LaunchError(f"{relative_to_root(FILE)}: {error}; correct it.") from None
+        raise LaunchError(f"{relative_to_root(MATRIX_FILE)}: {error}; correct it.") from None
     families = []
     for family in file.families.values():
         suited = (
             one for one in file.layouts.values() if not one.families or family.name in one.families
         )
         families.append(msgspec.structs.replace(family, layouts=tuple(suited)))
-    return Matrix(tuple(families), tuple(_apart(names, file.layouts) for names in file.apart))
+    return Matrix(
+        tuple(families), tuple(_parse_exclusion(names, file.layouts) for names in file.apart)
+    )
 
 
-def _named(file: dict[str, Any]) -> dict[str, Any]:
+def _add_names(file: dict[str, Any]) -> dict[str, Any]:
     """The file with the names that its keys give."""
     families = {}
     for name, one in file["families"].items():
         features = {
             key: {
-                factor: [_level(factor, *given) for given in levels.items()]
+                factor: [_parse_level(factor, *given) for given in levels.items()]
                 for factor, levels in one[key].items()
             }
             for key in {"factors", "fuzz"} & one.keys()
@@ -219,19 +221,19 @@ def _named(file: dict[str, Any]) -> dict[str, Any]:
     return {**file, "families": families, "layouts": layouts}
 
 
-def _level(factor: str, name: str, given: str | dict[str, Any]) -> dict[str, Any]:
+def _parse_level(factor: str, name: str, given: str | dict[str, Any]) -> dict[str, Any]:
     """One that is a text is flags."""
     fields = given if isinstance(given, dict) else {"flags": given}
     return {**fields, "factor": factor, "name": name}
 
 
-def _apart(names: Sequence[str], layouts: Mapping[str, Layout]) -> Apart:
+def _parse_exclusion(names: Sequence[str], layouts: Mapping[str, Layout]) -> Exclusion:
     levels = tuple(name for name in names if "/" in name)
     releases = [name for name in names if _RELEASE.fullmatch(name)]
     of_layout = [name for name in names if "/" not in name and name not in releases]
     matched = any(fnmatchcase(name, pattern) for pattern in of_layout for name in layouts)
     if len(of_layout) > 1 or (of_layout and not matched):
         raise LaunchError(
-            f"{relative_to_root(FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
+            f"{relative_to_root(MATRIX_FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
         )
-    return Apart(levels, "".join(of_layout), "".join(releases[:1]))
+    return Exclusion(levels, "".join(of_layout), "".join(releases[:1]))

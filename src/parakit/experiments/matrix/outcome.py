@@ -35,21 +35,21 @@ class CellStatus(StrEnum):
     DIFFERS = "differs"
 
 
-STATUSES = list(CellStatus)
+STATUS_ORDER = list(CellStatus)
 STORED, BF16 = "parity", "dtype/bf16"
 _EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Exit))\b")
-_REFUSING = ("AssertionError", "ValueError", "NotImplementedError")
-_ABSENT = re.compile(
+_REFUSING_EXCEPTIONS = ("AssertionError", "ValueError", "NotImplementedError")
+_MISSING_SOFTWARE = re.compile(
     r"without Transformer Engine|Transformer ?Engine|\bTE\b|CUDA|Apex|apex|NVML|NCCL|grouped.gemm",
 )
-_OF_VERDICT = (
+_VERDICT_FIELDS = (
     *("stage", "module", "tensor", "kind", "error", "tolerance", "worst_ratio"),
     *("compared", "seen", "reason"),
 )
 
 
 @dataclass(frozen=True)
-class Error:
+class StageError:
     """The largest of a stage."""
 
     error: float
@@ -81,7 +81,7 @@ class CellRecord:
     seen: int = 0
     reason: str | None = None
     """Why nothing was compared, or how two tries of a flaky cell differ."""
-    stages: Mapping[str, Error] = field(default_factory=dict)
+    stages: Mapping[str, StageError] = field(default_factory=dict)
     seconds: float = 0.0
     date: str = ""
     megatron: str = ""
@@ -119,43 +119,43 @@ class CellRecord:
         return self.reason or ""
 
 
-def status_of_reason(reason: str) -> CellStatus:
+def classify_reason(reason: str) -> CellStatus:
     """What a sentence means by which a run, or a comparison, did not happen."""
     if "ended with" not in reason and "was not written" not in reason:
         return CellStatus.NOT_COMPARABLE
-    if _ABSENT.search(reason):
+    if _MISSING_SOFTWARE.search(reason):
         return CellStatus.MISSING
     named = _EXCEPTION.search(reason)
     if named is None:
         said = any(word in reason for word in (" error: ", "usage: "))
         return CellStatus.REFUSED if said else CellStatus.CRASHED
-    return CellStatus.REFUSED if named[1] in _REFUSING else CellStatus.CRASHED
+    return CellStatus.REFUSED if named[1] in _REFUSING_EXCEPTIONS else CellStatus.CRASHED
 
 
 def summarise_judgement(judgement: Judgement) -> dict[str, Any]:
     """Fields of a record without a second try: the verdict's, infinite ones empty, and of each stage
     the largest error that is finite."""
     verdict = judgement.verdict
-    found = {name: getattr(verdict, name) for name in _OF_VERDICT}
+    found = {name: getattr(verdict, name) for name in _VERDICT_FIELDS}
     for name in ("error", "worst_ratio"):
         value = found[name]
         found[name] = value if value is not None and value < float("inf") else None
     found["status"] = (
-        status_of_reason(verdict.reason or "")
+        classify_reason(verdict.reason or "")
         if verdict.verdict is VerifyOutcome.NOT_COMPARABLE
         else CellStatus(verdict.verdict)
     )
-    stages: dict[str, Error] = {}
+    stages: dict[str, StageError] = {}
     for one in judgement.compared.comparisons if judgement.compared else ():
         name = str(one.key[0])
-        before = stages.get(name, Error(0.0, 0.0))
+        before = stages.get(name, StageError(0.0, 0.0))
         if np.isfinite(one.error) and np.isfinite(one.ratio):
-            stages[name] = Error(max(before.error, one.error), max(before.ratio, one.ratio))
+            stages[name] = StageError(max(before.error, one.error), max(before.ratio, one.ratio))
     return {**found, "stages": stages}
 
 
 @dataclass(frozen=True)
-class Drawn:
+class FuzzResult:
     """What the draws of a seed came to."""
 
     seed: int
@@ -166,7 +166,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CurveDistances:
     """A strategy's losses against others, each as largest and mean of the absolute differences."""
 
     layout: str
@@ -180,7 +180,7 @@ class Curve:
     last_bf16: float
 
 
-def read_kept[T](folder: Path, pattern: str, kind: type[T]) -> list[T]:
+def read_json_files[T](folder: Path, pattern: str, kind: type[T]) -> list[T]:
     """What the files of a folder hold, one JSON each, by their names' order.
 
     Raises:
@@ -191,27 +191,27 @@ def read_kept[T](folder: Path, pattern: str, kind: type[T]) -> list[T]:
     ]
 
 
-def keep(folder: Path, name: str, what: object) -> None:
+def store_json(folder: Path, name: str, what: object) -> None:
     """Keep a version's curves or draws beside its cells, in place of what was there."""
-    write_record(_stored(folder, name), what)
+    write_record(_make_stored_path(folder, name), what)
 
 
-def store(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
+def store_cells(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
     """Keep the cells of a version, in place of those with the same id; not those of smaller models."""
-    path = _stored(folder, f"{name}.jsonl")
+    path = _make_stored_path(folder, f"{name}.jsonl")
     whole = (one for one in records if not one.more)
-    kept = {one.id: one for one in read_stored(path)} | {one.id: one for one in whole}
+    kept = {one.id: one for one in read_stored_cells(path)} | {one.id: one for one in whole}
     lines = (msgspec.json.encode(_encode_record(kept[key])) + b"\n" for key in sorted(kept))
     write_atomically(path, b"".join(lines))
 
 
-def read_stored(path: Path) -> list[CellRecord]:
+def read_stored_cells(path: Path) -> list[CellRecord]:
     """Cells of a version's file; none where it is not there."""
     lines = path.read_bytes().splitlines() if path.is_file() else ()
     return [msgspec.json.decode(line, type=CellRecord) for line in lines]
 
 
-def _stored(folder: Path, name: str) -> Path:
+def _make_stored_path(folder: Path, name: str) -> Path:
     (folder / STORED).mkdir(parents=True, exist_ok=True)
     return folder / STORED / name
 

@@ -18,15 +18,15 @@ from parakit.artifacts.io import write_atomically
 from parakit.experiments.matrix.curves import ITERATIONS
 from parakit.experiments.matrix.definition import Matrix
 from parakit.experiments.matrix.outcome import (
-    STATUSES,
+    STATUS_ORDER,
     STORED,
     CellRecord,
-    Curve,
-    Drawn,
-    read_kept,
-    read_stored,
+    CurveDistances,
+    FuzzResult,
+    read_json_files,
+    read_stored_cells,
 )
-from parakit.experiments.matrix.table import LEGEND, FamilyTable, bf16_costs, tables
+from parakit.experiments.matrix.table import LEGEND, FamilyTable, compute_bf16_costs, make_tables
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows, markdown_text
 from parakit.formatting.units import DASH
@@ -35,7 +35,7 @@ from parakit.verify import Finding, FindingStatus, list_findings
 MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 
-_NAMED_KITS = 3
+_MAX_NAMED_KITS = 3
 """Commits that a title names."""
 
 
@@ -46,13 +46,13 @@ class MatrixOfVersion:
     name: str
     records: tuple[CellRecord, ...]
     matrix: Matrix
-    curves: tuple[Curve, ...] = ()
-    drawn: tuple[Drawn, ...] = ()
+    curves: tuple[CurveDistances, ...] = ()
+    drawn: tuple[FuzzResult, ...] = ()
 
     @cached_property
     def tables(self) -> list[FamilyTable]:
         """One a family."""
-        return tables(self.matrix, self.records)
+        return make_tables(self.matrix, self.records)
 
     @property
     def when(self) -> str:
@@ -66,10 +66,10 @@ class MatrixOfVersion:
         kits = sorted({one.kit for one in self.records if one.kit})
         # A matrix may take days, and the kit change meanwhile; each cell's record has its own.
         kit = f"kit {', '.join(kits) or DASH}"
-        if len(kits) > _NAMED_KITS:
+        if len(kits) > _MAX_NAMED_KITS:
             kit = f"{len(kits)} states of the kit"
         megatron, cells = self.records[0].megatron, f"{len(self.records)} cells"
-        return f"Megatron {megatron}, {self.when}, {kit}. {cells}: {counts_of(self.records)}"
+        return f"Megatron {megatron}, {self.when}, {kit}. {cells}: {format_counts(self.records)}"
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -78,7 +78,7 @@ class MatrixOfVersion:
         pairs = [pair.status for pair in found if not pair.is_open]
         return {
             "pairs": len(found),
-            **{str(status): pairs.count(status) for status in STATUSES},
+            **{str(status): pairs.count(status) for status in STATUS_ORDER},
             "not known which level": len(found) - len(pairs),
             "in no cell": pairs.count(None),
         }
@@ -117,16 +117,16 @@ class MatrixOfVersion:
         """What bf16 costs by stage, for the strategies of the first family."""
         first = self.tables[0]
         own = [one for one in self.records if one.family == first.family.name]
-        return list(first.layouts), bf16_costs(own, first.layouts)
+        return list(first.layouts), compute_bf16_costs(own, first.layouts)
 
 
-def counts_of(records: Sequence[CellRecord]) -> str:
+def format_counts(records: Sequence[CellRecord]) -> str:
     """How many cells came to what: `3 held, 1 differs`."""
     found = Counter(one.status for one in records)
-    return ", ".join(f"{found[status]} {status}" for status in STATUSES if found[status])
+    return ", ".join(f"{found[status]} {status}" for status in STATUS_ORDER if found[status])
 
 
-def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
+def make_overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
     """What the pairs of each version came to: a head and a row a version, without columns of zeros."""
     kinds = [kind for one in versions[:1] for kind in one.counts]
     kinds = [kind for kind in kinds if any(one.counts[kind] for one in versions)]
@@ -147,38 +147,50 @@ def overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
 def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
     """Write both pages of all cells that are stored in a folder into that folder; return their paths."""
     versions = _read_versions(folder, matrix)
-    return _write(MARKDOWN, versions, folder), _write(HTML, versions, folder)
+    return _write_page(MARKDOWN, versions, folder), _write_page(HTML, versions, folder)
 
 
 def write_cells_page(stored: Path, folder: Path, matrix: Matrix) -> Path:
     """Write the page of all cells that are stored in one folder into another folder; return its path."""
-    return _write(HTML, _read_versions(stored, matrix), folder)
+    return _write_page(HTML, _read_versions(stored, matrix), folder)
 
 
 def _read_versions(folder: Path, matrix: Matrix) -> list[MatrixOfVersion]:
     """Return every version that has cells in a folder, the newest version first."""
     stored = sorted(
-        (folder / STORED).glob("*.jsonl"), key=lambda path: _release(path.stem), reverse=True
+        (folder / STORED).glob("*.jsonl"), key=lambda path: _parse_release(path.stem), reverse=True
     )
     return [
         MatrixOfVersion(
             path.stem,
             tuple(records),
             matrix,
-            next(iter(read_kept(path.parent, f"{path.stem}.bf16.json", tuple[Curve, ...])), ()),
-            drawn=tuple(read_kept(path.parent, f"{path.stem}.fuzz-*.json", Drawn)),
+            next(
+                iter(
+                    read_json_files(
+                        path.parent, f"{path.stem}.bf16.json", tuple[CurveDistances, ...]
+                    )
+                ),
+                (),
+            ),
+            drawn=tuple(read_json_files(path.parent, f"{path.stem}.fuzz-*.json", FuzzResult)),
         )
         for path in stored
-        if (records := read_stored(path))
+        if (records := read_stored_cells(path))
     ]
 
 
-def _write(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path:
+def _write_page(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path:
     """Render the template of a page and write the page into a folder; return its path."""
     legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
     order = list(FindingStatus)
     judged = sorted(list_findings(), key=lambda one: order.index(one.verdict))
-    given = {**_NAMES, "versions": versions, "legend": legend, "overview": overview(versions)}
+    given = {
+        **_TEMPLATE_NAMES,
+        "versions": versions,
+        "legend": legend,
+        "overview": make_overview(versions),
+    }
     template = environment(_TEMPLATES).overlay(autoescape=name == HTML)
     text = template.get_template(f"{name}.j2").render(**given, judged=judged)
     path = folder / name
@@ -186,7 +198,7 @@ def _write(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path
     return path
 
 
-def _release(name: str) -> Version:
+def _parse_release(name: str) -> Version:
     """A commit is before all releases."""
     try:
         return Version(name)
@@ -194,7 +206,7 @@ def _release(name: str) -> Version:
         return Version("0")
 
 
-def _lines(version: MatrixOfVersion, table: FamilyTable) -> list[list[str]]:
+def _make_table_rows(version: MatrixOfVersion, table: FamilyTable) -> list[list[str]]:
     """A table's rows in Markdown: a feature's name once, and each pair with a link to its cell."""
     lines, before = [], ""
     for row in table.rows:
@@ -210,7 +222,7 @@ def _lines(version: MatrixOfVersion, table: FamilyTable) -> list[list[str]]:
     return lines
 
 
-def _places(records: Iterable[CellRecord]) -> str:
+def _format_layouts(records: Iterable[CellRecord]) -> str:
     """Families with their strategies, each once."""
     found: dict[str, dict[str, None]] = {}
     for one in records:
@@ -218,15 +230,15 @@ def _places(records: Iterable[CellRecord]) -> str:
     return ", ".join(f"{family} in {', '.join(layouts)}" for family, layouts in found.items())
 
 
-_NAMES = {
+_TEMPLATE_NAMES = {
     "html": HTML,
     "dash": DASH,
     "iterations": ITERATIONS,
     "rows": markdown_rows,
     "escaped": markdown_text,
-    "lines": _lines,
-    "places": _places,
-    "counts_of": counts_of,
+    "lines": _make_table_rows,
+    "places": _format_layouts,
+    "counts_of": format_counts,
     "plain": str,
 }
 """What the templates use."""

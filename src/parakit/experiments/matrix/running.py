@@ -19,20 +19,20 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
-from parakit.experiments.matrix.cell import MatrixCell, uncured
+from parakit.experiments.matrix.cell import MatrixCell, find_uncured
 from parakit.experiments.matrix.definition import Level
 from parakit.experiments.matrix.outcome import (
     CellRecord,
     CellStatus,
-    read_kept,
+    read_json_files,
     summarise_judgement,
 )
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
-from parakit.launch import Options, find_entry, kit_commit
+from parakit.launch import Options, find_entry, read_kit_commit
 from parakit.verify import Finding, refuse_comparison
 
-Verify = Callable[[MatrixCell], CellRecord]
+VerifyCell = Callable[[MatrixCell], CellRecord]
 """Verifies a cell once."""
 _REASON_LENGTH = 600
 _LOG = re.compile(r" The log is \S+$")
@@ -72,7 +72,7 @@ class CellVerifier:
             return next(ends, "")
         if record.status is not CellStatus.DIFFERS:
             return ""
-        shown = (one for one in uncured(cell, self.known) if not one.fails)
+        shown = (one for one in find_uncured(cell, self.known) if not one.fails)
         return next((one.id for one in shown if one.stage in (None, record.stage)), "")
 
     def _once(self, cell: MatrixCell) -> CellRecord:
@@ -99,7 +99,7 @@ class CellVerifier:
             **found,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             megatron=f"{entry.megatron_version}{commit}",
-            kit=kit_commit() or "",
+            kit=read_kit_commit() or "",
             more=cell.more,
             patch=cell.patch,
         )
@@ -110,7 +110,7 @@ class MatrixRun:
     """Cells of one version, and the folder that keeps them."""
 
     folder: Path
-    verify: Verify
+    verify: VerifyCell
     console: Console
     deadline: float | None = None
     """`time.monotonic` after which no further cell is begun."""
@@ -118,7 +118,7 @@ class MatrixRun:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.records = {one.id: one for one in read_kept(self.folder, "*.json", CellRecord)}
+        self.records = {one.id: one for one in read_json_files(self.folder, "*.json", CellRecord)}
 
     @property
     def is_over(self) -> bool:
@@ -188,7 +188,7 @@ class MatrixRun:
 
     def blamed(self, cell: MatrixCell, record: CellRecord) -> tuple[Level, ...]:
         """The fewest levels of a cell that come to the same."""
-        return fewest(cell.levels, lambda levels: self._is_as(cell.only(levels), record))
+        return minimize_parts(cell.levels, lambda levels: self._is_as(cell.only(levels), record))
 
     def shrunk(self, cell: MatrixCell) -> MatrixCell:
         """The smallest model and the fewest flags that differ as a cell does."""
@@ -203,7 +203,7 @@ class MatrixRun:
         return not self.is_over and self.record(cell).status is record.status
 
 
-def fewest[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+def minimize_parts[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
     """The parts of which none can be left out; all of them show it, and none of them alone may.
 
     Zeller and Hildebrandt's ddmin (IEEE TSE 28, 2002): halves first, so that one guilty part of n is

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from parakit.experiments.matrix.definition import Family, Level, Matrix
-from parakit.experiments.matrix.outcome import BF16, STATUSES, CellRecord, CellStatus
+from parakit.experiments.matrix.outcome import BF16, STATUS_ORDER, CellRecord, CellStatus
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ LEGEND = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LevelRow:
     """One level in all strategies."""
 
     level: Level
@@ -85,10 +85,10 @@ class FamilyTable:
 
     family: Family
     layouts: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LevelRow, ...]
 
 
-def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
+def make_tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
     """A table a family of which something was verified; strategies that were.
 
     Of the levels those whose flags the records' Megatron knows.
@@ -102,7 +102,9 @@ def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
         layouts = tuple(one.name for one in family.layouts if one.name in names)
         if layouts:
             rows = (
-                Row(level, tuple(pair_of(family, level, layout, own) for layout in layouts))
+                LevelRow(
+                    level, tuple(judge_level(family, level, layout, own) for layout in layouts)
+                )
                 for levels in family.factors.values()
                 for level in levels
                 if level.is_in(megatron)
@@ -111,7 +113,7 @@ def tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
     return made
 
 
-def pair_of(
+def judge_level(
     family: Family, level: Level, layout: str, records: Iterable[CellRecord]
 ) -> LevelResult:
     """What the cells of a strategy that have a level say of it.
@@ -129,7 +131,7 @@ def pair_of(
     wrong = [one for one in having if not one.is_right]
     blamed = [one for one in wrong if _is_to_blame(one, level, first)]
     if blamed:
-        return LevelResult(max(blamed, key=lambda one: STATUSES.index(one.status)))
+        return LevelResult(max(blamed, key=lambda one: STATUS_ORDER.index(one.status)))
     held = [one for one in having if one.is_right]
     beside = [one for one in wrong if level.path in (one.blamed or ())]
     if held and beside:
@@ -142,7 +144,7 @@ def pair_of(
         return LevelResult(max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio)
     unexplained = [one for one in wrong if one.blamed is None and not one.finding]
     if unexplained:
-        least = min(unexplained, key=lambda one: (len(one.levels), -STATUSES.index(one.status)))
+        least = min(unexplained, key=lambda one: (len(one.levels), -STATUS_ORDER.index(one.status)))
         return LevelResult(least, is_open=len(least.levels) > 1)
     return LevelResult()
 
@@ -159,11 +161,11 @@ def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:
     )
 
 
-EPSILON = 2.0**-8
+BF16_EPSILON = 2.0**-8
 """bf16's rounding, half the distance from 1 to the next number: it keeps 8 bits."""
 
 
-def bf16_costs(
+def compute_bf16_costs(
     records: Iterable[CellRecord], layouts: Sequence[str]
 ) -> dict[str, list[float | None]]:
     """By stage and strategy the largest relative error of a family's cells in bf16 that held, over
@@ -173,5 +175,5 @@ def bf16_costs(
         if one.is_right and BF16 in one.levels:
             for stage, error in one.stages.items():
                 before = found.setdefault(stage, {}).get(one.layout, 0.0)
-                found[stage][one.layout] = max(before, error.error / EPSILON)
+                found[stage][one.layout] = max(before, error.error / BF16_EPSILON)
     return {stage: [row.get(name) for name in layouts] for stage, row in found.items()}

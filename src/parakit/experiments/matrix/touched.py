@@ -22,19 +22,21 @@ from parakit.experiments.verify.pairs import compose_pair
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch import Options, read_patch_file
 
-Executed = Mapping[str, frozenset[str]]
+ExecutedFiles = Mapping[str, frozenset[str]]
 """Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`; what all
 of a family execute, by `family`."""
 RECORDER = Path(__file__).with_name("executed.py")
 
 
-def names_of(cell: MatrixCell) -> list[str]:
+def list_component_names(cell: MatrixCell) -> list[str]:
     """By which it is known what a cell executes."""
     parts = (cell.layout.name, *(level.path for level in cell.levels))
     return [cell.family.name, *(f"{cell.family.name}/{part}" for part in parts)]
 
 
-def add_executed(executed: Executed, name: str, files: frozenset[str]) -> dict[str, frozenset[str]]:
+def add_executed_files(
+    executed: ExecutedFiles, name: str, files: frozenset[str]
+) -> dict[str, frozenset[str]]:
     """The same with one name more, and what all of its family execute once."""
     family = name.partition("/")[0]
     own = [one for one in executed if one.startswith(f"{family}/")]
@@ -43,8 +45,8 @@ def add_executed(executed: Executed, name: str, files: frozenset[str]) -> dict[s
     return {**executed, family: common, **{one: each - common for one, each in whole.items()}}
 
 
-def touched(
-    cells: Sequence[MatrixCell], changed: Sequence[str], executed: Executed
+def select_touched_cells(
+    cells: Sequence[MatrixCell], changed: Sequence[str], executed: ExecutedFiles
 ) -> list[MatrixCell]:
     """Cells that execute one of the files: those that execute most of them first, the unknown last.
 
@@ -59,17 +61,21 @@ def touched(
             fnmatchcase(file, one) or file.startswith(f"{one.rstrip('/')}/") for one in changed
         )
 
-    known = [cell for cell in cells if executed.keys() >= {*names_of(cell)}]
+    known = [cell for cell in cells if executed.keys() >= {*list_component_names(cell)}]
     hit = frozenset(filter(is_changed, frozenset().union(*executed.values())))
 
     def count(cell: MatrixCell) -> int:
-        return len(hit.intersection(itertools.chain(*(executed[name] for name in names_of(cell)))))
+        return len(
+            hit.intersection(
+                itertools.chain(*(executed[name] for name in list_component_names(cell)))
+            )
+        )
 
     sure = sorted(filter(count, known), key=count, reverse=True)
     return [*sure, *(cell for cell in cells if cell not in known)]
 
 
-def changed_files(words: Sequence[str], checkout: Path | None) -> list[str]:
+def list_changed_files(words: Sequence[str], checkout: Path | None) -> list[str]:
     """CHANGED=: names as they are, and in the place of a range of commits the files that it changes.
 
     Raises:
@@ -91,7 +97,7 @@ def changed_files(words: Sequence[str], checkout: Path | None) -> list[str]:
     return files
 
 
-def recorded(
+def record_executed_files(
     matrix: Matrix, families: Iterable[Family], options: Options, ranks: ForkedRanks, folder: Path
 ) -> Iterator[tuple[str, frozenset[str]]]:
     """Train each strategy and each level once, for one iteration; what it executes, by its name.
@@ -110,7 +116,7 @@ def recorded(
             scratch.mkdir()
             pair = cell.pair(replace(options, runs=folder))
             asked = replace(pair.job.options, iterations=1, patch_file=recorder)
-            verified = compose_pair(replace(pair, job=pair.job.under(asked)))
+            verified = compose_pair(replace(pair, job=pair.job.with_options(asked)))
             try:
                 ranks.ensure_start(verified.reference)
             except LaunchError:

@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from parakit.experiments.load import experiment_file
+from parakit.experiments.load import read_experiment_file
 
 
-def page(kind: str, /, **parts: str) -> str:
+def format_page(kind: str, /, **parts: str) -> str:
     """The page of a kind of table, the `page:` of the experiment of its name, with its parts."""
-    return _file(kind).page.rstrip().format(**parts)
+    return _read_cached_file(kind).page.rstrip().format(**parts)
 
 
-def sentence(kind: str, name: str, /, **parts: object) -> str:
+def format_sentence(kind: str, name: str, /, **parts: object) -> str:
     """One of the kind's `sentences:`, with its parts."""
-    return _file(kind).sentences[name].format(**parts)
+    return _read_cached_file(kind).sentences[name].format(**parts)
 
 
-_file = cache(experiment_file)
+_read_cached_file = cache(read_experiment_file)
 
 
-def bullets(sentences: Iterable[str]) -> str:
+def format_bullets(sentences: Iterable[str]) -> str:
     """A list in Markdown."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+    return "\n".join(f"- {format_sentence}" for format_sentence in sentences)

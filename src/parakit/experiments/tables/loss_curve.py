@@ -20,7 +20,9 @@ WINDOW = 25
 the mean over a window leaves what would move a curve."""
 
 
-def distance(one: Mapping[int, float], other: Mapping[int, float], window: int = WINDOW) -> float:
+def mean_curve_distance(
+    one: Mapping[int, float], other: Mapping[int, float], window: int = WINDOW
+) -> float:
     """Mean absolute difference of the moving means of two curves, losses by iteration.
 
     Only iterations that both have count: fp16 leaves some out while its loss scale falls.
@@ -41,7 +43,7 @@ def distance(one: Mapping[int, float], other: Mapping[int, float], window: int =
     return statistics.fmean(abs(left - right) for left, right in zip(*means, strict=True))
 
 
-def finish(study: Study) -> int:
+def compare_curves(study: Study) -> int:
     """One sentence of both distances; 0 if the patches move the curve no further than a seed does.
 
     Raises:
@@ -50,7 +52,7 @@ def finish(study: Study) -> int:
     study.refuse_failed()
     alone, seed, patches = (row.losses for row in study.rows)
     one, other, patched = (result.launch for result in study.results)
-    patched_by, seeds_by = distance(alone, patches), distance(alone, seed)
+    patched_by, seeds_by = mean_curve_distance(alone, patches), mean_curve_distance(alone, seed)
     said = (
         f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.spec.seed}: "
         f"{patched_by:.2g} with FUSED={patched.environment[variables.FUSED]}, "
@@ -62,4 +64,4 @@ def finish(study: Study) -> int:
     return int(not within)
 
 
-OUTPUT = Output(finish)
+OUTPUT = Output(compare_curves)

@@ -23,20 +23,26 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.published import Correction, Figure, load_published
 from parakit.data import Split, open_dataset, split_bounds
-from parakit.experiments.engine import Study, comparison
-from parakit.experiments.tables import bullets, page, sentence
+from parakit.experiments.engine import Study, make_comparison
+from parakit.experiments.tables import format_bullets, format_page, format_sentence
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import DASH, bracketed, known, rounded
 from parakit.logs import Run
-from parakit.reporting import Entry, Estimate, compare, conditions, pooled
+from parakit.reporting import (
+    Entry,
+    Estimate,
+    compare_times,
+    describe_conditions,
+    estimate_pooled_runs,
+)
 
 SOURCE = "000"
-TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-5
 """Relative, of a loss, against the first kind of the same optimizer and seed."""
 
-Kind = tuple[str, str, str, str]
+SetupKey = tuple[str, str, str, str]
 """Backend, strategy, optimizer, activation."""
-Group = Sequence[Entry]
+SeedRuns = Sequence[Entry]
 """Rows of one kind, a seed each."""
 
 
@@ -58,55 +64,57 @@ class RoutedParity:
     @property
     def held(self) -> bool:
         """Nothing compared holds nothing."""
-        return self.compared > 0 and self.difference <= TOLERANCE
+        return self.compared > 0 and self.difference <= LOSS_TOLERANCE
 
 
-def render(model: str, runs: Group, notes: Sequence[str]) -> str:
+def render(model: str, runs: SeedRuns, notes: Sequence[str]) -> str:
     """Markdown; runs of one kind share a row, with the range over their seeds."""
-    kinds, found = _by_kind(runs), parities(runs)
+    kinds, found = _group_by_setup(runs), compare_setups(runs)
     diverged = min((each.diverged for each in found if each.diverged is not None), default=None)
     said = [
-        *_speeds(kinds),
-        sentence(
+        *_describe_speeds(kinds),
+        format_sentence(
             "moe",
             "parity",
             held="parity held" if all(each.held for each in found) else "parity is broken",
             worst=max(each.difference for each in found),
-            until="" if diverged is None else f" {sentence('moe', 'diverged', diverged=diverged)}",
-            tolerance=TOLERANCE,
+            until=""
+            if diverged is None
+            else f" {format_sentence('moe', 'diverged', diverged=diverged)}",
+            tolerance=LOSS_TOLERANCE,
         ),
-        *_scores(runs),
+        *_describe_optimizers(runs),
         *notes,
-        *conditions(_runs(runs)),
+        *describe_conditions(_collect_runs(runs)),
     ]
-    rows = tuple(map(_Row, kinds.values(), found))
+    rows = tuple(map(_SetupRow, kinds.values(), found))
     published = load_published()
     wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    figures = markdown_table(Table(_FIGURES, published.of(SOURCE)))
-    return page(
+    figures = markdown_table(Table(_PUBLISHED_COLUMNS, published.figures_of(SOURCE)))
+    return format_page(
         "moe",
         model=model,
         table=markdown_table(Table(_COLUMNS, rows)),
-        said=bullets(said),
-        published=f"{figures}\n\n{markdown_table(Table(_CORRECTIONS, wrong))}",
+        said=format_bullets(said),
+        published=f"{figures}\n\n{markdown_table(Table(_CORRECTION_COLUMNS, wrong))}",
     )
 
 
-def parities(runs: Group) -> list[RoutedParity]:
+def compare_setups(runs: SeedRuns) -> list[RoutedParity]:
     """Of every kind against the first of its optimizer and activation."""
-    groups = _by_kind(runs).values()
-    firsts: dict[tuple[str, str], Group] = {}
+    groups = _group_by_setup(runs).values()
+    firsts: dict[tuple[str, str], SeedRuns] = {}
     for group in groups:
-        firsts.setdefault(_optimizer_of(group), group)
-    return [parity(group, firsts[_optimizer_of(group)]) for group in groups]
+        firsts.setdefault(_get_optimizer(group), group)
+    return [compare_losses(group, firsts[_get_optimizer(group)]) for group in groups]
 
 
-def parity(group: Group, reference: Group) -> RoutedParity:
+def compare_losses(group: SeedRuns, reference: SeedRuns) -> RoutedParity:
     """A kind's runs against the reference's of the same seeds."""
-    theirs = {_seed(row): row for row in reference}
+    theirs = {_get_seed(row): row for row in reference}
     differences, diverged = list[float](), list[int]()
     for one in group:
-        two = theirs.get(_seed(one))
+        two = theirs.get(_get_seed(one))
         if two is None:
             continue
         first = find_routing_divergence(
@@ -119,48 +127,48 @@ def parity(group: Group, reference: Group) -> RoutedParity:
     return RoutedParity(worst, len(differences), min(diverged, default=None))
 
 
-def is_well(row: Entry) -> bool:
+def is_evaluated(row: Entry) -> bool:
     """It ended well and was evaluated."""
     return row.status == Status.OK and row.validation_loss is not None
 
 
-class _Row(NamedTuple):
-    group: Group
+class _SetupRow(NamedTuple):
+    group: SeedRuns
     parity: RoutedParity
 
 
-def _well(row: _Row) -> str:
-    well = sum(map(is_well, row.group))
+def _format_run_count(row: _SetupRow) -> str:
+    well = sum(map(is_evaluated, row.group))
     return f"{well} of {len(row.group)}" if well < len(row.group) else str(well)
 
 
-def _against_the_first(row: _Row) -> str:
+def _format_loss_difference(row: _SetupRow) -> str:
     diverged = row.parity.diverged
     until = f" to iteration {diverged - 1}" if diverged else ""
     return f"{row.parity.difference:.1e}{until}"
 
 
-def _seed(row: Entry) -> int:
+def _get_seed(row: Entry) -> int:
     return row.spec.seed if row.spec else 0
 
 
-def _optimizer_of(group: Group) -> tuple[str, str]:
+def _get_optimizer(group: SeedRuns) -> tuple[str, str]:
     return group[0].optimizer, group[0].activation
 
 
-def _runs(group: Group) -> list[Run]:
+def _collect_runs(group: SeedRuns) -> list[Run]:
     return [run for row in group for run in row.configuration.runs]
 
 
-def _by_kind(rows: Group) -> dict[Kind, list[Entry]]:
-    kinds: dict[Kind, list[Entry]] = {}
+def _group_by_setup(rows: SeedRuns) -> dict[SetupKey, list[Entry]]:
+    kinds: dict[SetupKey, list[Entry]] = {}
     for row in rows:
         kind = row.backend, row.strategy, row.optimizer, row.activation
         kinds.setdefault(kind, []).append(row)
     return kinds
 
 
-def _rate(found: Estimate | None) -> str:
+def _format_rate(found: Estimate | None) -> str:
     """Iterations a second."""
     if found is None:
         return DASH
@@ -170,7 +178,7 @@ def _rate(found: Estimate | None) -> str:
     return bracketed(1000 / found.median, 1000 / found.high, 1000 / found.low, ".2f")
 
 
-def _range(group: Group, value: Callable[[Entry], float | None], shape: str) -> str:
+def _format_range(group: SeedRuns, value: Callable[[Entry], float | None], shape: str) -> str:
     found = [one for run in group if (one := value(run)) is not None]
     if not found:
         return DASH
@@ -180,28 +188,31 @@ def _range(group: Group, value: Callable[[Entry], float | None], shape: str) -> 
     return f"{text} ({shape.format(min(found))} to {shape.format(max(found))})"
 
 
-def _perplexity(row: Entry) -> float | None:
+def _compute_perplexity(row: Entry) -> float | None:
     loss = row.validation_loss
     return None if loss is None else math.exp(min(20, loss))
 
 
-def _speeds(kinds: Mapping[Kind, Group]) -> list[str]:
+def _describe_speeds(kinds: Mapping[SetupKey, SeedRuns]) -> list[str]:
     """Native against Megatron, for each strategy and optimizer that both have."""
     sentences = []
     for (backend, strategy, optimizer, activation), group in kinds.items():
         other = kinds.get(("native", strategy, optimizer, activation))
-        one, two = pooled(_runs(group)), pooled(_runs(other or ()))
+        one, two = (
+            estimate_pooled_runs(_collect_runs(group)),
+            estimate_pooled_runs(_collect_runs(other or ())),
+        )
         if backend != "megatron" or one is None or two is None:
             continue
-        result = compare(one, two)
+        result = compare_times(one, two)
         span = f", {result.span}" if result.span else ""
         verdict = result.verdict.against("Megatron")
         parts = {"strategy": strategy, "optimizer": optimizer, "verdict": verdict, "span": span}
-        sentences.append(sentence("moe", "speed", ratio=result.ratio, **parts))
+        sentences.append(format_sentence("moe", "speed", ratio=result.ratio, **parts))
     return sentences
 
 
-def _scores(runs: Group) -> list[str]:
+def _describe_optimizers(runs: SeedRuns) -> list[str]:
     """Whether the optimizers differ by more than seeds and strategies do."""
     ours, theirs = (
         [
@@ -216,27 +227,33 @@ def _scores(runs: Group) -> list[str]:
     beyond = max(theirs) < min(ours) or max(ours) < min(theirs)
     apart, scatter = mean(theirs) - mean(ours), max(ours) - min(ours)
     where = "beyond" if beyond else "within"
-    return [sentence("moe", "scores", apart=apart, where=where, scatter=scatter)]
+    return [format_sentence("moe", "scores", apart=apart, where=where, scatter=scatter)]
 
 
-def _scores_column(name: str, value: Callable[[Entry], float | None], shape: str) -> Column[_Row]:
-    return Column(name, lambda row: _range(row.group, value, shape))
+def _make_range_column(
+    name: str, value: Callable[[Entry], float | None], shape: str
+) -> Column[_SetupRow]:
+    return Column(name, lambda row: _format_range(row.group, value, shape))
 
 
-_COLUMNS: tuple[Column[_Row], ...] = (
+_COLUMNS: tuple[Column[_SetupRow], ...] = (
     Column("Backend", lambda row: row.group[0].backend),
     Column("Strategy", lambda row: row.group[0].strategy),
     Column("Optimizer", lambda row: row.group[0].optimizer),
     Column("Activation", lambda row: row.group[0].activation or DASH),
-    Column("Iterations/s [95%]", lambda row: pooled(_runs(row.group)), _rate),
-    _scores_column("Run, start included", lambda run: run.run.status.wall_seconds, "{:.0f} s"),
-    _scores_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
-    _scores_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),
-    _scores_column("Perplexity", _perplexity, "{:.0f}"),
-    Column("Losses against the first", _against_the_first),
-    Column("Runs", _well),
+    Column(
+        "Iterations/s [95%]",
+        lambda row: estimate_pooled_runs(_collect_runs(row.group)),
+        _format_rate,
+    ),
+    _make_range_column("Run, start included", lambda run: run.run.status.wall_seconds, "{:.0f} s"),
+    _make_range_column("Validation loss", lambda run: run.validation_loss, "{:.4f}"),
+    _make_range_column("Accuracy", lambda run: run.accuracy, "{:.2%}"),
+    _make_range_column("Perplexity", _compute_perplexity, "{:.0f}"),
+    Column("Losses against the first", _format_loss_difference),
+    Column("Runs", _format_run_count),
 )
-_FIGURES: tuple[Column[Figure], ...] = (
+_PUBLISHED_COLUMNS: tuple[Column[Figure], ...] = (
     Column("Path", lambda figure: figure.published_as),
     Column("Micro batches/s", lambda figure: figure.micro_batches_per_second, known("{:.2f}")),
     Column("Time", lambda figure: figure.wall_seconds, known("{:.0f} s")),
@@ -245,16 +262,16 @@ _FIGURES: tuple[Column[Figure], ...] = (
     Column("Perplexity", lambda figure: figure.perplexity, known("{:.2f}")),
     Column("But", lambda figure: figure.caution),
 )
-_CORRECTIONS = (
+_CORRECTION_COLUMNS = (
     Column[Correction]("It says", lambda found: found.says),
     Column[Correction]("Right", lambda found: found.right),
 )
 
 
-_BASE = 0x9E3779B97F4A7C15
+_HASH_BASE = 0x9E3779B97F4A7C15
 
 
-def shared_windows(prefix: Path, split: str, seq_length: int) -> dict[str, int]:
+def count_shared_windows(prefix: Path, split: str, seq_length: int) -> dict[str, int]:
     """How many windows of the validation documents are, at any offset, in the training documents too.
 
     A window of `length` tokens is a sample and its last label.
@@ -266,61 +283,61 @@ def shared_windows(prefix: Path, split: str, seq_length: int) -> dict[str, int]:
     """
     length = seq_length + 1
     training, validation = (
-        _stream(prefix, split, part) for part in (Split.TRAINING, Split.VALIDATION)
+        _read_split_tokens(prefix, split, part) for part in (Split.TRAINING, Split.VALIDATION)
     )
-    ours = window_hashes(validation, length)
-    shared = np.isin(ours, window_hashes(training, length))
+    ours = hash_windows(validation, length)
+    shared = np.isin(ours, hash_windows(training, length))
     return {"windows": len(ours), "shared": int(shared.sum()), "length": length}
 
 
-def window_hashes(tokens: NDArray[Any], length: int) -> NDArray[np.uint64]:
+def hash_windows(tokens: NDArray[Any], length: int) -> NDArray[np.uint64]:
     """A polynomial hash, modulo 2^64, of each window of so many tokens."""
     if len(tokens) < length:
         return np.empty(0, dtype=np.uint64)
-    powers = _powers(_BASE, len(tokens) + 1)
+    powers = _compute_powers(_HASH_BASE, len(tokens) + 1)
     sums = np.concatenate(([np.uint64(0)], np.cumsum((tokens.astype(np.uint64) + 1) * powers[:-1])))
     # Each window's sum is divided by the power it starts with, so that its place does not count.
-    inverse = _powers(pow(_BASE, -1, 2**64), len(tokens) - length + 1)
+    inverse = _compute_powers(pow(_HASH_BASE, -1, 2**64), len(tokens) - length + 1)
     hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * inverse
     return hashes
 
 
-def _powers(base: int, count: int) -> NDArray[np.uint64]:
+def _compute_powers(base: int, count: int) -> NDArray[np.uint64]:
     factors = np.full(count, base, dtype=np.uint64)
     factors[0] = 1
     return np.cumprod(factors, dtype=np.uint64)
 
 
-def _stream(prefix: Path, split: str, part: Split) -> NDArray[Any]:
+def _read_split_tokens(prefix: Path, split: str, part: Split) -> NDArray[Any]:
     dataset = open_dataset(prefix)
     bounds = np.array(split_bounds(split, dataset.sequences)[part : part + 2])
     begin, end = dataset.tokens_before(bounds)
     return dataset.stored[begin:end]
 
 
-def commonest_share(prefix: Path, split: str) -> float:
+def most_common_token_fraction(prefix: Path, split: str) -> float:
     """Share of the validation tokens that are the commonest one: the accuracy of saying it always."""
-    counts = np.bincount(_stream(prefix, split, Split.VALIDATION))
+    counts = np.bincount(_read_split_tokens(prefix, split, Split.VALIDATION))
     return float(counts.max() / counts.sum())
 
 
-def _text(study: Study) -> str:
+def _render_study(study: Study) -> str:
     """With what the scores are measured on, and what a model that learned nothing would reach."""
     if not study.rows:
         return ""
     launch = study.results[0].launch
     prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
-    shared = shared_windows(prefix, split, launch.model.shape.seq_length)
+    shared = count_shared_windows(prefix, split, launch.model.shape.seq_length)
     notes = (
-        sentence("moe", "shared", **shared),
-        sentence("moe", "commonest", share=commonest_share(prefix, split)),
+        format_sentence("moe", "shared", **shared),
+        format_sentence("moe", "commonest", share=most_common_token_fraction(prefix, split)),
     )
     return render(study.model, study.rows, (*notes, *study.experiment.left_out))
 
 
-def _is_wrong(study: Study) -> bool:
-    held = all(found.held for found in parities(study.rows))
-    return not held or not all(map(is_well, study.rows))
+def _has_failed(study: Study) -> bool:
+    held = all(found.held for found in compare_setups(study.rows))
+    return not held or not all(map(is_evaluated, study.rows))
 
 
-OUTPUT = comparison(_text, _is_wrong)
+OUTPUT = make_comparison(_render_study, _has_failed)

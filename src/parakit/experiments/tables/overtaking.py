@@ -10,17 +10,17 @@ from itertools import combinations, pairwise
 from math import exp, log
 
 from parakit.config.run import Backend, DeviceKind
-from parakit.costs import parameters_total
+from parakit.costs import total_parameters
 from parakit.experiments.runner import CellResult
 from parakit.formatting.units import joined, parameters, plural
 from parakit.launch import Job
-from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare
+from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare_times
 
 Devices = tuple[int, DeviceKind]
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweptCell:
     """One cell of a sweep, with what was measured of its repeats together."""
 
     result: CellResult
@@ -46,7 +46,7 @@ class Swept:
     @cached_property
     def parameters(self) -> int:
         """Of the model as it is trained."""
-        return parameters_total(self.result.launch.model.shape)
+        return total_parameters(self.result.launch.model.shape)
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -71,7 +71,7 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class SizePoint:
+class SizeComparison:
     """Both sides at one size."""
 
     model: str
@@ -85,7 +85,7 @@ class SizePoint:
         return f"{self.model} ({parameters(self.parameters)})"
 
 
-def crossover(points: Sequence[SizePoint]) -> tuple[float, float, float]:
+def estimate_crossover(points: Sequence[SizeComparison]) -> tuple[float, float, float]:
     """Parameters at which the ratio of two sides passes 1, with the 95% interval.
 
     At the first of the sizes one side is clearly faster, at the last one the other.
@@ -97,11 +97,13 @@ def crossover(points: Sequence[SizePoint]) -> tuple[float, float, float]:
         points: Both sizes and those between them, small to large.
     """
     curves = [[getattr(point.found, end) for point in points] for end in ("ratio", "low", "high")]
-    at, *ends = (_passes_one([point.parameters for point in points], each) for each in curves)
+    at, *ends = (
+        _find_ratio_of_one([point.parameters for point in points], each) for each in curves
+    )
     return at, min(ends), max(ends)
 
 
-def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
+def _find_ratio_of_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
     logs = [log(ratio) for ratio in ratios]
     for place, (one, two) in enumerate(pairwise(logs)):
         if one * two <= 0 and one != two:
@@ -110,17 +112,17 @@ def _passes_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
     raise AssertionError("the ratio is on one side of 1")
 
 
-def compare_tokens(reference: Swept, other: Swept) -> TimeComparison | None:
+def compare_time_per_token(reference: SweptCell, other: SweptCell) -> TimeComparison | None:
     """Time a token of the second over the first's; None where one has no times."""
     if reference.estimate is None or other.estimate is None:
         return None
     weight = reference.tokens_per_iteration / other.tokens_per_iteration
-    return compare(reference.estimate, other.estimate, weight)
+    return compare_times(reference.estimate, other.estimate, weight)
 
 
-def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swept]]:
+def select_fastest(results: Sequence[SweptCell]) -> dict[tuple[Devices, Backend], list[SweptCell]]:
     """For each number of devices and backend its fastest strategy at every size, small ones first."""
-    lines: dict[tuple[Devices, Backend], dict[str, Swept]] = {}
+    lines: dict[tuple[Devices, Backend], dict[str, SweptCell]] = {}
     for one in filter(lambda one: one.estimate, results):
         line, name = lines.setdefault((one.devices, one.backend), {}), one.job.model.name
         line[name] = max(line.get(name, one), one, key=lambda each: each.tokens_per_second or 0)
@@ -129,41 +131,41 @@ def fastest(results: Sequence[Swept]) -> dict[tuple[Devices, Backend], list[Swep
     }
 
 
-def verdicts(results: Sequence[Swept]) -> list[str]:
+def describe_sweep(results: Sequence[SweptCell]) -> list[str]:
     """A sentence for each pair of backends, and of one backend's strategies, on each number of devices.
 
     Dense models and mixtures of experts are two axes of size.
     """
-    kinds = dict.fromkeys(map(_kind, results))
+    kinds = dict.fromkeys(map(_name_model_kind, results))
     sentences = []
     for devices in dict.fromkeys(result.devices for result in results):
         for kind in kinds:
-            own = [r for r in results if (r.devices, _kind(r)) == (devices, kind)]
+            own = [r for r in results if (r.devices, _name_model_kind(r)) == (devices, kind)]
             where = f"On {plural(devices[0], f'{devices[1].upper()} rank')}"
             where += f", {kind}:" if len(kinds) > 1 else ""
-            for (one, first), (two, second) in _pairs(own):
-                sentences.append(overtaking(where, one, two, _points(first, second)))
+            for (one, first), (two, second) in _list_pairs(own):
+                sentences.append(describe_pair(where, one, two, _compare_sizes(first, second)))
     return sentences
 
 
-def _kind(result: Swept) -> str:
+def _name_model_kind(result: SweptCell) -> str:
     return "mixtures of experts" if result.job.model.shape.experts else "dense models"
 
 
-def _pairs(results: Sequence[Swept]) -> Iterator[tuple[tuple[str, list[Swept]], ...]]:
+def _list_pairs(results: Sequence[SweptCell]) -> Iterator[tuple[tuple[str, list[SweptCell]], ...]]:
     """What is compared: backends by their fastest strategy, then the strategies of each backend."""
-    best = {backend: line for (_, backend), line in fastest(results).items()}
+    best = {backend: line for (_, backend), line in select_fastest(results).items()}
     backends = list(dict.fromkeys(result.backend for result in results))
     yield from combinations([(each.value, best.get(each, [])) for each in backends], 2)
     for backend in backends:
-        lines: dict[str, list[Swept]] = {}
+        lines: dict[str, list[SweptCell]] = {}
         for result in results:
             if result.backend is backend:
                 lines.setdefault(f"{backend} {result.job.strategy}", []).append(result)
         yield from combinations(lines.items(), 2)
 
 
-def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> str:
+def describe_pair(where: str, one: str, two: str, points: Sequence[SizeComparison]) -> str:
     """What the sizes, small to large, allow to say of the pair."""
     clear = [p for p in points if p.found.verdict.is_clear]
     unclear = joined([p.text for p in points if p.found.verdict is TimeVerdict.NOISE])
@@ -178,31 +180,31 @@ def overtaking(where: str, one: str, two: str, points: Sequence[SizePoint]) -> s
     crossings = []
     for small, big in pairwise(clear):
         if small.found.verdict is not big.found.verdict:
-            winner, loser = _put_faster_first(big, one, two)
+            winner, loser = _order_by_speed(big, one, two)
             known = [p for p in points if p.found.verdict is not TimeVerdict.UNKNOWN]
             between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
-            at, low, high = (parameters(round(value)) for value in crossover(between))
+            at, low, high = (parameters(round(value)) for value in estimate_crossover(between))
             crossings.append(
                 f"{winner} overtakes {loser} at {at} parameters [{low}, {high}], between {small.text} "
                 f"and {big.text}"
             )
     if crossings:
         return f"{where} {' and '.join(crossings)}{tail}."
-    winner, loser = _put_faster_first(clear[0], one, two)
+    winner, loser = _order_by_speed(clear[0], one, two)
     sizes = joined([point.text for point in clear])
     return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no crossover in the range."
 
 
-def _points(one: Sequence[Swept], two: Sequence[Swept]) -> list[SizePoint]:
+def _compare_sizes(one: Sequence[SweptCell], two: Sequence[SweptCell]) -> list[SizeComparison]:
     others = {result.job.model.name: result for result in two}
     return [
-        SizePoint(name, result.parameters, found)
+        SizeComparison(name, result.parameters, found)
         for result in one
         if (other := others.get(name := result.job.model.name))
-        and (found := compare_tokens(result, other))
+        and (found := compare_time_per_token(result, other))
     ]
 
 
-def _put_faster_first(point: SizePoint, one: str, two: str) -> tuple[str, str]:
+def _order_by_speed(point: SizeComparison, one: str, two: str) -> tuple[str, str]:
     """The faster and the slower."""
     return (two, one) if point.found.verdict is TimeVerdict.FASTER else (one, two)

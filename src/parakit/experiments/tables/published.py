@@ -9,7 +9,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.published import MAIN_SOURCE, load_published
 from parakit.experiments.definition import Experiment
 from parakit.experiments.engine import Output, Study
-from parakit.experiments.runner import finished_runs
+from parakit.experiments.runner import find_finished_runs
 from parakit.formatting.terminal import say
 from parakit.formatting.units import MIB
 from parakit.launch import LOG_BYTES, Launch
@@ -20,7 +20,7 @@ SKIPPED_ITERATIONS = 16
 START_SECONDS = 60.0
 """Of one published run, before its first iteration."""
 
-EVALUATION_SHARE = 10 / 50 / 3
+EVALUATION_FRACTION = 10 / 50 / 3
 """Ten forward passes, a third of an iteration each, every fifty iterations."""
 
 
@@ -43,14 +43,14 @@ def announce_published(launches: Sequence[Launch]) -> str:
 
     As the published machine would take; an unpublished strategy takes what baseline does.
     """
-    figures = {figure.strategy: figure for figure in load_published().of(MAIN_SOURCE)}
+    figures = {figure.strategy: figure for figure in load_published().figures_of(MAIN_SOURCE)}
     runs = launches[0].job.options.runs
-    left = [launch for launch in launches if not finished_runs(launch)]
+    left = [launch for launch in launches if not find_finished_runs(launch)]
     minutes = 0.0
     for launch in left:
         figure = figures.get(launch.spec.name, figures["baseline"])
         seconds = launch.iterations * mean(figure.iteration_ms) / 1000
-        minutes += (START_SECONDS + seconds * (1 + EVALUATION_SHARE)) / 60
+        minutes += (START_SECONDS + seconds * (1 + EVALUATION_FRACTION)) / 60
     return (
         f"{len(left)} of the {len(launches)} published runs are to be made, {launches[0].iterations} "
         f"iterations each ({SKIPPED_ITERATIONS} were skipped by fp16 in the published ones): about "
@@ -59,7 +59,7 @@ def announce_published(launches: Sequence[Launch]) -> str:
     )
 
 
-def published_of(study: Study) -> int:
+def report_published(study: Study) -> int:
     """The report, which shows the published figures too, and how many of the runs are there."""
     code = study.report()
     total, well = len(study.results), sum(result.complete for result in study.results)
@@ -73,7 +73,7 @@ def published_of(study: Study) -> int:
 
 
 OUTPUT = Output(
-    published_of,
+    report_published,
     refuse_few_iterations,
     lambda study: say(study.console, announce_published(list(study.planned.launches.values()))),
 )

@@ -13,25 +13,39 @@ from parakit.artifacts.io import write_record
 from parakit.config.errors import LaunchError
 from parakit.config.run import DeviceKind
 from parakit.experiments.definition import Cell
-from parakit.experiments.engine import Output, Planned, Study, skipped_sentences
-from parakit.experiments.tables import bullets
-from parakit.experiments.tables.overtaking import Swept, compare_tokens, fastest, verdicts
+from parakit.experiments.engine import Output, PlannedCells, Study, describe_skipped
+from parakit.experiments.tables import format_bullets
+from parakit.experiments.tables.overtaking import (
+    SweptCell,
+    compare_time_per_token,
+    describe_sweep,
+    select_fastest,
+)
 from parakit.formatting.table import Column, Table, markdown_table, markdown_text
 from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import DASH, count, interval, loss, number, parameters
-from parakit.reporting import WIDTH_INCHES, Chart, Estimate, colour, conditions, draw, grid, rows_of
+from parakit.reporting import (
+    WIDTH_INCHES,
+    Chart,
+    Estimate,
+    add_grid,
+    build_entries_from_folders,
+    describe_conditions,
+    draw_chart,
+    entry_colour,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELLS_FILE = "cells.json"
 _MARKERS = "osD^vPX*"
-_OF_THE_SWEEP = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
+_SWEEP_VARIABLES = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
 """Variables that say what the sweep does, not what a cell trains."""
 TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
 
 
-def begin(study: Study) -> None:
+def write_cells(study: Study) -> None:
     """Leave the cells beside the table.
 
     Raises:
@@ -43,7 +57,7 @@ def begin(study: Study) -> None:
     (study.folder / CELLS_FILE).write_text(encode_sweep_cells(study.planned) + "\n")
 
 
-def encode_sweep_cells(planned: Planned) -> str:
+def encode_sweep_cells(planned: PlannedCells) -> str:
     """`cells.json`: target and variables of each cell; the skipped ones with their rule.
 
     A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
@@ -53,7 +67,9 @@ def encode_sweep_cells(planned: Planned) -> str:
             "name": cell.name,
             "target": cell.job.target,
             "variables": {
-                name: text for name, text in cell.job.variables.items() if name not in _OF_THE_SWEEP
+                name: text
+                for name, text in cell.job.variables.items()
+                if name not in _SWEEP_VARIABLES
             },
         }
         for cell in planned.launches
@@ -63,11 +79,11 @@ def encode_sweep_cells(planned: Planned) -> str:
     return msgspec.json.format(data, indent=2).decode()
 
 
-def finish(study: Study) -> int:
+def write_sweep(study: Study) -> int:
     """Write what there is and say it; 0 if all is there."""
-    rows = rows_of([result.runs for result in study.results])
+    rows = build_entries_from_folders([result.runs for result in study.results])
     results = [
-        Swept(result, row, row.estimate if row else None)
+        SweptCell(result, row, row.estimate if row else None)
         for result, row in zip(study.results, rows, strict=True)
     ]
     folder, chart = study.folder, draw_sweep(results)
@@ -81,28 +97,28 @@ def finish(study: Study) -> int:
     return int(not study.all_well)
 
 
-OUTPUT = Output(finish, begin=begin, shown=encode_sweep_cells, also_interrupted=True)
+OUTPUT = Output(write_sweep, begin=write_cells, shown=encode_sweep_cells, also_interrupted=True)
 
 
 def render(
-    name: str, results: Sequence[Swept], skipped: Mapping[Cell, str], pictured: bool = False
+    name: str, results: Sequence[SweptCell], skipped: Mapping[Cell, str], pictured: bool = False
 ) -> str:
     """Markdown: the sentences first, then the picture, the table and what was skipped."""
-    parts = [f"# Sweep {markdown_text(name)}", bullets(_sentences(results))]
+    parts = [f"# Sweep {markdown_text(name)}", format_bullets(_make_sentences(results))]
     if pictured:
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
-    parts.append(markdown_table(Table(_columns(results), tuple(results))))
+    parts.append(markdown_table(Table(_make_columns(results), tuple(results))))
     if skipped:
-        parts += ["## Skipped", bullets(skipped_sentences(skipped))]
+        parts += ["## Skipped", format_bullets(describe_skipped(skipped))]
     return "\n\n".join(parts)
 
 
-def _sentences(results: Sequence[Swept]) -> list[str]:
+def _make_sentences(results: Sequence[SweptCell]) -> list[str]:
     """Verdicts, and what they rest on."""
-    said = verdicts(results)
+    said = describe_sweep(results)
     processor = [_use_processor_time(result) for result in results]
     if any(result.estimate for result in processor):
-        said += [f"By processor time: {text}" for text in verdicts(processor)]
+        said += [f"By processor time: {text}" for text in describe_sweep(processor)]
     if any(result.job.device is DeviceKind.CPU for result in results):
         said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
     if missing := sum(not one.result.complete for one in results):
@@ -110,16 +126,16 @@ def _sentences(results: Sequence[Swept]) -> list[str]:
             f"{missing} of {len(results)} cells are not complete; the same command resumes."
         )
     rows = [result.row for result in results if result.row]
-    return [*said, *conditions(run for row in rows for run in row.configuration.runs)]
+    return [*said, *describe_conditions(run for row in rows for run in row.configuration.runs)]
 
 
-def _use_processor_time(result: Swept) -> Swept:
+def _use_processor_time(result: SweptCell) -> SweptCell:
     """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
     known = result.row if result.job.device is DeviceKind.CPU else None
-    return replace(result, estimate=known.processor if known else None)
+    return replace(result, estimate=known.processor_ms if known else None)
 
 
-def _time(found: Estimate | None) -> str:
+def _format_time(found: Estimate | None) -> str:
     if found is None:
         return DASH
     if found.low is None or found.high is None:
@@ -127,14 +143,14 @@ def _time(found: Estimate | None) -> str:
     return f"{number(found.median)} [{interval(found.low, found.high)}]"
 
 
-def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
+def _make_columns(results: Sequence[SweptCell]) -> tuple[Column[SweptCell], ...]:
     first = results[0].backend
     references = {one.job.name: one for one in results[::-1] if one.backend is first}
 
-    def against(result: Swept) -> str:
+    def against(result: SweptCell) -> str:
         """The same cell under the sweep's first backend."""
         reference = references.get(result.job.name) if result.backend is not first else None
-        found = compare_tokens(reference, result) if reference else None
+        found = compare_time_per_token(reference, result) if reference else None
         if found is None:
             return ""
         span = f" [{found.low:.3f}–{found.high:.3f}]" if found.low and found.high else ""
@@ -143,13 +159,15 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     return (
         Column("Model", lambda one: one.job.model.name),
         Column("Parameters", lambda one: one.parameters, parameters),
-        Column("Devices", lambda one: one.job.place),
+        Column("Devices", lambda one: one.job.device_suffix),
         Column("Strategy", lambda one: one.job.strategy),
         Column("Batch (micro/global)", lambda one: str(one.result.launch.spec.batch)),
         Column("Backend", lambda one: one.backend),
-        Column("ms/iteration [95%]", lambda one: one.estimate, _time),
+        Column("ms/iteration [95%]", lambda one: one.estimate, _format_time),
         Column(
-            "Processor ms, all ranks [95%]", lambda one: _use_processor_time(one).estimate, _time
+            "Processor ms, all ranks [95%]",
+            lambda one: _use_processor_time(one).estimate,
+            _format_time,
         ),
         Column("Tokens/s", lambda one: one.tokens_per_second, number),
         Column("Against the first backend", against),
@@ -159,7 +177,7 @@ def _columns(results: Sequence[Swept]) -> tuple[Column[Swept], ...]:
     )
 
 
-def _encode_result(one: Swept) -> dict[str, object]:
+def _encode_result(one: SweptCell) -> dict[str, object]:
     job, found, result = one.job, one.estimate, one.result
     batch, processor = result.launch.spec.batch, _use_processor_time(one).estimate
     return {
@@ -185,7 +203,7 @@ def _encode_result(one: Swept) -> dict[str, object]:
     }
 
 
-def draw_sweep(results: Sequence[Swept]) -> Chart | None:
+def draw_sweep(results: Sequence[SweptCell]) -> Chart | None:
     """The picture; None while nothing was measured."""
     if not any(result.estimate for result in results):
         return None
@@ -193,13 +211,15 @@ def draw_sweep(results: Sequence[Swept]) -> Chart | None:
         "Tokens a second over all devices at the median iteration, with 95% intervals; where a "
         "backend has several strategies on as many devices, its fastest."
     )
-    return draw("sweep", "Throughput by model size", text, partial(_paint, results=results))
+    return draw_chart(
+        "sweep", "Throughput by model size", text, partial(_paint_chart, results=results)
+    )
 
 
-def _paint(figure: Figure, results: Sequence[Swept]) -> None:
+def _paint_chart(figure: Figure, results: Sequence[SweptCell]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.0)
     axes = figure.add_subplot()
-    for place, ((devices, backend), line) in enumerate(fastest(results).items()):
+    for place, ((devices, backend), line) in enumerate(select_fastest(results).items()):
         rates = [one.tokens_per_second or 0.0 for one in line]
         spans = [one.rate_interval or (rate, rate) for one, rate in zip(line, rates, strict=True)]
         axes.errorbar(
@@ -210,7 +230,7 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
                 [high - rate for rate, (_, high) in zip(rates, spans, strict=True)],
             ],
             label=f"{backend}, {devices[0]} {devices[1]}",
-            color=colour(place),
+            color=entry_colour(place),
             marker=_MARKERS[place % len(_MARKERS)],
             markersize=5,
             capsize=3,
@@ -225,4 +245,4 @@ def _paint(figure: Figure, results: Sequence[Swept]) -> None:
     axes.set_xticks([], minor=True)
     axes.set_ylabel("tokens a second")
     axes.legend()
-    grid(axes)
+    add_grid(axes)

@@ -28,20 +28,20 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.flags import Flags, merge_flags
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
-from parakit.experiments.verify.pairs import Verification, compose_pair, pair_of
+from parakit.experiments.verify.pairs import Verification, compose_pair, parse_pair
 from parakit.formatting.terminal import say
 from parakit.launch import (
     Launch,
     Options,
     WarmPool,
-    check,
-    dry_run,
-    ensure_start_checkpoint,
+    check_launch,
+    describe_chosen_split,
+    describe_vocabulary_change,
+    ensure_initial_checkpoint,
     execute_launch,
-    make_command,
+    format_make_command,
     make_sample,
-    other_split,
-    other_vocabulary,
+    print_dry_run,
 )
 from parakit.verify import (
     Capture,
@@ -49,6 +49,7 @@ from parakit.verify import (
     Judgement,
     VerifyError,
     confirm,
+    count_seeds,
     explain_by_parts,
     judge,
     measure_drift,
@@ -65,14 +66,16 @@ Train = Callable[[str, Launch], str]
 """Trains a launch that is a part of a verification, and leaves its log beside the part's tensors
 (`LOG_FILE`); returns how it failed, empty if it did not."""
 
-SEEDS = 3
-DRIFTS = 2
+ROUNDING_PROBES = 3
+DRIFT_RUNS = 2
 """Runs of the reference by which it is measured how far earlier iterations' rounding carries."""
-DRIFTING = 4
-"""The first iteration in which that is asked: before it the responses of one iteration suffice."""
-LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
+FIRST_DRIFT_ITERATION = 2
+"""The first iteration in which that is asked: before it no iteration has rounded a state or a weight."""
+NEAR_SEEDS = 3
+"""Seeds in which an error near its tolerance is looked for, the seed that was asked for included."""
+FURTHER_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
 """Beside the model's own, by the flags that switch them off."""
-_WHAT = {"begun": "strategy with the reference's routing and weights"}
+_PART_NAMES = {"begun": "strategy with the reference's routing and weights"}
 """What a part is called where it fails."""
 
 
@@ -118,14 +121,14 @@ def verify(
     Raises:
         LaunchError: It cannot run here; nothing was written.
     """
-    verification = compose_pair(pair_of(target, given, options))
+    verification = compose_pair(parse_pair(target, given, options))
     if options.dry_run:
-        return max(map(dry_run, verification.launches))
+        return max(map(print_dry_run, verification.launches))
     folder = options.runs / f"{utc_stamp()}-{verification.pair.target}"
-    return carried_out(verification, console, folder, also).verdict.exit_code
+    return run_verification(verification, console, folder, also).verdict.exit_code
 
 
-def carried_out(
+def run_verification(
     verification: Verification,
     console: Console,
     folder: Path,
@@ -143,19 +146,22 @@ def carried_out(
         LaunchError: It cannot run here; nothing was written.
     """
     launches, pair = verification.launches, verification.pair
-    for sentence in (other_vocabulary(verification.strategy), other_split(verification.strategy)):
+    for sentence in (
+        describe_vocabulary_change(verification.strategy),
+        describe_chosen_split(verification.strategy),
+    ):
         if sentence:
             say(console, sentence, "yellow")
     for launch in launches:
         make_sample(launch.data, console)
-        check(launch)
+        check_launch(launch)
     results = folder / VERIFY_FOLDER / pair.job.name
 
     with WarmPool() as pool:
         verification = verification.forked(pool)
         for launch in verification.launches:
-            ensure_start_checkpoint(launch, console)
-        with _scratch(folder) as scratch:
+            ensure_initial_checkpoint(launch, console)
+        with _make_scratch_folder(folder) as scratch:
 
             def trained(part: str, launch: Launch) -> str:
                 """Train as any target does, in a run folder of the part's name."""
@@ -166,19 +172,19 @@ def carried_out(
                 return "" if status.status is Status.OK else how
 
             train = trained if shared is None else shared.around(trained, scratch)
-            judgement = judged(verification, scratch, train)
+            judgement = train_and_judge(verification, scratch, train)
     verdict = replace(
         judgement.verdict,
         reference=pair.other,
         layout=pair.job.strategy,
         mode=verification.mode,
-        command=make_command(pair.target, pair.variables),
+        command=format_make_command(pair.target, pair.variables),
     )
     judgement = replace(judgement, verdict=verdict)
-    _write(results, judgement)  # Without the tensors there is room again.
+    _write_results(results, judgement)  # Without the tensors there is room again.
     if also is not None:
         shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
-    _print(judgement, results, console)
+    _print_verdict(judgement, results, console)
     return judgement
 
 
@@ -188,17 +194,22 @@ def keep_log(log: Path, tensors: Path) -> None:
         shutil.copyfile(log, tensors / LOG_FILE)
 
 
-def judged(verification: Verification, scratch: Path, train: Train) -> Judgement:
+def train_and_judge(verification: Verification, scratch: Path, train: Train) -> Judgement:
     """Train both with `train`, compare their tensors; where errors spread, train the strategy again.
 
     If all tensors held, what the logs print is compared. Where the iteration begins with wrong weights,
-    the one in which they became wrong is looked for.
+    the one in which they became wrong is looked for. An error near its tolerance is looked for in other
+    seeds, too: rounding exceeds a measured tolerance in few of them, a fault in all.
     """
-    judgement = _At(verification.iteration, verification, scratch, train).judged()
+    judgement = _IterationVerification(
+        verification.iteration, verification, scratch, train
+    ).judged()
+    if judgement.is_near_tolerance and verification.saving is None:
+        return _count_wrong_seeds(judgement, verification, scratch, train)
     right, wrong = 0, verification.iteration
     while judgement.begins_before and verification.saving is None and wrong - right > 1:
         tried = (right + wrong) // 2
-        earlier = _At(tried, verification, scratch, train).judged()
+        earlier = _IterationVerification(tried, verification, scratch, train).judged()
         if earlier.first is None and earlier.verdict.verdict is not VerifyOutcome.HELD:
             break  # It could not be compared.
         if earlier.first is None:
@@ -208,19 +219,42 @@ def judged(verification: Verification, scratch: Path, train: Train) -> Judgement
     return judgement
 
 
+def _count_wrong_seeds(
+    judgement: Judgement, verification: Verification, scratch: Path, train: Train
+) -> Judgement:
+    """Return the judgement with the number of seeds in which some tensor is wrong.
+
+    Other seeds start from the same weights, with other batches. A seed that cannot be compared is not
+    counted.
+    """
+    num_wrong = num_seeds = 1
+    for number in range(1, NEAR_SEEDS):
+        other = verification.with_other_batches(number)
+        at_seed = _IterationVerification(
+            verification.iteration, other, scratch, train, label=f"-seed-{number}"
+        )
+        outcome = at_seed.judged().verdict.verdict
+        num_seeds += outcome is not VerifyOutcome.NOT_COMPARABLE
+        num_wrong += outcome is VerifyOutcome.DIFFERS
+    return count_seeds(judgement, num_wrong, num_seeds)
+
+
 @dataclass(frozen=True)
-class _At:
+class _IterationVerification:
     """A verification by the tensors of one iteration."""
 
     iteration: int
     verification: Verification
     scratch: Path
     train: Train
+    label: str = ""
+    """Ends the names of what is trained with another seed than is asked for."""
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what is trained for another iteration than is asked for."""
-        return "" if self.iteration == self.verification.iteration else f"-{self.iteration}"
+        """Ends the names of what is trained for another iteration or seed than is asked for."""
+        is_asked_for = self.iteration == self.verification.iteration
+        return self.label if is_asked_for else f"{self.label}-{self.iteration}"
 
     def judged(self) -> Judgement:
         """The judgement on it."""
@@ -254,7 +288,7 @@ class _At:
 
     def _judged(self) -> Judgement:
         verification, strategy = self.verification, self.verification.strategy
-        reference = self._captured("reference", verification.reference, SEEDS)
+        reference = self._captured("reference", verification.reference, ROUNDING_PROBES)
         if verification.saving is not None:
             checkpoint = self.scratch / "checkpoint"
             saved = verification.saved(verification.saving, checkpoint)
@@ -267,7 +301,7 @@ class _At:
         )
         drifted: Drift = {}
         judgement = judge(whole, ours)
-        may_drift = verification.may_drift and self.iteration >= DRIFTING
+        may_drift = verification.may_drift and self.iteration >= FIRST_DRIFT_ITERATION
         if may_drift and judgement.carries_earlier:
             drifted = self._drift(reference)
             judgement = judge(whole, ours, drifted)
@@ -295,7 +329,7 @@ class _At:
         launch, without = self.verification.reference, {}
         given = self._tensors("given-to-reference")
         write_forced(reference, reference, given)
-        for name, flag in LOSSES.items():
+        for name, flag in FURTHER_LOSSES.items():
             if launch.model.shape.experts and Flags(launch.flags).number(flag) > 0:
                 other = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
                 part = f"reference-without-{flag.removeprefix('--')}"
@@ -304,7 +338,7 @@ class _At:
         return explain_by_parts(judgement, ours, parts, without)
 
     def _drift(self, reference: Capture) -> Drift:
-        names = (f"reference-drifted-{number}" for number in range(DRIFTS))
+        names = (f"reference-drifted-{number}" for number in range(DRIFT_RUNS))
         launch = self.verification.reference
         return measure_drift(
             reference, (self._captured(name, launch, drift=name) for name in names)
@@ -329,14 +363,14 @@ class _At:
         }
         launch = replace(launch, environment={**launch.environment, **environment})
         if failure := self.train(f"{part}{self.suffix}", launch):
-            raise VerifyError(f"The {_WHAT.get(part, part)} {failure}")
+            raise VerifyError(f"The {_PART_NAMES.get(part, part)} {failure}")
         return read_capture(self._tensors(part))
 
     def _tensors(self, part: str) -> Path:
         return self.scratch / f"{part}{self.suffix}"
 
 
-def _write(results: Path, judgement: Judgement) -> None:
+def _write_results(results: Path, judgement: Judgement) -> None:
     try:
         write_verdict(results, judgement)
         write_page(results, judgement)
@@ -348,7 +382,7 @@ def _write(results: Path, judgement: Judgement) -> None:
 
 
 @contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
+def _make_scratch_folder(folder: Path) -> Iterator[Path]:
     """A folder for the tensors, which are many times the model's size; removed at the end."""
     scratch = folder / "tensors"
     try:
@@ -363,7 +397,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _print(judgement: Judgement, results: Path, console: Console) -> None:
+def _print_verdict(judgement: Judgement, results: Path, console: Console) -> None:
     verdict = judgement.verdict
     verdict.show_outcome(console)
     if verdict.verdict is VerifyOutcome.HELD and verdict.routing_flips:

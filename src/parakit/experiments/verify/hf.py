@@ -20,36 +20,36 @@ from parakit.artifacts.run import LOG_FILE, Status, utc_stamp
 from parakit.artifacts.verdict import EXIT_CODES, VerifyOutcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.config.run import Backend
-from parakit.config.strategy import StrategyError, devices_of, parse_strategy
+from parakit.config.strategy import StrategyError, count_devices, parse_strategy
 from parakit.data import DocumentIndex, bin_path, idx_path, token_dtype, write_index
-from parakit.experiments.verify.command import SharedReferences, carried_out
+from parakit.experiments.verify.command import SharedReferences, run_verification
 from parakit.experiments.verify.pairs import HF, LaunchPair, compose_pair
-from parakit.experiments.verify.verifier import losses_in
+from parakit.experiments.verify.verifier import read_losses
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.launch import (
     NO_TRANSFORMERS,
     Job,
     Options,
-    check,
+    check_launch,
     compose_job,
     execute_launch,
-    folder_of,
+    fetch_model_folder,
     parse_target,
 )
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
 STEPS, LOSS_TOLERANCE = 20, 1e-5
 """Training beside transformers, and how far losses may be apart."""
-LEARNING = (
+LEARNING_RATE_FLAGS = (
     *("--lr", "1e-3", "--min-lr", "1e-3", "--lr-decay-style", "constant"),
     *("--lr-warmup-fraction", "0"),
 )
 _SEQUENCE = 64
 """Tokens of a sample, where the model has more positions and EXTRA= does not say."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
-_OUTCOMES = {True: VerifyOutcome.HELD, False: VerifyOutcome.DIFFERS}
+_OUTCOME_BY_SUCCESS = {True: VerifyOutcome.HELD, False: VerifyOutcome.DIFFERS}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def verify_hf(
     laid = []
     for strategy in (strategies or STRATEGIES).split():
         try:
-            laid.append((strategy, devices_of(strategy)))
+            laid.append((strategy, count_devices(strategy)))
             parse_strategy(*laid[-1])
         except StrategyError as error:
             raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
@@ -89,7 +89,7 @@ def verify_hf(
     prover = _Prover(folder, laid, extra_b, options, console, shared)
     proofs: list[Proof] = []
     try:
-        for source, name in _sources(hf, folder / "sources"):
+        for source, name in _list_models(hf, folder / "sources"):
             proofs += prover.proofs(source, name)
             shared.forget()
     finally:
@@ -100,12 +100,12 @@ def verify_hf(
     return max(EXIT_CODES[proof.outcome] for proof in proofs)
 
 
-def _sources(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
+def _list_models(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
     """Folders of Hugging Face's, each with the model's name."""
     from parakit.convert import CONFIGS, write_model
 
     if given is not None:
-        folder = folder_of(given)
+        folder = fetch_model_folder(given)
         yield folder, folder.resolve().name.lower()
         return
     for family, config in CONFIGS.items():
@@ -128,8 +128,8 @@ class _Prover:
 
         found, hub = read_source(source), self.folder / "models"
         import_model(found, name, ConversionProgress(self.console), hub)
-        yield _round_trip(source, hub / name, self.folder / "exported" / name)
-        data = self.options.data or _random_tokens(
+        yield _prove_round_trip(source, hub / name, self.folder / "exported" / name)
+        data = self.options.data or _write_random_tokens(
             self.folder / f"{name}_tokens", found.shape.vocabulary
         )
         sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
@@ -142,10 +142,10 @@ class _Prover:
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
         for strategy in self.strategies:
-            pair = LaunchPair(job.laid(*strategy), HF, self.extra_b)
+            pair = LaunchPair(job.with_strategy(*strategy), HF, self.extra_b)
             verification, own = compose_pair(pair), self.folder / pair.job.name
             self.console.print(f"{pair.job.name}: {verification.mode}", highlight=False)
-            verdict = carried_out(verification, self.console, own, shared=self.shared).verdict
+            verdict = run_verification(verification, self.console, own, shared=self.shared).verdict
             seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
             if verdict.seen:
                 seen += f"; {verdict.compared:,} tensors compared"
@@ -162,24 +162,24 @@ class _Prover:
             micro_batch_size=options.micro_batch_size or 2,
             global_batch_size=options.global_batch_size or 4,
             ledger=False,
-            extra=(*LEARNING, *options.extra),
+            extra=(*LEARNING_RATE_FLAGS, *options.extra),
         )
         name, steps, losses = job.model.name, f"{STEPS} steps", []
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
-            launch = compose_job(job.under(replace(own, backend=backend)))
-            check(launch)
+            launch = compose_job(job.with_options(replace(own, backend=backend)))
+            check_launch(launch)
             run, status = execute_launch(launch, self.folder, self.console, f"{steps}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
                 return Proof(name, steps, VerifyOutcome.NOT_COMPARABLE, reason)
-            losses.append(losses_in(run / LOG_FILE))
+            losses.append(read_losses(run / LOG_FILE))
         apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
         first, last = losses[0][0], losses[0][-1]
         seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
-        return Proof(name, steps, _OUTCOMES[apart <= LOSS_TOLERANCE], seen)
+        return Proof(name, steps, _OUTCOME_BY_SUCCESS[apart <= LOSS_TOLERANCE], seen)
 
 
-def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
+def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
     from parakit.convert import (
         ConversionProgress,
         TensorFolder,
@@ -187,17 +187,17 @@ def _round_trip(source: Path, imported: Path, target: Path) -> Proof:
         list_differing_tensors,
     )
 
-    model = model_of(str(imported / f"{imported.name}.args"))
+    model = find_model(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"
     export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
     ours, theirs = TensorFolder(target), TensorFolder(source)
     wrong = list_differing_tensors(ours, theirs)
     shutil.rmtree(target)
     seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
-    return Proof(model.name, "import and export", _OUTCOMES[not wrong], seen)
+    return Proof(model.name, "import and export", _OUTCOME_BY_SUCCESS[not wrong], seen)
 
 
-def _random_tokens(prefix: Path, vocabulary: int) -> Path:
+def _write_random_tokens(prefix: Path, vocabulary: int) -> Path:
     """A data set of random tokens, in documents that every split gets some of."""
     random = np.random.default_rng(1)
     tokens = random.integers(0, vocabulary, _DOCUMENTS * _DOCUMENT_TOKENS)

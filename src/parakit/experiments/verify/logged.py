@@ -18,11 +18,11 @@ from parakit.artifacts.verdict import VerifyOutcome
 from parakit.formatting.units import plural
 from parakit.logs import Iteration, scrape_log
 from parakit.reporting import (
-    BETWEEN_BACKENDS,
-    HALF_ITERATIONS,
-    ROUNDING_AN_ITERATION,
+    BACKEND_ROUNDING_PER_ITERATION,
+    MAX_HALF_PRECISION_ITERATIONS,
+    ROUNDING_PER_ITERATION,
     allowed_difference,
-    last_digit,
+    last_digit_unit,
 )
 from parakit.verify import NORM, CaptureComparison, Judgement, name_factor
 
@@ -113,9 +113,9 @@ def compare_logs(
     """
     if judgement.verdict.verdict is not VerifyOutcome.HELD or judgement.compared is None:
         return judgement
-    rounding = measured_rounding(judgement.compared, rank.dtype, same_backend=same_backend)
+    rounding = measure_rounding(judgement.compared, rank.dtype, same_backend=same_backend)
     lines, other_lines = scrape_log(ours).iterations, scrape_log(reference).iterations
-    values = list(logged_values(lines, other_lines, rounding))
+    values = list(list_logged_values(lines, other_lines, rounding))
     wrong = [value for value in values if value.differs]
     if not wrong:
         held = replace(judgement.verdict, logged=_describe_held(values))
@@ -142,10 +142,12 @@ def compare_logs(
     return replace(judgement, verdict=verdict)
 
 
-def measured_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
+def measure_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
     """Return the rounding of one iteration: the larger of the parity's and the tensors' tolerances."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
-    rate = max(ROUNDING_AN_ITERATION[short], 0.0 if same_backend else BETWEEN_BACKENDS)
+    rate = max(
+        ROUNDING_PER_ITERATION[short], 0.0 if same_backend else BACKEND_ROUNDING_PER_ITERATION
+    )
     losses, scores, norms = [rate], [0.0], []
     for comparison in compared.comparisons:
         stage, name, slot = comparison.key
@@ -159,11 +161,11 @@ def measured_rounding(compared: CaptureComparison, dtype: str, *, same_backend: 
         loss=max(losses),
         balancing_loss=max(*losses, *scores),
         norm=max(norms, default=None),
-        last_iteration=None if short == "fp32" else HALF_ITERATIONS,
+        last_iteration=None if short == "fp32" else MAX_HALF_PRECISION_ITERATIONS,
     )
 
 
-def logged_values(
+def list_logged_values(
     ours: Sequence[Iteration], reference: Sequence[Iteration], rounding: Rounding
 ) -> Iterator[LoggedValue]:
     """Yield what both logs print of each iteration: losses first, then norms, then counters.
@@ -182,7 +184,7 @@ def logged_values(
         for line, other in alike:
             mine, its = _read_losses(line).get(name), _read_losses(other).get(name)
             if mine is not None and its is not None:
-                unit = last_digit(max(abs(mine), abs(its)))
+                unit = last_digit_unit(max(abs(mine), abs(its)))
                 yield _make_value(name, line.iteration, (mine, its), unit, relative, _format_loss)
     for line, other in pairs if rounding.norm is not None else ():
         if line.grad_norm is not None and other.grad_norm is not None:

@@ -21,7 +21,7 @@ from parakit.config.files import relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import UNTIED, devices_of, parse_strategy
+from parakit.config.strategy import UNTIED, count_devices, parse_strategy
 from parakit.formatting.units import plural
 from parakit.launch import (
     Job,
@@ -43,7 +43,7 @@ ITERATION_RESUMED = 3
 MICRO_BATCH, MICRO_BATCHES = 2, 3
 """More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
 NATIVE, HF = "native", "hf"
-WRITTEN_AGAIN = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
+REIMPLEMENTATIONS = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 """References that are the model written again by others, on one rank."""
 _BALANCING, _CAPACITY = "--moe-router-load-balancing-type", "--moe-expert-capacity-factor"
 
@@ -93,7 +93,7 @@ class LaunchPair:
         return self.reference or (self.job.strategy if self.resumed else "baseline")
 
 
-def pair_of(target: str, given: Namespace, options: Options) -> LaunchPair:
+def parse_pair(target: str, given: Namespace, options: Options) -> LaunchPair:
     """The target, REFERENCE=, EXTRA_B=, --megatron-lm-b, RESUMED= and DTYPE=, where a command has them.
 
     Raises:
@@ -133,14 +133,17 @@ class Verification:
 
     def forked(self, pool: WarmPool) -> Verification:
         """The same with ranks from a process that has imported Megatron: that is most of a short run."""
-        strategy, reference = self.strategy.forked(pool), self.reference.forked(pool)
-        saving = self.saving.forked(pool) if self.saving else None
+        strategy, reference = (
+            self.strategy.fork_from_pool(pool),
+            self.reference.fork_from_pool(pool),
+        )
+        saving = self.saving.fork_from_pool(pool) if self.saving else None
         return replace(self, strategy=strategy, reference=reference, saving=saving)
 
     @property
     def may_drift(self) -> bool:
         """Whether the reference can be trained with weights off by rounding: if Megatron trains it."""
-        return self.reference.spec.backend not in WRITTEN_AGAIN.values()
+        return self.reference.spec.backend not in REIMPLEMENTATIONS.values()
 
     @property
     def mode(self) -> str | None:
@@ -159,12 +162,21 @@ class Verification:
             padding = f", with the strategy's {plural(rows, 'padding row')}" if rows > 0 else ""
             yield f"Megatron against transformers{padding}"
         elif ours.entry != theirs.entry:
-            yield f"{_megatron(ours)} against {_megatron(theirs)}"
+            yield f"{_name_megatron(ours)} against {_name_megatron(theirs)}"
         if self.saving is not None:
             yield (
                 f"resumed after iteration {self.iteration - 1} from a checkpoint of "
                 f"{self.saving.spec.name} against undisturbed"
             )
+
+    def with_other_batches(self, number: int) -> Verification:
+        """Return the verification from the same weights with a seed that is larger by `number`."""
+
+        def with_seed(launch: Launch) -> Launch:
+            seed = Flags(launch.flags).integer("--seed") + number
+            return replace(launch, flags=merge_flags(launch.flags, ("--seed", str(seed))))
+
+        return replace(self, strategy=with_seed(self.strategy), reference=with_seed(self.reference))
 
     def saved(self, launch: Launch, folder: Path) -> Launch:
         """The launch that ends with a checkpoint of the iteration before."""
@@ -209,13 +221,13 @@ def compose_pair(pair: LaunchPair) -> Verification:
         dropout = 0.0  # Other strategies draw other masks; EXTRA= still has its own.
     # What torch FSDP2 needs; another strategy would have other weights without.
     untied = (UNTIED,) if UNTIED in job.flags else ()
-    alike = job.under(
+    alike = job.with_options(
         replace(
             options,
             dropout=dropout,
             iterations=iteration,
             micro_batch_size=micro,
-            global_batch_size=options.global_batch_size or micro * _micro_batches(pair),
+            global_batch_size=options.global_batch_size or micro * _choose_micro_batches(pair),
             shared_start=True,
             noisy_start=True,
             ledger=False,
@@ -223,20 +235,20 @@ def compose_pair(pair: LaunchPair) -> Verification:
             extra=(*untied, *(("--bf16",) if pair.is_bf16 else ()), *options.extra),
         )
     )
-    own = alike.under(
+    own = alike.with_options(
         replace(
             alike.options,
             extra=(*alike.options.extra, *pair.flags),
             megatron_lm=pair.megatron_lm or options.megatron_lm,
         )
     )
-    reference = _reference(pair.other, alike)
+    reference = _compose_reference(pair.other, alike)
     strategy = _share_initial_weights(reference, compose_job(own))
     saving = None
     if pair.saving:
-        there = own.laid(pair.saving, _devices(pair.saving, job))
+        there = own.with_strategy(pair.saving, _count_devices(pair.saving, job))
         saving = _share_initial_weights(reference, compose_job(there))
-    verification = Verification(pair, strategy, _padded_as(strategy, reference), saving)
+    verification = Verification(pair, strategy, _pad_vocabulary(strategy, reference), saving)
     for launch in verification.launches:
         degrees = launch.spec.parallelism
         if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
@@ -249,11 +261,11 @@ def compose_pair(pair: LaunchPair) -> Verification:
     return verification
 
 
-def _micro_batches(pair: LaunchPair) -> int:
+def _choose_micro_batches(pair: LaunchPair) -> int:
     """How many micro batches suit the strategy and its reference: the least of all ranks together."""
     both = [parse_strategy(pair.job.strategy, pair.job.devices)]
-    if pair.other not in WRITTEN_AGAIN:
-        both.append(parse_strategy(pair.other, _devices(pair.other, pair.job)))
+    if pair.other not in REIMPLEMENTATIONS:
+        both.append(parse_strategy(pair.other, _count_devices(pair.other, pair.job)))
     # The interleaved schedule takes multiples of the pipeline's stages.
     interleaved = [2 * one.pipeline for one in both if one.virtual_stages > 1]
     least = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
@@ -261,9 +273,9 @@ def _micro_batches(pair: LaunchPair) -> int:
     return math.lcm(*(one.data for one in both)) * least
 
 
-def _reference(named: str, job: Job) -> Launch:
-    if named not in WRITTEN_AGAIN:
-        launch = compose_job(job.laid(named, _devices(named, job)))
+def _compose_reference(named: str, job: Job) -> Launch:
+    if named not in REIMPLEMENTATIONS:
+        launch = compose_job(job.with_strategy(named, _count_devices(named, job)))
         if launch.spec.parallelism.sharding.is_megatron_fsdp:
             raise LaunchError(
                 f"The reference {named} keeps its weights in flat buffers, where the response to a "
@@ -276,11 +288,11 @@ def _reference(named: str, job: Job) -> Launch:
             f"REFERENCE={named} keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
             "DTYPE= out."
         )
-    again = replace(job.options, backend=WRITTEN_AGAIN[named], patch_file=None)
-    return compose_job(job.laid("baseline", 1).under(again))
+    again = replace(job.options, backend=REIMPLEMENTATIONS[named], patch_file=None)
+    return compose_job(job.with_strategy("baseline", 1).with_options(again))
 
 
-def _padded_as(strategy: Launch, reference: Launch) -> Launch:
+def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
     """The reference; that of transformers with the rows that Megatron pads the vocabulary to."""
     if reference.spec.backend is not Backend.TRANSFORMERS:
         return reference
@@ -290,20 +302,20 @@ def _padded_as(strategy: Launch, reference: Launch) -> Launch:
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 
-def _devices(strategy: str, job: Job) -> int:
+def _count_devices(strategy: str, job: Job) -> int:
     """Ranks of a strategy beside the job's: one for baseline."""
-    return 1 if strategy == "baseline" else devices_of(strategy, job.devices)
+    return 1 if strategy == "baseline" else count_devices(strategy, job.devices)
 
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
     """The launch, from the reference's starting weights where its Megatron would make others."""
-    ours, theirs = launch.start_checkpoint, reference.start_checkpoint
+    ours, theirs = launch.initial_checkpoint, reference.initial_checkpoint
     if ours is None or theirs is None or launch.model.flags != reference.model.flags:
         return launch
     old, new = relative_to_root(ours), relative_to_root(theirs)
     return replace(
         launch,
-        start_checkpoint=theirs,
+        initial_checkpoint=theirs,
         flags=tuple(new if word == old else word for word in launch.flags),
         environment={
             name: new if value == old else value for name, value in launch.environment.items()
@@ -311,14 +323,14 @@ def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
     )
 
 
-def _megatron(launch: Launch) -> str:
+def _name_megatron(launch: Launch) -> str:
     commit = launch.entry.megatron_commit
     return f"Megatron {launch.entry.megatron_version}{f' ({commit})' if commit else ''}"
 
 
 def _refuse_other_work(ours: Launch, theirs: Launch) -> None:
     """Refuse a strategy and a reference of different work before anything is trained."""
-    for name, mine, other in _work(ours, theirs):
+    for name, mine, other in _list_shared_settings(ours, theirs):
         if mine != other:
             raise LaunchError(
                 f"The two runs would do different work: {name} is {mine} in the strategy and {other} in "
@@ -355,7 +367,7 @@ def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
 
 def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
     """Refuse experts that get or drop other tokens: each rank decides over those it routes."""
-    tokens, other = _routed_tokens(ours), _routed_tokens(theirs)
+    tokens, other = _count_routed_tokens(ours), _count_routed_tokens(theirs)
     if tokens == other:
         return
     counts = (
@@ -374,14 +386,14 @@ def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
         )
 
 
-def _routed_tokens(launch: Launch) -> int:
+def _count_routed_tokens(launch: Launch) -> int:
     """Of a micro batch, on one rank."""
     degrees, batch = launch.spec.parallelism, launch.spec.batch
     parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
     return batch.micro_batch_size * launch.model.shape.seq_length // parts
 
 
-def _work(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
+def _list_shared_settings(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
     """What both must have alike: a name, the strategy's and the reference's."""
     shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
     yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())

@@ -15,20 +15,20 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config import variables
-from parakit.experiments.verify.command import SharedReferences, judged, keep_log
+from parakit.experiments.verify.command import SharedReferences, keep_log, train_and_judge
 from parakit.experiments.verify.pairs import LaunchPair, compose_pair
 from parakit.launch import (
-    CPU_RANK,
+    CPU_RANK_ENVIRONMENT,
     Launch,
     Options,
     WarmMegatron,
-    ensure_start_checkpoint,
+    ensure_initial_checkpoint,
     find_entry,
 )
 from parakit.logs import diagnose_log, scrape_log
 from parakit.verify import Judgement
 
-START = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK}
+RANK_ENVIRONMENT = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK_ENVIRONMENT}
 """What must be set before torch is imported."""
 
 
@@ -42,7 +42,9 @@ class ForkedRanks:
         """Of the Megatron that the options name; the installed one's without."""
         options = options or Options()
         allowed = {variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}
-        self.warm = WarmMegatron(find_entry(options.megatron_lm).path, {**START, **allowed})
+        self.warm = WarmMegatron(
+            find_entry(options.megatron_lm).path, {**RANK_ENVIRONMENT, **allowed}
+        )
 
     def run(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> str:
         """Train as `exit_code`; returns how it failed, empty if it did not."""
@@ -56,10 +58,10 @@ class ForkedRanks:
         What the ranks print is in the log.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **START, **launch.environment, **(also or {})}
+        environment = {**os.environ, **RANK_ENVIRONMENT, **launch.environment, **(also or {})}
         seconds = self.start_seconds + self.iteration_seconds * launch.iterations
         with log.open("wb") as file:
-            arguments = (self.warm.entry, *launch.flags_on_data)
+            arguments = (self.warm.entry, *launch.flags_with_sample_indices)
             return self.warm.run(launch.devices, arguments, environment, file, seconds)
 
     def ensure_start(self, launch: Launch) -> None:
@@ -68,14 +70,14 @@ class ForkedRanks:
         Raises:
             LaunchError: Megatron did not write them.
         """
-        ensure_start_checkpoint(launch, Console(quiet=True), self.exit_code)
+        ensure_initial_checkpoint(launch, Console(quiet=True), self.exit_code)
 
     def close(self) -> None:
         """End the process that forks."""
         self.warm.close()
 
 
-def losses_in(log: Path) -> list[float]:
+def read_losses(log: Path) -> list[float]:
     """Of each iteration of a log's run."""
     return [one.lm_loss for one in scrape_log(log).iterations if one.lm_loss is not None]
 
@@ -95,7 +97,7 @@ class Verifier:
         Raises:
             LaunchError: The two would do different work.
         """
-        job = pair.job.under(replace(pair.job.options, runs=self.folder))
+        job = pair.job.with_options(replace(pair.job.options, runs=self.folder))
         verification = compose_pair(replace(pair, job=job))
         self.ranks.ensure_start(verification.reference)
         if not both:
@@ -114,7 +116,7 @@ class Verifier:
                 return failure
 
             train = self._references.around(trained, Path(scratch))
-            return judged(verification, Path(scratch), train)
+            return train_and_judge(verification, Path(scratch), train)
 
     def forget(self) -> None:
         """Remove the references: each is hundreds of megabytes."""

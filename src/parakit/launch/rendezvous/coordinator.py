@@ -16,8 +16,8 @@ from parakit.config.files import relative_to_root
 from parakit.launch.background import BackgroundThread
 from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
-from parakit.launch.supervise.interruption import raise_if_asked
-from parakit.launch.supervise.warm import free_port
+from parakit.launch.supervise.interruption import raise_if_stop_requested
+from parakit.launch.supervise.warm import find_free_port
 
 STACK_SECONDS = 10.0
 """For a node to collect its ranks' stacks."""
@@ -61,7 +61,7 @@ class Coordinator(BackgroundThread, NodeGroup):
                 "another, the same on all hosts."
             ) from None
         self._store.set(node_key(0), encode(self._own))  # NODE_RANK=0 is taken.
-        self._next_look = math.inf if messages.is_here(nodes.address) else 0.0
+        self._next_look = math.inf if messages.is_local_address(nodes.address) else 0.0
         for node in self._silent_looks:
             self._store.set(node_key(node), "")
         self._store.set(messages.RUN_KEY, encode(self._state))  # The others wait for this.
@@ -102,10 +102,10 @@ class Coordinator(BackgroundThread, NodeGroup):
                         "nodes must have the same."
                     )
         hosts = (own.host, *(other.host for other in others))
-        reached = (other.reaches for other in others if messages.interface_of(other.reaches))
+        reached = (other.reaches for other in others if messages.find_interface(other.reaches))
         address = next(reached, None)
-        interface = messages.interface_of(address) if address else None
-        port = free_port()
+        interface = messages.find_interface(address) if address else None
+        port = find_free_port()
         self._state = replace(self._state, torchrun_port=port)
         joined = replace(self._nodes, hosts=hosts, port=port, interface=interface)
         return replace(joined, local_address=address)
@@ -116,7 +116,7 @@ class Coordinator(BackgroundThread, NodeGroup):
         Raises:
             LaunchError: One does not see it.
         """
-        digest = messages.digest_of(folder / RUN_FILE)
+        digest = messages.hash_if_present(folder / RUN_FILE)
         self._state = replace(self._state, folder=relative_to_root(folder), sha256=digest)
         self._wait_for_all(
             lambda one: one.sees_folder or bool(one.problem), 2 * messages.ANSWER_SECONDS
@@ -138,10 +138,10 @@ class Coordinator(BackgroundThread, NodeGroup):
         self._wait_for_all(lambda one: bool(one.problem), REFUSAL_SECONDS)
         raise LaunchError(reason)
 
-    def failure(self) -> str | None:
-        """As `NodeGroup.failure`; also brings over what the others have logged."""
+    def find_failure(self) -> str | None:
+        """As `NodeGroup.find_failure`; also brings over what the others have logged."""
         if self._files is not None:
-            self._files.bring()
+            self._files.append_new_output()
         failed = {self._name(n): one for n, one in self._records.items() if one.exit_code}
         for name, record in failed.items():
             if self.cause is None and record.cause is not None:
@@ -150,20 +150,20 @@ class Coordinator(BackgroundThread, NodeGroup):
             return self.cause.reason
         return next((f"{name} ended with {one.exit_code}." for name, one in failed.items()), None)
 
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `NodeGroup.stopped`: asks the others, which then end."""
+    def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
+        """As `NodeGroup.wait_for_stacks`: asks the others, which then end."""
         self._state = replace(self._state, hangs=True)
         self._wait_for_all(lambda one: one.stopped_ranks is not None, STACK_SECONDS)
         theirs = (record.stopped_ranks or () for record in self._records.values())
-        return sorted((*own, *(rank for ranks in theirs for rank in ranks)))
+        return sorted((*stopped_ranks, *(rank for ranks in theirs for rank in ranks)))
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
         """As `NodeGroup.finish`; the first failure's exit code."""
         self._state = replace(self._state, exit_code=exit_code)
         self._wait_for_all(lambda _: False, END_SECONDS)
-        self.failure()
+        self.find_failure()
         if self._files is not None:
-            self._files.complete()
+            self._files.append_remaining_output()
         codes = (record.exit_code for record in self._records.values())
         return exit_code or next(filter(None, codes), 0)
 
@@ -183,7 +183,7 @@ class Coordinator(BackgroundThread, NodeGroup):
                     self._records = {**self._records, node: lost}
 
     def _have_all_come(self) -> bool:
-        raise_if_asked()
+        raise_if_stop_requested()
         self._give_way()
         for node, record in self._records.items():
             if record.problem:
@@ -197,7 +197,7 @@ class Coordinator(BackgroundThread, NodeGroup):
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + messages.LOOK_SECONDS
-        there = messages.node_0_at(self._nodes.address, self._nodes.port)
+        there = messages.find_node_0(self._nodes.address, self._nodes.port)
         if there == self._own:  # By an address that only others see.
             self._next_look = math.inf
         elif there is not None:

@@ -123,7 +123,7 @@ def open_store(address: str, port: int, is_master: bool = False) -> TCPStore:
     return TCPStore(address, port, is_master=is_master, timeout=timeout, wait_for_workers=False)
 
 
-def is_here(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether an address is one of this machine's."""
     try:
         with socket.create_server((address, 0)):
@@ -132,7 +132,7 @@ def is_here(address: str) -> bool:
         return False
 
 
-def node_0_at(address: str, port: int) -> NodeRecord | None:
+def find_node_0(address: str, port: int) -> NodeRecord | None:
     """What calls itself node 0 there; None where nothing answers."""
     try:
         socket.create_connection((address, port), timeout=LOOK_SECONDS).close()
@@ -160,14 +160,14 @@ def load_torch() -> None:
             del os.environ[_LOG_LEVEL]
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The network interface that has an address."""
     interfaces = psutil.net_if_addrs().items()
     found = (name for name, has in interfaces if address in {one.address for one in has})
     return next(found, None)
 
 
-def digest_of(file: Path) -> str:
+def hash_if_present(file: Path) -> str:
     """sha256 of a file, or nothing while it is not there."""
     try:
         return compute_sha256(file)

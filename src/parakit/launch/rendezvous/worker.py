@@ -22,7 +22,7 @@ from parakit.launch.background import BackgroundThread
 from parakit.launch.rendezvous import messages
 from parakit.launch.rendezvous.messages import NodeRecord, RunState, decode, encode, node_key
 from parakit.launch.supervise import exit_status
-from parakit.launch.supervise.interruption import raise_if_asked
+from parakit.launch.supervise.interruption import raise_if_stop_requested
 from parakit.logs import diagnose_log
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Worker(BackgroundThread, NodeGroup):
         self._answered = time.monotonic()
         self._failed: str | None = None
         self._folder: Path | None = None
-        self._kills_before = exit_status.memory_kills()
+        self._kills_before = exit_status.count_memory_kills()
         super().__init__()
 
     def stop(self) -> None:
@@ -84,19 +84,20 @@ class Worker(BackgroundThread, NodeGroup):
         folder = ROOT / str(state.folder)
         # A network file system may show it late.
         seen = messages.wait_until(
-            lambda: messages.digest_of(folder / RUN_FILE) == state.sha256, messages.ANSWER_SECONDS
+            lambda: messages.hash_if_present(folder / RUN_FILE) == state.sha256,
+            messages.ANSWER_SECONDS,
         )
         unseen = f"it does not see {folder}, which node 0 has made"
         problem = f"{unseen}; RUNS= must name a folder that all hosts share"
         self._record = replace(self._record, sees_folder=seen, problem=None if seen else problem)
         self._wait_for_node_0("started")
         self._folder = node_folder(folder, self._nodes.rank)
-        interface = messages.interface_of(self._address)
+        interface = messages.find_interface(self._address)
         here = replace(self._nodes, port=state.torchrun_port, interface=interface)
         return folder, replace(here, local_address=self._address if interface else None)
 
-    def failure(self) -> str | None:
-        """As `NodeGroup.failure`."""
+    def find_failure(self) -> str | None:
+        """As `NodeGroup.find_failure`."""
         if self._failed is None:
             if self._state is not None and self._state.exit_code:
                 self._failed = "Node 0 has ended the run."
@@ -104,14 +105,14 @@ class Worker(BackgroundThread, NodeGroup):
                 self._failed = "Node 0 was lost."
         return self._failed
 
-    def hangs(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
-        """As `NodeGroup.hangs`: whether node 0 reports it."""
+    def is_hanging(self, is_stalled: bool) -> bool:  # noqa: ARG002 - a node may have nothing to log
+        """As `NodeGroup.is_hanging`: whether node 0 reports it."""
         return self._state is not None and self._state.hangs
 
-    def stopped(self, own: Sequence[int]) -> Sequence[int]:
-        """As `NodeGroup.stopped`: reports to node 0."""
-        self._record = replace(self._record, stopped_ranks=tuple(own))
-        return own
+    def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
+        """As `NodeGroup.wait_for_stacks`: reports to node 0."""
+        self._record = replace(self._record, stopped_ranks=tuple(stopped_ranks))
+        return stopped_ranks
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:
         """As `NodeGroup.finish`; everything of this node is on the disk."""
@@ -151,7 +152,7 @@ class Worker(BackgroundThread, NodeGroup):
     def _wait_for_node_0(self, name: str) -> RunState:
         """Wait until a field of what node 0 reports has a value."""
         while True:
-            raise_if_asked()
+            raise_if_stop_requested()
             state = self._state
             refused = self._refused or (state.refused if state else None)
             if refused:
@@ -185,12 +186,12 @@ def _addresses(nodes: Nodes, timeout: float) -> tuple[str, str]:
 
     A plain connection, because torch ignores a request to stop while it waits for one.
     """
-    here = messages.is_here(nodes.address)
+    here = messages.is_local_address(nodes.address)
     seconds = min(timeout, messages.HERE_SECONDS) if here else timeout
     whose = "the machine of MASTER_ADDR= is this one" if here else "see that the address is right"
     deadline = time.monotonic() + seconds
     while True:
-        raise_if_asked()
+        raise_if_stop_requested()
         try:
             place = (nodes.address, nodes.port)
             with socket.create_connection(place, timeout=messages.ANSWER_SECONDS) as connection:

@@ -8,7 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from parakit.accounting import collect_ledgers
+from parakit.accounting import collect_rank_records
 from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_record
@@ -16,7 +16,12 @@ from parakit.artifacts.run import Status, StatusRecord
 from parakit.cluster import free_files
 from parakit.config.files import relative_to_root
 from parakit.launch.background import BackgroundThread
-from parakit.launch.supervise.hang import EndedRunError, awaited, drop_empty, unfit_call
+from parakit.launch.supervise.hang import (
+    EndedRunError,
+    find_awaited_ranks,
+    find_mismatched_call,
+    remove_empty_stacks,
+)
 from parakit.launch.supervise.ranks import RankProcesses
 from parakit.logs import NCCL_TIMEOUT, describe_log_end, diagnose_log, find_first_error, scrape_log
 
@@ -39,7 +44,7 @@ def reserve_room(folder: Path) -> None:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
 
-def memory_kills() -> int | None:
+def count_memory_kills() -> int | None:
     """How often the kernel has killed a process for memory since it started; None: it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -53,15 +58,15 @@ class DiskWatch(BackgroundThread):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.lacked = ""
+        self.exhausted_resource = ""
         super().__init__()
 
     def _watch(self) -> None:
-        while not self.lacked and not self.done.wait(LOOK_SECONDS):
-            self.lacked = find_lack(self._folder)
+        while not self.exhausted_resource and not self.done.wait(LOOK_SECONDS):
+            self.exhausted_resource = find_exhausted_resource(self._folder)
 
 
-def find_lack(folder: Path) -> str:
+def find_exhausted_resource(folder: Path) -> str:
     """What is used up on a folder's disk: `space` or `inode`; empty if neither, or it does not say."""
     try:
         if shutil.disk_usage(folder).free < _FULL_BYTES:
@@ -97,11 +102,11 @@ def classify_exit(
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    found, kind, lacks = None, "", find_lack(folder)
+    found, kind, lacks = None, "", find_exhausted_resource(folder)
     if NCCL_TIMEOUT in status.reason:
-        found, kind = awaited(folder), records.HANG_REASON_PREFIX
+        found, kind = find_awaited_ranks(folder), records.HANG_REASON_PREFIX
     elif exit_code:
-        found = unfit_call(folder / records.STACKS_FOLDER, status.rank)
+        found = find_mismatched_call(folder / records.STACKS_FOLDER, status.rank)
         found = None if lacks else found  # On a full disk ranks leave no calls, or not all of them.
     if found:
         rank = found.culprits[0] if found.culprits else None
@@ -116,7 +121,7 @@ def classify_exit(
         # What ranks log when they lose torchrun is not the cause.
         reason = f"torchrun was killed by SIGKILL{_after(folder)}; its ranks were ended."
         status = replace(status, status=Status.CRASHED, reason=reason, rank=None)
-    now = memory_kills()
+    now = count_memory_kills()
     if "SIGKILL" in status.reason and None not in (now, kills_before) and now != kills_before:
         who = "torchrun" if status.rank is None else f"Rank {status.rank}"
         reason = f"{who} was killed by the kernel, which had run out of memory{_after(folder)}."
@@ -136,10 +141,12 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         EndedRunError: The engine or its client was lost, or somebody had the engine end it.
     """
     # A supervisor that was killed has a negative code, and its client is gone because of that.
-    end = ranks.container_end() if exit_code > 0 else None
-    if end is None or (end.runs and find_lack(folder)):  # The client has nowhere to write.
+    end = ranks.read_container_end() if exit_code > 0 else None
+    if end is None or (
+        end.runs and find_exhausted_resource(folder)
+    ):  # The client has nowhere to write.
         return
-    after, seen = _after(folder), bool(ranks.by_rank())
+    after, seen = _after(folder), bool(ranks.find_by_rank())
     ranks.stop()
     status = Status.CRASHED
     if not end.engine_answers:
@@ -162,13 +169,13 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
     raise EndedRunError(reason, status)
 
 
-def launcher_was_killed(folder: Path) -> StatusRecord:
+def make_killed_launcher_status(folder: Path) -> StatusRecord:
     """The status of a run whose launcher can no longer write one."""
     reason = f"The launcher was killed{_after(folder)}; all ranks were ended."
     return StatusRecord(Status.INTERRUPTED, None, reason)
 
 
-def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRecord:
+def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRecord:
     """Write how a run ended and what its ranks' ledgers hold; return what was written.
 
     Raises:
@@ -185,12 +192,12 @@ def finish(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRec
     # Ranks that are asked to end leave what they did, and NCCL some of those that end by themselves.
     if status.status in (Status.OK, Status.INTERRUPTED):
         shutil.rmtree(folder / records.STACKS_FOLDER, ignore_errors=True)
-    drop_empty(folder / records.STACKS_FOLDER)
-    collect_ledgers(folder)
+    remove_empty_stacks(folder / records.STACKS_FOLDER)
+    collect_rank_records(folder)
     return status
 
 
-def outcome(folder: Path, status: StatusRecord) -> str:
+def format_outcome(folder: Path, status: StatusRecord) -> str:
     """How a run ended and where to look, a line; of one that saved and did not end well also how it goes
     on."""
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"

@@ -32,7 +32,7 @@ from parakit.hang import (
     UnreadableDumpError,
     find_mismatch,
     gather_evidence,
-    judge,
+    judge_hang,
 )
 
 STACK_SECONDS = 6.0
@@ -76,7 +76,7 @@ class HangWatch:
             (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
         rank = stopped[0] if stopped else None
         with suppress(UnreadableDumpError, FileNotFoundError):
-            found = judge(gather_evidence([stacks]))
+            found = judge_hang(gather_evidence([stacks]))
             rank = found.culprits[0] if found.culprits else rank
             why = f" {found.sentence}"
             where = f" Where each rank was is in {stacks.name}/."
@@ -85,7 +85,7 @@ class HangWatch:
         return EndedRunError(reason, Status.CRASHED, rank)
 
 
-def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
+def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """Of a run that failed: whose call did not fit the others', if what the ranks left shows one.
 
     What shows none is removed: a rank that failed by itself is named by the log. Against that rank
@@ -93,17 +93,17 @@ def unfit_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
-        found = judge(evidence)
+        found = judge_hang(evidence)
         if found.kind is HangKind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
             return found
     shutil.rmtree(stacks, ignore_errors=True)
     return None
 
 
-def awaited(folder: Path) -> HangVerdict | None:
+def find_awaited_ranks(folder: Path) -> HangVerdict | None:
     """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
     with suppress(UnreadableDumpError, FileNotFoundError):
-        found = judge(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
+        found = judge_hang(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
         if found.verdict is HangOutcome.HANG:
             return found
     return None
@@ -146,7 +146,7 @@ def _is_asked(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def kept_if_filled(stacks: Path, clear_up: bool = True) -> Iterator[None]:
+def keep_filled_stacks(stacks: Path, clear_up: bool = True) -> Iterator[None]:
     """The folder for stacks while ranks run: they open their files at once, only a hang fills them.
 
     Nodes but the first leave it as it is: others may still write there.
@@ -156,10 +156,10 @@ def kept_if_filled(stacks: Path, clear_up: bool = True) -> Iterator[None]:
         yield
     finally:
         if clear_up:
-            drop_empty(stacks)
+            remove_empty_stacks(stacks)
 
 
-def drop_empty(stacks: Path) -> None:
+def remove_empty_stacks(stacks: Path) -> None:
     """Remove files that nothing was written to, and the folder if none is left."""
     if not stacks.is_dir():
         return

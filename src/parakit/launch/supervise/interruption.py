@@ -13,7 +13,7 @@ import psutil
 GRACE_SECONDS = 4.0
 """From SIGTERM to SIGKILL, and after that; both together stay well under the promised 10 s."""
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Slurm's `--signal=USR1@120` announces the end of a job's time."""
 
 
@@ -37,13 +37,13 @@ def interruptible() -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
-        for name in STOPPING:
+        for name in STOP_SIGNALS:
             signal.signal(name, signal.SIG_IGN)
         _Request.came = True  # Still asked for where Python drops what is raised here.
         if not _Request.deferring:
             raise Interrupted
 
-    before = {number: signal.signal(number, interrupt) for number in STOPPING}
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def defer_stop_requests() -> Iterator[None]:
     """Let a request to stop wait for `raise_if_asked` in the block, or for the block's end.
 
     Raises:
@@ -65,10 +65,10 @@ def deferred() -> Iterator[None]:
     finally:
         _Request.deferring -= 1
     if not _Request.deferring:
-        raise_if_asked()
+        raise_if_stop_requested()
 
 
-def raise_if_asked() -> None:
+def raise_if_stop_requested() -> None:
     """Act on a request to stop that has come.
 
     Raises:
@@ -79,11 +79,13 @@ def raise_if_asked() -> None:
         raise Interrupted
 
 
-def end(find: Callable[[], Iterable[psutil.Process]], grace_seconds: float | None = None) -> None:
+def end_processes(
+    find: Callable[[], Iterable[psutil.Process]], grace_seconds: float | None = None
+) -> None:
     """End processes: SIGTERM to all that a search finds, then SIGKILL to all that it still finds."""
 
     def signalled(number: signal.Signals) -> list[psutil.Process]:
-        running = [process for process in find() if alive(process)]
+        running = [process for process in find() if is_alive(process)]
         for process in running:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
@@ -94,12 +96,12 @@ def end(find: Callable[[], Iterable[psutil.Process]], grace_seconds: float | Non
         running = signalled(number)
         while running and time.monotonic() < deadline:
             time.sleep(0.05)
-            running = [process for process in running if alive(process)]
+            running = [process for process in running if is_alive(process)]
             if not running and number is signal.SIGKILL:  # One may have begun another meanwhile.
                 running = signalled(number)
 
 
-def alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """Whether a process still runs; a zombie, which an init that does not reap leaves, does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

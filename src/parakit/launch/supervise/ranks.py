@@ -18,15 +18,15 @@ from parakit.artifacts.io import lock_file
 from parakit.cluster import (
     CONTAINER_FILE,
     ContainerEnd,
-    container_of,
-    end_of,
-    identified,
+    add_container_id_file,
+    query_container_end,
+    read_container_id,
     remove_container,
 )
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
-from parakit.launch.supervise.interruption import end
+from parakit.launch.supervise.interruption import end_processes
 from parakit.launch.supervise.warm import WarmMegatron
 
 _RANK_VARIABLE = "RANK"
@@ -52,14 +52,14 @@ class RankProcesses:
         """
         self._container = log.with_name(CONTAINER_FILE) if in_container else None
         if self._container is not None:
-            left = container_of(self._container)
+            left = read_container_id(self._container)
             if left is not None and not remove_container(self._container):
                 raise LaunchError(
                     f"{relative_to_root(log.parent)} has a container of before, which may train, and Docker "
                     "does not remove it; start the engine, or end it with 'docker rm --force "
                     f"{left[:12]}'."
                 )
-            command = identified(command, self._container.absolute())
+            command = add_container_id_file(command, self._container.absolute())
         self._began = time.time()
         self._warm = warm
         self._log: BinaryIO = log.open("ab")
@@ -94,7 +94,7 @@ class RankProcesses:
         """torchrun's exit code, 128 + n if signal n ended it; None while anything runs."""
         return self._supervisor.poll()
 
-    def by_rank(self) -> dict[int, psutil.Process]:
+    def find_by_rank(self) -> dict[int, psutil.Process]:
         """The rank processes that live now, by rank."""
         found: dict[int, psutil.Process] = {}
         for process in self._forked():
@@ -115,15 +115,15 @@ class RankProcesses:
         Ranks in a container are processes of this machine too, unless its engine is elsewhere; where
         they are not, Docker's client passes SIGTERM on, and what SIGKILL leaves goes with the container.
         """
-        end(self._family)
+        end_processes(self._family)
         self._supervisor.wait()
         if self._container is not None:
             remove_container(self._container)
 
-    def container_end(self) -> ContainerEnd | None:
+    def read_container_end(self) -> ContainerEnd | None:
         """What the engine says of the container, once its client has ended; None without one."""
-        container = container_of(self._container) if self._container else None
-        return end_of(container, self._began) if container else None
+        container = read_container_id(self._container) if self._container else None
+        return query_container_end(container, self._began) if container else None
 
     def _family(self) -> list[psutil.Process]:
         """Every process that was started for this run, orphans too, by what they all inherit."""

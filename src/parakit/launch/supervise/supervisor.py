@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from parakit.launch.supervise.interruption import end
+from parakit.launch.supervise.interruption import end_processes
 
 POLL_SECONDS = 0.2
 
@@ -46,14 +46,17 @@ def main(folder: Path, command: Sequence[str]) -> int:
     while launcher_lives and child.poll() is None:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
         launcher_lives = not readable or bool(os.read(sys.stdin.fileno(), 1))
-    end(lambda: psutil.Process().children(recursive=True))
+    end_processes(lambda: psutil.Process().children(recursive=True))
     code = child.wait()
     if not launcher_lives:
         from parakit.cluster import CONTAINER_FILE, remove_container
-        from parakit.launch.supervise.exit_status import finish, launcher_was_killed
+        from parakit.launch.supervise.exit_status import (
+            make_killed_launcher_status,
+            write_final_status,
+        )
 
         remove_container(folder / CONTAINER_FILE)
-        finish(folder, launcher_was_killed(folder), time.monotonic() - started)
+        write_final_status(folder, make_killed_launcher_status(folder), time.monotonic() - started)
     return 128 - code if code < 0 else code
 
 

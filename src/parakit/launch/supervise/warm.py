@@ -73,7 +73,7 @@ class WarmMegatron:
     ) -> int:
         """Fork ranks that print to `output`; their exit status. After `seconds` they are ended."""
         address, printed = str(self._socket), output.fileno()
-        return ask(address, ranks, arguments, environment, printed, seconds)
+        return request_ranks(address, ranks, arguments, environment, printed, seconds)
 
     def close(self) -> None:
         """End the process; its ranks have ended before, with their runs."""
@@ -97,7 +97,7 @@ class WarmPool:
     def __exit__(self, *_: object) -> None:
         self._until.close()
 
-    def process(self, entry: str, environment: Mapping[str, str]) -> WarmMegatron:
+    def get_process(self, entry: str, environment: Mapping[str, str]) -> WarmMegatron:
         """The one that has imported an entry under these variables."""
         kind = (entry, *sorted(environment.items()))
         if kind not in self._made:
@@ -106,7 +106,7 @@ class WarmPool:
         return self._made[kind]
 
 
-def ask(
+def request_ranks(
     address: str,
     ranks: int,
     arguments: Sequence[str],
@@ -120,7 +120,7 @@ def ask(
     """
     request = {
         "ranks": ranks,
-        "port": free_port(),
+        "port": find_free_port(),
         "arguments": list(arguments),
         "environment": dict(environment),
     }
@@ -141,7 +141,7 @@ def ask(
     return answer[0] if answer else FAILED
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port of this machine that nothing listens on now, and that the kernel gives to no socket that
     names none: gloo's listen on such, and one of another run could take it before rank 0 does."""
     for port in SystemRandom().sample(_UNASSIGNED, 100):
@@ -152,4 +152,4 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     place, count, _, *argv = sys.argv[1:]
-    sys.exit(ask(place, int(count), argv))
+    sys.exit(request_ranks(place, int(count), argv))

@@ -16,15 +16,15 @@ import msgspec
 from rich.console import Console
 
 from parakit.artifacts.measurements import CallSummary
-from parakit.config.flags import refuse_misspelled
-from parakit.config.model import Model, model_of
+from parakit.config.flags import refuse_misspelled_flags
+from parakit.config.model import Model, find_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_name,
 )

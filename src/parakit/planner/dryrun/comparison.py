@@ -12,8 +12,8 @@ from parakit.config.run import RunSpec
 from parakit.costs import (
     Operation,
     chunks_in_flight,
-    communication_of_rank,
-    memory_of_rank,
+    estimate_rank_memory,
+    rank_collectives,
     rank_parameters,
     total_wire_bytes,
 )

@@ -19,12 +19,12 @@ from math import exp, log, log2
 from pathlib import Path
 
 from parakit.artifacts.io import lock_file, write_atomically
-from parakit.config.flag_table import planned
+from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
-from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
-from parakit.costs import UnevenSplitError, parameters_total
+from parakit.config.run import RunSpec, flags_from_spec, spec_from_flags
+from parakit.costs import UnevenSplitError, total_parameters
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.residual import Residual, compute_residual
 from parakit.planner.readings.table import (
@@ -69,7 +69,7 @@ def build_measurement_row(
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
         "model": spec.model,
-        "params_b": f"{parameters_total(shape) / 1e9:.4g}",
+        "params_b": f"{total_parameters(shape) / 1e9:.4g}",
         "layers": shape.layers,
         "hidden": shape.hidden,
         "heads": shape.heads,

@@ -13,7 +13,7 @@ from math import exp, log2
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import UnevenSplitError, parameters_total
+from parakit.costs import UnevenSplitError, total_parameters
 from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
 from parakit.planner.readings.intervals import TimeInterval, load_public_errors

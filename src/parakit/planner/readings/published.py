@@ -5,9 +5,9 @@ from __future__ import annotations
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.strategy import batch_for, devices_of, parse_strategy
-from parakit.costs import parameters_total
+from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.strategy import count_devices, parse_strategy, scale_batch
+from parakit.costs import total_parameters
 from parakit.planner.readings.reading_to_spec import MeasuredRun
 from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
@@ -52,7 +52,7 @@ def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: fl
         metric="step_time_s",
         value=seconds,
         model=spec.model,
-        params_b=round(parameters_total(spec.shape) / 1e9, 2),
+        params_b=round(total_parameters(spec.shape) / 1e9, 2),
         seq=spec.shape.seq_length,
         gpu=cluster.device.key.upper(),
         gpus=split.world_size,

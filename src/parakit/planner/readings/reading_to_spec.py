@@ -29,11 +29,17 @@ from parakit.config.run import (
     RunSpec,
     StateTypes,
     TokenDispatcher,
-    spec_of_flags,
+    spec_from_flags,
 )
-from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
+from parakit.config.stages import (
+    EVEN_SPLIT,
+    StageSplit,
+    even_layout,
+    front_loaded_layout,
+    virtual_degrees,
+)
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs import NEWEST, PEERS, divisors, violations
+from parakit.costs import DEEP_EP_NVLINK_PEERS, NEWEST, divisors, find_violations
 from parakit.planner.readings.facts import (
     container_release,
     facts_for_fields,
@@ -262,7 +268,7 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
         batch=batch,
         dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
         fp8_recipe=fp8_recipe,
-        half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
+        unquantised_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
         state_types=_state_types(source, parallelism.sharding),
         stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
@@ -296,7 +302,7 @@ def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
     if not sharding:
         return StateTypes(gradients)
     moments = "bf16" if source["half_moments"] else ""
-    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
+    return StateTypes(gradients, "", moments, moments, precision_aware=bool(source["aware"]))
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:

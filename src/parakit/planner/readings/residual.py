@@ -12,12 +12,12 @@ from functools import lru_cache
 from parakit.config.hardware import Device
 from parakit.config.run import RunSpec
 from parakit.costs import (
-    RECOMPUTED,
+    WITH_RECOMPUTE,
     PredictedMemory,
     UnevenSplitError,
-    counted_flops,
-    fullest_rank,
-    memory_of_rank,
+    estimate_rank_memory,
+    find_peak_rank,
+    flops_by_convention,
     model_flops,
     placeholder_bytes,
     residual_bytes,
@@ -224,8 +224,8 @@ def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
     Megatron logs the bytes of the last rank; other metrics are those of the rank with the peak memory.
     """
     if metric.endswith("_bytes"):
-        return memory_of_rank(spec, spec.parallelism.pipeline - 1)
-    return fullest_rank(spec)[1]
+        return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
+    return find_peak_rank(spec)[1]
 
 
 def _predict_memory_figure(spec: RunSpec, cluster: Cluster, metric: str) -> float:

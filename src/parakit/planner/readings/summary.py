@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import COMPONENTS, fullest_rank
+from parakit.costs import COMPONENTS, find_peak_rank
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
 from parakit.planner.readings.facts import container_release, source_facts
@@ -348,7 +348,7 @@ def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.measurement)["unjudged"]
-    memory = fullest_rank(spec)[1]
+    memory = find_peak_rank(spec)[1]
     return {
         "line": item.measurement.line,
         "published": item.measurement.value,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from parakit.config.files import UnreadableFileError, csv_rows, read_text
-from parakit.costs import COUNTS
+from parakit.config.files import UnreadableFileError, read_csv_rows, read_text
+from parakit.costs import FLOP_CONVENTIONS
 
 MEASUREMENTS_FILE = Path(__file__).with_name("readings.csv.gz")
 
@@ -161,7 +161,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         MeasurementsError: The file cannot be read, or lacks a column or names one twice.
     """
     try:
-        rows = list(csv_rows(read_text(path), path))
+        rows = list(read_csv_rows(read_text(path), path))
     except UnreadableFileError as error:
         raise MeasurementsError(str(error)) from None
     columns = rows[0][1] if rows else []

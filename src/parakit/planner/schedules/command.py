@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.costs import (
-    COMPARED,
+    COMPARED_SCHEDULES,
     Pass,
     ScheduleFigures,
     SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
-    figures,
-    simulate,
+    measure_schedule,
+    simulate_schedule,
 )
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
@@ -45,7 +45,7 @@ def schedules(given: Namespace) -> int:
         ValueError: A schedule is not possible; the message is one sentence.
     """
     timelines = [
-        simulate(
+        simulate_schedule(
             schedule,
             given.pp,
             given.microbatches,
@@ -84,7 +84,7 @@ def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
         "length": timeline.length,
         "bubble": measured.bubble,
         "bubble_closed_form": closed_form_bubble(timeline),
-        "idle_share": measured.idle_share,
+        "idle_share": measured.idle_fraction,
         "activations": list(measured.activations),
         "activations_closed_form": list(closed_form_activations(timeline)),
         "weight_versions": list(measured.weight_versions),
@@ -102,7 +102,7 @@ def _print_table(timelines: list[SimulatedSchedule]) -> None:
     columns = (
         Column[_Measured]("schedule", lambda row: row[0].schedule.paper_name, right=False),
         Column[_Measured]("time", lambda row: row[0].length, "{:g}".format),
-        Column[_Measured]("idle", lambda row: row[1].idle_share, percent),
+        Column[_Measured]("idle", lambda row: row[1].idle_fraction, percent),
         Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
         Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
         Column[_Measured](
@@ -113,7 +113,7 @@ def _print_table(timelines: list[SimulatedSchedule]) -> None:
         ),
         Column[_Measured]("staleness", lambda row: _join_numbers(row[1].staleness), wraps=True),
     )
-    rows = tuple((timeline, figures(timeline)) for timeline in timelines)
+    rows = tuple((timeline, measure_schedule(timeline)) for timeline in timelines)
     console = wide_console()
     console.print(rich_table(Table(columns, rows, title), console.width))
 

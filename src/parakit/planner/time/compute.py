@@ -18,10 +18,10 @@ from parakit.config.replacing import replace
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.costs import (
     FP8_RECIPE_BYTES,
+    bytes_per_parameter,
     held_parameters,
     logit_elements,
     offloaded_parameters,
-    precision_of,
     rank_tensors,
 )
 from parakit.planner.time.rates import DeviceRates
@@ -209,7 +209,7 @@ def _seconds_per_added_gradient(spec: RunSpec, rate: DeviceRates) -> float:
     The time is 0 where the product itself adds, and nothing was measured on this machine.
     """
     measured = rate.measured.gradient_seconds / rate.core_fraction
-    moved = spec.element_bytes + 2 * precision_of(spec).gradients
+    moved = spec.element_bytes + 2 * bytes_per_parameter(spec).gradients
     return measured + (moved / rate.bytes_per_second if rate.execution.unfused_gradients else 0.0)
 
 
@@ -230,7 +230,7 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     Each depth of multi-token prediction computes both once more, and reads its logits for the best guess as well
     (`multi_token_prediction.py: _compute_mtp_acceptance_counts`).
     """
-    shape, tokens = spec.shape, spec.tokens
+    shape, tokens = spec.shape, spec.micro_batch_tokens
     width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor
     hidden, element = shape.hidden, spec.element_bytes
     accumulates = not rate.execution.unfused_gradients
@@ -402,7 +402,7 @@ def _elements_per_processor(rows: int, columns: int, copies: int, rate: DeviceRa
 def _list_products(spec: RunSpec) -> Iterator[_Product]:
     """Yield the matrix products of one layer in forward: attention's projections, and the MLP or the experts."""
     shape, tensor = spec.shape, spec.parallelism.tensor
-    tokens, hidden = spec.tokens, shape.hidden
+    tokens, hidden = spec.micro_batch_tokens, shape.hidden
     if shape.blocks == MAMBA and shape.mamba:
         yield from _list_mamba_products(spec, shape.mamba)
         return

@@ -17,18 +17,19 @@ from typing import NamedTuple
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch
 from parakit.costs import (
     FP8_RECIPE_BYTES,
-    LATEST,
+    LATEST_MEGATRON,
     CollectiveCall,
     Operation,
     Phase,
     batch_collectives,
     context_collectives,
     control_collectives,
+    distinct_ranks,
     embedding_collectives,
     expert_collectives,
     gradient_collectives,
@@ -36,11 +37,10 @@ from parakit.costs import (
     keeps_quantised_weights,
     layer_collectives,
     middle_ranks,
-    partial_gradients,
+    partial_gradient_collectives,
     pipeline_collectives,
     rank_parameters,
     rank_tensors,
-    ranks_apart,
 )
 from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.compute import (
@@ -583,7 +583,7 @@ def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: fl
     ZeRO-2, ZeRO-3 and FSDP2 do this; the result is 0 for other shardings. Calls of the optimizer's phase are exposed.
     The result includes the kernels that copy weights out of buffers and add unfused gradients up.
     """
-    if not spec.parallelism.sharding.overlaps:
+    if not spec.parallelism.sharding.overlaps_by_default:
         return 0.0
     calls, weight_fraction = list(gradient_collectives(spec, 0)), _moved_weight_fraction(spec)
     reductions = _select_calls_in_phase(calls, Phase.BACKWARD)

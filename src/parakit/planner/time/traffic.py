@@ -90,7 +90,7 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
     return LayerBytes(
         int(sum(part.forward for part in parts)),
         int(sum(part.backward for part in parts)),
-        int(sum(part.forward for part in parts if spec.recompute.again(*part.modules))),
+        int(sum(part.forward for part in parts if spec.recompute.recomputes(*part.modules))),
     )
 
 
@@ -293,8 +293,8 @@ def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
     mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
     if spec.shape.blocks != MAMBA or mamba is None:
         return 0, 0
-    element, tokens = spec.element_bytes, spec.tokens // tensor
-    convolution = 2 * element * tokens * mamba.convolved
+    element, tokens = spec.element_bytes, spec.micro_batch_tokens // tensor
+    convolution = 2 * element * tokens * mamba.convolved_channels
     states = 4 * 4 * tokens * mamba.width * mamba.state // CHUNK
     scanned = element * tokens * mamba.width
     forward = convolution + states + (4 + 3) * scanned

@@ -11,13 +11,13 @@ from parakit.config.offload import offload_flags
 from parakit.logs import ModelDifference, Run
 from parakit.reporting.analyse.configurations import (
     Configuration,
-    fused_patches,
-    link_rate,
-    patch_file_name,
+    describe_fused_patches,
+    describe_link,
+    describe_patch_file,
 )
 from parakit.reporting.analyse.disturbance import has_more_ranks_than_cores, why_disturbed
-from parakit.reporting.analyse.must_agree import flags_not_stated, named_differences
-from parakit.reporting.analyse.statistics import TimeComparison, compare
+from parakit.reporting.analyse.must_agree import describe_differences, describe_unstated_flags
+from parakit.reporting.analyse.statistics import TimeComparison, compare_times
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SpeedComparison:
     """Whether neither log names its device, so that the same one is assumed."""
 
     @property
-    def judged(self) -> TimeComparison | None:
+    def judged_time(self) -> TimeComparison | None:
         """The comparison whose verdict counts: per device where the numbers of devices differ."""
         return self.per_device_token or self.per_token
 
@@ -80,11 +80,11 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
     devices, other_devices = one.num_devices, two.num_devices
     of_model = one.stated_model.differences(two.stated_model)
     if reference.estimate and other.estimate and work:
-        per_token = compare(reference.estimate, other.estimate, work[0] / work[1])
+        per_token = compare_times(reference.estimate, other.estimate, work[0] / work[1])
         per_iteration = per_token if work[0] == work[1] and not of_model else None
         if devices and other_devices and devices != other_devices:
             weight = work[0] / work[1] * other_devices / devices
-            per_device_token = compare(reference.estimate, other.estimate, weight)
+            per_device_token = compare_times(reference.estimate, other.estimate, weight)
             per_iteration = None
         if one.spec and two.spec:
             scale = one.spec.parallelism.world_size / two.spec.parallelism.world_size
@@ -96,7 +96,7 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
         per_token=per_token,
         per_device_token=per_device_token,
         per_device=per_device,
-        differences=tuple(differences(one, two)),
+        differences=tuple(list_differences(one, two)),
         caution=caution,
         model_doubt=_model_doubt(one, two, of_model),
         device_is_assumed=bool(work) and not one.device and not two.device,
@@ -158,8 +158,8 @@ def _model_doubt(reference: Run, other: Run, differences: Sequence[ModelDifferen
     """Return how two models differ, or what a log does not state of its model; empty if neither."""
     known = [difference for difference in differences if difference.is_known]
     if known:
-        return f"their models differ in {named_differences(known)}"
-    unstated = flags_not_stated(reference, other, differences)
+        return f"their models differ in {describe_differences(known)}"
+    unstated = describe_unstated_flags(reference, other, differences)
     return f"their models may differ: {unstated}" if unstated else ""
 
 
@@ -200,7 +200,7 @@ def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
     return (ours, theirs), caution
 
 
-def differences(reference: Run, other: Run) -> list[WorkMismatch]:
+def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
     """Everything the runs should share for their times to be comparable, and do not.
 
     The flags of their models come first. Of two runs of which one is a foreign log the list has all
@@ -257,13 +257,13 @@ def _conditions(run: Run) -> dict[str, str]:
         "optimizer": spec and spec.optimizer,
         "recomputation": spec and str(spec.recompute),
         "offload": spec and " ".join(offload_flags(spec.offload)),
-        "Adam's state": adam_state(run),
+        "Adam's state": describe_adam_state(run),
         "Megatron": run.megatron or None,
         "code": record and record.code and str(record.code),
         "host": record and record.host.name,
-        "link between the ranks": record and link_rate(record.spec),
-        "patches": fused_patches(spec),
-        "patch file": patch_file_name(spec),
+        "link between the ranks": record and describe_link(record.spec),
+        "patches": describe_fused_patches(spec),
+        "patch file": describe_patch_file(spec),
         "ranks on one GPU": bool(spec and spec.shares_gpu),
     }
     return {what: "unknown" if value is None else str(value) for what, value in known.items()}
@@ -281,7 +281,7 @@ WITHHELD = (SHARED, OVERSUBSCRIBED, DISTURBED, SLOWED_REFERENCE)
 """Reasons for no verdict that a sentence of the report tells once for all rows."""
 
 
-def adam_state(run: Run) -> str | None:
+def describe_adam_state(run: Run) -> str | None:
     """Whether Adam's moments existed: fp16 skips its first steps, and allocates them after."""
     lines = run.log.iterations
     if not lines.known("skipped_iterations").any():
@@ -290,7 +290,7 @@ def adam_state(run: Run) -> str | None:
     return "existed" if existed else "never existed (every step was skipped)"
 
 
-def conditions(runs: Iterable[Run]) -> list[str]:
+def describe_conditions(runs: Iterable[Run]) -> list[str]:
     """The machines and the kit's commits, which no times may be read without; empty without runs."""
     records = [run.record for run in runs if run.record]
     machines = {f"{r.host.cores} cores of {r.host.cpu}, {r.spec.dtype}" for r in records}

@@ -10,11 +10,17 @@ from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
-from parakit.config.strategy import EXAMPLES
+from parakit.config.strategy import EXAMPLE_STRATEGIES
 from parakit.formatting.units import bit_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.disturbance import why_disturbed
-from parakit.reporting.analyse.statistics import ON_CPU_RANKS, ON_GPUS, Estimate, Scatter, estimate
+from parakit.reporting.analyse.statistics import (
+    ON_CPU_RANKS,
+    ON_GPUS,
+    Estimate,
+    Scatter,
+    estimate_time,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ RowIdentity = tuple[TrainingIdentity, str]
 """What was trained, and on which device. Runs with equal ones are repeats, whatever they are called."""
 
 
-def row_identity(
+def build_row_identity_from_parts(
     run: str,
     device: str,
     spec: RunSpec | None,
@@ -65,12 +71,12 @@ def row_identity(
     return replace(found, spec=spec).repeated(), device
 
 
-def identity_of_run(run: Run) -> RowIdentity:
+def build_row_identity(run: Run) -> RowIdentity:
     """Of a run that was read."""
-    return row_identity(run.name, run.device, run.spec, run.record, run.arguments)
+    return build_row_identity_from_parts(run.name, run.device, run.spec, run.record, run.arguments)
 
 
-def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
+def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
     """Group runs into rows: repeats that the kit made are one, every foreign log is its own.
 
     Rows are ordered by model, device, ranks and strategy; with a foreign log among them as the runs
@@ -86,7 +92,9 @@ def configurations(runs: Iterable[Run], all_conditions: bool = False) -> list[Co
     for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
         # Of two foreign logs only somebody can say that they are repeats.
         own = run.name if run.is_foreign else ""
-        groups[(run.repeats_name,) if run.repeats_name else (identity_of_run(run), own)].append(run)
+        groups[(run.repeats_name,) if run.repeats_name else (build_row_identity(run), own)].append(
+            run
+        )
     rows: list[Configuration] = []
     for members in groups.values():
         # Runs that have ended; where none has, the newest that is on is the row's.
@@ -126,7 +134,7 @@ def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
     return result
 
 
-def pooled(runs: Sequence[Run]) -> Estimate | None:
+def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
     """Return the iteration time of runs together in milliseconds; None if no run has one that counts.
 
     Runs that other programs slowed down are left out, unless all were.
@@ -134,10 +142,10 @@ def pooled(runs: Sequence[Run]) -> Estimate | None:
     counting = [run for run in runs if run.has_measurements]
     undisturbed = [run for run in counting if not why_disturbed(run)]
     samples = [run.window.samples_ms for run in undisturbed or counting]
-    return estimate(samples, scatter=scatter_of(runs[-1].device)) if samples else None
+    return estimate_time(samples, scatter=device_scatter(runs[-1].device)) if samples else None
 
 
-def scatter_of(device: str) -> Scatter:
+def device_scatter(device: str) -> Scatter:
     """How runs are known to scatter on a device; of a log that does not name it, as on GPUs."""
     return ON_CPU_RANKS if device == "cpu" else ON_GPUS
 
@@ -151,7 +159,9 @@ def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
     rows = []
     if counting:
         failed = tuple(run for run in group[:end] if not run.has_measurements)
-        rows.append(Configuration(counting, pooled(counting), failed, (), *superseded))
+        rows.append(
+            Configuration(counting, estimate_pooled_runs(counting), failed, (), *superseded)
+        )
     if since := tuple(group[end:]):
         rows.append(Configuration(since[-1:], None, since[:-1], (), *superseded))
     return rows
@@ -169,12 +179,16 @@ def _conditions(run: Run) -> tuple[object, ...]:
 
 def _order(row: Configuration) -> tuple[object, ...]:
     run, spec = row.newest, row.newest.spec
-    place = EXAMPLES.index(run.strategy) if run.strategy in EXAMPLES else len(EXAMPLES)
+    place = (
+        EXAMPLE_STRATEGIES.index(run.strategy)
+        if run.strategy in EXAMPLE_STRATEGIES
+        else len(EXAMPLE_STRATEGIES)
+    )
     dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
     return run.model or "~", run.device, dtype, place, ranks, run.strategy, run.name
 
 
-def labels(rows: Sequence[Configuration]) -> list[str]:
+def label_rows(rows: Sequence[Configuration]) -> list[str]:
     """`tp2 ×2`, with what sets it apart from others of that name: version, batch, …, else the run."""
     result = []
     groups: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
@@ -195,7 +209,7 @@ def labels(rows: Sequence[Configuration]) -> list[str]:
     return result
 
 
-def link_rate(spec: RunSpec) -> str:
+def describe_link(spec: RunSpec) -> str:
     """The limit of the link between the two halves of the ranks, in words."""
     bits = spec.link_bits_per_second
     if bits is None:
@@ -203,12 +217,12 @@ def link_rate(spec: RunSpec) -> str:
     return f"at {bit_rate(bits)}"
 
 
-def fused_patches(spec: RunSpec | None) -> str:
+def describe_fused_patches(spec: RunSpec | None) -> str:
     """The names of `FUSED=`, or `none`."""
     return (",".join(spec.fused) if spec else "") or "none"
 
 
-def patch_file_name(spec: RunSpec | None) -> str:
+def describe_patch_file(spec: RunSpec | None) -> str:
     """The file of `PATCH_FILE=` and the start of its hash, or `none`."""
     patch_file = spec.patch_file if spec else None
     return f"{patch_file.path} ({patch_file.sha256[:8]})" if patch_file else "none"
@@ -234,9 +248,9 @@ _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
     _describe_spec(lambda spec: f"seq {spec.shape.seq_length}"),
     lambda run: run.megatron.split(" ")[0],
     _describe_spec(lambda spec: spec.backend),
-    lambda run: link_rate(run.record.spec) if run.record else "",
-    lambda run: f"patches {fused_patches(run.spec)}",
-    lambda run: f"patch file {patch_file_name(run.spec)}",
+    lambda run: describe_link(run.record.spec) if run.record else "",
+    lambda run: f"patches {describe_fused_patches(run.spec)}",
+    lambda run: f"patch file {describe_patch_file(run.spec)}",
     _describe_spec(lambda spec: f"recompute {spec.recompute}"),
     _describe_spec(lambda spec: " ".join(offload_flags(spec.offload))),
     lambda run: run.status.status.value,

@@ -14,13 +14,18 @@ from parakit.formatting.units import change
 from parakit.logs import parse_printed_spec
 from parakit.reporting.analyse.configurations import (
     RowIdentity,
-    identity_of_run,
-    row_identity,
-    scatter_of,
+    build_row_identity,
+    build_row_identity_from_parts,
+    device_scatter,
 )
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.results import RESULTS
-from parakit.reporting.analyse.statistics import TimeVerdict, compare, estimate, smallest_difference
+from parakit.reporting.analyse.statistics import (
+    TimeVerdict,
+    compare_times,
+    estimate_time,
+    smallest_visible_difference,
+)
 
 JSON_FILE = "results.json"
 _EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
@@ -103,7 +108,7 @@ def _counterparts(old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) ->
     found: dict[int, int] = {}
     for same_run in (True, False):
         for place, entry in enumerate(entries):
-            wanted, name = identity_of_run(entry.run), entry.run.name
+            wanted, name = build_row_identity(entry.run), entry.run.name
             for at, (identity, run) in left.items() if place not in found else ():
                 if identity == wanted and (not same_run or run == name):
                     found[place] = at
@@ -118,10 +123,10 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
         samples = msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
     except msgspec.ValidationError:
         return []
-    then = estimate(samples, scatter=scatter_of(entry.run.device))
+    then = estimate_time(samples, scatter=device_scatter(entry.run.device))
     if then is None or now is None:
         return []
-    found = compare(then, now)
+    found = compare_times(then, now)
     span = f" ({found.span})" if found.span else ""
     text = (
         f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}, {found.verdict}"
@@ -129,10 +134,10 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
     kind = {TimeVerdict.SLOWER: REGRESSION, TimeVerdict.FASTER: IMPROVEMENT}
     if found.verdict is not TimeVerdict.NOISE or not found.smallest:
         return [Change(name, kind.get(found.verdict, "same"), text)]
-    usual = smallest_difference(min(then.runs, now.runs), now.scatter.typical)
+    usual = smallest_visible_difference(min(then.runs, now.runs), now.scatter.typical)
     off = f"{change(found.ratio, 1)}, below the {found.smallest:.1%} that these runs can show"
     # Where enough runs show their own scatter there is nothing left to decide.
-    decided = (then.freedom and now.freedom) or abs(found.ratio - 1) <= usual
+    decided = (then.degrees_of_freedom and now.degrees_of_freedom) or abs(found.ratio - 1) <= usual
     return [Change(name, "same" if decided else UNDECIDED, f"{text}: {off}")]
 
 
@@ -161,9 +166,9 @@ def _identity_of_row(row: Mapping[str, Any]) -> RowIdentity:
     try:
         if row.get("provenance"):
             record = decode_run(row["provenance"])
-            return row_identity(run, device, record.spec, record, {})
+            return build_row_identity_from_parts(run, device, record.spec, record, {})
         arguments = msgspec.convert(row.get("arguments") or {}, dict[str, str])
         spec = parse_printed_spec(arguments, row.get("global_batch_size"))
-        return row_identity(run, device, spec, None, arguments)
+        return build_row_identity_from_parts(run, device, spec, None, arguments)
     except msgspec.ValidationError:
-        return row_identity(run, device, None, None, {})
+        return build_row_identity_from_parts(run, device, None, None, {})

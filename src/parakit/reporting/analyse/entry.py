@@ -26,27 +26,33 @@ from parakit.native import MUON_RULE_FLAG
 from parakit.reporting.analyse.comparability import SpeedComparison
 from parakit.reporting.analyse.configurations import (
     Configuration,
-    configurations,
-    pooled,
-    scatter_of,
+    device_scatter,
+    estimate_pooled_runs,
+    group_into_rows,
 )
-from parakit.reporting.analyse.parity import Parity, last_digit, loss_curve, parity_of, whole_steps
+from parakit.reporting.analyse.parity import (
+    Parity,
+    judge_parity,
+    last_digit_unit,
+    loss_curve,
+    single_step_losses,
+)
 from parakit.reporting.analyse.published import (
     Match,
-    figure_for,
+    find_published_figure,
     match_figure,
-    relative_to_baseline,
+    published_baseline_ratio,
 )
-from parakit.reporting.analyse.rates import Rates, rates_of
-from parakit.reporting.analyse.statistics import Estimate, TimeComparison, estimate
+from parakit.reporting.analyse.rates import Rates, compute_rates
+from parakit.reporting.analyse.statistics import Estimate, TimeComparison, estimate_time
 from parakit.reporting.analyse.time_shares import (
-    alone_seconds,
-    busy_seconds,
+    compute_time_shares,
     idle_over_work,
     mean,
-    time_shares,
+    pass_seconds,
+    pass_seconds_without_communication,
 )
-from parakit.reporting.analyse.within_run import Shift, changes_within
+from parakit.reporting.analyse.within_run import ChangeWithinRun, find_changes_within_run
 
 ACCURACY = "next token accuracy"
 
@@ -154,24 +160,24 @@ class Entry:
         return self.speed.per_token if self.speed else None
 
     @property
-    def judged(self) -> TimeComparison | None:
+    def judged_time(self) -> TimeComparison | None:
         """The comparison whose verdict counts: per device where the numbers of devices differ."""
-        return self.speed.judged if self.speed else None
+        return self.speed.judged_time if self.speed else None
 
     @cached_property
     def rates(self) -> Rates:
         """Of the newest run at the row's time."""
-        return rates_of(self.run, self.time_ms)
+        return compute_rates(self.run, self.time_ms)
 
     @cached_property
-    def shifts(self) -> tuple[Shift, ...]:
+    def changes_within_run(self) -> tuple[ChangeWithinRun, ...]:
         """What changes in the newest run's iteration times while it is on."""
-        return changes_within(self.run)
+        return find_changes_within_run(self.run)
 
     @cached_property
     def figure(self) -> Figure | None:
         """What was published of such a run."""
-        return figure_for(self.run, self.published)
+        return find_published_figure(self.run, self.published)
 
     @cached_property
     def matches(self) -> tuple[Match, ...]:
@@ -182,7 +188,7 @@ class Entry:
     @property
     def published_ratio(self) -> float | None:
         """The figure's time a sample over its own baseline's; beside `per_token`."""
-        return relative_to_baseline(self.figure, self.published) if self.figure else None
+        return published_baseline_ratio(self.figure, self.published) if self.figure else None
 
     @property
     def samples_per_second(self) -> float | None:
@@ -191,12 +197,12 @@ class Entry:
         return samples * 1000 / self.time_ms if self.time_ms else None
 
     @cached_property
-    def processor(self) -> Estimate | None:
+    def processor_ms(self) -> Estimate | None:
         """Of an iteration's processor time in milliseconds, over the threads that train of all ranks."""
         ledgers = [run.time_record[0] for run in self.configuration.runs if run.has_measurements]
         by_rank = [[rank.processor_seconds for rank in times.ranks] for times in ledgers if times]
         found = [[1000 * sum(s) for s in zip(*ranks, strict=False)] for ranks in by_rank]
-        return estimate(list(filter(None, found)), scatter=scatter_of(self.run.device))
+        return estimate_time(list(filter(None, found)), scatter=device_scatter(self.run.device))
 
     @cached_property
     def losses(self) -> Mapping[int, float]:
@@ -206,7 +212,7 @@ class Entry:
     @cached_property
     def final_loss(self) -> float | None:
         """Loss of the last line that is of a whole step alone."""
-        _, losses = whole_steps(self.run.log.iterations)
+        _, losses = single_step_losses(self.run.log.iterations)
         return float(losses[-1]) if len(losses) else None
 
     @cached_property
@@ -307,21 +313,33 @@ class Entry:
         return self.sent_bytes * 8 / self.communication_seconds / 1e9
 
     @cached_property
-    def pass_seconds(self) -> float | None:
+    def pass_seconds_without_communication(self) -> float | None:
         """Forward and backward of an iteration without the communication inside them; mean rank."""
-        return mean(map(alone_seconds, self.times.ranks)) or None if self.times else None
+        return (
+            mean(map(pass_seconds_without_communication, self.times.ranks)) or None
+            if self.times
+            else None
+        )
 
     @cached_property
     def overhead(self) -> float | None:
         """The iteration over those passes, less one; both from the same clock readings."""
-        if self.times is None or not self.pass_seconds:
+        if self.times is None or not self.pass_seconds_without_communication:
             return None
-        return mean(rank.iteration_seconds for rank in self.times.ranks) / self.pass_seconds - 1
+        return (
+            mean(rank.iteration_seconds for rank in self.times.ranks)
+            / self.pass_seconds_without_communication
+            - 1
+        )
 
     @cached_property
-    def shares(self) -> tuple[float, ...]:
+    def published_fractions(self) -> tuple[float, ...]:
         """Forward, backward and optimizer, of their sum; mean over the ranks. Empty without a ledger."""
-        found = [rank.as_published for rank in time_shares(self.times)] if self.times else []
+        found = (
+            [rank.published_fractions for rank in compute_time_shares(self.times)]
+            if self.times
+            else []
+        )
         return tuple(mean(column) for column in zip(*found, strict=True))
 
     @cached_property
@@ -329,11 +347,11 @@ class Entry:
         """Idle over working time of a pipeline, mean over its ranks."""
         if self.times is None or self.spec is None or self.spec.parallelism.pipeline == 1:
             return None
-        busy = [rank for rank in self.times.ranks if busy_seconds(rank) > 0]
+        busy = [rank for rank in self.times.ranks if pass_seconds(rank) > 0]
         return mean(map(idle_over_work, busy)) if busy else None
 
 
-def names_of(entries: Sequence[Entry]) -> list[str]:
+def entry_names(entries: Sequence[Entry]) -> list[str]:
     """Labels of entries, with their models where these differ."""
     models = len({entry.run.model for entry in entries}) > 1
     return [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
@@ -351,29 +369,29 @@ def loss_differences(entries: Sequence[Entry]) -> list[tuple[int, Run, list[int]
             judged = runs[parity.judged]
             ours, theirs = loss_curve(judged), loss_curve(runs[parity.reference])
             steps = sorted(ours.keys() & theirs.keys())
-            units = [(ours[step] - theirs[step]) / last_digit(theirs[step]) for step in steps]
+            units = [(ours[step] - theirs[step]) / last_digit_unit(theirs[step]) for step in steps]
             found.append((place, judged, steps, units))
     return found if any(any(units) for *_, units in found) else []
 
 
-def rows_of(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
+def build_entries_from_folders(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
     """A row for each group of run folders, newest first, whatever a report would pool.
 
     Parity is that of a report of all of them. None where no folder can be read.
     """
-    return rows_of_runs([load_runs(folders)[0] for folders in groups])
+    return build_entries([load_runs(folders)[0] for folders in groups])
 
 
-def rows_of_runs(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
+def build_entries(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
     """The same of runs that were read."""
-    every = configurations([run for runs in groups for run in runs], all_conditions=True)
-    verdicts = zip(every, parity_of(every), strict=True)
+    every = group_into_rows([run for runs in groups for run in runs], all_conditions=True)
+    verdicts = zip(every, judge_parity(every), strict=True)
     parities = {run.name: parity for row, parity in verdicts for run in row.runs}
     rows: list[Entry | None] = []
     for runs in groups:
         if not runs:
             rows.append(None)
             continue
-        name, row = runs[0].name, Configuration(tuple(reversed(runs)), pooled(runs))
+        name, row = runs[0].name, Configuration(tuple(reversed(runs)), estimate_pooled_runs(runs))
         rows.append(Entry(name, row, parities.get(name, Parity()), Published()))
     return rows

@@ -28,7 +28,7 @@ _MAX_NAMED = 4
 """Differences of two models that are named."""
 
 
-def shape_not_stated(run: Run) -> str:
+def why_shape_is_unknown(run: Run) -> str:
     """Return that a foreign log does not state which model it trains; empty where it does."""
     if run.model or not run.is_foreign:
         return ""
@@ -45,11 +45,13 @@ def _obstacle_of_models(reference: Run, other: Run) -> str:
     differences = reference.stated_model.differences(other.stated_model)
     known = [difference for difference in differences if difference.is_known]
     if known:
-        return f"different {named_differences(known)}"
-    return flags_not_stated(reference, other, differences)
+        return f"different {describe_differences(known)}"
+    return describe_unstated_flags(reference, other, differences)
 
 
-def flags_not_stated(reference: Run, other: Run, differences: Sequence[ModelDifference]) -> str:
+def describe_unstated_flags(
+    reference: Run, other: Run, differences: Sequence[ModelDifference]
+) -> str:
     """Return which flags of the model one run states and the other does not; empty if none."""
     unstated = {
         reference.name: [flag.flag for flag in differences if not flag.reference],
@@ -60,7 +62,7 @@ def flags_not_stated(reference: Run, other: Run, differences: Sequence[ModelDiff
     )
 
 
-def named_differences(differences: Sequence[ModelDifference]) -> str:
+def describe_differences(differences: Sequence[ModelDifference]) -> str:
     """Return the first differences with both values, `--ffn-hidden-size (4096 | 5120)`."""
     return _first([f"{flag.flag} ({flag.reference} | {flag.other})" for flag in differences])
 
@@ -70,7 +72,7 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MAX_NAMED], f"{more} more flags"] if more > 0 else names)
 
 
-def obstacle(reference: Run, other: Run) -> str:
+def why_losses_may_differ(reference: Run, other: Run) -> str:
     """Why two runs need not print the same losses; empty if they must."""
     if of_models := _obstacle_of_models(reference, other):
         return of_models

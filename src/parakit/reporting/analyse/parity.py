@@ -19,8 +19,8 @@ from parakit.artifacts.measurements import count_tokens_per_expert, find_routing
 from parakit.formatting.units import plural
 from parakit.logs import IterationTable, Run
 from parakit.reporting.analyse.configurations import Configuration
-from parakit.reporting.analyse.must_agree import UNPROVEN, shape_not_stated
-from parakit.reporting.analyse.must_agree import obstacle as _stated_obstacle
+from parakit.reporting.analyse.must_agree import UNPROVEN, why_shape_is_unknown
+from parakit.reporting.analyse.must_agree import why_losses_may_differ as _stated_obstacle
 
 REFERENCE = "reference"
 HELD = "held"
@@ -29,7 +29,7 @@ _PRINTED_DIGITS = 7
 _SLACK = 1.000001
 """Absorbs the binary representation of decimal digits, nothing more."""
 
-ROUNDING_AN_ITERATION = {"fp32": 3e-9, "bf16": 6e-6, "fp16": 1.5e-6}
+ROUNDING_PER_ITERATION = {"fp32": 3e-9, "bf16": 6e-6, "fp16": 1.5e-6}
 """By how much of itself a loss may differ for each iteration trained, by precision.
 
 Measured on CPU ranks with gpt2-tiny from one start, global batch 8, Megatron 0.19.0. The largest
@@ -40,7 +40,7 @@ iterations). An sp2 whose norms' gradients are not reduced differs by 7e-6 to 3e
 broken at iteration 3 or 4; a tp2 whose input gradient is 1% too large by 2e-6 to 8e-6 in bf16, which is
 near the limit of what its losses show.
 """
-BETWEEN_BACKENDS = 4e-8
+BACKEND_ROUNDING_PER_ITERATION = 4e-8
 """The same in fp32 between two backends. Plain PyTorch's baseline was beyond one printed unit by 3.2e-8
 at most in 2,000 iterations (`make experiment NAME=long_run`), and one unit off in the last of them."""
 LOGS_AGREE = 2e-4
@@ -50,7 +50,7 @@ Public logs of one seed and data order agree to 1.6e-4; nothing is known of thei
 """
 _FEWEST_OF_LOGS = 5
 """Iterations that two logs must share before their agreement stands for a common start."""
-HALF_ITERATIONS = 50
+MAX_HALF_PRECISION_ITERATIONS = 50
 """In bf16 and fp16 losses are compared up to here.
 
 Where a step is unstable rounding grows by itself: healthy bf16 strategies that differed by 2e-5 in
@@ -99,7 +99,7 @@ class Parity:
         )
 
 
-def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
+def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
     """The verdict on each row, against the reference of those it must agree with.
 
     The reference is a run of `baseline` where one can be, also an older run of its row. A row that need
@@ -116,7 +116,7 @@ def parity_of(rows: Sequence[Configuration]) -> list[Parity]:
             # A log's model is known by its flags: those of one size have another name if they differ.
             name = run.model if run.model in models_of_kit else run.dimensions
             models.setdefault(name, []).append(index)
-        elif len(with_losses) > 1 and (reason := shape_not_stated(run)):
+        elif len(with_losses) > 1 and (reason := why_shape_is_unknown(run)):
             result[index] = Parity(NOT_COMPARABLE, reason)
     for places in models.values():
         # Baseline first, of all rows those that ended well, and Megatron as it is before a changed one;
@@ -141,7 +141,7 @@ def _rank(row: Configuration) -> tuple[bool, bool, bool]:
     return not run.has_measurements, is_patched, not (run.is_baseline or run.is_foreign)
 
 
-def whole_steps(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Iterations and losses; averaged lines and losses that are not numbers are left out."""
     losses = lines.values("lm_loss")
     left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
@@ -151,10 +151,10 @@ def whole_steps(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.fl
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The same of a run, with what it resumed from."""
-    numbers, losses = whole_steps(run.log.iterations)
+    numbers, losses = single_step_losses(run.log.iterations)
     if not run.earlier_iterations:
         return numbers, losses
-    earlier, before = whole_steps(IterationTable.of(run.earlier_iterations))
+    earlier, before = single_step_losses(IterationTable.of(run.earlier_iterations))
     alone = ~np.isin(earlier, numbers)
     return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
 
@@ -171,7 +171,7 @@ def _apart(one: Curve, two: Curve) -> list[tuple[int, float, float]]:
     return [(n, abs(one[n] - two[n]), max(abs(one[n]), abs(two[n]))) for n in common]
 
 
-def last_digit(value: float) -> float:
+def last_digit_unit(value: float) -> float:
     """One unit of the last digit that Megatron prints of a loss (`{:.6E}`)."""
     if value == 0:
         return 10.0 ** (1 - _PRINTED_DIGITS)
@@ -265,7 +265,7 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         if one and two
         else None
     )
-    until = HALF_ITERATIONS if dtype in ("bf16", "fp16") else None
+    until = MAX_HALF_PRECISION_ITERATIONS if dtype in ("bf16", "fp16") else None
     common = _apart(loss_curve(reference), loss_curve(other))
     common = [each for each in common if each[0] < (diverged or math.inf)]
     if until and common and common[-1][0] > until:
@@ -278,16 +278,16 @@ def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> P
         reason = f"no iteration in common{where}"
         return Parity(NOT_COMPARABLE, reason, reference.name, judged=other.name)
     # By how much of themselves losses may differ for each iteration, and in any.
-    rate = ROUNDING_AN_ITERATION.get(dtype, 0.0)
+    rate = ROUNDING_PER_ITERATION.get(dtype, 0.0)
     specs = reference.spec, other.spec
     if not all(specs) or len({spec.backend for spec in specs if spec}) > 1:
-        rate = max(rate, BETWEEN_BACKENDS)
+        rate = max(rate, BACKEND_ROUNDING_PER_ITERATION)
     between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
     repeated, broken = 0.0, None
     worst, worst_units = 0.0, 0.0
     for number, difference, largest in common:
         repeated = max(repeated, spread.get(number, 0.0))
-        unit = last_digit(largest)
+        unit = last_digit_unit(largest)
         worst, worst_units = max(worst, difference), max(worst_units, difference / unit)
         rounding = max(rate * number, between_logs)
         allowed = allowed_difference(repeated + unit, rounding, largest)
@@ -305,12 +305,12 @@ def resumption_sentence(run: Run) -> str:
     """
     if not run.replaced_iterations:
         return ""
-    numbers, losses = whole_steps(IterationTable.of(run.replaced_iterations))
+    numbers, losses = single_step_losses(IterationTable.of(run.replaced_iterations))
     before, after = dict(zip(numbers.tolist(), losses.tolist(), strict=True)), loss_curve(run)
     common = sorted(before.keys() & after.keys())
     if not common:
         return ""
-    units = max(abs(before[n] - after[n]) / last_digit(before[n]) for n in common)
+    units = max(abs(before[n] - after[n]) / last_digit_unit(before[n]) for n in common)
     how = "the same to" if units < 0.5 else f"off by up to {plural(round(units), 'unit')} of"
     return (
         f"Iterations {common[0]} to {common[-1]} were trained before and after it resumed: their losses "
@@ -328,7 +328,7 @@ def _difference_of_repeats(row: Configuration) -> float | None:
             # A run that was resumed in another strategy may be off by one until then.
             allowed = 1.5 if one.restarts or two.restarts else 0.5
             for _, difference, largest in _apart(loss_curve(one), loss_curve(two)):
-                units = difference / last_digit(largest)
+                units = difference / last_digit_unit(largest)
                 worst = max(worst, units if units > allowed else 0.0)
     return worst or None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parakit.artifacts.run import Status
 from parakit.config.hardware import Device, device_by_key, find_device
-from parakit.config.run import Backend, flags_of_printed
+from parakit.config.run import Backend, flags_from_printed_arguments
 from parakit.logs import Run
 from parakit.planner import (
     MeasurementRow,
@@ -22,7 +22,7 @@ from parakit.planner import (
     predict_recorded_run,
 )
 from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_withheld
-from parakit.reporting.analyse.configurations import pooled
+from parakit.reporting.analyse.configurations import estimate_pooled_runs
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.entry import Entry
 
@@ -43,7 +43,7 @@ class PlannedEntry:
         return _MILLISECONDS * self.known.seconds / measured - 1 if measured else None
 
 
-def planned(
+def predict_rows(
     entries: Iterable[Entry], runs_root: Path, own: Path | None
 ) -> tuple[PlannedEntry, ...]:
     """The rows that the planner can predict, each without its own reading.
@@ -64,7 +64,7 @@ def planned(
         recorded = RecordedRun(
             run.spec,
             device,
-            run.record.argv if run.record else flags_of_printed(run.arguments),
+            run.record.argv if run.record else flags_from_printed_arguments(run.arguments),
             len(run.record.host.nodes) or 1 if run.record else None,
         )
         known = predict_recorded_run(recorded, runs_root, own)
@@ -82,7 +82,7 @@ class OwnMeasurements:
     """Names of runs that are in no row although the planner can predict such runs, by the reason."""
 
 
-def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
+def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
     """Return a row for each configuration that the kit trained, from the runs whose times are its own.
 
     Runs that did not end well, that other programs slowed down or whose times scatter widely are left
@@ -102,7 +102,7 @@ def own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
                 left_out[reason].append(run.name)
             else:
                 good.append(run)
-        time = pooled(good) if good else None
+        time = estimate_pooled_runs(good) if good else None
         if time is None or time.low is None or time.high is None:
             continue
         if (time.high - time.low) / 2 >= _UNSTEADY * time.median:

@@ -28,7 +28,7 @@ class Match:
     """What is different in the setup."""
 
 
-def figure_for(run: Run, published: Published) -> Figure | None:
+def find_published_figure(run: Run, published: Published) -> Figure | None:
     """The figure of the same model, strategy and ranks; else the main source's of that strategy."""
     if run.spec is None:
         return None
@@ -39,7 +39,7 @@ def figure_for(run: Run, published: Published) -> Figure | None:
     return next(iter(exact or main), None)
 
 
-def relative_to_baseline(figure: Figure, published: Published) -> float | None:
+def published_baseline_ratio(figure: Figure, published: Published) -> float | None:
     """The published time a sample over that of the same write-up's baseline."""
     same = [f for f in published.figures if f.source == figure.source and f.model == figure.model]
     baseline = next((f for f in same if f.parallelism == Parallelism()), None)

@@ -10,12 +10,16 @@ from parakit.artifacts.identity import essential_arguments
 from parakit.config.published import Correction, Published
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import SLOWED_REFERENCE, compare_speed, why_impossible
-from parakit.reporting.analyse.configurations import configurations, labels, make_names_distinct
+from parakit.reporting.analyse.configurations import (
+    group_into_rows,
+    label_rows,
+    make_names_distinct,
+)
 from parakit.reporting.analyse.earlier import Change
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.parity import parity_of
+from parakit.reporting.analyse.parity import judge_parity
 from parakit.reporting.analyse.planned import PlannedEntry
-from parakit.reporting.analyse.statistics import TimeComparison, adjusted
+from parakit.reporting.analyse.statistics import TimeComparison, adjust_verdicts
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ def build_report(
     all_conditions: bool = False,
 ) -> Report:
     """Turn runs into a report."""
-    rows = configurations(make_names_distinct(runs), all_conditions)
-    made = zip(labels(rows), rows, parity_of(rows), strict=True)
+    rows = group_into_rows(make_names_distinct(runs), all_conditions)
+    made = zip(label_rows(rows), rows, judge_parity(rows), strict=True)
     entries = _add_speeds([Entry(*each, published) for each in made])
     used = {entry.figure.source.key for entry in entries if entry.figure}
     sets = [essential_arguments(entry.run.arguments) for entry in entries]
@@ -83,16 +87,16 @@ def _add_speeds(entries: list[Entry]) -> list[Entry]:
             continue
         speed = compare_speed(reference.configuration, entry.configuration)
         result[place] = replace(entry, speed=speed)
-        if speed.judged:
+        if speed.judged_time:
             # What is compared with another is no reference itself.
             candidates = [other for other in candidates if other is not entry]
-            groups.setdefault(speed.reference, {})[place] = speed.judged
+            groups.setdefault(speed.reference, {})[place] = speed.judged_time
     for name, group in list(groups.items()):
         reference = next(entry for entry in entries if entry.run.name == name)
         if _withhold_impossible(reference, result, tuple(group)):
             del groups[name]
     for group in groups.values():
-        for place, token in zip(group, adjusted(list(group.values())), strict=True):
+        for place, token in zip(group, adjust_verdicts(list(group.values())), strict=True):
             plain = result[place].speed
             assert plain is not None
             result[place] = replace(result[place], speed=plain.replace_judged(token))

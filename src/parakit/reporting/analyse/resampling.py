@@ -24,7 +24,7 @@ def median_interval(values: Floats) -> tuple[float, float]:
     """
     count = len(values)
     if count < MIN_FOR_BOOTSTRAP:
-        return order_interval(values)
+        return order_statistics_interval(values)
     # Printed times repeat: of half a million there are hundreds, and a look at one takes them all.
     length, distinct = block_length(values), np.unique(values)
 
@@ -40,7 +40,7 @@ def median_interval(values: Floats) -> tuple[float, float]:
     return float(distinct[low]), float(distinct[min(high, len(distinct) - 1)])
 
 
-def order_interval(values: Floats) -> tuple[float, float]:
+def order_statistics_interval(values: Floats) -> tuple[float, float]:
     """Distribution-free interval of the median: the narrowest symmetric pair of order statistics
     that holds it with at least 95%.
     """

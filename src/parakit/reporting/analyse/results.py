@@ -8,38 +8,38 @@ from typing import Any
 
 from parakit.config.run import Backend, RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import UnevenSplitError, parameters_total, rank_parameters
+from parakit.costs import UnevenSplitError, rank_parameters, total_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
 from parakit.logs import Run
-from parakit.reporting.analyse.comparability import SHARED, adam_state
-from parakit.reporting.analyse.configurations import Configuration, patch_file_name
+from parakit.reporting.analyse.comparability import SHARED, describe_adam_state
+from parakit.reporting.analyse.configurations import Configuration, describe_patch_file
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.parity import REFERENCE, Parity, resumption_sentence
 from parakit.reporting.analyse.rates import attention_variant
 from parakit.reporting.analyse.statistics import Estimate
 
 
-def notes_of(entry: Entry) -> str:
+def write_row_notes(entry: Entry) -> str:
     """What a reader of the entry's row must know, most important first."""
     run, row, spec = entry.run, entry.configuration, entry.spec
     notes = [
-        f"changed by PATCH_FILE={patch_file_name(spec)}" if spec and spec.patch_file else "",
+        f"changed by PATCH_FILE={describe_patch_file(spec)}" if spec and spec.patch_file else "",
         SHARED if spec and spec.shares_gpu else "",
         f"patches: {', '.join(spec.fused)}" if spec and spec.fused else "",
         run.status.reason,
         f"{len(row.runs)} runs pooled" if len(row.runs) > 1 else "",
     ]
-    if entry.estimate and entry.estimate.disagree:
-        notes.append(f"repeats disagree: {disagreement(entry)}")
-    notes += [shift.text for shift in entry.shifts]
-    notes += other_attempts(row)
+    if entry.estimate and entry.estimate.repeats_disagree:
+        notes.append(f"repeats disagree: {describe_disagreement(entry)}")
+    notes += [shift.text for shift in entry.changes_within_run]
+    notes += describe_other_attempts(row)
     older = {"other code": row.other_code, "other versions": row.superseded - row.other_code}
     notes += [f"{count} older under {what} not shown" for what, count in older.items() if count]
     if entry.spec and (printed := _printed_otherwise(entry.run, entry.spec)):
         notes.append(f"parameters in total are empty: {printed}")
     notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
-    if adam_state(run) not in (None, "existed"):
+    if describe_adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
     return "; ".join(filter(None, [*notes, *entry.rates.notes, *run.notes])).replace(".; ", "; ")
 
@@ -51,7 +51,7 @@ def _parameters_total(entry: Entry) -> int | None:
         return None
     if _printed_otherwise(entry.run, spec):
         return None
-    return parameters_total(spec.shape, spec.parallelism.tensor)
+    return total_parameters(spec.shape, spec.parallelism.tensor)
 
 
 def _printed_otherwise(run: Run, spec: RunSpec) -> str:
@@ -85,21 +85,21 @@ def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
         yield "parity tolerance is the rounding alone: no repeat was run"
 
 
-def disagreement(entry: Entry) -> str:
+def describe_disagreement(entry: Entry) -> str:
     """How far a row's repeats are apart."""
     found = entry.estimate
-    if found is None or found.between is None:
+    if found is None or found.scatter_between_runs is None:
         return ""
     medians = [
         median(run.window.samples_ms) for run in entry.configuration.runs if run.has_measurements
     ]
     return (
         f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
-        f"{found.between:.1%} where {found.scatter.assumed:.1%} is known of others"
+        f"{found.scatter_between_runs:.1%} where {found.scatter.assumed:.1%} is known of others"
     )
 
 
-def other_attempts(configuration: Configuration) -> list[str]:
+def describe_other_attempts(configuration: Configuration) -> list[str]:
     """How many attempts failed before the row's runs, and how many are still on."""
     failed, running = configuration.failed_before, configuration.running
     counts = {"earlier failed": len(failed), "running": len(running)}
@@ -156,6 +156,6 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("parameters_max_rank", lambda e: e.largest_parameters),
     Column("final_loss", lambda e: e.final_loss),
     Column("parity", lambda e: e.parity.verdict or None),
-    Column("notes", notes_of),
+    Column("notes", write_row_notes),
 )
 """The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""

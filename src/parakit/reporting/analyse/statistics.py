@@ -54,7 +54,7 @@ ON_CPU_RANKS = Scatter(
 """pp2 of gpt2-tiny, 349 and 323 ms (`tests/golden/runs` and its repeat)."""
 
 
-class Method(StrEnum):
+class IntervalMethod(StrEnum):
     """Where an interval comes from."""
 
     NONE = "no interval (fewer than 6 samples)"
@@ -75,19 +75,22 @@ class Estimate:
     runs: int
     spread: float
     """Robust standard deviation of one sample, relative to the median."""
-    method: Method
-    error: float | None = None
+    method: IntervalMethod
+    standard_error: float | None = None
     """Relative standard error of the median as that of the configuration, not of its run alone."""
-    freedom: int | None = None
+    degrees_of_freedom: int | None = None
     """Degrees of freedom of `error`; None where the scatter between runs is assumed."""
-    between: float | None = None
+    scatter_between_runs: float | None = None
     """Relative standard deviation of the runs' medians; None of one run."""
     scatter: Scatter = ON_GPUS
 
     @property
-    def disagree(self) -> bool:
+    def repeats_disagree(self) -> bool:
         """Whether its runs scatter by more than twice what repeats are known to."""
-        return self.between is not None and self.between > 2 * self.scatter.assumed
+        return (
+            self.scatter_between_runs is not None
+            and self.scatter_between_runs > 2 * self.scatter.assumed
+        )
 
 
 class TimeVerdict(StrEnum):
@@ -137,7 +140,7 @@ class TimeComparison:
         return f"a difference below {known:.1%} cannot be seen with these runs" if known else ""
 
 
-def estimate(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
+def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
     """Median and interval of the samples of one run, or of several repeats.
 
     Runs with fewer than 6 samples count only where all are that short; they are then taken as one.
@@ -153,18 +156,22 @@ def estimate(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Est
     spread = robust_spread(pooled) / middle if middle else 0.0
     counts = (len(pooled), len(arrays), spread)
     if min(map(len, whole)) < MIN_FOR_INTERVAL or middle <= 0:
-        return Estimate(middle, None, None, *counts, Method.NONE, scatter=scatter)
-    method = Method.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else Method.ORDER
-    method = Method.RUNS if len(whole) >= REPEATS_FOR_TRUST else method
-    return estimate_of_medians(medians, list(map(median_interval, whole)), scatter, counts, method)
+        return Estimate(middle, None, None, *counts, IntervalMethod.NONE, scatter=scatter)
+    method = (
+        IntervalMethod.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else IntervalMethod.ORDER
+    )
+    method = IntervalMethod.RUNS if len(whole) >= REPEATS_FOR_TRUST else method
+    return estimate_from_medians(
+        medians, list(map(median_interval, whole)), scatter, counts, method
+    )
 
 
-def estimate_of_medians(
+def estimate_from_medians(
     medians: Sequence[float],
     within: Sequence[tuple[float, float]],
     scatter: Scatter,
     counts: tuple[int, int, float],
-    method: Method,
+    method: IntervalMethod,
 ) -> Estimate:
     """The same of runs of which each has a median with an interval by its own samples.
 
@@ -181,7 +188,7 @@ def estimate_of_medians(
     freedom, assumed = None, max(scatter.assumed, between or 0.0)
     if between is not None and count >= REPEATS_FOR_TRUST:
         error, freedom = max(between, own) / math.sqrt(count), count - 1
-        half = student(freedom) * error * middle
+        half = student_quantile(freedom) * error * middle
         low, high = middle - half, middle + half
     elif count > 1:
         error = math.hypot(assumed, own) / math.sqrt(count)
@@ -196,14 +203,14 @@ def estimate_of_medians(
     return Estimate(middle, low, high, *counts, method, error, freedom, between, scatter)
 
 
-def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeComparison:
+def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeComparison:
     """Compare times; `weight` scales the other's (tokens of the reference over its own).
 
     A difference is called if the ratio's 95% interval, which holds the scatter between runs, leaves
     out 1.
     """
     ratio = weight * other.median / reference.median
-    if reference.error is None or other.error is None:
+    if reference.standard_error is None or other.standard_error is None:
         return TimeComparison(ratio, None, None, TimeVerdict.UNKNOWN)
     (below, above), freedom = _distances(reference, other)
     low, high = ratio * math.exp(-below), ratio * math.exp(above)
@@ -212,14 +219,14 @@ def compare(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeCo
     smallest = math.expm1(max(below, above))
     half = below if ratio > 1 else above
     # Of so many standard errors; Student's t as a normal deviate by Wallace (1959).
-    errors = abs(math.log(ratio)) / half * student(freedom) if half and ratio else 0.0
+    errors = abs(math.log(ratio)) / half * student_quantile(freedom) if half and ratio else 0.0
     if math.isfinite(freedom):
         shrunk = math.sqrt(freedom * math.log1p(errors**2 / freedom))
         errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
     return TimeComparison(ratio, low, high, verdict, smallest, math.erfc(errors / math.sqrt(2)))
 
 
-def adjusted(found: Sequence[TimeComparison]) -> list[TimeComparison]:
+def adjust_verdicts(found: Sequence[TimeComparison]) -> list[TimeComparison]:
     """Verdicts that are right together (Holm 1979): among many pairs one always looks different."""
     tested = [place for place, each in enumerate(found) if each.chance is not None]
     tested.sort(key=lambda place: found[place].chance or 0.0)
@@ -233,13 +240,13 @@ def adjusted(found: Sequence[TimeComparison]) -> list[TimeComparison]:
     return result
 
 
-def smallest_difference(runs: int, scatter: float) -> float:
+def smallest_visible_difference(runs: int, scatter: float) -> float:
     """The relative difference that as many runs a side just see, where runs scatter by that much."""
-    factor = student(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else NORMAL
+    factor = student_quantile(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else NORMAL
     return math.expm1(factor * scatter * math.sqrt(2 / runs))
 
 
-def student(freedom: float) -> float:
+def student_quantile(freedom: float) -> float:
     """Two-sided 95% quantile of Student's t; between whole numbers it is all but linear in 1/freedom."""
     if freedom <= len(_STUDENT):
         whole = 1 / np.arange(len(_STUDENT), 0, -1)
@@ -249,7 +256,7 @@ def student(freedom: float) -> float:
 
 def _distances(reference: Estimate, other: Estimate) -> tuple[tuple[float, float], float]:
     """From the ratio to its interval's ends, in logarithms, and the degrees of freedom behind them."""
-    if not reference.freedom or not other.freedom:
+    if not reference.degrees_of_freedom or not other.degrees_of_freedom:
         ends = [
             [
                 abs(math.log(max(end or 0.0, 1e-9 * each.median) / each.median))
@@ -264,9 +271,10 @@ def _distances(reference: Estimate, other: Estimate) -> tuple[tuple[float, float
     # five its degrees of freedom are too many by chance, so they are averaged with the wider side's own.
     # Repeats that are equal to the last digit still differ by rounding.
     (narrow, one), (wide, two) = sorted(
-        (max(each.error or 0.0, 1e-9) ** 2, each.freedom or 0) for each in (reference, other)
+        (max(each.standard_error or 0.0, 1e-9) ** 2, each.degrees_of_freedom or 0)
+        for each in (reference, other)
     )
     welch = (narrow + wide) ** 2 / (narrow**2 / one + wide**2 / two)
     freedom = 2 / (1 / welch + 1 / two)
-    half = student(freedom) * math.sqrt(narrow + wide)
+    half = student_quantile(freedom) * math.sqrt(narrow + wide)
     return (half, half), freedom

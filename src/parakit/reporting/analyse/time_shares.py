@@ -25,7 +25,7 @@ class TimeShares:
     """Share spent in calls, and in waiting for them, over all phases; it lies inside `phases`."""
 
     @property
-    def as_published(self) -> tuple[float, float, float]:
+    def published_fractions(self) -> tuple[float, float, float]:
         """Forward, backward with gradient sync, optimizer: shares of the three, as that report has."""
         forward = self.phases.get(Phase.FORWARD, 0.0)
         backward = self.phases.get(Phase.BACKWARD, 0.0) + self.phases.get(Phase.GRADIENT_SYNC, 0.0)
@@ -34,7 +34,7 @@ class TimeShares:
         return forward / whole, backward / whole, optimizer / whole
 
 
-def time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
+def compute_time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
     """Shares of every rank that had a steady iteration."""
     found = []
     for rank in record.ranks:
@@ -75,7 +75,7 @@ def add_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | N
     return replace(times, ranks=tuple(ranks))
 
 
-def scaled(times: TimeRecord, factor: float) -> TimeRecord:
+def scale_times(times: TimeRecord, factor: float) -> TimeRecord:
     """The same shares of an iteration that takes `factor` times as long."""
     ranks = []
     for rank in times.ranks:
@@ -90,7 +90,7 @@ def scaled(times: TimeRecord, factor: float) -> TimeRecord:
     return replace(times, ranks=tuple(ranks))
 
 
-def busy_seconds(rank: RankTime) -> float:
+def pass_seconds(rank: RankTime) -> float:
     """Seconds in forward and backward of an iteration, communication inside them included."""
     phases = rank.phase_seconds
     return phases.get(Phase.FORWARD, 0.0) + phases.get(Phase.BACKWARD, 0.0)
@@ -98,10 +98,10 @@ def busy_seconds(rank: RankTime) -> float:
 
 def idle_over_work(rank: RankTime) -> float:
     """Seconds that a stage waits for others over those in which it works."""
-    return rank.phase_seconds.get(Phase.PIPELINE, 0.0) / busy_seconds(rank)
+    return rank.phase_seconds.get(Phase.PIPELINE, 0.0) / pass_seconds(rank)
 
 
-def alone_seconds(rank: RankTime) -> float:
+def pass_seconds_without_communication(rank: RankTime) -> float:
     """Seconds in forward and backward of an iteration without the communication inside them."""
     return sum(
         rank.phase_seconds.get(phase, 0.0) - rank.communication_seconds.get(phase, 0.0)

@@ -62,7 +62,7 @@ class ChangeKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Shift:
+class ChangeWithinRun:
     """One change within a run."""
 
     kind: ChangeKind
@@ -74,7 +74,7 @@ class Shift:
     """Of the run's time that it costs: of a step, of the time after it; negative where it gains."""
 
 
-def changes_within(run: Run) -> tuple[Shift, ...]:
+def find_changes_within_run(run: Run) -> tuple[ChangeWithinRun, ...]:
     """Everything that changes in a run's iteration times, in the order of the iterations."""
     table = run.log.iterations
     times = table.values("elapsed_ms")
@@ -82,7 +82,7 @@ def changes_within(run: Run) -> tuple[Shift, ...]:
     usable &= ~(table.known("first_of_start") | table.known("averaged"))
     times, numbers = times[usable], table.numbers[usable]
     batches = table.values("global_batch_size")[usable]
-    found: list[Shift] = []
+    found: list[ChangeWithinRun] = []
     known = len(batches) and np.isfinite(batches).all()
     others = np.flatnonzero(batches != batches[-1]) if known else np.zeros(0, np.int64)
     if len(others):
@@ -94,7 +94,7 @@ def changes_within(run: Run) -> tuple[Shift, ...]:
             f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
             f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
         )
-        found.append(Shift(ChangeKind.RAMP, int(numbers[start]), text))
+        found.append(ChangeWithinRun(ChangeKind.RAMP, int(numbers[start]), text))
         times, numbers = times[start:], numbers[start:]
     if len(times) < 2 * MIN_SEGMENT:
         return tuple(found)
@@ -105,7 +105,7 @@ def changes_within(run: Run) -> tuple[Shift, ...]:
 
 def _stretches(
     run: Run, times: Floats, numbers: Numbers, slow: NDArray[np.bool_]
-) -> Iterator[Shift]:
+) -> Iterator[ChangeWithinRun]:
     """Steps of the level, and stretches that alternate."""
     kept = np.flatnonzero(~slow)
     usual, at = times[kept], numbers[kept]
@@ -125,7 +125,7 @@ def _stretches(
                 f"{where} iterations alternate between {number(pair[0])} and {number(pair[1])} ms"
             )
             text += f", before they took {number(was)} ms" if place else ""
-            yield Shift(ChangeKind.ALTERNATING, first, text + _cause(run, first))
+            yield ChangeWithinRun(ChangeKind.ALTERNATING, first, text + _cause(run, first))
         elif place and _are_apart(parts[place - 1], part):
             share = 1 - was / now
             cost = f"which costs {share:.1%} of the time from there on"
@@ -133,7 +133,7 @@ def _stretches(
                 f"from iteration {first} on iterations take {number(now)} ms instead of"
                 f" {number(was)}, {abs(now / was - 1):.1%} {f'longer, {cost}' if share > 0 else 'less'}"
             )
-            yield Shift(ChangeKind.STEP, first, text + _cause(run, first), share)
+            yield ChangeWithinRun(ChangeKind.STEP, first, text + _cause(run, first), share)
 
 
 def _cause(run: Run, first: int) -> str:
@@ -231,7 +231,7 @@ def _slow(times: Floats) -> NDArray[np.bool_]:
 
 def _periodic(
     run: Run, times: Floats, numbers: Numbers, slow: NDArray[np.bool_]
-) -> Iterator[Shift]:
+) -> Iterator[ChangeWithinRun]:
     places = np.flatnonzero(slow)
     if len(places) < 3:
         return
@@ -250,7 +250,7 @@ def _periodic(
         f"{number(usual)} ({len(places)} of them, {share:.1%} of the time)"
         f"{_name_of_period(run, slow_ones, every)}"
     )
-    yield Shift(ChangeKind.PERIODIC, slow_ones[0], text, share)
+    yield ChangeWithinRun(ChangeKind.PERIODIC, slow_ones[0], text, share)
 
 
 def _name_of_period(run: Run, slow: Sequence[int], every: int) -> str:

@@ -8,10 +8,10 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.run import Backend
-from parakit.costs import NODES, at_other_rate, link_seconds
+from parakit.costs import NUM_NODES, link_seconds, seconds_at_other_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
+from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,9 @@ class RateCurve:
         if self.sent_seconds is None:
             return None
         rate, fastest = self.points[-1]
-        return 1e3 * at_other_rate(fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second)
+        return 1e3 * seconds_at_other_rate(
+            fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second
+        )
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
@@ -68,7 +70,7 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 def busy_seconds_at_one_bit(run: Run) -> float | None:
     """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
     record, spec = run.measurements.communication, run.spec
-    if record is None or spec is None or spec.parallelism.world_size % NODES:
+    if record is None or spec is None or spec.parallelism.world_size % NUM_NODES:
         return None
     counted = [rank for rank in record.ranks if rank.steady_iterations]
     return max((link_seconds(r.calls, spec.parallelism, 1.0) for r in counted), default=None)
@@ -95,7 +97,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
     for place, curve in enumerate(curves):
-        hue = colour(place)
+        hue = entry_colour(place)
         dots = [(rate / _GIGA, time) for rate, time in curve.points]
         look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
         axes.plot(*zip(*dots, strict=True), color=hue, label=curve.name, **look)
@@ -115,7 +117,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("Gbit/s between the two halves of the ranks (logarithmic)")
     axes.set_ylabel("ms an iteration")
-    grid(axes)
+    add_grid(axes)
     figure.legend(loc="outside right upper", handlelength=2.4)
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.config.run import Backend, RunSpec
 from parakit.costs import (
-    LATEST,
-    Megatron,
+    LATEST_MEGATRON,
+    MegatronVersion,
     communication_bytes,
+    estimate_rank_memory,
     held_parameters,
     logits_bytes,
-    memory_of_rank,
     rank_parameters,
 )
 from parakit.formatting.units import amount
@@ -51,7 +51,7 @@ class ComponentResidual:
         return self.measured - self.predicted
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether nothing is left over."""
         return self.measured == self.predicted
 
@@ -75,7 +75,7 @@ class PeakCandidate:
         return self.activations + self.temporaries
 
 
-def configuration_of_run(run: Run) -> RunSpec:
+def require_closed_form_spec(run: Run) -> RunSpec:
     """The planner's configuration of a run.
 
     Raises:
@@ -97,21 +97,21 @@ def configuration_of_run(run: Run) -> RunSpec:
     return spec
 
 
-def kernels_of_run(run: Run) -> Kernels:
+def detect_kernels(run: Run) -> Kernels:
     """Which of the kernels that save memory the run had; CPU ranks have torch's plain Adam."""
     fused = run.arguments.get("gradient_accumulation_fusion") != "False"
     fused = fused and "--no-gradient-accumulation-fusion" not in run.arguments
     return Kernels(fused_gradients=fused, fused_adam=run.device != "cpu")
 
 
-def fullest_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
+def find_peak_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
     """The moment that holds most."""
     return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
 
 
-def megatron_of_run(run: Run) -> Megatron:
+def detect_megatron_version(run: Run) -> MegatronVersion:
     """The version whose calls the run makes; the newest where that is not known."""
-    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
+    return MegatronVersion.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST_MEGATRON
 
 
 def compare_memory(
@@ -119,8 +119,8 @@ def compare_memory(
 ) -> Iterator[ComponentResidual]:
     """Components in the order they are allocated, then their sum."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    model = memory_of_rank(configuration, stage)
-    candidate = fullest_candidate(configuration, stage, kernels)
+    model = estimate_rank_memory(configuration, stage)
+    candidate = find_peak_candidate(configuration, stage, kernels)
     held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
     temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
     optimizer = model.main_parameters + model.optimizer_state
@@ -161,7 +161,7 @@ def compare_memory(
 
 
 def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
-    model, split = memory_of_rank(configuration, stage), configuration.parallelism
+    model, split = estimate_rank_memory(configuration, stage), configuration.parallelism
     last = stage == split.pipeline - 1
     yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
     held = rank_parameters(configuration, stage)

@@ -8,9 +8,9 @@ from parakit.artifacts.measurements import TimeRecord
 from parakit.config.strategy import Parallelism
 from parakit.costs import Phase
 from parakit.formatting.units import change, joined, milliseconds, number, plural, signed
-from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, compare
+from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, compare_times
 from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.explain.predicted import Subject, find, ideal_bubble, measured_stages
+from parakit.reporting.explain.predicted import Subject, find_subject, ideal_bubble, measure_stages
 
 _FORWARD, _BACKWARD = "forward without communication", "backward without communication"
 _SMALLEST_SHARE = 0.05
@@ -28,10 +28,10 @@ Costs = dict[str, float]
 def cost_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
     """What a configuration that is not a baseline pays beyond baseline's share."""
     if subject.split != Parallelism():
-        yield _cost_sentence(subject, find(subjects, subject, Parallelism()))
+        yield _cost_sentence(subject, find_subject(subjects, subject, Parallelism()))
 
 
-def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
+def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
     """Seconds of each part beyond `share` times the reference's, largest first, means over ranks.
 
     They sum to the difference of the iterations, but for the clock readings between phases.
@@ -41,7 +41,7 @@ def costs_above(reference: TimeRecord, other: TimeRecord, share: float) -> Costs
     return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
-def fair_share(reference: Subject, other: Subject) -> float | None:
+def fair_time_ratio(reference: Subject, other: Subject) -> float | None:
     """Baseline's work over the other's ranks, relative to baseline's own iteration."""
     one, two = reference.run.spec, other.run.spec
     if one is None or two is None:
@@ -68,7 +68,7 @@ def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
         return
     measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in evidence.bubble])
     yield f"{text} measured, sending and waiting are {measured}."
-    stages = measured_stages(configuration, evidence.times)
+    stages = measure_stages(configuration, evidence.times)
     if stages is None:
         return
     works = joined([milliseconds(value) for value in stages.seconds])
@@ -100,7 +100,7 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     if baseline is None:
         return f"{subject.label}: there is no baseline run of this model to compare it with."
     times, reference = subject.evidence.times, baseline.evidence.times
-    share = fair_share(baseline, subject)
+    share = fair_time_ratio(baseline, subject)
     if times is None or reference is None or share is None:
         who = subject.label if times is None else baseline.label
         return f"{subject.label}: {who} left no usable time ledger, so its cost cannot be split up."
@@ -120,7 +120,7 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
     # The large parts, and the sum of the others; noise is what cannot be seen.
     difference, noise = whole - fair, found[1] * fair
     least = max(_SMALLEST_SHARE * abs(difference), noise)
-    costs = costs_above(reference, times, share)
+    costs = costs_above_fair_time(reference, times, share)
     shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
     named = f"no part of it is above the {milliseconds(noise)} that runs scatter by"
     if shown:
@@ -138,17 +138,17 @@ def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
     """How much each run pays beyond baseline's share, and for what most, if that is above noise."""
     found = {}
     for subject in subjects:
-        baseline = find(subjects, subject, Parallelism())
+        baseline = find_subject(subjects, subject, Parallelism())
         if baseline is None or subject is baseline:
             continue
         times, reference = subject.evidence.times, baseline.evidence.times
-        share = fair_share(baseline, subject)
+        share = fair_time_ratio(baseline, subject)
         if times is None or reference is None or share is None:
             continue
         compared = _against_share(subject, baseline, share)
         if compared is None or compared[0].verdict is not TimeVerdict.SLOWER:
             continue
-        part, seconds = next(iter(costs_above(reference, times, share).items()))
+        part, seconds = next(iter(costs_above_fair_time(reference, times, share).items()))
         fair = share * mean(rank.iteration_seconds for rank in reference.ranks)
         if seconds > compared[1] * fair:
             found[subject.run.name] = milliseconds(seconds), part
@@ -162,7 +162,7 @@ def _against_share(
     one, two = baseline.entry.estimate, subject.entry.estimate
     if one is None or two is None:
         return None
-    found = compare(one, two, 1 / share)
+    found = compare_times(one, two, 1 / share)
     end = (found.low if found.ratio > 1 else found.high) or found.ratio
     return found, abs(found.ratio - end)
 

@@ -32,7 +32,7 @@ from parakit.reporting.explain.predicted import (
     PredictionEvidence,
     Subject,
     Unattributed,
-    subjects_of,
+    build_subjects,
 )
 from parakit.reporting.explain.routing import routing_sentences, routing_tables
 from parakit.reporting.explain.traffic import context_sentences, traffic_sentences
@@ -71,7 +71,7 @@ class Explanation:
 
 def explain(report: Report) -> Explanation:
     """Explain the runs of a report whose ledgers were kept."""
-    subjects = subjects_of(report)
+    subjects = build_subjects(report)
     kept = ((each.run.measurements, each.evidence.times) for each in subjects)
     if not any(held.communication or held.memory or times for held, times in kept):
         return Explanation()
@@ -81,7 +81,7 @@ def explain(report: Report) -> Explanation:
     )
     return Explanation(
         tuple(topic for topic in topics if topic.sentences),
-        (*tables(subjects), *routing_tables(subjects)),
+        (*build_tables(subjects), *routing_tables(subjects)),
         {subject.run.name: subject.evidence for subject in subjects},
         largest_costs(subjects),
     )
@@ -153,7 +153,10 @@ _TIME: Cells[TimeShares] = (
     ("ms", lambda shares: ms(shares.iteration_seconds)),
     *((name, lambda shares, of=phase: percent(shares.phases.get(of))) for phase, name in _PHASES),
     ("of it communication", lambda shares: percent(shares.exposed_communication)),
-    ("fwd/bwd+sync/opt", lambda s: " / ".join(f"{100 * share:.0f}" for share in s.as_published)),
+    (
+        "fwd/bwd+sync/opt",
+        lambda s: " / ".join(f"{100 * share:.0f}" for share in s.published_fractions),
+    ),
 )
 _CALLS: Cells[CallRow] = (
     ("Group", lambda row: row.group),
@@ -186,7 +189,7 @@ _MEMORY: Cells[ComponentResidual] = (
         "Of it",
         lambda found: (
             "exact"
-            if found.exact
+            if found.is_exact
             else signed_percent(found.residual / found.predicted if found.predicted else None)
         ),
     ),
@@ -230,7 +233,7 @@ _TABLES: tuple[tuple[str, str, Cells[Any], Callable[[PredictionEvidence], Iterab
 )
 
 
-def tables(subjects: Sequence[Subject]) -> Iterator[TextTable]:
+def build_tables(subjects: Sequence[Subject]) -> Iterator[TextTable]:
     """Every table that has a line: items by rank, those that are alike on several ranks once."""
     for name, title, cells, items in _TABLES:
         lines: list[tuple[str, ...]] = []

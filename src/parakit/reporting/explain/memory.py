@@ -17,7 +17,7 @@ from parakit.costs import (
     rank_parameters,
 )
 from parakit.formatting.units import amount, count, joined, plural, signed
-from parakit.reporting.explain.predicted import Subject, find
+from parakit.reporting.explain.predicted import Subject, find_subject
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
 _SMALLEST_SHARE = 0.02
@@ -83,7 +83,7 @@ def _tied(spec: RunSpec, stage: int) -> str:
 
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
     stage = spec.parallelism.pipeline_rank(rank.rank)
-    flights = layers_in_flight(spec, stage) / spec.stage_layers(stage)
+    flights = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
     forward = rank.phase_peak_bytes.get(Phase.FORWARD)
     state = sum(rank.categories.get(category, 0) for category in _STATE)
     seen = ""
@@ -100,7 +100,7 @@ def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -
     # Megatron trains no experts under TP without SP, so there is nothing to compare those with.
     if subject.split.sequence_parallel and subject.split.expert == 1:
         without = replace(subject.split, sequence_parallel=False)
-        plain = find(subjects, subject, without, same_batch=True)
+        plain = find_subject(subjects, subject, without, same_batch=True)
         said = f"there is no {strategy_name(without)} run of this batch to see its saving against."
         yield f"{subject.label}: {_saving(subject, plain) if plain else said}"
 
@@ -121,7 +121,9 @@ def _saving(subject: Subject, plain: Subject) -> str:
         head_bytes(each)
         + sum(
             chunk_activation_bytes(each, *of_kinds)
-            for of_kinds in zip(each.chunk_layers(0), each.chunk_dense_layers(0), strict=True)
+            for of_kinds in zip(
+                each.layers_per_chunk(0), each.dense_layers_per_chunk(0), strict=True
+            )
         )
         for each in (reference, spec)
     ]
@@ -139,7 +141,9 @@ def _saving(subject: Subject, plain: Subject) -> str:
 def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
     """What sharding the optimizer saves against plain data parallelism."""
     whole = replace(subject.split, sharding=Sharding.NONE)
-    plain = find(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
+    plain = (
+        find_subject(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
+    )
     if plain is None:
         return
     one, two = _ranks(plain), _ranks(subject)

@@ -16,32 +16,32 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.costs import (
-    Megatron,
+    MegatronVersion,
     Operation,
     UnevenSplitError,
-    communication_of_rank,
+    rank_collectives,
     rank_parameters,
 )
 from parakit.formatting.units import ms
 from parakit.logs import Run
-from parakit.reporting.analyse.entry import Entry, names_of
+from parakit.reporting.analyse.entry import Entry, entry_names
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.time_shares import (
     TimeShares,
     add_pipeline_waits,
-    busy_seconds,
+    compute_time_shares,
     idle_over_work,
     mean,
-    scaled,
-    time_shares,
+    pass_seconds,
+    scale_times,
 )
 from parakit.reporting.explain.closed_form import (
     ComponentResidual,
     NoClosedFormError,
     compare_memory,
-    configuration_of_run,
-    kernels_of_run,
-    megatron_of_run,
+    detect_kernels,
+    detect_megatron_version,
+    require_closed_form_spec,
 )
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
@@ -101,7 +101,7 @@ class CallComparison:
 
 
 def compare_calls(
-    configuration: RunSpec, rank: RankCommunication, megatron: Megatron
+    configuration: RunSpec, rank: RankCommunication, megatron: MegatronVersion
 ) -> CallComparison:
     """Compare a rank's steady iteration with the closed form, call by call."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
@@ -112,14 +112,14 @@ def compare_calls(
             key = call.group, call.operation.value
             made[key].append(call)
             left[*key, 0 if call.group in _ROUTED else call.payload_bytes] += call.calls
-    for item in communication_of_rank(configuration, stage, megatron):
+    for item in rank_collectives(configuration, stage, megatron):
         key = item.group.value, item.operation.value
         named[key].append(item)
         left[*key, 0 if key[0] in _ROUTED else item.payload_bytes] -= item.calls
     rows = tuple(
         CallRow(
             *key,
-            what="; ".join(dict.fromkeys(item.what for item in named[key])),
+            what="; ".join(dict.fromkeys(item.description for item in named[key])),
             measured_calls=sum(call.calls for call in made[key]),
             predicted_calls=sum(item.calls for item in named[key]),
             measured_wire_bytes=sum(call.wire_bytes for call in made[key]),
@@ -149,7 +149,7 @@ class PredictionEvidence:
     notes: tuple[str, ...] = ()
 
 
-def evidence_of(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
+def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
     """Compare one run with its closed forms; whatever is missing becomes a note.
 
     How long an iteration takes is said once, by the report's row: the median of its window
@@ -169,11 +169,11 @@ def evidence_of(run: Run, iteration_ms: float | None = None) -> PredictionEviden
         times = add_pipeline_waits(times, run.measurements.communication)
         whole = mean(rank.iteration_seconds for rank in times.ranks)
         scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
-        times = scaled(times, scale)
+        times = scale_times(times, scale)
     notes += filter(None, [problem])
-    found = PredictionEvidence(times, scale, time_shares(times) if times else ())
+    found = PredictionEvidence(times, scale, compute_time_shares(times) if times else ())
     try:
-        return _predicted(run, configuration_of_run(run), replace(found, notes=tuple(notes)))
+        return _predicted(run, require_closed_form_spec(run), replace(found, notes=tuple(notes)))
     except (NoClosedFormError, UnevenSplitError) as error:
         return replace(found, notes=(*notes, f"nothing predicted: {error}"))
 
@@ -195,7 +195,7 @@ def _predicted(run: Run, spec: RunSpec, found: PredictionEvidence) -> Prediction
     )
     callers = [r for r in (sent.ranks if sent else ()) if r.rank in ranks and r.steady_iterations]
     holders = [rank for rank in (held.ranks if held else ()) if rank.rank in ranks]
-    kernels, megatron = kernels_of_run(run), megatron_of_run(run)
+    kernels, megatron = detect_kernels(run), detect_megatron_version(run)
     return replace(
         found,
         parameters=tuple(parameters),
@@ -240,14 +240,14 @@ def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> flo
     return (split.pipeline - 1) / (count * split.virtual_stages)
 
 
-def measured_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
+def measure_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
     """Working seconds of every stage, the mean of its ranks; None if a stage has no ledger."""
     stages = range(configuration.parallelism.pipeline)
     by_stage: list[list[float]] = [[] for _ in stages]
     for rank in times.ranks:
         stage = configuration.parallelism.pipeline_rank(rank.rank)
         if stage in stages and rank.iteration_seconds:
-            by_stage[stage].append(busy_seconds(rank) / configuration.microbatches)
+            by_stage[stage].append(pass_seconds(rank) / configuration.microbatches)
     if not all(by_stage):
         return None
     virtual = configuration.parallelism.virtual_stages
@@ -258,11 +258,11 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
     """Idle over working time of every rank of a pipeline; nothing without one."""
     if configuration.parallelism.pipeline == 1:
         return ()
-    stages, ideal = measured_stages(configuration, times), ideal_bubble(configuration)
+    stages, ideal = measure_stages(configuration, times), ideal_bubble(configuration)
     each = " and ".join(f"{ms(value)} ms" for value in stages.seconds) if stages else ""
     found = []
     for rank in times.ranks:
-        if busy_seconds(rank) > 0:
+        if pass_seconds(rank) > 0:
             note = "another stage has no time ledger"
             if stages:
                 idle = stages.idle_over_work(configuration.parallelism.pipeline_rank(rank.rank))
@@ -298,13 +298,15 @@ class Subject:
         return run.model, run.device, spec and spec.backend, spec and spec.dtype
 
 
-def subjects_of(report: Report) -> tuple[Subject, ...]:
+def build_subjects(report: Report) -> tuple[Subject, ...]:
     """Every entry with its evidence."""
-    each = zip(report.entries, names_of(report.entries), strict=True)
-    return tuple(Subject(one, evidence_of(one.run, one.time_ms), name) for one, name in each)
+    each = zip(report.entries, entry_names(report.entries), strict=True)
+    return tuple(
+        Subject(one, compare_run_with_predictions(one.run, one.time_ms), name) for one, name in each
+    )
 
 
-def find(
+def find_subject(
     subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
 ) -> Subject | None:
     """The subject that is split so in the cohort of another, and of its batch if asked."""

@@ -23,7 +23,7 @@ from parakit.costs import Phase
 from parakit.formatting.table import TextTable
 from parakit.formatting.units import DASH, count, known, milliseconds, percent
 from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.canvas import WIDTH_INCHES, colour, grid
+from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
 from parakit.reporting.explain.predicted import Subject
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ class RankLoad:
     experts: range
     tokens: float
     """Copies of tokens, over the rank's layers."""
-    of_mean: float
+    ratio_to_mean: float
     """Over the mean of the ranks that exchange tokens with it."""
     wait_seconds: float | None
     """Spent waiting in calls that exchange tokens; None without a communication ledger."""
 
 
-def iterations_of(record: RoutingRecord) -> tuple[IterationRouting, ...]:
+def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...]:
     """Sum counts and average losses over the ranks, iteration by iteration."""
     rows: dict[int, list[LayerRouting]] = defaultdict(list)
     for row in (row for rank in record.ranks for row in rank.layers):
@@ -83,7 +83,9 @@ def iterations_of(record: RoutingRecord) -> tuple[IterationRouting, ...]:
 _MEANS = ("load_balancing_loss", "z_loss", "entropy_nats")
 
 
-def shares(iterations: Sequence[IterationRouting], layer: int) -> list[tuple[float, ...]]:
+def expert_token_ratios(
+    iterations: Sequence[IterationRouting], layer: int
+) -> list[tuple[float, ...]]:
     """Each expert's tokens of a layer over its even share, by iteration."""
     result = []
     for counts in (found.tokens[layer] for found in iterations):
@@ -92,7 +94,7 @@ def shares(iterations: Sequence[IterationRouting], layer: int) -> list[tuple[flo
     return result
 
 
-def loads(
+def compute_rank_loads(
     record: RoutingRecord, split: Parallelism, communication: CommunicationRecord | None
 ) -> tuple[RankLoad, ...]:
     """Work of each rank under expert parallelism; nothing without it, where each keeps its own.
@@ -115,19 +117,19 @@ def loads(
     own = max((len(row.tokens_per_expert) for row in rows), default=0) // split.expert
     work, result = _work(record, split), []
     for number in sorted(rank.rank for rank in record.ranks):
-        block, within = divmod(number, split.expert * split.tensor_of_experts)
-        place = within // split.tensor_of_experts
+        block, within = divmod(number, split.expert * split.effective_expert_tensor)
+        place = within // split.effective_expert_tensor
         # A stage may have no router.
         iterations = len({iteration for iteration, _ in work[block]}) or 1
         by_place = list(map(sum, zip(*work[block].values(), strict=True))) or [0] * split.expert
         even = sum(by_place) / split.expert
-        of_mean = by_place[place] / even if even else 1.0
+        ratio_to_mean = by_place[place] / even if even else 1.0
         held, tokens = range(place * own, (place + 1) * own), by_place[place] / iterations
-        result.append(RankLoad(number, held, tokens, of_mean, waits.get(number)))
+        result.append(RankLoad(number, held, tokens, ratio_to_mean, waits.get(number)))
     return tuple(result)
 
 
-def busiest(record: RoutingRecord, split: Parallelism) -> float:
+def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
     """Work of the busiest rank in each layer over the mean rank's, in all: the others wait for it.
 
     A rank that is busiest in one layer and idle in the next is even on the whole, and still waited for.
@@ -141,7 +143,7 @@ def _work(record: RoutingRecord, split: Parallelism) -> dict[int, dict[tuple[int
     """Tokens of each place's experts, by block of ranks that exchange them, iteration and layer."""
     work: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(dict)
     for rank in record.ranks:
-        found = work[rank.rank // (split.expert * split.tensor_of_experts)]
+        found = work[rank.rank // (split.expert * split.effective_expert_tensor)]
         for row in rank.layers:
             own = len(row.tokens_per_expert) // split.expert
             by_place = found.setdefault((row.iteration, row.layer), [0] * split.expert)
@@ -158,10 +160,10 @@ _LAST = 10
 def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
     """Of a run whose routers were watched their choice, and its cost."""
     record = subject.run.measurements.routing
-    if record and (iterations := iterations_of(record)):
+    if record and (iterations := merge_routing_of_ranks(record)):
         yield f"{subject.label}: {_choice(iterations)}"
         if ranks := _loads(subject, record):
-            busy = busiest(record, subject.split)
+            busy = busiest_rank_ratio(record, subject.split)
             yield f"{subject.label}: {_cost(subject, ranks, busy)}"
 
 
@@ -185,11 +187,11 @@ def _choice(iterations: Sequence[IterationRouting]) -> str:
 
 
 def _late_shares(late: Sequence[IterationRouting], layer: int) -> list[float]:
-    return [mean(column) for column in zip(*shares(late, layer), strict=True)]
+    return [mean(column) for column in zip(*expert_token_ratios(late, layer), strict=True)]
 
 
 def _cost(subject: Subject, ranks: Sequence[RankLoad], most: float) -> str:
-    works = [load.of_mean for load in ranks]
+    works = [load.ratio_to_mean for load in ranks]
     text = (
         f"the ranks' experts compute ×{min(works):.3f} to ×{max(works):.3f} of the mean on the whole; "
         f"the busiest of each layer, which the others wait for, ×{most:.3f}"
@@ -217,7 +219,7 @@ def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
     losses: list[tuple[str, ...]] = []
     for subject in subjects:
         record = subject.run.measurements.routing
-        iterations = iterations_of(record) if record else ()
+        iterations = merge_routing_of_ranks(record) if record else ()
         if not record or not iterations:
             continue
         late = iterations[-_LAST:]
@@ -231,7 +233,7 @@ def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
             wait = DASH if load.wait_seconds is None else milliseconds(load.wait_seconds)
             first, last = load.experts[0], load.experts[-1]
             held = f"{first}–{last}" if len(load.experts) > 1 else str(first)
-            work = count(round(load.tokens)), f"×{load.of_mean:.3f}"
+            work = count(round(load.tokens)), f"×{load.ratio_to_mean:.3f}"
             ranks.append((subject.label, str(load.rank), held, *work, wait))
         for place in sorted({0, len(iterations) // 2, len(iterations) - 1}):
             now = iterations[place]
@@ -268,7 +270,9 @@ def _loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
     scale = subject.evidence.scale
     return tuple(
         replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)
-        for load in loads(record, subject.split, subject.run.measurements.communication)
+        for load in compute_rank_loads(
+            record, subject.split, subject.run.measurements.communication
+        )
     )
 
 
@@ -281,7 +285,7 @@ def draw_routing(figure: Figure, iterations: Sequence[IterationRouting]) -> None
     """Fill a figure: a heat map for each of up to four layers, and the losses over time."""
     from matplotlib.colors import TwoSlopeNorm
 
-    layers = chosen_layers(tuple(iterations[0].tokens))
+    layers = choose_layers(tuple(iterations[0].tokens))
     figure.set_size_inches(WIDTH_INCHES, 1.15 * len(layers) + 2.0)
     # Constrained layout does not see that the curves' labels reach further left than the maps'.
     figure.set_layout_engine("constrained", rect=(0.03, 0, 0.97, 1))
@@ -292,7 +296,7 @@ def draw_routing(figure: Figure, iterations: Sequence[IterationRouting]) -> None
     first, last = iterations[0].iteration, iterations[-1].iteration
     half = (last - first) / max(1, len(iterations) - 1) / 2 or 0.5
     for axes, layer in zip(maps, layers, strict=True):
-        by_expert = list(zip(*shares(iterations, layer), strict=True))
+        by_expert = list(zip(*expert_token_ratios(iterations, layer), strict=True))
         picture = axes.imshow(
             by_expert,
             aspect="auto",
@@ -313,15 +317,15 @@ def draw_routing(figure: Figure, iterations: Sequence[IterationRouting]) -> None
         values = [(found.iteration, getattr(found, field)) for found in iterations]
         known = [(iteration, value) for iteration, value in values if value is not None]
         if known:
-            axes.plot(*zip(*known, strict=True), color=colour(0), linewidth=1.2)
+            axes.plot(*zip(*known, strict=True), color=entry_colour(0), linewidth=1.2)
         axes.set_title(name, fontsize=8)
         axes.set_xlabel("iteration", fontsize=8)
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.tick_params(labelsize=8)
-        grid(axes)
+        add_grid(axes)
 
 
-def chosen_layers(layers: Sequence[int]) -> list[int]:
+def choose_layers(layers: Sequence[int]) -> list[int]:
     """All, or of many the first, the last and some between."""
     if len(layers) <= MAX_LAYERS:
         return list(layers)

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from parakit.artifacts.run import TRACE_FILE
 from parakit.config.strategy import Parallelism
-from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate
+from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate_schedule
 from parakit.formatting.terminal import say
 from parakit.logs import Run, find_run_folders, load_folder, read_trace_events
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.canvas import INK, Chart, draw
+from parakit.reporting.canvas import INK, Chart, draw_chart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,21 +98,25 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
 def _steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
     if split.pipeline == 1:
         return {way: [Step(way, n) for n in range(microbatches)] for way in _PASSES.values()}
-    worker, schedule, virtual = split.pipeline_rank(rank), split.run_schedule, split.virtual_stages
-    timeline = simulate(schedule, split.pipeline, microbatches, virtual=virtual)
+    worker, schedule, virtual = (
+        split.pipeline_rank(rank),
+        split.executed_schedule,
+        split.virtual_stages,
+    )
+    timeline = simulate_schedule(schedule, split.pipeline, microbatches, virtual=virtual)
     events = sorted(timeline.events, key=lambda event: event.start)
     own = [event.step for event in events if event.worker == worker]
     return {way: [step for step in own if step.direction is way] for way in _PASSES.values()}
 
 
-def passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
+def select_passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
     """Forward and backward passes, outermost spans only."""
     return [piece for piece in pieces if piece.name in _PASSES]
 
 
-def idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
+def traced_idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
     """Idle over working time of each rank, from the first forward to the last backward."""
-    found, busy = passes(pieces), defaultdict[int, float](float)
+    found, busy = select_passes(pieces), defaultdict[int, float](float)
     for piece in found:
         busy[piece.rank] += piece.milliseconds
     start, end = _span(found)
@@ -141,13 +145,13 @@ class Scene:
     def ideal(self) -> SimulatedSchedule:
         """The same schedule with equal stages of the measured mean duration."""
         split = self.split
-        worked = [(piece.step, piece.milliseconds) for piece in passes(self.pieces)]
+        worked = [(piece.step, piece.milliseconds) for piece in select_passes(self.pieces)]
         forward, backward = (
             split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
             for way in (Pass.FORWARD, Pass.BACKWARD)
         )
-        return simulate(
-            *(split.run_schedule, split.pipeline, self.microbatches),
+        return simulate_schedule(
+            *(split.executed_schedule, split.pipeline, self.microbatches),
             virtual=split.virtual_stages,
             forward=forward,
             backward=backward,
@@ -156,12 +160,12 @@ class Scene:
 
 def draw_iteration(scene: Scene) -> Chart:
     """The picture, with what it shows in words."""
-    return draw(scene.name, scene.title, caption(scene), partial(_paint, scene=scene))
+    return draw_chart(scene.name, scene.title, describe_scene(scene), partial(_paint, scene=scene))
 
 
-def caption(scene: Scene) -> str:
+def describe_scene(scene: Scene) -> str:
     """What is to be seen, with its numbers."""
-    idle = idle_over_work(scene.pieces)
+    idle = traced_idle_over_work(scene.pieces)
     text = (
         "One iteration on one time axis: numbers are micro batches, the thin lane is communication "
         "from its call to its result."
@@ -171,7 +175,7 @@ def caption(scene: Scene) -> str:
     if scene.split.pipeline == 1 or not idle:
         return text
     measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
-    bubble = mean(idle_over_work(_ideal_pieces(scene.ideal)).values())
+    bubble = mean(traced_idle_over_work(_ideal_pieces(scene.ideal)).values())
     return (
         f"{text} Idle in this iteration between the first forward and the last backward, over the "
         f"work: {measured}; with equal stages and free messages the bubble of "
@@ -216,7 +220,7 @@ def _panel(
     axes: Axes, pieces: Sequence[TraceSpan], origin: float, length: float, names: Sequence[str]
 ) -> None:
     places = {rank: place for place, rank in enumerate(sorted({p.rank for p in pieces}))}
-    if worked := passes(pieces):
+    if worked := select_passes(pieces):
         start, end = _span(worked)
         for place in places.values():
             lane = (place - _LANE / 2, _LANE)
@@ -280,18 +284,18 @@ class NoTraceError(ValueError):
     """There is nothing to draw; the message says what is missing and how to get it."""
 
 
-def timeline_charts(entries: Sequence[Entry]) -> list[Chart]:
+def draw_timelines(entries: Sequence[Entry]) -> list[Chart]:
     """A picture for every entry that left a trace, the first eight."""
     charts: list[Chart] = []
     for entry in entries:
         if len(charts) < MAX_PICTURES and (entry.run.path / TRACE_FILE).is_file():
             with suppress(NoTraceError):
-                scene = scene_of(entry.run, f"timeline-{len(charts) + 1}", entry.label)
+                scene = build_scene(entry.run, f"timeline-{len(charts) + 1}", entry.label)
                 charts.append(draw_iteration(scene))
     return charts
 
 
-def scene_of(run: Run, name: str = "timeline", label: str = "") -> Scene:
+def build_scene(run: Run, name: str = "timeline", label: str = "") -> Scene:
     """What to draw of a run.
 
     Raises:
@@ -326,7 +330,7 @@ def write_timeline(run: Run) -> tuple[Path, str]:
     Raises:
         NoTraceError: As `scene_of`.
     """
-    chart, path = draw_iteration(scene_of(run)), run.path / PICTURE
+    chart, path = draw_iteration(build_scene(run)), run.path / PICTURE
     path.write_text(chart.svg)
     return path, chart.text
 

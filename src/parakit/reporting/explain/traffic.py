@@ -8,7 +8,7 @@ from dataclasses import replace
 from parakit.costs import Phase
 from parakit.formatting.units import DASH, amount, count, joined
 from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.explain.predicted import CallComparison, Subject, find
+from parakit.reporting.explain.predicted import CallComparison, Subject, find_subject
 
 _LARGEST = 3
 """Groups of calls that are named in a sentence."""
@@ -72,7 +72,7 @@ def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator
         return
     tensor = replace(split, context=1, tensor=split.tensor * split.context)
     wanted = [replace(tensor, sequence_parallel=sequence) for sequence in (False, True)]
-    found = [find(subjects, subject, other, same_batch=True) for other in wanted]
+    found = [find_subject(subjects, subject, other, same_batch=True) for other in wanted]
     others = list(filter(None, found))
     for other in others:
         yield f"{subject.label} against {other.label}{_against(subject, other)}"

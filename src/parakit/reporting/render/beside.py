@@ -15,7 +15,7 @@ MatchOf = tuple[Entry, Match]
 _MS = 1e3
 
 
-def page_matches(report: Report) -> Table[MatchOf]:
+def page_matches_table(report: Report) -> Table[MatchOf]:
     """Published quantities beside the measured ones, with where they come from."""
 
     def of(match: Match) -> str:
@@ -49,7 +49,7 @@ def page_matches(report: Report) -> Table[MatchOf]:
     return Table(columns, _matches(report))
 
 
-def markdown_matches(report: Report) -> Table[MatchOf]:
+def markdown_matches_table(report: Report) -> Table[MatchOf]:
     """The same in fewer columns."""
 
     def readings(match: Match) -> str:
@@ -85,7 +85,7 @@ _OF_MATCH = (
 )
 
 
-def planned(report: Report) -> Table[PlannedEntry]:
+def planned_table(report: Report) -> Table[PlannedEntry]:
     """What the planner predicts of each row, and how far predictions like it are off."""
 
     def interval(row: PlannedEntry) -> str:
@@ -103,7 +103,7 @@ def planned(report: Report) -> Table[PlannedEntry]:
     return Table(columns, report.planned)
 
 
-def corrections(report: Report) -> Table[Correction]:
+def corrections_table(report: Report) -> Table[Correction]:
     """What the write-ups that are shown got wrong."""
     columns = (
         Column[Correction]("Source", lambda c: c.name, right=False),
@@ -113,7 +113,7 @@ def corrections(report: Report) -> Table[Correction]:
     return Table(columns, report.corrections)
 
 
-def changes(report: Report) -> Table[Change]:
+def changes_table(report: Report) -> Table[Change]:
     """What is not as it was in the earlier report."""
     columns = (
         Column[Change]("Row", lambda c: c.row, right=False),

@@ -17,15 +17,15 @@ from parakit.reporting.canvas import (
     INK,
     WIDTH_INCHES,
     Chart,
-    colour,
-    draw,
-    evenly,
-    extremes,
-    grid,
-    names,
+    add_grid,
+    chart_labels,
+    draw_chart,
+    entry_colour,
+    evenly_spread_indexes,
+    extreme_indexes,
 )
 from parakit.reporting.explain.bandwidth import draw_bandwidth, rate_curves
-from parakit.reporting.explain.routing import draw_routing, iterations_of
+from parakit.reporting.explain.routing import draw_routing, merge_routing_of_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def _chart(
     if not entries:
         return []
     text = _limited(text, entries, limit)
-    return [draw(name, title, text, lambda figure: painter(figure, entries[:limit]))]
+    return [draw_chart(name, title, text, lambda figure: painter(figure, entries[:limit]))]
 
 
 def _bandwidth(entries: Sequence[Entry]) -> list[Chart]:
@@ -86,7 +86,11 @@ def _bandwidth(entries: Sequence[Entry]) -> list[Chart]:
     )
     curves = rate_curves(entries)
     painter = partial(draw_bandwidth, curves=curves[:MAX_CURVES])
-    return [draw("bandwidth", "Iteration time against bandwidth", text, painter)] if curves else []
+    return (
+        [draw_chart("bandwidth", "Iteration time against bandwidth", text, painter)]
+        if curves
+        else []
+    )
 
 
 def _losses(entries: Sequence[Entry]) -> list[Chart]:
@@ -115,8 +119,10 @@ def _routing(entries: Sequence[Entry]) -> list[Chart]:
     text = _limited(text, found, MAX_ROUTED)
     charts = []
     for place, (entry, record) in enumerate(found[:MAX_ROUTED]):
-        painter = partial(draw_routing, iterations=iterations_of(record))
-        charts.append(draw(_numbered("routing", place), f"Routing, {entry.label}", text, painter))
+        painter = partial(draw_routing, iterations=merge_routing_of_ranks(record))
+        charts.append(
+            draw_chart(_numbered("routing", place), f"Routing, {entry.label}", text, painter)
+        )
     return charts
 
 
@@ -139,7 +145,7 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
         samples = [ms for run in entry.configuration.runs for ms in run.window.samples_ms]
         # Of many rows each has fewer: a dot takes as long to draw as to read a line.
         dots = min(_MAX_DOTS, max(_FEWEST_DOTS, _ALL_DOTS // len(entries)))
-        samples = [samples[place] for place in evenly(len(samples), dots)]
+        samples = [samples[place] for place in evenly_spread_indexes(len(samples), dots)]
         # The axis goes as far as it must to show all but a twentieth of them.
         most = sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
         reach.append(max(most, entry.interval[1] if entry.interval else 0))
@@ -154,12 +160,12 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
         axes.hlines(*zip(*ends, strict=True), color=INK, linewidth=4.5, alpha=0.7)
     for place, median in zip(rows, medians, strict=True):
         axes.text(1.02, place, number(median), va="center", transform=axes.get_yaxis_transform())
-    axes.set_yticks(range(len(entries)), names(entries))
+    axes.set_yticks(range(len(entries)), chart_labels(entries))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(entries) - 0.4, -0.6)
     axes.set_xlim(0, edge)
     axes.set_xlabel("ms an iteration (right: median)")
-    grid(axes, "x")
+    add_grid(axes, "x")
 
 
 def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
@@ -182,22 +188,22 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
             for hue, category in enumerate(MemoryCategory if split else ()):
                 width = held.get(category.value, 0) / scale
                 label = category.value.replace("_", " ")
-                axes.barh(y, width, 0.7, left, color=colour(hue), alpha=0.85, label=label)
+                axes.barh(y, width, 0.7, left, color=entry_colour(hue), alpha=0.85, label=label)
                 left += width
             if not split:
-                axes.barh(y, peaks[rank] / scale, 0.7, color=colour(place), alpha=0.8)
+                axes.barh(y, peaks[rank] / scale, 0.7, color=entry_colour(place), alpha=0.8)
             text, tip = f"rank {rank}: {size(peaks[rank])}", (peaks[rank] / scale, y)
             look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
             axes.annotate(text, tip, (5, 0), **look)
         ticks.append(sum(heights) / len(heights))
         height += 0.8 * len(ranks) + 0.5
     figure.set_size_inches(WIDTH_INCHES, (1.2 if split else 0.8) + 0.27 * height)
-    axes.set_yticks(ticks, names(entries))
+    axes.set_yticks(ticks, chart_labels(entries))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(height - 0.4, -0.7)
     axes.set_xlim(0, largest / scale * 1.25)
     axes.set_xlabel(unit)
-    grid(axes, "x")
+    add_grid(axes, "x")
     if split:
         handles, texts = axes.get_legend_handles_labels()
         unique = dict(zip(texts, handles, strict=True))
@@ -216,50 +222,50 @@ def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
         _draw_curves(upper, entries)
         upper.set_xlabel("")
         for lane, (place, _, steps, units) in enumerate(compared):
-            kept = extremes(units, _MAX_POINTS)
+            kept = extreme_indexes(units, _MAX_POINTS)
             # A hair's breadth apart, because most differences are exactly 0.
             shift = 0.12 * (lane - (len(compared) - 1) / 2)
             look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3}
             xs, ys = [steps[at] + shift for at in kept], [units[at] for at in kept]
-            lower.plot(xs, ys, color=colour(place), **look)
+            lower.plot(xs, ys, color=entry_colour(place), **look)
         lower.axhline(0, color=INK, linewidth=0.8, alpha=0.6)
         low, high = lower.get_ylim()
         lower.set_ylim(min(low, -2.2), max(high, 2.2))
         lower.set_xlabel("iteration")
         lower.set_ylabel("difference\n(last digit)")
-        grid(lower)
+        add_grid(lower)
     if len(entries) > 1:
         figure.legend(loc="outside right upper", handlelength=2.4)
 
 
 def _draw_curves(axes: Axes, entries: Sequence[Entry]) -> None:
-    for place, (entry, label) in enumerate(zip(entries, names(entries), strict=True)):
+    for place, (entry, label) in enumerate(zip(entries, chart_labels(entries), strict=True)):
         steps, losses = loss_points(entry.run)
-        kept = extremes(losses, _MAX_POINTS)
+        kept = extreme_indexes(losses, _MAX_POINTS)
         # Equal curves lie on one another: later ones are thinner and dashed, so that all show.
         axes.plot(
             steps[kept],
             losses[kept],
-            color=colour(place),
+            color=entry_colour(place),
             linewidth=3.4 - 2.2 * place / max(1, len(entries) - 1),
             linestyle=(0, (4, place)) if place else "-",
             label=label,
         )
         for first in entry.run.restarts:
-            axes.axvline(first - 0.5, color=colour(place), linewidth=0.9, linestyle=":")
+            axes.axvline(first - 0.5, color=entry_colour(place), linewidth=0.9, linestyle=":")
             look: dict[str, Any] = {"fontsize": "x-small", "verticalalignment": "top"}
             look["transform"] = axes.get_xaxis_transform()
             axes.text(first - 0.4, 0.98, "resumed", color=INK, **look)
     axes.set_xlabel("iteration")
     axes.set_ylabel("lm loss")
-    grid(axes)
+    add_grid(axes)
 
 
 def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
     """Fill a figure: a row for each configuration, utilisation left, memory right."""
     figure.set_size_inches(WIDTH_INCHES, 0.5 + 1.15 * len(entries))
     grid_of_axes = figure.subplots(len(entries), 2, squeeze=False, sharey="col")
-    for row, (entry, label) in enumerate(zip(entries, names(entries), strict=True)):
+    for row, (entry, label) in enumerate(zip(entries, chart_labels(entries), strict=True)):
         left, right = grid_of_axes[row]
         for series in entry.run.samples.series[:MAX_RANKS]:
             readings = ((left, series.utilisation_percent, 1), (right, series.memory_bytes, GIB))
@@ -267,11 +273,11 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
                 read = zip(series.seconds, values, strict=True)
                 points = [(second, value / scale) for second, value in read if value is not None]
                 xs, ys = [x for x, _ in points], [y for _, y in points]
-                hue, name = colour(series.rank), f"rank {series.rank}"
+                hue, name = entry_colour(series.rank), f"rank {series.rank}"
                 axes.plot(xs, ys, color=hue, linewidth=1.3, label=name)
         left.set_ylabel(label, rotation=0, ha="right", va="center")
-        grid(left)
-        grid(right)
+        add_grid(left)
+        add_grid(right)
     for axes in grid_of_axes[0]:
         # Only now: it ends the search for a range that holds every row.
         axes.set_ylim(bottom=0)
@@ -295,4 +301,4 @@ def _draw_dots(axes: Axes, place: int, samples: Sequence[float], edge: float) ->
             look: dict[str, Any] = {"linestyle": "none", "markersize": 3.74, "markeredgewidth": 0}
             # The layout, which takes half of the drawing's time, needs no dot: they are in the axes.
             look |= {"alpha": 0.45, "clip_on": False, "in_layout": False}
-            axes.plot(*zip(*points, strict=True), marker=marker, color=colour(place), **look)
+            axes.plot(*zip(*points, strict=True), marker=marker, color=entry_colour(place), **look)

@@ -20,12 +20,12 @@ from parakit.formatting.table import Table, csv_table, markdown_table, markdown_
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import RESULTS
-from parakit.reporting.canvas import Chart, can_draw, evenly, extremes
+from parakit.reporting.canvas import Chart, can_draw, evenly_spread_indexes, extreme_indexes
 from parakit.reporting.explain.explanation import Explanation, explain, explanation_markdown
-from parakit.reporting.explain.timelines import timeline_charts
+from parakit.reporting.explain.timelines import draw_timelines
 from parakit.reporting.render import beside, tables
 from parakit.reporting.render.charts import draw_charts
-from parakit.reporting.render.headline import answer, sentences_under
+from parakit.reporting.render.headline import headline_and_sentences, write_headline
 from parakit.reporting.render.page import render_page
 
 MAX_SAMPLES = 2000
@@ -51,7 +51,7 @@ class FinishedReport(PresentedTable):
     @cached_property
     def headline(self) -> str:
         """The report in a few words."""
-        return answer(self.report, self.explanation.paid)
+        return write_headline(self.report, self.explanation.paid)
 
     def show(self, console: Console) -> None:
         """Print the tables, the headline and the verdicts, as `parakit report` does."""
@@ -90,7 +90,7 @@ def write_report(finished: FinishedReport, folder: Path) -> None:
     """
     report, headline, explanation = finished.report, finished.headline, finished.explanation
     folder.mkdir(parents=True, exist_ok=True)
-    charts = [*draw_charts(report), *timeline_charts(report.entries)] if can_draw() else []
+    charts = [*draw_charts(report), *draw_timelines(report.entries)] if can_draw() else []
     contents = {
         "results.csv": csv_table(Table(RESULTS, report.entries)),
         "results.json": finished.json_text,
@@ -121,7 +121,7 @@ def _json_text(report: Report, headline: str, explanation: Explanation) -> str:
         "schema": 1,
         "name": report.name,
         "created_utc": report.created_utc,
-        "sentences": sentences_under(headline, report),
+        "sentences": headline_and_sentences(headline, report),
         "problems": report.problems,
         "rows": [_entry_json(entry) for entry in report.entries],
         "predicted": [
@@ -144,7 +144,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     lines = run.log.iterations
     known = lines.known("lm_loss")
     numbers, losses = lines.numbers[known], lines.values("lm_loss")[known]
-    kept = extremes(losses, MAX_SAMPLES)
+    kept = extreme_indexes(losses, MAX_SAMPLES)
     curve = [[*point] for point in zip(numbers[kept].tolist(), losses[kept].tolist(), strict=True)]
     found = configuration.estimate
     # Of a figure what names it and is compared, not the rest of its write-up's table.
@@ -159,7 +159,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "sample_iterations": [_thin(one.window.iterations) for one in configuration.runs],
         "loss_curve": curve,
         "rates": entry.rates,
-        "changes_within": entry.shifts,
+        "changes_within": entry.changes_within_run,
         "parity_detail": entry.parity,
         "speed": entry.speed,
         "published_time_a_sample_over_baseline": entry.published_ratio,
@@ -183,7 +183,7 @@ _OF_FIGURE = (
 
 
 def _thin(values: Sequence[Any]) -> list[Any]:
-    return [values[place] for place in evenly(len(values), MAX_SAMPLES)]
+    return [values[place] for place in evenly_spread_indexes(len(values), MAX_SAMPLES)]
 
 
 def print_report(report: Report, headline: str, console: Console) -> None:
@@ -194,30 +194,30 @@ def print_report(report: Report, headline: str, console: Console) -> None:
 
     for each, members in groupby(report.entries, key=kind):
         title = " · ".join(filter(None, each)) or "logs"
-        console.print(rich_table(tables.terminal_results(title, [*members], console.width)))
-    for text in (*sentences_under(headline, report), *report.problems):
+        console.print(rich_table(tables.terminal_results_table(title, [*members], console.width)))
+    for text in (*headline_and_sentences(headline, report), *report.problems):
         console.print(Text(f"• {text}"))
 
 
 def render_markdown(report: Report, charts: Sequence[Chart], headline: str) -> str:
     """The report as Markdown, charts linked from beside it."""
     parts = [f"# Report {markdown_text(report.name)}", f"Made {report.created_utc} UTC."]
-    for texts in (sentences_under(headline, report), report.problems):
+    for texts in (headline_and_sentences(headline, report), report.problems):
         if texts:
             parts.append("\n".join(f"- {markdown_text(text)}" for text in texts))
     if report.entries:
-        matches = beside.markdown_matches(report)
+        matches = beside.markdown_matches_table(report)
         nothing = "Nothing was published of these configurations."
-        parts += ["## Results", markdown_table(tables.markdown_results(report))]
-        parts += ["## How it was measured", markdown_table(tables.windows(report))]
+        parts += ["## Results", markdown_table(tables.markdown_results_table(report))]
+        parts += ["## How it was measured", markdown_table(tables.windows_table(report))]
         parts += ["## Beside the published figures"]
         parts += [markdown_table(matches) if matches.rows else nothing]
     if report.planned:
-        parts += ["## Beside the planner's times", markdown_table(beside.planned(report))]
+        parts += ["## Beside the planner's times", markdown_table(beside.planned_table(report))]
     for chart in charts:
         title, text = markdown_text(chart.title), markdown_text(chart.text)
         parts.append(f"![{title}: {text}]({chart.name}.svg)")
     if report.corrections:
-        wrong = markdown_table(beside.corrections(report))
+        wrong = markdown_table(beside.corrections_table(report))
         parts += ["## What the write-ups got wrong", wrong]
     return "\n\n".join(parts) + "\n"

@@ -10,23 +10,23 @@ from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
-from parakit.reporting.analyse.statistics import TimeVerdict, adjusted
+from parakit.reporting.analyse.statistics import TimeVerdict, adjust_verdicts
 from parakit.reporting.render.sentences import (
     MAX_NAMED,
-    compared_groups,
+    group_compared_rows,
+    join_first_names,
     judged_ratio,
-    sentences,
-    some_of,
     token_ratio,
     withheld_sentences,
+    write_sentences,
 )
-from parakit.reporting.render.tables import speed_text
+from parakit.reporting.render.tables import format_speed
 
 _MAX_GROUPS = 3
 _MAX_COSTS = 3
 
 
-def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
+def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
     """The report in a few words: what changed, else what is fastest and what the others pay for.
 
     Args:
@@ -37,13 +37,15 @@ def answer(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
         return _against_earlier(report)
     timed = [entry for entry in report.entries if entry.estimate]
     if not timed:
-        return sentences(report)[0]
-    groups = [members for members in compared_groups(report) if len(members) > 1]
+        return write_sentences(report)[0]
+    groups = [members for members in group_compared_rows(report) if len(members) > 1]
     if not groups:
         if len(timed) > 1 and (withheld := withheld_sentences(report)):
             return " ".join(withheld)
         if len(timed) > 1:
-            times = some_of([f"{number(each.time_ms)} ms ({each.label})" for each in timed])
+            times = join_first_names(
+                [f"{number(each.time_ms)} ms ({each.label})" for each in timed]
+            )
             return f"None of {len(timed)} rows compares with another. An iteration takes {times}."
         (one,) = timed
         rate = one.rates.tokens_per_second
@@ -60,10 +62,10 @@ def _against_earlier(report: Report) -> str:
     undecided = [
         f"{c.row} ({c.text.rpartition(': ')[2]})" for c in report.changes if c.kind == UNDECIDED
     ]
-    open_ = f" Undecided is {some_of(undecided)}; repeat the runs." if undecided else ""
+    open_ = f" Undecided is {join_first_names(undecided)}; repeat the runs." if undecided else ""
     if changed:
         rows = plural(len(changed), "row")
-        return f"Against {report.baseline}, {rows} changed: {some_of(changed)}.{open_}"
+        return f"Against {report.baseline}, {rows} changed: {join_first_names(changed)}.{open_}"
     return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
 
 
@@ -71,16 +73,16 @@ def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> s
     """The fastest row of a group, by how much, and what the others pay for."""
     reference, *others = members
     best = min(others, key=judged_ratio)
-    verdicts = [e.judged.verdict for e in others if e.judged]
+    verdicts = [e.judged_time.verdict for e in others if e.judged_time]
     is_per_device = any(e.speed and e.speed.per_device_token for e in others)
     per_device = " per device" if is_per_device else ""
     if TimeVerdict.FASTER in verdicts:
         # Rows that the runs do not show to be slower than the one of the lowest time.
         rest = [entry for entry in members if entry is not best]
-        pairs = [compare_speed(best.configuration, each.configuration).judged for each in rest]
-        found = zip(rest, adjusted([pair for pair in pairs if pair]), strict=True)
+        pairs = [compare_speed(best.configuration, each.configuration).judged_time for each in rest]
+        found = zip(rest, adjust_verdicts([pair for pair in pairs if pair]), strict=True)
         near = [each.label for each, pair in found if pair.verdict is not TimeVerdict.SLOWER]
-        tied = f", with {some_of(near)} within noise of it" if near else ""
+        tied = f", with {join_first_names(near)} within noise of it" if near else ""
         text = (
             f"{best.label} is the fastest of {len(members)} rows{per_device}{tied}:"
             f" {number(best.time_ms)} ms an iteration, {_times(best)} of {reference.label}."
@@ -124,9 +126,9 @@ def _times(entry: Entry) -> str:
     )
 
 
-def sentences_under(headline: str, report: Report) -> list[str]:
+def headline_and_sentences(headline: str, report: Report) -> list[str]:
     """The headline and the verdicts after it."""
-    return list(dict.fromkeys((headline, *sentences(report))))
+    return list(dict.fromkeys((headline, *write_sentences(report))))
 
 
 MAX_ROWS = 24
@@ -157,9 +159,9 @@ class BarGroup:
     """Its length in milliseconds."""
 
 
-def bars_of(report: Report) -> list[BarGroup]:
+def build_bar_groups(report: Report) -> list[BarGroup]:
     """Groups of rows that are compared, the largest first; of one row alone that row."""
-    groups = compared_groups(report)
+    groups = group_compared_rows(report)
     several = [members for members in groups if len(members) > 1]
     alone = groups if len(groups) == 1 else []
     return [_group(members) for members in several[:MAX_GROUPS] or alone]
@@ -168,13 +170,13 @@ def bars_of(report: Report) -> list[BarGroup]:
 def _group(members: Sequence[Entry]) -> BarGroup:
     reference, equal, bars = members[0], True, []
     for entry in members:
-        pair, own = entry.judged, entry.time_ms or 0.0
+        pair, own = entry.judged_time, entry.time_ms or 0.0
         weight = token_ratio(entry) * (reference.time_ms or 0.0) / own
         equal = equal and abs(weight - 1) < 1e-9
         span = entry.interval and (weight * entry.interval[0], weight * entry.interval[1])
         text = f"{number(weight * own)} ms"
         text += f" [{interval(*span)}]" if span else ""
-        text += f", {speed_text(entry)}" if pair else ""
+        text += f", {format_speed(entry)}" if pair else ""
         verdict = pair.verdict.value if pair else "reference"
         bars.append(HeadlineBar(entry.label, verdict, weight * own, span, text))
     many = f"for as many tokens as an iteration of {reference.label}"

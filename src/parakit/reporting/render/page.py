@@ -19,9 +19,9 @@ from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import Chart
 from parakit.reporting.explain.explanation import Explanation
 from parakit.reporting.render import beside, tables
-from parakit.reporting.render.headline import bars_of
-from parakit.reporting.render.plots import Plot, encode_plots, plots_of
-from parakit.reporting.render.sentences import sentences
+from parakit.reporting.render.headline import build_bar_groups
+from parakit.reporting.render.plots import Plot, build_plots, encode_plots
+from parakit.reporting.render.sentences import write_sentences
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120
@@ -51,7 +51,7 @@ def render_page(
     report: Report, charts: Sequence[Chart], headline: str, explanation: Explanation | None = None
 ) -> str:
     """The whole report as one HTML file."""
-    explanation, plots = explanation or Explanation(), plots_of(report)
+    explanation, plots = explanation or Explanation(), build_plots(report)
     memory = [chart for chart in charts if chart.name == "memory"]
     return (
         environment(_TEMPLATES)
@@ -59,7 +59,7 @@ def render_page(
         .render(
             report=report,
             answer=headline,
-            bars=bars_of(report),
+            bars=build_bar_groups(report),
             plots=plots,
             plot_data=encode_plots(plots),
             memory=memory,
@@ -68,14 +68,14 @@ def render_page(
             longest=_LONGEST,
             contents=_contents(report, plots, memory, explanation),
             explanation=explanation,
-            sentences=sentences(report),
+            sentences=write_sentences(report),
             tables=tables,
             beside=beside,
-            results=tables.page_results(report),
-            arguments=tables.arguments(report, _MAX_ARGUMENTS),
+            results=tables.page_results_table(report),
+            arguments=tables.arguments_table(report, _MAX_ARGUMENTS),
             arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
-            provenance=provenance,
-            cells_of=cells_of,
+            provenance=list_provenance,
+            cells_of=build_page_cells,
             # A heading may be broken after a slash.
             broken=lambda heading: Markup("/<wbr>").join(re.split(r"/(?=\w\w)", heading)),
             units=units,
@@ -104,7 +104,7 @@ def _contents(
     return {id: names.get(id, id.capitalize()) for id, has in there.items() if has}
 
 
-def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
+def build_page_cells[R](table: Table[R]) -> list[list[PageCell]]:
     """Cells with what a browser needs to align, colour and sort them."""
     columns = []
     for column in table.columns:
@@ -125,7 +125,7 @@ def cells_of[R](table: Table[R]) -> list[list[PageCell]]:
     return [list(line) for line in zip(*columns, strict=True)]
 
 
-def provenance(entry: Entry) -> Mapping[str, str]:
+def list_provenance(entry: Entry) -> Mapping[str, str]:
     """Where a run was made and with what; only what is known."""
     record, run = entry.run.record, entry.run
     of, series = run.log.generation, run.samples.series

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.logs import EXTRA_METRIC_PREFIX, LOG_LINE, Run
-from parakit.reporting.analyse.entry import Entry, loss_differences, names_of
+from parakit.reporting.analyse.entry import Entry, entry_names, loss_differences
 from parakit.reporting.analyse.parity import loss_points
 from parakit.reporting.analyse.report import Report
-from parakit.reporting.canvas import extremes
+from parakit.reporting.canvas import extreme_indexes
 
 MAX_SERIES = 12
 """Rows that one picture draws; more cannot be told apart."""
@@ -70,7 +70,7 @@ class Plot:
     """Whether points are joined by nothing."""
 
 
-def plots_of(report: Report) -> list[Plot]:
+def build_plots(report: Report) -> list[Plot]:
     """Every picture that at least two points of a row are known for, in the page's order."""
     entries = report.entries
     known = [entry.time_ms for entry in entries if entry.time_ms]
@@ -123,7 +123,7 @@ def _plot(
     changes = name in _ALWAYS or any(np.any(y != y[0]) for _, y in curves.values())
     if not curves or not changes:
         return None
-    labels = names_of(entries)
+    labels = entry_names(entries)
     alike = _coinciding(curves) if name in _ALIKE else {}
     shown = [place for place in curves if place not in alike]
     drawn, others = shown[:MAX_SERIES], Counter(alike.values())
@@ -139,7 +139,7 @@ def _plot(
         marks = [
             Mark(shift.iteration, f"{label}: {shift.text}" if several else shift.text)
             for label, row in rows
-            for shift in row.shifts
+            for shift in row.changes_within_run
         ]
         resumed = ((label, at) for label, row in rows for at in row.run.restarts)
         marks += [Mark(at, f"{label} was resumed at iteration {at}") for label, at in resumed]
@@ -181,7 +181,7 @@ _TEXTS = {
 def _series(
     label: str, place: int, run: Run, x: NDArray[np.int64], y: NDArray[np.float64]
 ) -> Series:
-    kept = extremes(y, MAX_POINTS)
+    kept = extreme_indexes(y, MAX_POINTS)
     values = [float(f"{value:.7g}") for value in y[kept].tolist()]
     iterations, table = x[kept], run.log.iterations
     log_lines: list[int | None] = []
@@ -204,7 +204,7 @@ def _column(name: str) -> Callable[[Run], Curve]:
 
 def _differences(entries: Sequence[Entry]) -> Plot | None:
     """Loss less its reference's, where parity was judged."""
-    labels = names_of(entries)
+    labels = entry_names(entries)
     series = tuple(
         _series(labels[place], place, judged, np.array(steps), np.array(units))
         for place, judged, steps, units in loss_differences(entries)

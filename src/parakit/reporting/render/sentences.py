@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from parakit.artifacts.run import Status
 from parakit.config.run import RunSpec
-from parakit.config.strategy import BATCH_RULE, Parallelism, batch_for
+from parakit.config.strategy import BATCH_RULE, Parallelism, scale_batch
 from parakit.formatting.units import joined, number, plural, signed_percent
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import (
@@ -23,8 +23,8 @@ from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.must_agree import NO_SHAPE
 from parakit.reporting.analyse.parity import LOGS_AGREE, NOT_COMPARABLE
 from parakit.reporting.analyse.report import Report
-from parakit.reporting.analyse.results import disagreement
-from parakit.reporting.analyse.statistics import TimeVerdict, smallest_difference
+from parakit.reporting.analyse.results import describe_disagreement
+from parakit.reporting.analyse.statistics import TimeVerdict, smallest_visible_difference
 
 _MAX_FLAWS = 8
 MAX_NAMED = 8
@@ -33,7 +33,7 @@ _MAX_SENTENCES = 12
 """Of one kind; more rows are summed up."""
 
 
-def sentences(report: Report) -> list[str]:
+def write_sentences(report: Report) -> list[str]:
     """The verdicts of a report, one sentence each."""
     entries = report.entries
     if not entries:
@@ -58,13 +58,13 @@ def sentences(report: Report) -> list[str]:
         )
     result += [*withheld_sentences(report), *_speed_sentences(report)]
     result += [*_assumed_device(report), *_uncompared(report)]
-    within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.shifts]
+    within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.changes_within_run]
     result += _first(within, "changes within runs are in the notes of their rows.")
     result += _power_sentences(report)
     result += [
-        f"Repeats of {entry.label} disagree: {disagreement(entry)}."
+        f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
         for entry, found in timed
-        if found.disagree
+        if found.repeats_disagree
     ]
     result += _parity_sentences(report)
     result += [
@@ -101,7 +101,7 @@ def _beside_others(report: Report) -> Iterator[str]:
         yield f"Against {report.baseline}: {said}."
 
 
-def compared_groups(report: Report) -> list[list[Entry]]:
+def group_compared_rows(report: Report) -> list[list[Entry]]:
     """Timed rows that are compared with one another, a reference first; the largest group first."""
     timed = {e.run.name: [e] for e in report.entries if e.estimate and not e.per_token}
     for entry in report.entries:
@@ -117,10 +117,10 @@ def token_ratio(entry: Entry) -> float:
 
 def judged_ratio(entry: Entry) -> float:
     """Return the ratio that the verdict is on; 1 where nothing is compared."""
-    return entry.judged.ratio if entry.judged else 1.0
+    return entry.judged_time.ratio if entry.judged_time else 1.0
 
 
-def some_of(names: Sequence[str]) -> str:
+def join_first_names(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -128,16 +128,18 @@ def some_of(names: Sequence[str]) -> str:
 
 def _power_sentences(report: Report) -> list[str]:
     """What the intervals assume of runs that were not repeated, and what repeats would show."""
-    found = [e.estimate for e in report.entries if e.estimate and e.estimate.error is not None]
-    groups = [str(len(group) - 1) for group in compared_groups(report) if len(group) > 2]
+    found = [
+        e.estimate for e in report.entries if e.estimate and e.estimate.standard_error is not None
+    ]
+    groups = [str(len(group) - 1) for group in group_compared_rows(report) if len(group) > 2]
     told = [
         f"Of {joined(groups)} comparisons with one reference all verdicts are right"
         " together with 95% (Holm); an interval is of its pair alone."
     ]
     told = told if groups else []
-    for scatter in dict.fromkeys(each.scatter for each in found if each.freedom is None):
+    for scatter in dict.fromkeys(each.scatter for each in found if each.degrees_of_freedom is None):
         one, three = (
-            smallest_difference(*of) for of in ((1, scatter.assumed), (3, scatter.typical))
+            smallest_visible_difference(*of) for of in ((1, scatter.assumed), (3, scatter.typical))
         )
         told.append(
             f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
@@ -162,12 +164,12 @@ def withheld_sentences(report: Report) -> list[str]:
     texts = []
     if disturbed:
         texts.append(
-            f"No speed is compared with {some_of(disturbed)}: other programs used the cores. Close them"
+            f"No speed is compared with {join_first_names(disturbed)}: other programs used the cores. Close them"
             " and run again."
         )
     if taking_turns:
         texts.append(
-            f"No speed is compared with {some_of(taking_turns)}: with more ranks than cores, times say"
+            f"No speed is compared with {join_first_names(taking_turns)}: with more ranks than cores, times say"
             " nothing about speed."
         )
     return texts + [
@@ -186,7 +188,7 @@ def _speed_sentences(report: Report) -> list[str]:
     groups: dict[tuple[str, TimeVerdict, bool], list[Entry]] = {}
     for entry in report.entries:
         if entry.speed and entry.per_token:
-            judged = entry.speed.judged or entry.per_token
+            judged = entry.speed.judged_time or entry.per_token
             key = entry.speed.reference, judged.verdict, bool(entry.speed.per_device_token)
             groups.setdefault(key, []).append(entry)
     result = []
@@ -197,7 +199,7 @@ def _speed_sentences(report: Report) -> list[str]:
         span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
         result.append(
             f"{plural(len(members), 'row')}: {verdict.against(labels[name])}, {span} the {what}"
-            f" ({some_of([entry.label for entry in members])})."
+            f" ({join_first_names([entry.label for entry in members])})."
         )
     return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
 
@@ -211,7 +213,7 @@ def _uncompared(report: Report) -> list[str]:
         return []
     verb, whose = ("is", "its") if len(alone) == 1 else ("are", "their")
     return [
-        f"{some_of(alone)} {verb} compared with no other log: none is of {whose} model"
+        f"{join_first_names(alone)} {verb} compared with no other log: none is of {whose} model"
         " (and device, where the logs name one; of equal batch, where they name no model)."
     ]
 
@@ -222,7 +224,7 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     if comparison is None:
         return ""
     reference = next(e for e in report.entries if e.run.name == comparison.reference)
-    found = comparison.judged
+    found = comparison.judged_time
     if found is None:
         return (
             f"{entry.label} against {reference.label}: no verdict on speed, {comparison.caution}."
@@ -294,7 +296,7 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
     if reference is None or other is None or reference.batch == other.batch:
         return ""
     text = f" (batch {reference.batch} | {other.batch}"
-    if reference.parallelism == Parallelism() and other.batch == batch_for(
+    if reference.parallelism == Parallelism() and other.batch == scale_batch(
         reference.batch, other.parallelism
     ):
         text += (
@@ -335,7 +337,7 @@ def _parity_sentences(report: Report) -> list[str]:
         elif any(e.parity.repeats for e in held):
             basis = "the spread of repeats and the rounding"
         result.append(
-            f"Loss parity held for {some_of([e.label for e in held])}: over {fewest} iterations"
+            f"Loss parity held for {join_first_names([e.label for e in held])}: over {fewest} iterations"
             f" {worst} (tolerance: {basis})."
         )
     result += [
@@ -352,7 +354,7 @@ def _parity_sentences(report: Report) -> list[str]:
         if entry.parity.without_baseline:
             lost.setdefault(entry.parity.without_baseline, []).append(entry.label)
     result += [
-        f"Loss parity of {some_of(labels)} is not against baseline: {why}."
+        f"Loss parity of {join_first_names(labels)} is not against baseline: {why}."
         for why, labels in lost.items()
     ]
     return result
@@ -374,7 +376,9 @@ def _unjudged(entries: Sequence[Entry]) -> list[str]:
         is_one = len(without_shape) == 1
         states = NO_SHAPE if is_one else "do not state their models' shapes"
         whose = "its" if is_one else "their"
-        result.append(f"{some_of(without_shape)} {states}, so {whose} losses are not judged.")
+        result.append(
+            f"{join_first_names(without_shape)} {states}, so {whose} losses are not judged."
+        )
     for reason, names in labels.items():
-        result.append(f"The losses of {some_of(names)} are not judged: {reason}.")
+        result.append(f"The losses of {join_first_names(names)} are not judged: {reason}.")
     return _first(result, "reasons are in the notes of their rows.")

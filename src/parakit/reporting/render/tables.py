@@ -16,7 +16,7 @@ from parakit.formatting.table import Column, Table
 from parakit.formatting.units import DASH, bracketed, count, interval, loss, number, percent, size
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import ArgumentDifference, Report
-from parakit.reporting.analyse.results import notes_of, other_attempts
+from parakit.reporting.analyse.results import describe_other_attempts, write_row_notes
 from parakit.reporting.analyse.statistics import Estimate, TimeComparison
 
 _MAX_VALUES = 12
@@ -24,22 +24,22 @@ _MAX_VALUES = 12
 _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "running": "cyan"}
 
 
-def ratio(found: TimeComparison) -> str:
+def format_ratio(found: TimeComparison) -> str:
     """`×1.24 slower`, without its interval."""
     return f"×{found.ratio:.2f} {found.verdict}"
 
 
-def speed_text(entry: Entry) -> str:
+def format_speed(entry: Entry) -> str:
     """Return `×1.24 slower`, with the ratio per device where the numbers of devices differ."""
     speed = entry.speed
     if speed is None or speed.per_token is None:
         return ""
     if speed.per_device_token is None:
-        return ratio(speed.per_token)
-    return f"×{speed.per_token.ratio:.3g}, per device {ratio(speed.per_device_token)}"
+        return format_ratio(speed.per_token)
+    return f"×{speed.per_token.ratio:.3g}, per device {format_ratio(speed.per_device_token)}"
 
 
-def time_text(found: Estimate | None, shape: str = ".1f") -> str:
+def format_time(found: Estimate | None, shape: str = ".1f") -> str:
     """`157.8 [140.5, 175.2]`, by the format specification."""
     return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
 
@@ -92,7 +92,7 @@ _INTERVAL = Column[Entry](
 )
 _SPEED = Column[Entry](
     "Time a token",
-    lambda e: (e.per_token.ratio, speed_text(e)) if e.per_token else None,
+    lambda e: (e.per_token.ratio, format_speed(e)) if e.per_token else None,
     itemgetter(1),
     why=lambda e: (
         (e.speed.caution or "not comparable")
@@ -126,7 +126,7 @@ _MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
 _PUBLISHED = Column[Entry](
     "Published ms", _published, itemgetter(1), why="nothing of this model and strategy"
 )
-_NOTES = Column[Entry]("Notes", notes_of, right=False)
+_NOTES = Column[Entry]("Notes", write_row_notes, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, value=lambda e: e.parity.verdict)
 
 _OF_PAGE = (
@@ -163,7 +163,7 @@ def _time_and_interval(entry: Entry) -> str:
 
 
 def _status_and_attempts(entry: Entry) -> str:
-    attempts = ", ".join(other_attempts(entry.configuration)).replace("earlier ", "")
+    attempts = ", ".join(describe_other_attempts(entry.configuration)).replace("earlier ", "")
     return f"{entry.status} ({attempts})" if attempts else entry.status
 
 
@@ -199,7 +199,7 @@ _OF_TERMINAL = (
 )
 
 
-def page_results(report: Report) -> Table[Entry]:
+def page_results_table(report: Report) -> Table[Entry]:
     """Results with every column of which something is known."""
     table = Table(_OF_PAGE, report.entries)
     known = zip(*table.cells, strict=True) if report.entries else [()] * len(_OF_PAGE)
@@ -207,15 +207,15 @@ def page_results(report: Report) -> Table[Entry]:
     return replace(table, columns=tuple(columns))
 
 
-def markdown_results(report: Report) -> Table[Entry]:
+def markdown_results_table(report: Report) -> Table[Entry]:
     """Results with notes, for a text that is read and not sorted."""
     return Table(_OF_MARKDOWN, report.entries)
 
 
-def terminal_results(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
+def terminal_results_table(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
     """Results of one model on one device, as many columns as fit."""
     # What did not end well is shown however narrow it is.
-    others = any(e.status != Status.OK or other_attempts(e.configuration) for e in entries)
+    others = any(e.status != Status.OK or describe_other_attempts(e.configuration) for e in entries)
     published = any(map(_published, entries))
     columns = (
         replace(c, rank=1) if others and c.name == "status" else c
@@ -233,25 +233,25 @@ _WINDOW = (
 )
 
 
-def windows(report: Report, *, notes: bool = False) -> Table[Entry]:
+def windows_table(report: Report, *, notes: bool = False) -> Table[Entry]:
     """Which iterations count, and where the interval comes from."""
     spread = Column[Entry]("Spread", lambda e: e.estimate and e.estimate.spread, percent)
     return Table((*_WINDOW, spread, _NOTES) if notes else _WINDOW, report.entries)
 
 
-def speeds(report: Report) -> Table[Entry]:
+def speeds_table(report: Report) -> Table[Entry]:
     """Each configuration beside its cohort's reference."""
     compared = tuple(entry for entry in report.entries if entry.per_token)
 
     def per_iteration(entry: Entry) -> str:
         found = entry.speed.per_iteration if entry.speed else None
         if found:
-            return ratio(found)
+            return format_ratio(found)
         other = entry.speed and entry.speed.per_device_token
         return "refused: other number of devices" if other else "refused: different work"
 
     def span(entry: Entry) -> str | None:
-        found = entry.judged
+        found = entry.judged_time
         return f"{found.low:.3f} – {found.high:.3f}" if found and found.low and found.high else None
 
     def differences(entry: Entry) -> str:
@@ -270,7 +270,7 @@ def speeds(report: Report) -> Table[Entry]:
     return Table(columns, compared)
 
 
-def arguments(report: Report, limit: int) -> Table[ArgumentDifference]:
+def arguments_table(report: Report, limit: int) -> Table[ArgumentDifference]:
     """Arguments that are not the same in all runs, a column for each row of the report."""
 
     def grouped(found: ArgumentDifference) -> str:

@@ -12,28 +12,28 @@ from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.hardware import load_hardware
 from parakit.config.model import load_model, model_names
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import (
-    EXAMPLES,
+    EXAMPLE_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    count_devices,
     parse_strategy,
+    scale_batch,
 )
-from parakit.costs import communication_of_rank, total_wire_bytes
+from parakit.costs import rank_collectives, total_wire_bytes
 from parakit.formatting.html import environment
 from parakit.formatting.units import joined
 from parakit.planner import PlanOptions, time_strategy
-from parakit.site.drawing.held import held
-from parakit.site.drawing.sent import sent, traffic
-from parakit.site.drawing.sheet import DrawnRank, shown_ranks
-from parakit.site.drawing.when import when
+from parakit.site.drawing.communication import draw_communication, format_traffic
+from parakit.site.drawing.schedule import draw_schedule
+from parakit.site.drawing.sheet import DrawnRank, select_ranks
+from parakit.site.drawing.tensors import draw_tensors
 
 
-def figure(spec: RunSpec, name: str) -> str:
+def draw_figure(spec: RunSpec, name: str) -> str:
     """The drawing as HTML: a caption in words, then its sheets.
 
     Args:
@@ -43,8 +43,12 @@ def figure(spec: RunSpec, name: str) -> str:
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
-    ranks = shown_ranks(spec.parallelism)
-    sheets = [held(spec, ranks, name), when(spec, ranks, name), sent(spec, ranks, name)]
+    ranks = select_ranks(spec.parallelism)
+    sheets = [
+        draw_tensors(spec, ranks, name),
+        draw_schedule(spec, ranks, name),
+        draw_communication(spec, ranks, name),
+    ]
     says = "".join(f"<p>{escape(sentence)}</p>" for sentence in _sentences(spec, ranks))
     columns = f"<div>{sheets[0]}</div><div>{sheets[1]}{sheets[2]}</div>"
     return f'<figure id="{name}"><figcaption>{says}</figcaption>{columns}</figure>'
@@ -103,7 +107,7 @@ def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
     if split.sharding:
         yield _SHARDINGS[split.sharding]
     stages = sorted({rank.stage for rank in ranks})
-    sent = {stage: total_wire_bytes(communication_of_rank(spec, stage)) for stage in stages}
+    sent = {stage: total_wire_bytes(rank_collectives(spec, stage)) for stage in stages}
     kind = "CPU ranks" if spec.device is DeviceKind.CPU else "GPUs"
     yield (
         f"{spec.model} as {spec.name} on {split.world_size:,} {kind}, {spec.dtype}, micro batch "
@@ -111,14 +115,14 @@ def _sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
         f"iteration a rank sends {_list_by_stage(sent)}."
         + ("" if len(ranks) == split.world_size else f" {len(ranks)} of its ranks are drawn.")
     )
-    if spec.shape.experts and group_ranks(split, Group.TENSOR_EXPERT) > 1:
+    if spec.shape.experts and group_size(split, Group.TENSOR_EXPERT) > 1:
         yield "A router decides how many tokens go where: of these bytes the sum over ranks is exact."
 
 
 def _list_by_stage(values: dict[int, int]) -> str:
     if len(set(values.values())) == 1:
-        return traffic(next(iter(values.values())))
-    return joined([f"{traffic(value)} on stage {stage}" for stage, value in values.items()])
+        return format_traffic(next(iter(values.values())))
+    return joined([f"{format_traffic(value)} on stage {stage}" for stage, value in values.items()])
 
 
 _DENSE, _EXPERTS = ("gpt2-tiny", "gpt2-large"), ("moe-tiny", "blueberry-79m")
@@ -138,7 +142,7 @@ DRAWN = {
 GPU = "h200"
 
 
-def asked(
+def resolve_run(
     model: str,
     strategy: str,
     device: str,
@@ -151,8 +155,8 @@ def asked(
     Raises:
         ValueError: There is no such model, strategy or device, or Megatron refuses it; one sentence.
     """
-    devices = devices or devices_of(strategy)
-    batch = batch_for(load_model(model).batch, parse_strategy(strategy, devices))
+    devices = devices or count_devices(strategy)
+    batch = scale_batch(load_model(model).batch, parse_strategy(strategy, devices))
     options = PlanOptions(
         model=model,
         gpu=device,
@@ -164,19 +168,19 @@ def asked(
     return time_strategy(options).candidate.spec
 
 
-def page() -> str:
+def render_drawings_page() -> str:
     """The page, with every drawing of `DRAWN` for both of its models."""
     sections = []
     for strategy, (heading, devices, (tiny, large)) in DRAWN.items():
-        small = figure(asked(tiny, strategy, "cpu", devices), f"{strategy}-{tiny}")
-        predicted = figure(asked(large, strategy, GPU, devices), f"{strategy}-{large}")
+        small = draw_figure(resolve_run(tiny, strategy, "cpu", devices), f"{strategy}-{tiny}")
+        predicted = draw_figure(resolve_run(large, strategy, GPU, devices), f"{strategy}-{large}")
         both = f'<div class="exact">{small}</div><div class="predicted">{predicted}</div>'
         sections.append((strategy, heading, both))
     template = environment(Path(__file__).parents[1] / "templates").get_template("drawings.html.j2")
     return template.render(
         sections=sections,
         models=model_names(),
-        strategies=EXAMPLES,
+        strategies=EXAMPLE_STRATEGIES,
         devices=load_hardware().devices.values(),
         gpu=GPU,
     )

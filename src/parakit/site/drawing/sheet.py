@@ -98,10 +98,10 @@ class DrawnRank(NamedTuple):
     expert_data: int
 
 
-def shown_ranks(split: Parallelism) -> list[DrawnRank]:
+def select_ranks(split: Parallelism) -> list[DrawnRank]:
     """All ranks, if a drawing has room for them; else the first and the last along a dimension."""
     if split.world_size <= MOST_SHOWN:
-        return [rank_at(split, number) for number in range(split.world_size)]
+        return [locate_rank(split, number) for number in range(split.world_size)]
     ends, room = [], MOST_SHOWN
     for degree in (split.tensor, split.pipeline, split.data, split.context):
         two = degree > 1 and room > 1
@@ -111,16 +111,16 @@ def shown_ranks(split: Parallelism) -> list[DrawnRank]:
         tensor + split.tensor * (context + split.context * (data + split.data * stage))
         for tensor, stage, data, context in product(*ends)
     )
-    return [rank_at(split, number) for number in sorted(numbers)]
+    return [locate_rank(split, number) for number in sorted(numbers)]
 
 
-def rank_at(split: Parallelism, number: int) -> DrawnRank:
+def locate_rank(split: Parallelism, number: int) -> DrawnRank:
     """The places of a global rank; experts have dimensions of their own inside a stage."""
     rest, tensor = divmod(number, split.tensor)
     rest, context = divmod(rest, split.context)
     stage, data = divmod(rest, split.data)
     inside = number % (split.world_size // split.pipeline)
-    inside, expert_tensor = divmod(inside, split.tensor_of_experts)
+    inside, expert_tensor = divmod(inside, split.effective_expert_tensor)
     expert_data, expert = divmod(inside, split.expert)
     return DrawnRank(number, tensor, context, data, stage, expert_tensor, expert, expert_data)
 
@@ -144,7 +144,7 @@ _STAYS = {
 """The places that all ranks of one group share."""
 
 
-def together(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
+def group_ranks_by(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
     """The ranks by the group of this kind that they are in."""
 
     def key(rank: DrawnRank) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def together(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
     return sorted(list(members) for _, members in groupby(sorted(ranks, key=key), key))
 
 
-def draw_heads(
+def draw_rank_headings(
     sheet: Sheet, split: Parallelism, ranks: Iterable[DrawnRank], start: float, wide: float
 ) -> None:
     """The ranks, and where they stand in each dimension that has more than one place."""

@@ -8,9 +8,14 @@ from functools import partial
 from itertools import batched
 
 from parakit.config.run import RunSpec
-from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
+from parakit.costs import (
+    PredictedMemory,
+    bytes_per_parameter,
+    estimate_rank_memory,
+    rank_parameters,
+)
 from parakit.formatting.units import amount, count
-from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads
+from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_rank_headings
 
 _LABEL = 108
 """Width of what stands before the ranks' columns."""
@@ -37,12 +42,12 @@ class _Row:
     """None where a rank has nothing of it."""
 
 
-def held(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
+def draw_tensors(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The sheet: a column for each rank, a row for each tensor, of which the rank's part is filled."""
     sheet = Sheet(f"{name}-held", f"What each rank holds: {spec.model} as {spec.name}")
     for band in batched(ranks, 4):
         wide = (WIDTH - _LABEL) / len(band)
-        draw_heads(sheet, spec.parallelism, band, _LABEL, wide)
+        draw_rank_headings(sheet, spec.parallelism, band, _LABEL, wide)
         for title, rows in (
             ("the batch", _batch_rows(spec)),
             ("weights it computes with", _weight_rows(spec)),
@@ -134,7 +139,9 @@ def _weight_rows(spec: RunSpec) -> Iterator[_Row]:
     stages = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
     for component, (name, cut) in _WEIGHTS.items():
         if any(getattr(parameters, component) for parameters in stages):
-            sizes = [getattr(each, component) * precision_of(spec).weights for each in stages]
+            sizes = [
+                getattr(each, component) * bytes_per_parameter(spec).weights for each in stages
+            ]
             yield _Row(name, partial(_weights, spec, sizes, cut))
 
 
@@ -155,7 +162,7 @@ def _layers(spec: RunSpec, stage: int) -> list[int]:
     """Which layers a stage holds: with virtual stages several stretches of them."""
     found: list[int] = []
     first = 0
-    counts = [spec.chunk_layers(each) for each in range(spec.parallelism.pipeline)]
+    counts = [spec.layers_per_chunk(each) for each in range(spec.parallelism.pipeline)]
     for chunk in zip(*counts, strict=True):
         for each, layers in enumerate(chunk):
             found += range(first, first + layers) if each == stage else ()
@@ -166,7 +173,7 @@ def _layers(spec: RunSpec, stage: int) -> list[int]:
 def _state_rows(spec: RunSpec) -> Iterator[_Row]:
     """What a rank has at its fullest, as bars of one scale; in its frame a shard of what is sharded."""
     split, sharding = spec.parallelism, spec.parallelism.sharding
-    memory = [memory_of_rank(spec, stage) for stage in range(split.pipeline)]
+    memory = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
     ranks = split.data * split.context // spec.optimizer_instances
     rows: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
         ("weights", lambda of: of.weights, sharding.shards_weights),

@@ -25,8 +25,8 @@ from parakit.artifacts.torch_dist import (
 )
 
 LEGACY_FILE = "model_optim_rng.pt"
-COLUMNS = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
-ROWS = ("linear_proj", "linear_fc2")
+COLUMN_PARALLEL_MODULES = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
+ROW_PARALLEL_MODULES = ("linear_proj", "linear_fc2")
 """Modules whose weights TP cuts by their first dimension, and by their second."""
 
 _COPIED = re.compile(r"norm|router|position_embeddings|linear_(proj|fc2)\.bias")
@@ -56,7 +56,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Copy:
+class ReplicatedPiece:
     """What a rank holds of a tensor that another holds too."""
 
     name: str
@@ -64,13 +64,13 @@ class Copy:
     part: StoredPart
 
 
-def cut_axis(name: str) -> int | None:
+def tensor_parallel_axis(name: str) -> int | None:
     """The dimension, without layers and experts, by which TP cuts a tensor; None if by none."""
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
-    if module in ROWS and kind == "weight":
+    if module in ROW_PARALLEL_MODULES and kind == "weight":
         return 1
-    return 0 if module in COLUMNS and kind in ("weight", "bias") else None
+    return 0 if module in COLUMN_PARALLEL_MODULES and kind in ("weight", "bias") else None
 
 
 def stack_fsdp_tensors(stored: StoredMetadata) -> StoredMetadata:
@@ -89,7 +89,7 @@ def stack_fsdp_tensors(stored: StoredMetadata) -> StoredMetadata:
 
 def join_rank_files(
     folder: Path, ranks: Mapping[str, Any], arguments: Mapping[str, str]
-) -> tuple[StoredMetadata, tuple[Copy, ...]]:
+) -> tuple[StoredMetadata, tuple[ReplicatedPiece, ...]]:
     """What the files of the format `torch` hold together, each of a rank by the name of its folder."""
     files = {
         rank: StoredPart(file := f"{rank}/{LEGACY_FILE}", 0, (folder / file).stat().st_size)
@@ -99,7 +99,7 @@ def join_rank_files(
     return StoredMetadata(joined, tuple(files.values()), {}), copies
 
 
-def ranks_lacking(ranks: Collection[str], arguments: Mapping[str, str]) -> list[str]:
+def find_missing_ranks(ranks: Collection[str], arguments: Mapping[str, str]) -> list[str]:
     """Folders of ranks that the arguments have, and that are not there."""
     tensor, pipeline, expert = _degrees(arguments)
     wanted = (
@@ -178,7 +178,7 @@ def _pieces_of_ranks(
         )
         for raw, (own, stacked, _) in named.items():
             name = own.replace(OUTPUT, EMBEDDING) if tied else own
-            count, axis = of_experts if _EXPERTS in name else tensor, cut_axis(name)
+            count, axis = of_experts if _EXPERTS in name else tensor, tensor_parallel_axis(name)
             if axis is None and tensor > 1 and not _COPIED.search(name):
                 name = f"{rank}.{name}"
             first = (layers[_chunk(raw), p], e * experts)
@@ -260,11 +260,13 @@ def _canonical(raw: str) -> tuple[str, Shape, int | None]:
     return f"optimizer.state.{moment[2]}.{name}" if moment else name, tuple(stacked), half
 
 
-def _joined(pieces: Iterable[_Piece]) -> tuple[dict[str, StoredTensor], tuple[Copy, ...]]:
+def _joined(
+    pieces: Iterable[_Piece],
+) -> tuple[dict[str, StoredTensor], tuple[ReplicatedPiece, ...]]:
     by_name = dict[str, list[_Piece]]()
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
-    tensors, copies = dict[str, StoredTensor](), list[Copy]()
+    tensors, copies = dict[str, StoredTensor](), list[ReplicatedPiece]()
     for name, found in by_name.items():
         counts = tuple(
             1 + max(numbers) for numbers in zip(*(one.stacked for one in found), strict=True)
@@ -273,7 +275,7 @@ def _joined(pieces: Iterable[_Piece]) -> tuple[dict[str, StoredTensor], tuple[Co
         for piece in found:
             at = (*piece.stacked, *piece.begin)
             if at in whole.parts:
-                copies.append(Copy(name, at, piece.part))
+                copies.append(ReplicatedPiece(name, at, piece.part))
                 continue
             whole.sizes[at] = (*(1 for _ in counts), *piece.size)
             whole.parts[at] = piece.part

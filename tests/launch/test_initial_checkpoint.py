@@ -11,7 +11,7 @@ from rich.console import Console
 from parakit.artifacts.checkpoints import read_verified_weights_hash
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
-from parakit.launch import start
+from parakit.launch import initial_checkpoint
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
@@ -24,22 +24,22 @@ from tests.launch.checkpoint.conftest import write as write  # noqa: PLC0414 - a
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")
-    return compose_job(target.under(Options(runs=tmp_path)))
+    return compose_job(target.with_options(Options(runs=tmp_path)))
 
 
 def partials(launch: Launch) -> list[Path]:
-    assert launch.start_checkpoint is not None
-    return list(launch.start_checkpoint.parent.glob(".*.partial"))
+    assert launch.initial_checkpoint is not None
+    return list(launch.initial_checkpoint.parent.glob(".*.partial"))
 
 
 def ensure(launch: Launch, tmp_path: Path) -> Path | None:
-    return start.ensure_start_checkpoint(launch, Console(quiet=True))
+    return initial_checkpoint.ensure_initial_checkpoint(launch, Console(quiet=True))
 
 
 def test_of_two_runs_that_start_together_one_writes_it_and_the_other_takes_it(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
 ) -> None:
-    path = launch.start_checkpoint
+    path = launch.initial_checkpoint
     assert path is not None
 
     def written_twice(_: Launch, log: Path, *__: object) -> int:
@@ -48,7 +48,7 @@ def test_of_two_runs_that_start_together_one_writes_it_and_the_other_takes_it(
         (path / "theirs").touch()
         return 0
 
-    monkeypatch.setattr(start, "run_ranks", written_twice)
+    monkeypatch.setattr(initial_checkpoint, "run_ranks", written_twice)
     assert ensure(launch, tmp_path) == path
     assert [file.name for file in path.iterdir()] == ["theirs"]
     assert partials(launch) == []
@@ -64,7 +64,7 @@ def written(monkeypatch: pytest.MonkeyPatch, write: Write) -> list[Path]:
         folders.append(log.parent)
         return 0
 
-    monkeypatch.setattr(start, "run_ranks", run_ranks)
+    monkeypatch.setattr(initial_checkpoint, "run_ranks", run_ranks)
     return folders
 
 
@@ -73,13 +73,13 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
 ) -> None:
     said = io.StringIO()
     console = Console(file=said, width=1000)
-    path = start.ensure_start_checkpoint(launch, console)
+    path = initial_checkpoint.ensure_initial_checkpoint(launch, console)
     assert path is not None
     weights = read_verified_weights_hash(path)
-    start.ensure_start_checkpoint(launch, console)
+    initial_checkpoint.ensure_initial_checkpoint(launch, console)
     assert len(written) == 1  # it is as it was
     damage(path / "iter_0000001")
-    assert start.ensure_start_checkpoint(launch, console) == path
+    assert initial_checkpoint.ensure_initial_checkpoint(launch, console) == path
     assert len(written) == 2
     assert (path.parent / f"damaged-{path.name}").is_dir()
     assert ".distcp is not what was saved" in said.getvalue()
@@ -89,7 +89,7 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
 
 
 def test_a_run_that_resumes_needs_none(launch: Launch, tmp_path: Path, written: list[Path]) -> None:
-    resumed = launch.resumed(ResumePoint("before", tmp_path, 4))
+    resumed = launch.resume_from(ResumePoint("before", tmp_path, 4))
     assert ensure(resumed, tmp_path) is None
     assert written == []
 
@@ -97,7 +97,7 @@ def test_a_run_that_resumes_needs_none(launch: Launch, tmp_path: Path, written: 
 def test_one_without_a_manifest_is_read_back_against_its_own_checksums(
     launch: Launch, tmp_path: Path, written: list[Path], write: Write
 ) -> None:
-    path = launch.start_checkpoint
+    path = launch.initial_checkpoint
     assert path is not None
     write(path, 1)
     ensure(launch, tmp_path)
@@ -121,7 +121,7 @@ def test_one_whose_tracker_names_another_iteration_is_written_anew(
 def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_is_not(
     launch: Launch, tmp_path: Path, written: list[Path]
 ) -> None:
-    path = launch.start_checkpoint
+    path = launch.initial_checkpoint
     assert path is not None
     here = f".{path.name}.{platform.node()}-"
     dead, living, elsewhere, other = (
@@ -148,8 +148,8 @@ def test_one_that_could_not_be_written_leaves_its_log_and_nothing_else(
         log.touch()
         return 1
 
-    monkeypatch.setattr(start, "run_ranks", run_ranks)
-    path = launch.start_checkpoint
+    monkeypatch.setattr(initial_checkpoint, "run_ranks", run_ranks)
+    path = launch.initial_checkpoint
     assert path is not None
     kept = path.with_name(f"{path.name}.log")
     with pytest.raises(LaunchError, match=f"Exit code 1.* The log is {kept}"):
@@ -170,7 +170,7 @@ def test_weights_of_a_router_that_refuses_a_balancing_loss_are_written_without_o
         write(log.parent, 1)
         return 0
 
-    monkeypatch.setattr(start, "run_ranks", run_ranks)
-    launch = compose_job(target.under(options))
-    start.ensure_start_checkpoint(launch, Console(quiet=True))
+    monkeypatch.setattr(initial_checkpoint, "run_ranks", run_ranks)
+    launch = compose_job(target.with_options(options))
+    initial_checkpoint.ensure_initial_checkpoint(launch, Console(quiet=True))
     assert Flags(flags).text("--moe-aux-loss-coeff") == "0"

@@ -12,20 +12,20 @@ from parakit.costs import (
     Pass,
     Phase,
     SimulatedSchedule,
-    communication_of_rank,
-    figures,
-    simulate,
+    measure_schedule,
+    rank_collectives,
+    simulate_schedule,
     sum_bytes_by_group,
 )
 from parakit.formatting.units import percent
-from parakit.site.drawing.sent import COLOURS, is_few
+from parakit.site.drawing.communication import COLOURS, is_small_reduction
 from parakit.site.drawing.sheet import WIDTH, DrawnRank, Sheet
 
 _MOST_PASSES = 24
 _MOST_WITH_MESSAGES = 40
 
 
-def when(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
+def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The passes of each stage that is shown, with what is sent beside them."""
     sheet = Sheet(f"{name}-when", f"When each stage computes: {spec.model} as {spec.name}")
     split = spec.parallelism
@@ -33,14 +33,14 @@ def when(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
     drawn = min(spec.microbatches, most - most % split.pipeline)
     virtual = split.virtual_stages
-    timeline = simulate(split.run_schedule, split.pipeline, drawn, virtual=virtual)
+    timeline = simulate_schedule(split.executed_schedule, split.pipeline, drawn, virtual=virtual)
     sheet.text(0, 12, "one iteration", "title")
     sheet.y = 22
     start, end = 58, WIDTH - 74
     scale = (end - start) / timeline.length
     tops = {stage: sheet.y + 34 * place for place, stage in enumerate(stages)}
     for stage, top in tops.items():
-        calls = communication_of_rank(spec, stage)
+        calls = rank_collectives(spec, stage)
         label = f"stage {stage}" if split.pipeline > 1 else "all ranks"
         sheet.text(0, top + 14, label)
         sheet.box(start, top, end - start, 20, "idle")
@@ -84,7 +84,9 @@ def _stripes(
     sheet: Sheet, calls: tuple[CollectiveCall, ...], phase: Phase, x: float, y: float, wide: float
 ) -> None:
     """A stripe of each dimension over which something is sent in a phase."""
-    sent = sum_bytes_by_group(call for call in calls if call.phase is phase and not is_few(call))
+    sent = sum_bytes_by_group(
+        call for call in calls if call.phase is phase and not is_small_reduction(call)
+    )
     kinds = sorted({COLOURS[group] for group in sent if group in COLOURS})
     for place, kind in enumerate(kinds):
         sheet.box(x + wide * place / len(kinds), y, wide / len(kinds), 4, f"dim {kind}")
@@ -116,6 +118,6 @@ def _timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
     only = f" The first {drawn:,} of {every:,} micro batches are drawn." if drawn < every else ""
     text = "F and B: forward and backward of a micro batch, B twice as long; lengths are no measurement."
     if spec.parallelism.pipeline > 1:
-        idle = percent(figures(timeline).idle_share)
+        idle = percent(measure_schedule(timeline).idle_fraction)
         text += f" Under {timeline.schedule.paper_name} stages idle {idle} of the time drawn."
     return text + only

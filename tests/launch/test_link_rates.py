@@ -10,7 +10,11 @@ from parakit.cluster.checks.devices import check_rates
 from parakit.cluster.checks.result import PASS, WARN
 from parakit.config.files import ROOT
 from parakit.launch.devices import visible_gpus
-from parakit.launch.exchange import ClockWatch, link_here, loopback_bytes_per_second
+from parakit.launch.link_rates import (
+    ClockWatch,
+    identify_local_link,
+    measure_loopback_bytes_per_second,
+)
 from tests.launch.fake_nvml import FakeNvml
 
 CLOCK, CAP = ("gpu", "highest_mhz", "limit_mhz", "throttling"), "software power cap"
@@ -22,7 +26,7 @@ def test_the_highest_clock_and_every_throttle_reason_are_kept(two_h200: FakeNvml
     two_h200.gpus[1].throttle = 0x4 | 0x40
     with ClockWatch(visible_gpus()) as watch:
         pass
-    assert watch.clocks() == [
+    assert watch.summarize() == [
         dict(zip(CLOCK, (0, 1980, 1980, "none"), strict=True)),
         dict(zip(CLOCK, (1, 1200, 1980, f"{CAP} + hardware thermal slowdown"), strict=True)),
     ]
@@ -33,18 +37,18 @@ def test_a_gpu_that_reports_nothing_is_no_error(two_h200: FakeNvml) -> None:
     two_h200.lost.add(0)
     with ClockWatch(gpus) as watch:
         pass
-    assert watch.clocks()[0] == dict(zip(CLOCK, (0, None, None, "none"), strict=True))
+    assert watch.summarize()[0] == dict(zip(CLOCK, (0, None, None, "none"), strict=True))
 
 
 def test_gpus_over_nvlink_are_compared_with_its_rate_and_others_with_nothing(
     two_h200: FakeNvml,
 ) -> None:
-    name, rate = link_here(visible_gpus())
+    name, rate = identify_local_link(visible_gpus())
     assert "NVLink" in name
     assert rate == 450e9  # 18 links of 25 GB/s each way
     two_h200.nvlink = False
-    assert link_here(visible_gpus()) == ("PCIe", None)
-    assert link_here(visible_gpus()[:1]) == ("nothing: one GPU", None)
+    assert identify_local_link(visible_gpus()) == ("PCIe", None)
+    assert identify_local_link(visible_gpus()[:1]) == ("nothing: one GPU", None)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_a_rate_far_below_the_links_is_warned_about(
     rate: float, full: float | None, status: str, found: str
 ) -> None:
     (row,) = check_rates(RATE | {"bytes_per_second": rate, "link_bytes_per_second": full})
-    assert (row.status, row.found) == (status, found)
+    assert (row.status, row.finding) == (status, found)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +88,17 @@ def test_clocks_and_throttling_are_named_with_the_fix(
 ) -> None:
     told = RATE | {"bytes_per_second": 1e9, "link_bytes_per_second": None}
     row = check_rates(told | {"clocks": [{"gpu": 3, **clock}]})[1]
-    assert (row.status, row.what) == (status, "Clock of GPU 3")
+    assert (row.status, row.subject) == (status, "Clock of GPU 3")
     assert fix in row.fix
 
 
 def test_loopback_moves_something() -> None:
-    assert loopback_bytes_per_second() > 0
+    assert measure_loopback_bytes_per_second() > 0
 
 
 @pytest.mark.slow
 def test_two_cpu_ranks_exchange_through_gloo() -> None:
-    command = (sys.executable, "-m", "parakit.launch.exchange")
+    command = (sys.executable, "-m", "parakit.launch.link_rates")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told = json.loads(answer.stdout)
     assert (told["backend"], told["ranks"], told["link"]) == ("gloo", 2, "TCP over loopback")

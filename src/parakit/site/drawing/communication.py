@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import CollectiveCall, Operation, Phase, communication_of_rank, total_wire_bytes
+from parakit.costs import CollectiveCall, Operation, Phase, rank_collectives, total_wire_bytes
 from parakit.formatting.units import count, gb, joined, megabytes
-from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_heads, together
+from parakit.site.drawing.sheet import (
+    EXACT_BYTES,
+    WIDTH,
+    DrawnRank,
+    Sheet,
+    draw_rank_headings,
+    group_ranks_by,
+)
 
 COLOURS = {
     Group.TENSOR: "tp",
@@ -60,22 +67,22 @@ def _lines(spec: RunSpec, stages: Iterable[int]) -> list[_Sent]:
     """Every call of these stages, equal ones together; so are the batch's tensors and a few numbers."""
     found: dict[tuple[Phase, Group, Operation, str], _Sent] = {}
     for stage in stages:
-        for call in communication_of_rank(spec, stage):
-            key = (call.phase, call.group, call.operation, call.what)
+        for call in rank_collectives(spec, stage):
+            key = (call.phase, call.group, call.operation, call.description)
             if call.phase is Phase.DATA:
                 key = (*key[:3], "the batch, which TP rank 0 reads")
-            elif is_few(call):
+            elif is_small_reduction(call):
                 key = (call.phase, Group.WORLD, call.operation, "norm, loss, flags: a few numbers")
             found.setdefault(key, _Sent(*key, {})).calls.setdefault(stage, []).append(call)
     order = list(Phase)
     return sorted(found.values(), key=lambda line: order.index(line.phase))
 
 
-def sent(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
+def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """The sheet: a line for each kind of call, a thread for each rank, joined where they communicate."""
     sheet = Sheet(f"{name}-sent", f"What is sent, between whom: {spec.model} as {spec.name}")
     wide = (WIDTH - _TEXT) / len(ranks)
-    draw_heads(sheet, spec.parallelism, ranks, _TEXT, wide)
+    draw_rank_headings(sheet, spec.parallelism, ranks, _TEXT, wide)
     middles = {rank.number: _TEXT + wide * (place + 0.5) for place, rank in enumerate(ranks)}
     phase, first = None, sheet.y
     for line in _lines(spec, sorted({rank.stage for rank in ranks})):
@@ -96,7 +103,7 @@ def sent(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 
 def _over(split: Parallelism, group: Group) -> str:
     degrees = {"TP": split.tensor, "CP": split.context, "DP": split.data, "EP": split.expert}
-    degrees["TP of experts"] = split.tensor_of_experts
+    degrees["TP of experts"] = split.effective_expert_tensor
     words = [word for word in _OVER.get(group, ()) if degrees.get(word, 2) > 1]
     return f" over {joined(words)}" if words else ""
 
@@ -106,8 +113,10 @@ def _amounts(line: _Sent) -> str:
     for stage, calls in line.calls.items():
         times, wire = sum(call.calls for call in calls), total_wire_bytes(calls)
         sizes = {call.payload_bytes for call in calls}
-        each = f"{times:,} × {traffic(sizes.pop())}" if len(sizes) == 1 else f"{times:,} calls"
-        said[stage] = f"{each}, a rank sends {traffic(wire)}"
+        each = (
+            f"{times:,} × {format_traffic(sizes.pop())}" if len(sizes) == 1 else f"{times:,} calls"
+        )
+        said[stage] = f"{each}, a rank sends {format_traffic(wire)}"
     if len(set(said.values())) == 1:
         return next(iter(said.values()))
     return "; ".join(f"stage {stage}: {text}" for stage, text in said.items())
@@ -125,7 +134,7 @@ def _link(
     kind = f"dim {COLOURS.get(line.group, 'few')}"
     is_sent = line.operation is Operation.SEND
     taking = ranks if is_sent else [rank for rank in ranks if rank.stage in line.calls]
-    groups = together(line.group, taking)
+    groups = group_ranks_by(line.group, taking)
     lanes = _lanes(groups)
     for members, lane in zip(groups, lanes, strict=True):
         xs = [middles[rank.number] for rank in members]
@@ -193,12 +202,12 @@ def _contents(operation: Operation, place: int, members: int) -> tuple[_Content,
     return known.get(operation, (("share", members, every), ("full", members, every)))
 
 
-def is_few(call: CollectiveCall) -> bool:
+def is_small_reduction(call: CollectiveCall) -> bool:
     """Whether it is one of the small reductions at an iteration's end, which are drawn as one."""
     return call.phase is Phase.OPTIMIZER and call.payload_bytes <= _FEW_BYTES
 
 
-def traffic(size_bytes: int) -> str:
+def format_traffic(size_bytes: int) -> str:
     """Bytes as networks count them."""
     if size_bytes < EXACT_BYTES:
         return f"{count(size_bytes)} B"

@@ -26,12 +26,12 @@ from parakit.artifacts.torch_dist import TRACKER_FILE, read_finished_iteration
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.config.flags import Flags, flag_words
-from parakit.config.model import imported_weights
+from parakit.config.flags import Flags, format_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
 from parakit.data import EVAL_ITERATIONS_FLAG, SPLIT_FLAG
-from parakit.launch.compose import Launch, compose
+from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
@@ -40,12 +40,12 @@ from parakit.logs import diagnose_log
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router that refuse a loss for it."""
 
-Run = Callable[[Launch, Path], int]
+RunLaunch = Callable[[Launch, Path], int]
 """Trains a launch on one rank, whose output goes to a log; its exit code."""
 
 
-def ensure_start_checkpoint(
-    launch: Launch, console: Console, run: Run | None = None
+def ensure_initial_checkpoint(
+    launch: Launch, console: Console, run: RunLaunch | None = None
 ) -> Path | None:
     """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
 
@@ -57,7 +57,7 @@ def ensure_start_checkpoint(
     Raises:
         LaunchError: Megatron did not write it; the message names its log.
     """
-    path = launch.start_checkpoint
+    path = launch.initial_checkpoint
     if path is None or launch.resume_point:  # Which loads what it saved.
         return None
     is_there = path.is_dir()
@@ -66,7 +66,7 @@ def ensure_start_checkpoint(
         flaw = _flaw(path)
         if flaw is None:
             return path
-    if path == imported_weights(launch.model):
+    if path == imported_weights_folder(launch.model):
         why = f"have changed since they were imported ({flaw})" if is_there else "are not there"
         raise LaunchError(
             f"The weights {relative_to_root(path)} {why}; remove the model's folder and run 'make import-hf' "
@@ -89,7 +89,7 @@ def ensure_start_checkpoint(
     return path
 
 
-def _write(path: Path, launch: Launch, run: Run) -> None:
+def _write(path: Path, launch: Launch, run: RunLaunch) -> None:
     try:
         with atomic_directory(path) as partial:
             log = partial / LOG_FILE
@@ -149,7 +149,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
     """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
     flags = Flags(launch.flags)
     router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
-    save = flag_words(
+    save = format_flags(
         {
             "--lr": 0,
             "--min-lr": 0,
@@ -187,7 +187,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
         patch_file=None,
     )
     job = Job("baseline", launch.model, 1, launch.spec.device, alone)
-    composed = compose(job, launch.runtime)
+    composed = compose_launch(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
     noise = {variables.START_NOISE: str(alone.seed)} if alone.noisy_start else {}
     return replace(composed, warm=launch.warm, environment=composed.environment | noise)

@@ -1,4 +1,4 @@
-"""`python -m parakit.launch.exchange`: what the devices here send each other, as JSON for `make doctor`.
+"""`python -m parakit.launch.link_rates`: what the devices here send each other, as JSON for `make doctor`.
 
 An all-reduce between all visible GPUs with NCCL, or between two CPU ranks with gloo; with NNODES= and
 its like one rank of each node. The rate of the link is given beside it: NVLink's, the network
@@ -20,23 +20,23 @@ from typing import Any
 
 import psutil
 
-from parakit.cluster import Nodes, nodes_of
+from parakit.cluster import Nodes, parse_nodes
 from parakit.config import settings
 from parakit.config.hardware import find_device, link_by_key
 from parakit.config.run import DeviceKind
-from parakit.config.setting import values
+from parakit.config.setting import parse_settings
 from parakit.launch import microbenchmark
 from parakit.launch.background import BackgroundThread
 from parakit.launch.devices import (
+    DeviceSample,
     Gpu,
-    Reading,
     clock_limit_mhz,
     find_links,
-    gpu_readings,
+    sample_gpus,
     visible_gpus,
 )
 from parakit.launch.microbenchmark import Workload
-from parakit.launch.rendezvous.messages import interface_of
+from parakit.launch.rendezvous.messages import find_interface
 
 CPU_RANKS = 2
 LOOPBACK_BYTES = 256 << 20
@@ -50,7 +50,7 @@ WORKLOADS = {
 }
 
 
-def measure(nodes: Nodes | None = None) -> dict[str, Any] | None:
+def measure_link(nodes: Nodes | None = None) -> dict[str, Any] | None:
     """Measure between this machine's devices, or one device of each node; None on later nodes.
 
     Raises:
@@ -62,10 +62,10 @@ def measure(nodes: Nodes | None = None) -> dict[str, Any] | None:
     interface = _interface(nodes) if nodes else None
     variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     with ClockWatch(gpus) as watch:
-        figures = microbenchmark.measure(WORKLOADS[device], device, ranks, nodes, variables)
+        figures = microbenchmark.run_workload(WORKLOADS[device], device, ranks, nodes, variables)
     if figures is None:
         return None
-    link, rate = _link_between(interface) if nodes else link_here(gpus[:ranks])
+    link, rate = _link_between(interface) if nodes else identify_local_link(gpus[:ranks])
     return {
         "backend": "NCCL" if gpus else "gloo",
         "ranks": ranks * (nodes.count if nodes else 1),
@@ -77,14 +77,14 @@ def measure(nodes: Nodes | None = None) -> dict[str, Any] | None:
         "nodes": figures.nodes,
         # Of each node with the next, alone.
         "pairs": figures.pair_bytes_per_second,
-        "clocks": watch.clocks(),
+        "clocks": watch.summarize(),
     }
 
 
-def link_here(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
+def identify_local_link(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
     """What connects the devices of this machine, and its rate."""
     if not gpus:
-        return "TCP over loopback", loopback_bytes_per_second()
+        return "TCP over loopback", measure_loopback_bytes_per_second()
     links = find_links(gpus)
     device = find_device(gpus[0].name)
     if links and all(link.nvlinks for link in links) and device is not None:
@@ -93,7 +93,7 @@ def link_here(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
     return ("PCIe", None) if links else ("nothing: one GPU", None)
 
 
-def loopback_bytes_per_second() -> float:
+def measure_loopback_bytes_per_second() -> float:
     """What one TCP connection to this machine itself moves."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = threading.Thread(target=_send, args=(server.getsockname(),), daemon=True)
@@ -113,22 +113,22 @@ class ClockWatch(BackgroundThread):
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = gpus
-        self._readings: list[list[Reading]] = [[] for _ in gpus]
+        self._readings: list[list[DeviceSample]] = [[] for _ in gpus]
         super().__init__()
 
-    def clocks(self) -> list[dict[str, Any]]:
+    def summarize(self) -> list[dict[str, Any]]:
         """What was seen, by GPU; None is what NVML does not report."""
         return list(map(_clock, self._gpus, self._readings))
 
     def _watch(self) -> None:
         while True:
-            for place, reading in gpu_readings(self._gpus):
+            for place, reading in sample_gpus(self._gpus):
                 self._readings[place].append(reading)
             if self.done.wait(CLOCK_INTERVAL_SECONDS):
                 return
 
 
-def _clock(gpu: Gpu, readings: Sequence[Reading]) -> dict[str, Any]:
+def _clock(gpu: Gpu, readings: Sequence[DeviceSample]) -> dict[str, Any]:
     clocks = (each["sm_clock_mhz"] for each in readings if "sm_clock_mhz" in each)
     texts = (each.get("throttle_reasons", "none") for each in readings)
     reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
@@ -160,12 +160,14 @@ def _interface(nodes: Nodes) -> str | None:
     """The network interface that leads to the first node."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(nodes.address), nodes.port))  # sends nothing
-        return interface_of(probe.getsockname()[0])
+        return find_interface(probe.getsockname()[0])
 
 
 if __name__ == "__main__":
     try:
-        measured = measure(nodes_of(Namespace(**values(settings.OF_NODES, os.environ))))
+        measured = measure_link(
+            parse_nodes(Namespace(**parse_settings(settings.NODE_SETTINGS, os.environ)))
+        )
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)
