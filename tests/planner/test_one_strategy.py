@@ -387,8 +387,8 @@ def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
     timed = mixtral(strategy, extra)
     spec = timed.candidate.spec
     assert rank_parameters(spec).experts == experts
-    assert (spec.parallelism.copies_of_experts, timed.ignored_flags) == (copies, ())
-    calls = communication_of_rank(spec)
+    assert (spec.parallelism.expert_data, timed.ignored_flags) == (copies, ())
+    calls = rank_collectives(spec)
     inside = [call.payload_bytes for call in calls if call.group is Group.EXPERT_TENSOR]
     assert max(inside, default=0) == gathered
     # A rank's 2,048 tokens go to two experts each: hidden states of 4,096 in bf16.

@@ -387,7 +387,7 @@ def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() ->
     again = replace(again, recompute=Recompute(frozenset({"moe_act"})))
     rate = compute_device_rates(on(), "bf16")
     repeated = [
-        layer_bytes(replace(again, shape=replace(shape, clamped=way)), rate).recompute
+        layer_bytes(replace(again, shape=replace(shape, clamps_activations=way)), rate).recompute
         for way in (False, True)
     ]
     assert repeated[1] - repeated[0] == 8 * columns

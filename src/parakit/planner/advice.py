@@ -12,7 +12,7 @@ from enum import StrEnum
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism, Sharding
-from parakit.costs import PRECISIONS, fullest_rank, parameters_total
+from parakit.costs import PRECISIONS, find_peak_rank, total_parameters
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -225,7 +225,7 @@ def _cost_sentence(plan: Plan, winner: Candidate) -> str:
 def _request_sentence(request: Request) -> str:
     """Return model, devices, batch and, of several nodes, what was assumed of the network."""
     cluster, shape = request.cluster, request.template.shape
-    parameters = parameters_total(shape)
+    parameters = total_parameters(shape)
     is_billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if is_billions else f"{parameters / 1e6:,.1f} million"
     nodes = f", {cluster.nodes} nodes of {cluster.per_node} ({cluster.network})"
@@ -344,7 +344,7 @@ def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
             for recompute in list_recomputes(template):
                 plain = build_unsharded_spec(template, split, size, recompute)
                 for spec in enumerate_variants(plain):
-                    yield evaluate_configuration(request, spec, fullest_rank(spec))
+                    yield evaluate_configuration(request, spec, find_peak_rank(spec))
 
 
 def _preference(candidate: Candidate) -> tuple[bool, float]:
@@ -365,7 +365,7 @@ def one_device_sentence(request: Request, winner: Candidate) -> str:
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
     best = min(_enumerate_single_kind_candidates(single), key=_preference, default=None)
     dtype, device = request.template.dtype, request.cluster.device
-    state_bytes = parameters_total(request.template.shape) * sum(astuple(PRECISIONS[dtype]))
+    state_bytes = total_parameters(request.template.shape) * sum(astuple(PRECISIONS[dtype]))
     if best is None or not best.fits:
         return (
             "One device is not enough, whatever the micro batch and recomputation: weights, gradients "

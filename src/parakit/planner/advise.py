@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parakit.config.strategy import Parallelism, Sharding
-from parakit.costs import parameters_total
+from parakit.costs import total_parameters
 from parakit.formatting.units import gib, joined, plural
 from parakit.planner.advice import (
     FAMILIES_OF_OTHER_TRAINERS,
@@ -228,7 +228,7 @@ def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
 
 def _answer_inference(request: Request) -> str:
     """Return the devices that hold the weights alone in bf16, a power of two, and advice on inference."""
-    weight_bytes, devices = 2 * parameters_total(request.template.shape), 1
+    weight_bytes, devices = 2 * total_parameters(request.template.shape), 1
     while weight_bytes > devices * request.capacity:
         devices *= 2
     return (

@@ -257,7 +257,7 @@ def _enumerate_stage_specs(
         plain = build_unsharded_spec(template, pipelined, micro_batch, template.recompute)
         for sharding in list_shardings(replace(pipelined, pipeline=2)):
             spec = replace(plain, parallelism=replace(pipelined, sharding=sharding))
-            if not violations(spec):
+            if not find_violations(spec):
                 yield spec
 
 
@@ -265,7 +265,7 @@ def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -
     """Return time and memory of pipeline rank `rank` of a run, for micro batches of `samples` samples."""
     seconds, seconds_after = stage_seconds(spec, request.cluster, rank)
     single_batch = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
-    memory = memory_of_rank(single_batch, rank)
+    memory = estimate_rank_memory(single_batch, rank)
     return StageCost(
         seconds=seconds + seconds_after * samples / request.global_batch,
         fixed_bytes=memory.total - memory.activations,

@@ -52,7 +52,7 @@ def load_calibration(path: Path | None) -> Calibration:
 
 def calibration_path(runs: Path, device: Device) -> Path:
     """Return the file with this machine's constants of a device, which `make plan GPU=<key>` reads too."""
-    return runs / calibration_file(device.key)
+    return runs / calibration_file_name(device.key)
 
 
 def load_device_calibration(runs: Path, device: Device) -> Calibration:

@@ -41,7 +41,7 @@ def enumerate_splits(
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor=tensor, pipeline=pipeline, context=context)
-                yield from _split_experts(shape, plain.split_experts(expert_tensor))
+                yield from _split_experts(shape, plain.with_expert_tensor(expert_tensor))
 
 
 def list_micro_batch_sizes(
@@ -157,7 +157,7 @@ def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelis
     if shape.experts and plain.tensor > 1:
         sequence_choices = sequence_choices[1:]
     # If experts use fewer ranks of tensor parallelism, the other ranks are free for expert parallelism.
-    ranks, expert_tensor = plain.data * plain.tensor, plain.tensor_of_experts
+    ranks, expert_tensor = plain.data * plain.tensor, plain.effective_expert_tensor
     if shape.experts and (ranks % expert_tensor or shape.expert_ffn_hidden % expert_tensor):
         return
     for expert in divisors(shape.experts) if shape.experts else [1]:

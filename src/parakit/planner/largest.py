@@ -87,8 +87,8 @@ def find_largest_models(
         for recompute in (Recompute.NONE, Recompute.FULL):
             best = LargestModel(name, str(recompute))
             for spec in _enumerate_growing_models(name, devices, seq_length, dtype):
-                memory = fullest_rank(replace(spec, recompute=recompute))[1].total
-                shape, parameters = spec.shape, parameters_total(spec.shape)
+                memory = find_peak_rank(replace(spec, recompute=recompute))[1].total
+                shape, parameters = spec.shape, total_parameters(spec.shape)
                 size = (parameters, shape.layers, shape.hidden, memory)
                 if memory <= capacity:
                     best = LargestModel(name, str(recompute), *size)

@@ -95,7 +95,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     )
     expert_tensor = parse_stated_expert_tensor(options)
     try:
-        devices = devices_of(options.strategy, named_devices or 1, expert_tensor)
+        devices = count_devices(options.strategy, named_devices or 1, expert_tensor)
         if named_devices and devices != named_devices:
             raise RequestError(
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named_devices:,}; "
@@ -115,7 +115,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
     stages = parse_stage_split(Flags([*request.model.flags, *request.extra, *degree]))
     if split.virtual_stages == 1:
-        split = replace(split, virtual_stages=stages.virtual(split.pipeline))
+        split = replace(split, virtual_stages=stages.virtual_stages_in_layout(split.pipeline))
     has_recompute_flags = any(map(flags.has, flags_with_role("recompute")))
     recompute = options.recompute or template.recompute
     spec = replace(
@@ -126,7 +126,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
         stages=stages,
         cp_comm_type=flags.text("--cp-comm-type", list_cp_comm_types(template, split)[0]),
     )
-    problems = violations(spec)
+    problems = find_violations(spec)
     if problems:
         raise RequestError(" ".join(problems))
     if options.imbalance:
@@ -160,7 +160,9 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
                     f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
                 )
             is_text = name == "EXTRA"
-            changed[name.lower()] = value if is_text else read(getattr(settings, name), value)
+            changed[name.lower()] = (
+                value if is_text else parse_setting(getattr(settings, name), value)
+            )
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
     return replace(options, **changed)

@@ -53,7 +53,7 @@ def predict_recorded_run(
     """
     spec, cluster = run.spec, _cluster_of(run, runs_root)
     # A log can lack arguments of the run, so that Megatron would refuse the logged arguments alone.
-    if cluster is None or violations(spec, NEWEST):
+    if cluster is None or find_violations(spec, NEWEST):
         return None
     if not spec.shape.vocabulary or spec.shape.linear:
         return None

@@ -43,8 +43,8 @@ def build_request(options: PlanOptions) -> Request:
         MeasurementsError: The file of the user's own measurements is no table.
     """
     extra = _parse_extra(options.extra)
-    model = changed_model(model_of(options.model), extra, planned("counted"))
-    refuse_misspelled((*model.flags, *extra))
+    model = apply_flags_to_model(find_model(options.model), extra, flags_planned_as("counted"))
+    refuse_misspelled_flags((*model.flags, *extra))
     blocks = model.shape.blocks
     if LINEAR in blocks:
         raise RequestError(
@@ -60,7 +60,7 @@ def build_request(options: PlanOptions) -> Request:
     global_batch = _resolve_global_batch(options, model, devices)
     template = _build_template(options, model, extra, global_batch)
     if is_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     flags = Flags(merge_flags(training_flags(model.family), model.flags, extra))
     cluster = Cluster(
         device=device,
@@ -99,7 +99,7 @@ def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> i
     batch = options.global_batch
     if not batch:
         is_global = model.source and Flags(model.flags).has("--global-batch-size")
-        scaled = batch_for(model.batch, Parallelism(data=devices))
+        scaled = scale_batch(model.batch, Parallelism(data=devices))
         batch = (model.batch if is_global else scaled).global_batch_size
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
@@ -123,7 +123,7 @@ def _build_template(
     arguments = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(arguments)
     expert_tensor = parse_expert_tensor(flags, model)
-    single_device = spec_of_flags(
+    single_device = spec_from_flags(
         drop_flags(arguments, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
     )
     return replace(
@@ -131,7 +131,7 @@ def _build_template(
         parallelism=Parallelism(expert_tensor=expert_tensor),
         batch=Batch(1, global_batch),
         dropout=flags.number("--hidden-dropout"),
-        expert_load=expert_load_of(flags, 1.0 if imbalance is None else imbalance),
+        expert_load=parse_expert_load(flags, 1.0 if imbalance is None else imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
     )
 
@@ -142,7 +142,7 @@ def parse_stated_expert_tensor(options: PlanOptions) -> int:
     Raises:
         RequestError: The model is dense, or the degree is below 1.
     """
-    model = model_of(options.model)
+    model = find_model(options.model)
     return parse_expert_tensor(Flags(merge_flags(model.flags, _parse_extra(options.extra))), model)
 
 
@@ -170,8 +170,8 @@ def list_ignored_flags(request: Request, is_one_strategy: bool) -> tuple[str, ..
     `is_one_strategy` is True if STRATEGY= names a strategy, because some flags count only then.
     """
     kinds = ("counted", "neither", "one strategy") if is_one_strategy else ("counted", "neither")
-    model_flags = drop_flags(request.model.flags, planned("MICRO_BATCH=", "GLOBAL_BATCH="))
-    arguments = drop_flags(merge_flags(model_flags, request.extra), planned(*kinds))
+    model_flags = drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH="))
+    arguments = drop_flags(merge_flags(model_flags, request.extra), flags_planned_as(*kinds))
     return tuple(argument for argument in arguments if argument.startswith("--"))
 
 

@@ -217,7 +217,7 @@ def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterato
     for spec in enumerate_variants(bound.plain):
         if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
             continue
-        peak = fullest_within(spec, request.capacity)
+        peak = find_peak_rank_within(spec, request.capacity)
         if peak:
             yield _predict(request, spec, peak)
 
@@ -242,7 +242,7 @@ def evaluate_configuration(
         spec: The configuration.
         fullest: Pipeline rank with the peak memory, and its memory; None computes both.
     """
-    return _correct_by_own_runs(request, _predict(request, spec, fullest or fullest_rank(spec)))
+    return _correct_by_own_runs(request, _predict(request, spec, fullest or find_peak_rank(spec)))
 
 
 def _correct_by_own_runs(request: Request, candidate: Candidate) -> Candidate:
@@ -348,7 +348,7 @@ def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | No
         smallest = min_memory_variant(
             build_unsharded_spec(template, split, sizes[0], Recompute.FULL)
         )
-        peak = fullest_within(smallest, max(request.capacity, least_bytes))
+        peak = find_peak_rank_within(smallest, max(request.capacity, least_bytes))
         if not peak:
             continue
         _, memory = peak
@@ -446,7 +446,7 @@ def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
     if split.pipeline == 1:
         return seconds
     virtual_stages = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
-    scheduled = (replace_shared(split, virtual_stages=number) for number in virtual_stages)
+    scheduled = (replace_cached(split, virtual_stages=number) for number in virtual_stages)
     specs = (replace(plain, parallelism=parallelism) for parallelism in scheduled)
     return seconds + min(message_seconds(spec, cluster) for spec in specs)
 
@@ -460,7 +460,7 @@ def _apply_first_fitting_recompute(
     """
     for recompute in recomputes:
         recomputed = replace(plain, recompute=recompute)
-        if fullest_within(min_memory_variant(recomputed), request.capacity):
+        if find_peak_rank_within(min_memory_variant(recomputed), request.capacity):
             return recomputed
     return None
 
@@ -503,7 +503,7 @@ def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
         batch = scale_batch(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
-        if batch.global_batch_size == request.global_batch and not violations(spec):
+        if batch.global_batch_size == request.global_batch and not find_violations(spec):
             candidates.append(evaluate_configuration(request, spec))
     return sorted(candidates, key=lambda candidate: candidate.seconds.total)
 

@@ -279,7 +279,7 @@ def trained_vocabulary_sentence(spec: RunSpec) -> str:
 
     The sentence is empty if both have the same vocabulary.
     """
-    return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
+    return explain_vocabulary_change(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
 def encode_ignored_flags(flags: Sequence[str]) -> dict[str, list[str]]:
@@ -309,14 +309,14 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     parallelism, batch = spec.parallelism, spec.batch
     strategy = strategy_name(spec.flagged_parallelism)
     target = f"train-{strategy}-{model.name}-{parallelism.world_size}{spec.device}"
-    default_batch = batch_for(model.batch, parallelism)
+    default_batch = scale_batch(model.batch, parallelism)
     arguments = ["make", target]
     if batch.micro_batch_size != default_batch.micro_batch_size:
         arguments.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != default_batch.global_batch_size:
         arguments.append(f"GLOBAL_BATCH={batch.global_batch_size}")
     # The strategy's name has the expert tensor parallelism.
-    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *chosen_flags(spec)]
+    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *searched_flags(spec)]
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:

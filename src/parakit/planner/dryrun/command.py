@@ -53,8 +53,8 @@ def dryrun(given: Namespace) -> int:
     Raises:
         ValueError: The dry run is not possible; the message is one sentence.
     """
-    model = model_of(given.model)
-    refuse_misspelled(model.flags)
+    model = find_model(given.model)
+    refuse_misspelled_flags(model.flags)
     spec = _build_spec(given, model)
     ranks = parse_ranks(given.ranks, spec)
     refuse_unsupported(spec)
@@ -85,7 +85,7 @@ def _parse_parallelism(arguments: Namespace, model: Model) -> Parallelism:
             raise DryRunError(
                 f"STRATEGY={arguments.strategy} names all degrees; leave --tensor and its like out."
             )
-        named = parse_strategy(arguments.strategy, devices_of(arguments.strategy))
+        named = parse_strategy(arguments.strategy, count_devices(arguments.strategy))
         # Experts under TP need it.
         is_sequence_parallel = named.tensor > 1 and bool(model.shape.experts)
         return replace(named, sequence_parallel=named.sequence_parallel or is_sequence_parallel)
@@ -117,7 +117,7 @@ def _build_spec(arguments: Namespace, model: Model) -> RunSpec:
     global_batch = arguments.global_batch or (
         micro_batch * parallelism.data * 2 * parallelism.pipeline
     )
-    plain = spec_of_model(model, parallelism, Batch(micro_batch, global_batch))
+    plain = spec_from_model(model, parallelism, Batch(micro_batch, global_batch))
     return replace(
         replace_sequence_length(plain, arguments.seq),
         dtype=dtype,
@@ -228,6 +228,7 @@ def _encode_rank(comparison: CheckedRank) -> dict[str, Any]:
 
 
 def _build_calls_table(comparison: CheckedRank) -> Table[CallSummary]:
+    """Return a table of one rank's calls that send bytes, most bytes first."""
     columns = (
         Column[CallSummary]("group", lambda row: row.group, right=False),
         Column[CallSummary]("operation", lambda row: row.operation, right=False, rank=1),

@@ -87,7 +87,7 @@ def compare_rank(spec: RunSpec, report: RankReport) -> CheckedRank:
     """Return a rank's dry run compared with the closed forms."""
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = drop_transformer_engine(spec)
-    calls = communication_of_rank(as_run, stage)
+    calls = rank_collectives(as_run, stage)
     expected, counted = Counter[_CallKind](), Counter[_CallKind]()
     for call in calls:
         expected[call.group, call.operation, call.payload_bytes] += call.calls
@@ -142,7 +142,7 @@ def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
 def _pair_memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
     """Return the bytes of a pipeline stage by category: those of the dry run, and those of the closed form."""
     counted = report.memory.categories
-    closed = memory_of_rank(spec, stage)
+    closed = estimate_rank_memory(spec, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)
     return {
         "weights": (counted[MemoryCategory.WEIGHTS], closed.weights),

@@ -83,8 +83,8 @@ def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
     shape = spec.shape
     cpu_flags = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
-        trained_flags(model, in_half=False),
-        flags_of_spec(replace(spec, cp_comm_type="p2p")),
+        merge_training_flags(model, in_half=False),
+        flags_from_spec(replace(spec, cp_comm_type="p2p")),
         cpu_flags,
         ("--seq-length", str(shape.seq_length)),
         ("--max-position-embeddings", str(max(shape.positions, shape.seq_length))),

@@ -60,9 +60,9 @@ def build_measurement_row(
         RefusedError: The flags that a row keeps describe another run than `spec`.
     """
     split, shape = spec.parallelism, spec.shape
-    kept_flags = SHAPE_FLAGS | planned("counted")
-    flags = merge_flags(pick_flags(argv, kept_flags), flags_of_spec(spec))
-    described = spec_of_flags(flags, split.world_size, spec.device, spec.model)
+    kept_flags = SHAPE_FLAGS | flags_planned_as("counted")
+    flags = merge_flags(pick_flags(argv, kept_flags), flags_from_spec(spec))
+    described = spec_from_flags(flags, split.world_size, spec.device, spec.model)
     if _drop_unmeasured(replace(described, fused=spec.fused)) != _drop_unmeasured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
     values: dict[str, object] = {
@@ -235,7 +235,7 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
     sizes = (spec.batch.micro_batch_size, shape.seq_length)
     numerics = (spec.dtype, spec.fused_attention, spec.fp8_recipe, spec.fused)
     choices = (split.sharding, split.sequence_parallel, spec.recompute, *numerics)
-    return (parameters_total(shape), split.world_size, *degrees, *sizes), choices
+    return (total_parameters(shape), split.world_size, *degrees, *sizes), choices
 
 
 def _configuration_key(row: MeasurementRow) -> tuple[str, ...]:

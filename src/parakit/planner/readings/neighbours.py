@@ -210,7 +210,7 @@ def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Re
 
 def _order_by_distance(spec: RunSpec, cluster: Cluster) -> list[tuple[float, int]]:
     """Return distance and index of the timed measurements on the cluster's kind of GPU, nearest first."""
-    gpu, parameters = cluster.device.key.split("-")[0], parameters_total(spec.shape)
+    gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
     ordered = []
     for index, (measurement, _) in enumerate(_timed_measurements()):
         if measurement.gpu.lower().split("-")[0] != gpu:

@@ -18,13 +18,13 @@ KIT = "examples/gpt3/published.yaml"
 
 def h200_figures() -> tuple[Figure, ...]:
     """Return the figures of the published gpt2-large runs on H200."""
-    return load_published().of(MAIN_SOURCE)
+    return load_published().figures_of(MAIN_SOURCE)
 
 
 def h200_spec(strategy: str) -> RunSpec:
     """Return the published gpt2-large run of a strategy."""
-    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
-    return spec_of_model(model, split, batch_for(model.batch, split))
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
+    return spec_from_model(model, split, scale_batch(model.batch, split))
 
 
 def usual_cluster(gpu: str, devices: int) -> Cluster:

@@ -105,7 +105,7 @@ class MeasuredRun:
         layers = spec.shape.layers
         degrees: Iterable[int] = range(1, -(-layers // split.pipeline) + 1)
         if layers % split.pipeline == 0:
-            degrees = virtual_degrees(EVEN, layers, split.pipeline)
+            degrees = virtual_degrees(EVEN_SPLIT, layers, split.pipeline)
         return [
             (degree, _stages_of_recipe(spec.shape, split.pipeline * degree)) for degree in degrees
         ]
@@ -191,7 +191,7 @@ def _refuse_illegal(spec: RunSpec) -> None:
     # Today's Megatron gives experts biases, which not every published run had.
     bias = spec.shape.bias and not spec.shape.experts
     unbiased = replace(spec, shape=replace(spec.shape, bias=bias))
-    problems = violations(unbiased, NEWEST)
+    problems = find_violations(unbiased, NEWEST)
     if problems:
         raise RefusedError(problems[0])
 
@@ -249,7 +249,7 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
     """
     shape, facts = _build_shape(measurement, source), model_facts(measurement.model)
     parallelism, batch = _stated_strategy(measurement, source)
-    groups, groups_taken = source.get("groups") or facts.get("groups", (1, 1))
+    groups, groups_per_token = source.get("groups") or facts.get("groups", (1, 1))
     capacity = source["capacity"] or None
     dtype = measurement.dtype.lower()
     if dtype and not any(known in dtype for known in _DTYPES):
@@ -273,7 +273,10 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
         state_types=_state_types(source, parallelism.sharding),
         stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
         expert_load=ExpertLoad(
-            capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=groups_taken
+            capacity=capacity,
+            pads_to_capacity=capacity is not None,
+            groups=groups,
+            groups_per_token=groups_per_token,
         ),
         token_dispatcher=_choose_dispatcher(measurement, source),
         model=measurement.model,
@@ -291,7 +294,8 @@ def _choose_dispatcher(
     if not source["deduplicated"] or measurement.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
     is_hybrid = (
-        _build_cluster(measurement.gpu, 1).per_node > PEERS or "HybridEP" in measurement.notes
+        _build_cluster(measurement.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS
+        or "HybridEP" in measurement.notes
     )
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
@@ -311,9 +315,9 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     With multi-token prediction they are those of Megatron-Bridge's recipe of DeepSeek V3
     (`recipes/deepseek/deepseek_v3.py: layout_map`).
     """
-    if shape.mtp_depth and stages > 1:
-        return filled(shape.layers, stages, shape.mtp_depth)
-    return spread(shape.layers, stages) if shape.layers % stages else EVEN
+    if shape.mtp_layers and stages > 1:
+        return front_loaded_layout(shape.layers, stages, shape.mtp_layers)
+    return even_layout(shape.layers, stages) if shape.layers % stages else EVEN_SPLIT
 
 
 def _build_shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
@@ -387,7 +391,7 @@ def _stated_strategy(
         sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
         sharding=sharding if data * context > 1 else Sharding.NONE,
     )
-    return parallelism.split_experts(expert_tensor), batch
+    return parallelism.with_expert_tensor(expert_tensor), batch
 
 
 def _refuse_wrong_data(
@@ -522,7 +526,7 @@ def _spec_of_flags(measurement: PublishedMeasurement, arguments: list[str]) -> R
         raise RefusedError("the source does not state the number of GPUs")
     kind = DeviceKind.CPU if measurement.gpu == "cpu" else DeviceKind.GPU
     try:
-        spec = spec_of_flags(arguments, measurement.gpus, kind, measurement.model)
+        spec = spec_from_flags(arguments, measurement.gpus, kind, measurement.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     return replace(spec, fused=tuple(filter(None, measurement.fused.split(","))))

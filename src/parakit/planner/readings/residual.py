@@ -192,7 +192,7 @@ def _refuse_impossible_rate(spec: RunSpec, cluster: Cluster, seconds: float) -> 
 
 def _fits(run: MeasuredRun) -> bool:
     """Return True if a run leaves the reserve of its device free."""
-    memory = fullest_rank(run.spec)[1]
+    memory = find_peak_rank(run.spec)[1]
     return leaves_reserve(run.spec, memory, run.cluster)
 
 
@@ -210,8 +210,8 @@ def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | Non
     if flops_per_token is None or is_hardware_flops:
         counts = set((measurement.counts or source_facts(measurement)["counts"]).split())
         if is_hardware_flops:
-            counts.add(RECOMPUTED)
-        flops_per_token = counted_flops(spec, counts)
+            counts.add(WITH_RECOMPUTE)
+        flops_per_token = flops_by_convention(spec, counts)
     if measurement.metric == "mfu_percent":
         return 100 * tokens * flops_per_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
     return tokens * flops_per_token / 1e12

@@ -244,7 +244,7 @@ def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
     if len(times) < 2:
         return None
     predicted = {item.measured_run.spec: item.seconds or 0.0 for item in items}
-    preferred = choose_preferred(predicted, lambda spec: fullest_rank(spec)[1].total)
+    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1].total)
     chosen = next(item for item in items if item.measured_run.spec == preferred)
     medians = {spec: statistics.median(measured) for spec, measured in times.items()}
     regret = medians[preferred] / min(medians.values()) - 1

@@ -199,10 +199,10 @@ def _parse_row(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
         raise cells.error("metric", f"one of {', '.join(METRICS)}")
     ffn, _, is_per_expert = cells.texts["ffn"].partition("/")
     ffn_hidden = cells.whole("ffn", ffn)
-    unknown = sorted(set(cells.texts["counts"].split()) - set(COUNTS))
+    unknown = sorted(set(cells.texts["counts"].split()) - set(FLOP_CONVENTIONS))
     if unknown:
         raise cells.error(
-            "counts", f"made of {', '.join(COUNTS)}, but also of {', '.join(unknown)}"
+            "counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}"
         )
     texts: Any = {name: cells.texts[name] for name in (*_TEXT_COLUMNS, *OPTIONAL_COLUMNS)}
     numbers: Any = {

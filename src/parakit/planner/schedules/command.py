@@ -55,7 +55,7 @@ def schedules(given: Namespace) -> int:
             backward=given.backward,
             transfer=given.transfer,
         )
-        for schedule in COMPARED
+        for schedule in COMPARED_SCHEDULES
         # PipeDream-2BW needs as many micro batches as stages for its two weight versions.
         if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
     ]
@@ -78,7 +78,7 @@ def schedules_arguments(parser: ArgumentParser) -> None:
 
 def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
     """Return the figures of a simulated schedule and of its closed form, as data for JSON."""
-    measured = figures(timeline)
+    measured = measure_schedule(timeline)
     return {
         "schedule": timeline.schedule.paper_name,
         "length": timeline.length,
@@ -182,10 +182,10 @@ def _draw_schedule(axes: Axes, timeline: SimulatedSchedule, longest: float) -> N
 
 def _caption(timeline: SimulatedSchedule) -> str:
     """Return a schedule's name, idle time, stored activations and weight versions as a title."""
-    measured = figures(timeline)
+    measured = measure_schedule(timeline)
     most_stored = max(measured.activations)
     text = (
-        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_share:.0f}% of the time, at most "
+        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_fraction:.0f}% of the time, at most "
         f"{most_stored:g} micro batches stored by a stage"
     )
     versions = max(measured.weight_versions)

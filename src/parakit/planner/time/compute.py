@@ -108,7 +108,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
     if not backward:
         return layer
-    recompute = forward if spec.recompute.again("core_attn") else 0.0
+    recompute = forward if spec.recompute.recomputes("core_attn") else 0.0
     return replace(
         layer,
         forward_memory=layer.forward_memory + forward,
@@ -121,8 +121,8 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
 def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
     """Return a layer's times without the memory traffic that context parallelism adds to attention."""
     products = tuple(_list_products(spec))
-    is_recomputed = [spec.recompute.again(*product.modules) for product in products]
-    has_recomputed_attention = spec.recompute.again("core_attn")
+    is_recomputed = [spec.recompute.recomputes(*product.modules) for product in products]
+    has_recomputed_attention = spec.recompute.recomputes("core_attn")
     matmul = _product_times(spec, rate, products, frozen)
     attention, attention_backward = _attention_seconds(spec, rate)
     scores_forward, scores_backward = scores_bytes(spec)
@@ -143,7 +143,7 @@ def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: boo
         attention_recompute=attention if has_recomputed_attention else 0.0,
         forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
         memory_recompute=(moved.recompute + cast_recompute) / rate.bytes_per_second
-        + (drawing if spec.recompute.again() else 0.0),
+        + (drawing if spec.recompute.recomputes() else 0.0),
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
         backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + adding,
     )
@@ -199,7 +199,12 @@ def _dropout_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """
     if not (spec.dropout and rate.compiled):
         return 0.0
-    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.residuals
+    numbers = (
+        spec.micro_batch_tokens
+        * spec.shape.hidden
+        // spec.sequence_shards
+        * spec.shape.residual_additions
+    )
     return numbers * _SECONDS_PER_RANDOM_NUMBER / rate.processors
 
 
@@ -218,7 +223,7 @@ def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 
     It counts the look-up, positions, dropout and the scatter of gradients.
     """
-    elements = spec.tokens * spec.shape.hidden
+    elements = spec.micro_batch_tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
     measured = rate.measured.gradient_seconds
     return seconds + _vocabulary_table_elements(spec) * measured / rate.core_fraction
@@ -237,15 +242,15 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
     matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=accumulates)
-    matmul *= shape.predicted
-    logits = shape.predicted * logit_elements(spec)
-    guessed_bytes = shape.depths * logit_elements(spec) * spec.element_bytes
+    matmul *= shape.predicted_tokens
+    logits = shape.predicted_tokens * logit_elements(spec)
+    guessed_bytes = shape.total_mtp_layers * logit_elements(spec) * spec.element_bytes
     loss = (_loss_bytes_per_logit(spec) * logits + guessed_bytes) / rate.bytes_per_second
     measured = rate.measured.logit_seconds
     if measured is not None:
-        matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted
+        matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted_tokens
         loss = logits * measured / rate.core_fraction
-    table_elements = shape.predicted * _vocabulary_table_elements(spec)
+    table_elements = shape.predicted_tokens * _vocabulary_table_elements(spec)
     return matmul, loss + table_elements * _seconds_per_added_gradient(spec, rate)
 
 
@@ -276,7 +281,7 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     Raises:
         NoPeakError: Something is offloaded to the host, and the link between device and host is not known.
     """
-    precision = precision_of(spec)
+    precision = bytes_per_parameter(spec)
     num_held, num_gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
     if measured.parameter_seconds is not None:
@@ -288,10 +293,10 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     is_torch_adam = rate.execution.torch_kernels and "adamw" not in spec.fused
     # Moments in fewer than eight bytes per parameter are read and written in fewer bytes.
     adam = (_TORCH_ADAM_BYTES if is_torch_adam else _ADAM_BYTES) - 2 * (8 - precision.adam)
-    bytes_per_parameter = adam + _NORM_AND_CLIP_BYTES + gradient_copies + weight_copies
+    moved_bytes = adam + _NORM_AND_CLIP_BYTES + gradient_copies + weight_copies
     num_offloaded = offloaded_parameters(spec, num_held)
     common = num_held * _NORM_AND_CLIP_BYTES + num_gradients * precision.gradients
-    update_bytes = (num_held - num_offloaded) * (bytes_per_parameter - _NORM_AND_CLIP_BYTES)
+    update_bytes = (num_held - num_offloaded) * (moved_bytes - _NORM_AND_CLIP_BYTES)
     update = update_bytes / rate.bytes_per_second
     if num_offloaded:
         update = _seconds_with_host_update(rate, update, num_offloaded)
@@ -429,13 +434,19 @@ def _list_products(spec: RunSpec) -> Iterator[_Product]:
 def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
     """Yield the products of the router and of a rank's experts; `gate` is 2 for gated activations, else 1."""
     shape, tensor, modules = spec.shape, spec.parallelism.tensor, ("moe",)
-    hidden, rank_tokens = shape.hidden, spec.tokens // spec.sequence_shards
+    hidden, rank_tokens = shape.hidden, spec.micro_batch_tokens // spec.sequence_shards
     yield _Product(rank_tokens, hidden, shape.experts, quantized=False, modules=modules)
     experts_per_rank = shape.experts // spec.parallelism.expert
-    expert_tensor = spec.parallelism.tensor_of_experts
+    expert_tensor = spec.parallelism.effective_expert_tensor
     ffn = shape.expert_ffn_hidden // expert_tensor
-    tokens = spec.tokens * expert_tensor // tensor * shape.experts_per_token // experts_per_rank
-    tokens = max(1, round(tokens * spec.received_by_experts))
+    tokens = (
+        spec.micro_batch_tokens
+        * expert_tensor
+        // tensor
+        * shape.experts_per_token
+        // experts_per_rank
+    )
+    tokens = max(1, round(tokens * spec.expert_receive_ratio))
     if shape.latent_experts:
         yield _Product(rank_tokens, hidden, shape.latent_experts, modules=modules)
         yield _Product(rank_tokens, shape.latent_experts, hidden, modules=modules)
@@ -451,8 +462,8 @@ def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
     Within a chunk of tokens the scan multiplies a group's scores and sums each head by them. Across chunks it
     multiplies each head's state and what a chunk adds to the state.
     """
-    tensor, tokens, hidden = spec.parallelism.tensor, spec.tokens, spec.shape.hidden
-    yield _Product(tokens, hidden, mamba.projected // tensor)
+    tensor, tokens, hidden = spec.parallelism.tensor, spec.micro_batch_tokens, spec.shape.hidden
+    yield _Product(tokens, hidden, mamba.projected_columns // tensor)
     yield _Product(tokens, mamba.width // tensor, hidden)
     chunks = -(-tokens // CHUNK)
     groups, heads = chunks * mamba.groups // tensor, chunks * mamba.heads // tensor
@@ -468,7 +479,7 @@ def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_P
 
     A rank projects its shard of the sequence down, and all tokens up to its heads.
     """
-    hidden, tokens = spec.shape.hidden, spec.tokens
+    hidden, tokens = spec.shape.hidden, spec.micro_batch_tokens
     heads, rank_tokens = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
     queries, up = heads * (latent.head_width + latent.rotary_width), ("mla_up_proj",)
     if latent.query_rank:
@@ -551,9 +562,9 @@ def _fused_attention_seconds(
     """
     heads, attended = (
         spec.shape.heads // spec.parallelism.tensor,
-        spec.shape.attended(spec.shape.seq_length),
+        spec.shape.effective_attention_length(spec.shape.seq_length),
     )
-    flops = spec.tokens * attended * heads * (width + value_width)
+    flops = spec.micro_batch_tokens * attended * heads * (width + value_width)
     padding = -(-width // 32) * 32 / width
     narrow = 1.0
     if rate.narrow_heads:

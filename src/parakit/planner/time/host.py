@@ -51,7 +51,7 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
     if cluster.device.key == "cpu":
         return (loop or 0.0) / cluster.core_fraction
-    layers = spec.stage_layers(0) * max(1.0, len(spec.shape.blocks) / 2)
+    layers = spec.num_layers_on_stage(0) * max(1.0, len(spec.shape.blocks) / 2)
     has_separate_norms = cluster.execution.torch_kernels and "multi_tensor" not in spec.fused
     update_layers = _UPDATE_LAYERS + _SEPARATE_NORM_LAYERS * has_separate_norms
     return (_LOOP_LAYERS * layer if loop is None else loop) + update_layers * layer * layers
@@ -84,7 +84,7 @@ def host_runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
     The host waits where routing tells it how many tokens each expert gets. With padding to a capacity the number is
     known before (`token_dispatcher.py: cuda_sync_point`).
     """
-    waits_for_routing = bool(spec.shape.experts) and not spec.expert_load.padded
+    waits_for_routing = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
     is_blocking = waits_for_routing or cluster.execution.blocking
     return cluster.calibration.launch_beside_work and not is_blocking
 
@@ -104,7 +104,7 @@ def _recomputed_kernel_fraction(spec: RunSpec) -> float:
     It counts recomputation of the full layer and of the MLP or the experts. Other modules have one to six kernels and
     are not counted.
     """
-    shape, is_recomputed = spec.shape, spec.recompute.again
+    shape, is_recomputed = spec.shape, spec.recompute.recomputes
     if is_recomputed():
         return 1.0
     module, fraction = ("moe", 2 / 3) if shape.experts else ("mlp", 0.5)

@@ -242,10 +242,10 @@ def _find_stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Piece
 
     Both are the same unless only some layers are recomputed.
     """
-    pieces = _compute_pieces(spec.one_layer, cluster)
-    if not spec.recompute.some_layers:
+    pieces = _compute_pieces(spec.one_layer_per_stage, cluster)
+    if not spec.recompute.is_block_method:
         return pieces, pieces
-    return pieces, _compute_pieces(spec.kept.one_layer, cluster)
+    return pieces, _compute_pieces(spec.without_recompute.one_layer_per_stage, cluster)
 
 
 def _list_stage_parts(
@@ -257,12 +257,12 @@ def _list_stage_parts(
     the head on the last. `pieces` are those of `_find_stage_pieces`.
     """
     recomputed, stored = pieces
-    layers = spec.stage_layers(pipeline_rank)
-    dense = sum(spec.chunk_dense_layers(pipeline_rank))
+    layers = spec.num_layers_on_stage(pipeline_rank)
+    dense = sum(spec.dense_layers_per_chunk(pipeline_rank))
     num_recomputed, num_dense_recomputed = layers, dense
-    if spec.recompute.some_layers:
-        num_recomputed = spec.layers_again(pipeline_rank)
-        _, num_dense_recomputed = spec.dense_layers_of(pipeline_rank)
+    if spec.recompute.is_block_method:
+        num_recomputed = spec.num_recomputed_layers(pipeline_rank)
+        _, num_dense_recomputed = spec.count_dense_layers(pipeline_rank)
     parts: list[tuple[int, MicroBatchSeconds]] = [
         (num_recomputed - num_dense_recomputed, recomputed.layer)
     ]
@@ -323,7 +323,7 @@ def _get_rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
 @lru_cache(maxsize=65536)
 def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     """Return the times of a layer, a dense layer, the embedding and the head of a run per micro batch."""
-    kinds = [(times, *_layer_time(kind, cluster)) for times, kind in spec.kinds]
+    kinds = [(times, *_layer_time(kind, cluster)) for times, kind in spec.block_specs]
     forward = sum(times * arithmetic.forward for times, _, arithmetic in kinds)
     backward = sum(times * arithmetic.backward for times, _, arithmetic in kinds)
     layers = (seconds * times for times, seconds, _ in kinds)
@@ -331,15 +331,17 @@ def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     if parallelism.expert > 1:
         # Embedding and head do not depend on how experts are split. Without that split they are computed once.
         samples = spec.batch.micro_batch_size
-        unsplit = replace_shared(parallelism, data=1, expert=1)
+        unsplit = replace_cached(parallelism, data=1, expert=1)
         spec = replace(spec, parallelism=unsplit, batch=Batch(samples, samples))
     plain = replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p")
     embedding, head = _embedding_and_head_time(plain, cluster)
-    if shape.mtp_depth:
-        head += _layer_time(spec.joining, cluster)[0] * shape.mtp_depth
+    if shape.mtp_layers:
+        head += _layer_time(spec.mtp_joining_spec, cluster)[0] * shape.mtp_layers
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
-        dense=_layer_time(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds(),
+        dense=_layer_time(spec.with_dense_layers, cluster)[0]
+        if shape.dense_layers
+        else MicroBatchSeconds(),
         forward_fraction=forward / (forward + backward) if forward else 0.0,
         embedding=embedding,
         head=head,
@@ -353,7 +355,7 @@ def _embedding_and_head_time(
     """Return the times of the embedding, and of the output layer with the loss."""
     rate = _get_rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _call_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
+    batch = _call_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))
     embedding_calls = _call_seconds(spec, cluster, embedding_collectives(spec))
     # A third of the head's products computes the weights' gradients, with which calls overlap.
     head_calls = _exposed_call_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
@@ -363,7 +365,7 @@ def _embedding_and_head_time(
     head = MicroBatchSeconds(
         matmul=head_matmul, memory_bound=head_memory, tensor_parallel=head_calls + batch
     )
-    head += embedding * spec.shape.depths
+    head += embedding * spec.shape.total_mtp_layers
     return embedding + MicroBatchSeconds(tensor_parallel=batch), head
 
 
@@ -418,7 +420,7 @@ def _layer_call_seconds(spec: RunSpec, cluster: Cluster) -> _LayerCallSeconds:
     overlapped_compute = layer.weight_gradients
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         overlapped_compute += _overlappable_matmul_seconds(layer)
-        tensor_calls = [call._replace(hideable=True) for call in tensor_calls]
+        tensor_calls = [call._replace(overlappable=True) for call in tensor_calls]
     calls = (*tensor_calls, *expert_calls)
     launches = launch_seconds(spec, cluster, calls) / cluster.core_fraction
     expert_parallel = _call_seconds(spec, cluster, expert_calls)
@@ -426,7 +428,7 @@ def _layer_call_seconds(spec: RunSpec, cluster: Cluster) -> _LayerCallSeconds:
         # A token travels once to each rank that has any of its experts, or over the network once to each such node.
         nodes = -(-spec.parallelism.expert // cluster.per_node)
         destinations = nodes if nodes > 1 else spec.parallelism.expert
-        copies = spec.expert_load.reached(spec.shape, destinations)
+        copies = spec.expert_load.expected_destinations(spec.shape, destinations)
         expert_parallel *= min(1.0, copies / spec.shape.experts_per_token)
     tensor_parallel = _exposed_call_seconds(spec, cluster, tensor_calls, overlapped_compute)
     return _LayerCallSeconds(tensor_parallel, launches, expert_parallel)
@@ -445,8 +447,8 @@ def _exposed_call_seconds(
     Forward's tensor-parallel calls are exposed; backward's overlap with the weights' gradients.
     """
     calls = list(calls)
-    overlappable = _call_seconds(spec, cluster, (call for call in calls if call.hideable))
-    exposed = _call_seconds(spec, cluster, (call for call in calls if not call.hideable))
+    overlappable = _call_seconds(spec, cluster, (call for call in calls if call.overlappable))
+    exposed = _call_seconds(spec, cluster, (call for call in calls if not call.overlappable))
     contention = cluster.constants.contention
     return exposed + exposed_seconds(overlappable, compute_seconds, contention)
 
@@ -458,7 +460,7 @@ def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> fl
     """
     calls = list(context_collectives(spec))
     seconds = _call_seconds(spec, cluster, calls)
-    is_ring = bool(calls) and calls[0].hideable
+    is_ring = bool(calls) and calls[0].overlappable
     if not is_ring:
         return seconds
     context = spec.parallelism.context
@@ -496,8 +498,8 @@ def synchronisation_seconds(
     # the cache below serve more configurations.
     parallelism = spec.parallelism
     if not spec.stages.layout:
-        parallelism = replace_shared(parallelism, virtual_stages=1)
-    is_overlapped = parallelism.sharding.overlaps
+        parallelism = replace_cached(parallelism, virtual_stages=1)
+    is_overlapped = parallelism.sharding.overlaps_by_default
     samples = (spec.microbatches if is_overlapped else 1) * parallelism.data
     plain = replace(
         spec,
@@ -539,8 +541,8 @@ def _find_slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, _Updat
     ranks = spec.parallelism.data * spec.parallelism.context
     bucket_elements = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
     bucket_fraction = min(1.0, bucket_elements / max(1, rank_parameters(spec).total))
-    distinct_ranks = ranks_apart(spec)
-    updates = (_seconds_after_backward(spec, cluster, rank) for rank in distinct_ranks)
+    ranks_to_compare = distinct_ranks(spec)
+    updates = (_seconds_after_backward(spec, cluster, rank) for rank in ranks_to_compare)
     return bucket_fraction, max(updates, key=sum)
 
 
@@ -550,8 +552,8 @@ def _seconds_after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> _Upda
     Shardings that overlap their communication have no gradients and weights here; `_layerwise_sync_seconds` has them.
     """
     sync = _select_calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
-    sync += partial_gradients(spec, rank)
-    is_overlapped = spec.parallelism.sharding.overlaps
+    sync += partial_gradient_collectives(spec, rank)
+    is_overlapped = spec.parallelism.sharding.overlaps_by_default
     calls = [] if is_overlapped else list(gradient_collectives(spec, rank))
     gradient_calls = (call for call in calls if call.phase is not Phase.OPTIMIZER)
     reduced = _call_seconds(spec, cluster, gradient_calls)
@@ -562,7 +564,7 @@ def _seconds_after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> _Upda
         num_calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
         route = find_route(cluster, spec.parallelism, Group.DATA_CONTEXT)
         gathered += num_calls * (route.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
-    reductions = _call_seconds(spec, cluster, control_collectives(spec, rank, LATEST))
+    reductions = _call_seconds(spec, cluster, control_collectives(spec, rank, LATEST_MEGATRON))
     update = optimizer_seconds(spec, _get_rates(spec, cluster), rank)
     other_reductions = _call_seconds(spec, cluster, sync)
     return _UpdateSeconds(reduced, gathered, other_reductions, reductions + update)
@@ -596,7 +598,7 @@ def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: fl
     moving = _call_seconds(spec, cluster, reductions)
     moving += weight_fraction * _call_seconds(spec, cluster, gathers)
     # The first layer that is gathered and the last that is reduced have no computation to overlap with.
-    ends = moving / max(1, spec.shape.layers + spec.shape.mtp_depth)
+    ends = moving / max(1, spec.shape.layers + spec.shape.mtp_layers)
     overlapped = exposed_seconds(moving - ends, compute_seconds, cluster.constants.contention)
     return weight_fraction * _call_seconds(spec, cluster, exposed) + copying + ends + overlapped
 

@@ -22,7 +22,7 @@ def exposed_copy_seconds(
         passes: Seconds of all its layers in forward and in backward.
         host: Rates of the host.
     """
-    chunks = spec.chunk_layers(pipeline_rank)
+    chunks = spec.layers_per_chunk(pipeline_rank)
     copied = sum(offloaded_bytes(spec, layers).copied for layers in chunks)
     rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
     if copied and spec.offload.layers:

@@ -102,11 +102,11 @@ def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     shape, execution = spec.shape, rate.execution
     if not shape.experts:
         return 0, 0
-    rank_tokens = spec.tokens // spec.sequence_shards
+    rank_tokens = spec.micro_batch_tokens // spec.sequence_shards
     hidden = shape.latent_experts or shape.hidden
     copies = rank_tokens * shape.experts_per_token * hidden * spec.element_bytes
     is_gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
-    permuted = spec.received_by_experts if is_gathered else spec.sent_to_experts
+    permuted = spec.expert_receive_ratio if is_gathered else spec.expert_send_ratio
     has_several_local_experts = shape.experts > spec.parallelism.expert
     is_sorted = not execution.deduplicated and has_several_local_experts
     has_fp32_probabilities = execution.deduplicated or execution.wide_probabilities
@@ -117,7 +117,7 @@ def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     def total_bytes(bias_pass_count: int) -> int:
         """Return the bytes of scores, permutation, sorting and so many passes for the bias."""
         received_passes = _SORT_PASSES * is_sorted + bias_pass_count * adds_bias
-        passes = _PERMUTE_PASSES * permuted + received_passes * spec.received_by_experts
+        passes = _PERMUTE_PASSES * permuted + received_passes * spec.expert_receive_ratio
         return round(copies * passes) + score_bytes
 
     forward_passes, backward_passes = bias_passes
@@ -144,7 +144,7 @@ def scores_bytes(spec: RunSpec) -> tuple[int, int]:
         return 0, 0
     shape, element = spec.shape, spec.element_bytes
     heads = shape.heads // spec.parallelism.tensor
-    num_scores = heads * spec.tokens * shape.seq_length
+    num_scores = heads * spec.micro_batch_tokens * shape.seq_length
     dropout = 2 * element + 1 if spec.dropout else 0
     softmax_forward, softmax_backward = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
     forward = 4 * element + dropout + softmax_forward
@@ -163,21 +163,24 @@ def _list_elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]
     A layer that only joins tokens for multi-token prediction has norms and the join alone.
     """
     shape, element = spec.shape, spec.element_bytes
-    hidden = spec.tokens * shape.hidden // spec.sequence_shards
+    hidden = spec.micro_batch_tokens * shape.hidden // spec.sequence_shards
     yield from _list_norm_parts(spec, rate, hidden)
     if shape.blocks == MTP:
-        backward_passes = _MTP_JOIN_PASSES + 3 * shape.norms
+        backward_passes = _MTP_JOIN_PASSES + 3 * shape.norms_per_layer
         yield _Part(_MTP_JOIN_PASSES * element * hidden, backward_passes * element * hidden)
         return
     mask_forward, mask_backward = (2, 10) if spec.dropout else (0, 0)
     residual = 3 * element + mask_forward / 2
     backward_hidden = 12 * element + mask_backward + (2 * element if shape.bias else 0)
-    yield _Part(shape.residuals * residual * hidden, shape.residuals * backward_hidden / 2 * hidden)
+    yield _Part(
+        shape.residual_additions * residual * hidden,
+        shape.residual_additions * backward_hidden / 2 * hidden,
+    )
     yield from _list_activation_parts(spec, rate)
     if shape.bias:
         # The gradient of the projections' bias is a sum. PyTorch also adds the bias itself in a pass of its own.
         adds_bias = _uses_torch_kernel(spec, rate, "bias_gemm") and not shape.latent
-        projected = element * spec.tokens / spec.parallelism.tensor
+        projected = element * spec.micro_batch_tokens / spec.parallelism.tensor
         projected = projected * (shape.heads + 2 * shape.query_groups) * shape.head_width
         yield _Part((2 if adds_bias else 0) * projected, projected)
     yield _Part(*_attention_input_bytes(spec, rate), ("mla_up_proj",) if shape.latent else ())
@@ -194,7 +197,7 @@ def _list_norm_parts(spec: RunSpec, rate: DeviceRates, hidden: int) -> Iterator[
     further_backward = 3 * (backward_factor - 1) * element * hidden
     for modules in norm_modules(spec):
         yield _Part(2 * forward_factor * element * hidden, 0, modules)
-    yield _Part(0, shape.norms * further_backward)
+    yield _Part(0, shape.norms_per_layer * further_backward)
 
 
 def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
@@ -203,7 +206,7 @@ def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     Fused experts compute their activations in their products, which then move nothing here.
     """
     shape, element = spec.shape, spec.element_bytes
-    column_bytes = element * spec.tokens / spec.parallelism.tensor
+    column_bytes = element * spec.micro_batch_tokens / spec.parallelism.tensor
     gate = 2 if shape.gated else 1
     sums_bias_gradient = shape.bias and (shape.gated or "bias_gelu" not in spec.fused)
     forward, backward = gate + 1, 2 * gate + 1 + (gate if sums_bias_gradient else 0)
@@ -215,12 +218,12 @@ def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     if shape.experts:
         is_fused = rate.execution.fused_experts
         routed_per_token = 0 if is_fused else shape.experts_per_token * shape.expert_ffn_hidden
-        routed = round(routed_per_token * spec.received_by_experts)
+        routed = round(routed_per_token * spec.expert_receive_ratio)
         columns_by_modules = [
             (routed, ("moe", "moe_act")),
             (shape.shared_expert_ffn, ("moe", "shared_experts")),
         ]
-        clamped_columns = routed if shape.clamped else 0
+        clamped_columns = routed if shape.clamps_activations else 0
     clamp_forward, clamp_backward = _CLAMP_PASSES
     yield _Part(
         column_bytes * clamped_columns * clamp_forward,
@@ -244,7 +247,7 @@ def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     has_attention = shape.heads and shape.blocks != MAMBA
     if not has_attention or not (is_rotary or is_grouped or rate.execution.torch_kernels):
         return 0, 0
-    column_bytes = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
+    column_bytes = 2 * spec.element_bytes * spec.micro_batch_tokens // spec.parallelism.tensor
     if shape.latent:
         # Queries rotate in place. Keys and values come out of one tensor, and each head's key gets the same rotary
         # part.
@@ -271,7 +274,7 @@ def context_bytes(spec: RunSpec) -> tuple[int, int]:
     ranks = parallelism.context
     if ranks == 1 or not spec.cp_comm_type:
         return 0, 0
-    column_bytes = spec.element_bytes * spec.tokens
+    column_bytes = spec.element_bytes * spec.micro_batch_tokens
     queries = column_bytes * shape.heads * shape.head_width // parallelism.tensor
     keys = 2 * column_bytes * shape.query_groups * shape.head_width // parallelism.tensor
     if spec.cp_comm_type == "all_gather":
