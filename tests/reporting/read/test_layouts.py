@@ -132,5 +132,5 @@ def test_a_whole_log_is_the_same_read_in_columns_and_line_by_line(path, tmp_path
         log.write_bytes(b"".join(pieces))
         together = scrape_runs(log)
         with monkeypatch.context() as patch:
-            patch.setattr(scrape, "_MIN_TOGETHER", 10**9)
+            patch.setattr(scrape, "_MIN_PLAIN_LINES", 10**9)
             assert scrape_runs(log) == together

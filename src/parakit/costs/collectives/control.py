@@ -1,4 +1,4 @@
-"""Small reductions of every iteration: the loss, the gradient norm, and the ranks' agreements."""
+"""Small reductions of every iteration: the loss, the gradient norm, and decisions of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUTER = "transformer/moe: logging of auxiliary losses"
 def control_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Reductions of a few numbers; with a log line every iteration and gradient clipping on."""
+    """Yield the reductions of a few numbers, for a log line per iteration and gradient clipping."""
     yield _reduced(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
     yield from _gradient_statistics(spec)
     yield _reduced(spec, Group.MODEL, "was the update made everywhere", _AGREED)
@@ -43,10 +43,10 @@ def control_collectives(
 
 
 def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Norm, and under fp16 the overflow flag, over all ranks that hold different gradients.
+    """Yield the reductions of the gradient norm and, under fp16, of the overflow flag.
 
-    With expert parallelism two optimizers are chained; each reduces its own, unless both are
-    distributed ones, whose norms have a group in common (`ChainedOptimizer.get_grad_norm`).
+    With expert parallelism two optimizers are chained. Each reduces its own norm, unless both are
+    distributed optimizers, whose norms share one group (`ChainedOptimizer.get_grad_norm`).
     """
     sharding = spec.parallelism.sharding
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if spec.parallelism.expert > 1 else [])
@@ -61,9 +61,10 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[CollectiveCall]:
-    """The routers' losses of every layer, for the log; f4fa7d6b averages the z-loss over DP alone.
+    """Yield the reductions of the routers' losses for the log; f4fa7d6b averages the z-loss over DP
+    alone.
 
-    The load-balancing loss is logged, as 0, also where it is no part of the loss.
+    The load-balancing loss is logged as 0 if it is not part of the loss.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
     layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
@@ -78,7 +79,9 @@ def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[Collect
 
 
 def _timers(spec: RunSpec) -> CollectiveCall:
-    """f4fa7d6b gathers its list of timers at every log line, whether or not they run."""
+    """Return the all-gather of timers at every log line of f4fa7d6b, which happens even if no timer
+    runs.
+    """
     return collective(
         spec,
         Group.WORLD,
@@ -94,5 +97,6 @@ def _timers(spec: RunSpec) -> CollectiveCall:
 def _reduced(
     spec: RunSpec, group: Group, what: str, source: str, *, numbers: int = 1, calls: int = 1
 ) -> CollectiveCall:
+    """Return all-reduces of a few numbers over a group."""
     payload, reduce = numbers * _NUMBER_BYTES, Operation.ALL_REDUCE
     return collective(spec, group, reduce, Phase.OPTIMIZER, what, calls, payload, source)

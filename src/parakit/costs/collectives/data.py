@@ -1,4 +1,4 @@
-"""Calls over the data-parallel ranks: gradients, and the weights or shards that follow them."""
+"""Calls over data-parallel ranks: gradients, and the weights or shards that the update needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GATHER, _SYNC = Operation.ALL_GATHER, Phase.GRADIENT_SYNC
 
 
 def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Gradient and weight calls of one pipeline rank in one iteration."""
+    """Yield the gradient and weight calls of one pipeline rank in one iteration."""
     sharding = spec.parallelism.sharding
     if sharding.wraps_modules:
         yield from _fully_sharded(spec, pipeline_rank)
@@ -33,7 +33,10 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 
 def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
+    """Yield DDP's calls: one all-reduce per model chunk's full buffer.
+
+    Overlapping splits the same bytes into buckets.
+    """
     width, source = bytes_per_parameter(spec).gradients, f"{_BUCKETS}.start_grad_sync"
     for chunk in chunk_buffers(spec, pipeline_rank):
         for group, what, buffer in (
@@ -45,13 +48,14 @@ def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
 
 
 def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Reduce-scatter of gradients, all-gather of updated weights, over padded buckets.
+    """Yield the reduce-scatters of gradients and all-gathers of updated weights, over padded
+    buckets.
 
-    A tied embedding on several stages has a bucket of its own; only in a rank's first virtual stage
-    is it also a call of its own (`partition_buckets(force_single_bucket_group=…)`). Every tensor
-    starts at a multiple of 64 elements and every bucket ends at one of lcm(ranks, 128).
+    A tied embedding on several stages has its own bucket. Only in a rank's first virtual stage does
+    it have its own call too (`partition_buckets(force_single_bucket_group=…)`). Every tensor starts
+    at a multiple of 64 elements, and every bucket ends at a multiple of lcm(ranks, 128).
 
-    With expert parallelism two optimizers are chained and each gathers the weights of both
+    With expert parallelism two optimizers are chained, and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
     precision, gathers = bytes_per_parameter(spec), 2 if spec.parallelism.expert > 1 else 1
@@ -67,7 +71,7 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
 
 
 def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int]]:
-    """Buckets that one call moves: their group, their elements."""
+    """Yield group and elements of the buckets that one call moves."""
     ranks = group_size(spec.parallelism, Group.DATA_CONTEXT)
     expert_ranks = group_size(spec.parallelism, Group.EXPERT_DATA)
     for stage, chunk in enumerate(chunk_buffers(spec, pipeline_rank)):
@@ -78,17 +82,17 @@ def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, i
 
 
 def bucket_elements(buffer: Buffer, ranks: int) -> int:
-    """Elements of a distributed optimizer's bucket, with its padding."""
+    """Return the elements of a distributed optimizer's bucket, padding included."""
     return round_up(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
 
 
 def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models with their padding.
+    """Yield the calls of ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models are
+    padded.
 
     Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
-    forward and before its backward; FSDP2 the embedding and the output layer likewise. What ZeRO-3
-    has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
-    update.
+    forward and before its backward, FSDP2 also the embedding and the output layer. ZeRO-3's tensors
+    outside layers, and all tensors of ZeRO-2 in one bucket, are gathered once after the update.
     """
     parallelism, (dense, _) = spec.parallelism, spec.count_dense_layers(pipeline_rank)
     layers = spec.num_layers_on_stage(pipeline_rank) - dense
@@ -118,7 +122,9 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
 def _unit(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
-    """Weights in and gradients out of one unit, `passes` times in an iteration."""
+    """Yield the weight gathers and gradient reduce-scatters of one unit with `passes` passes per
+    iteration.
+    """
     precision = bytes_per_parameter(spec)
     keeps = not (spec.parallelism.sharding.shards_weights and layered)
     gathers = passes // spec.microbatches if keeps else 2 * passes
@@ -130,6 +136,8 @@ def _unit(
 
 
 def _widest_row(spec: RunSpec) -> int:
-    """Megatron-FSDP cuts a bucket where a row of each of its matrices ends (`chunk_size_factor`)."""
+    """Return the elements that Megatron-FSDP cuts buckets at multiples of: full rows of each matrix
+    (`chunk_size_factor`).
+    """
     shape, tensor = spec.shape, spec.parallelism.tensor
     return lcm(shape.hidden, shape.heads * shape.head_width // tensor, shape.ffn_hidden // tensor)

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages, and the tied embedding that two of them hold."""
+"""Messages between pipeline stages, and the gradients of an embedding that two stages hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 
 
 def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Messages of one pipeline rank; with virtual stages the last one also sends to the first."""
+    """Yield the messages of one pipeline rank; with virtual stages the last rank also sends to the
+    first.
+    """
     pipeline, ends = spec.parallelism.pipeline, spec.microbatches
     if pipeline == 1:
         return
@@ -33,7 +35,9 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 
 def tied_embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """The first and the last stage add up their gradients of the embedding that both hold."""
+    """Yield the all-reduce of the embedding's gradients between the first and the last stage, if
+    both hold it.
+    """
     if not spec.shares_embedding_across_stages:
         return
     elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor

@@ -1,4 +1,4 @@
-"""Calls over the tensor-parallel ranks: activations, the vocabulary, and the batch itself."""
+"""Calls over tensor-parallel ranks: activations, the vocabulary, and the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 def tensor_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Calls over TP of one pipeline rank in one iteration."""
+    """Yield the calls over TP of one pipeline rank in one iteration."""
     first, last = pipeline_rank == 0, pipeline_rank == spec.parallelism.pipeline - 1
     yield from batch_collectives(spec, first, last, megatron)
     if first:
@@ -40,11 +40,12 @@ def tensor_collectives(
 
 
 def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Calls inside the layers of one pipeline rank, all micro batches.
+    """Yield the calls inside the layers of one pipeline rank, over all micro batches.
 
-    One all-reduce behind each row-parallel matrix, and one for each column-parallel input. Under SP
-    each becomes a reduce-scatter and an all-gather, and backward gathers the inputs again. What
-    backward sends runs beside the weights' gradients, but for the last gather.
+    There is one all-reduce after each row-parallel matrix, and one for the input gradient of each
+    column-parallel matrix. Under SP, each becomes a reduce-scatter and an all-gather, and backward
+    gathers the inputs a second time. Backward's calls overlap with the weights' gradients, except
+    the last gather.
     """
     if spec.parallelism.tensor == 1:
         return
@@ -78,17 +79,22 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
-    and joins them with the hidden states."""
+    """Yield the calls of multi-token prediction on the last stage: embeddings and joining of each
+    layer.
+    """
     yield from _times(spec.shape.total_mtp_layers, embedding_collectives(spec))
     if spec.shape.mtp_layers:
         yield from _times(spec.shape.mtp_layers, layer_collectives(spec.mtp_joining_spec))
 
 
 def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Of the projection that a depth of multi-token prediction begins with: column-parallel, of a tensor
-    twice as wide; its output is gathered by columns, and under SP split by tokens, which backward
-    gathers (`multi_token_prediction.py: _concat_embeddings`)."""
+    """Yield the calls of the projection that joins hidden states with the embeddings of following
+    tokens.
+
+    The projection is column-parallel, and its input is twice as wide. Its output is gathered by
+    columns, and under SP split by tokens, which backward gathers (`multi_token_prediction.py:
+    _concat_embeddings`).
+    """
     forwards, backwards = layer_passes(spec)
     whole = hidden_bytes(spec)
     reduced, what = _REDUCE, "input gradients of the projection of tokens ahead"
@@ -114,12 +120,15 @@ def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _times(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
+    """Return the calls, each `times` times as often."""
     return (call._replace(calls=times * call.calls) for call in calls)
 
 
 def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
-    """For each column-parallel matrix with a row-parallel one behind it (attention, a mixer, an MLP, the
-    expert that every token passes) the modules that it is recomputed with."""
+    """Yield the modules that recompute each pair of a column-parallel and a row-parallel matrix.
+
+    Pairs belong to attention or a mixer, to an MLP, and to a shared expert.
+    """
     if shape.blocks not in (MLP, EXPERTS):
         yield ()
     if shape.shared_expert_ffn and shape.blocks in ("", EXPERTS):
@@ -129,7 +138,11 @@ def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
 
 
 def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Learned positions are added after the reduction, so SP all-reduces here and then splits."""
+    """Yield the calls of the embedding.
+
+    Learned positions are added after the reduction. So under SP the embeddings are then all-reduced
+    and split afterwards, instead of reduce-scattered.
+    """
     sequence_parallel = spec.parallelism.sequence_parallel
     operation = _SCATTER if sequence_parallel and not spec.shape.positions else _REDUCE
     source = "tensor_parallel/layers.py: VocabParallelEmbedding.forward"
@@ -142,8 +155,12 @@ def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """The output layer's input and its gradient, and three numbers a token for the loss; with tokens
-    ahead once for each depth, and each rank's best guess, to count those that were right."""
+    """Yield the calls of the output layer's input and gradient, and of the loss: three numbers per
+    token.
+
+    With multi-token prediction, they occur once more per MTP layer. Each rank's largest logit is
+    gathered too, to count correct predictions.
+    """
     rows = [(_REDUCE, _BACKWARD, "input gradients of the output layer")]
     if spec.parallelism.sequence_parallel:
         rows = [
@@ -170,10 +187,10 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 def batch_collectives(
     spec: RunSpec, first: bool, last: bool, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
+    """Yield the broadcasts of the batch: TP rank 0 reads the data, before CP splits the sequence.
 
-    0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks. Who predicts
-    tokens ahead needs the tokens themselves.
+    0.19 reads once per micro batch; f4fa7d6b reads for every virtual stage of the first and last
+    ranks. The last stage needs the tokens too if it predicts several tokens.
     """
     virtual = spec.parallelism.virtual_stages if megatron is MegatronVersion.F4FA7D6B else 1
     length = spec.shape.seq_length
@@ -190,7 +207,9 @@ def batch_collectives(
 
 
 def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
+    """Yield the all-reduce of gradients that SP leaves partial: norms, row-parallel biases and
+    routers.
+    """
     if not spec.parallelism.sequence_parallel:
         return
     elements = partial_gradient_elements(spec, pipeline_rank)
@@ -206,7 +225,7 @@ def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[
 
 
 def hidden_bytes(spec: RunSpec) -> int:
-    """U: the hidden states of one micro batch on one CP rank, whole over TP."""
+    """Return the bytes of the hidden states of one micro batch on one CP rank, not split over TP."""
     return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
 
 
@@ -220,6 +239,7 @@ def _call(
     source: str,
     overlappable: bool = False,
 ) -> CollectiveCall:
+    """Return calls over the TP group."""
     group = Group.TENSOR
     return collective(
         spec, group, operation, phase, what, calls, payload, source, overlappable=overlappable
