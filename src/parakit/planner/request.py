@@ -216,11 +216,11 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
     Raises:
         RequestError: The imbalance is too large; the message names the largest possible one.
     """
-    most = max_imbalance(shape, ranks)
-    if imbalance > most:
+    largest = max_imbalance(shape, ranks)
+    if imbalance > largest:
         raise RequestError(
             f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "
-            f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {most:g}."
+            f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {largest:g}."
         )
 
 

@@ -58,7 +58,7 @@ class PlanResult(PresentedTable):
 
     @property
     def winner(self) -> Candidate:
-        """Strategy to use."""
+        """Strategy to use, with its prediction."""
         return self.plan.ranked[0]
 
     @property

@@ -86,7 +86,7 @@ class PredictionErrors:
         self._intervals: dict[tuple[ErrorFeatures, int, str], dict[float, Interval]] = {}
 
     @staticmethod
-    def from_residuals(predicted: Iterable[Residual]) -> PredictionErrors:
+    def collect(predicted: Iterable[Residual]) -> PredictionErrors:
         """Return the errors of predicted measurements."""
         errors: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
         for item in predicted:
@@ -114,8 +114,8 @@ class PredictionErrors:
         is_rate = item.seconds is not None and item.measurement.metric != "step_time_s"
         if not is_rate:
             low, high = -high, -low
-        least, most = item.ranged or (item.predicted, item.predicted)
-        return least * exp(low), most * exp(high)
+        smallest_value, largest = item.ranged or (item.predicted, item.predicted)
+        return smallest_value * exp(low), largest * exp(high)
 
     def covers(self, item: Residual, level: float, elsewhere: bool = False) -> bool:
         """Return True if the published figure lies inside its interval.
@@ -208,8 +208,8 @@ def load_public_errors() -> PredictionErrors:
     with ERRORS_FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             kind, device, parameters, devices, source, values = (row[name] for name in _COLUMNS)
-            words = tuple(kind.split("|"))
-            features = ErrorFeatures(words, device, float(parameters), float(devices))
+            kind_words = tuple(kind.split("|"))
+            features = ErrorFeatures(kind_words, device, float(parameters), float(devices))
             errors[features] += [_Error(float(value), source) for value in values.split()]
     return PredictionErrors(errors)
 
@@ -231,8 +231,10 @@ def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
         upper = min(1.0, (1 + level) / 2 * (effective + 1) / effective)
         low, high = (_weighted_quantile(weighted, side * total) for side in (1 - upper, upper))
         if level > 0.80:
-            least, most = (median + _MOST_STRETCH * (end - median) for end in intervals[0.80])
-            low, high = max(low, least), min(high, most)
+            smallest_value, largest = (
+                median + _MOST_STRETCH * (end - median) for end in intervals[0.80]
+            )
+            low, high = max(low, smallest_value), min(high, largest)
         intervals[level] = (low, high)
     return intervals
 

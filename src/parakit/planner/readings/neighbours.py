@@ -64,8 +64,8 @@ class Uncertainty:
         fraction `level` of similar published measurements.
         """
         if self.own_errors:
-            least = self.seconds / (1 + max(self.own_errors))
-            return least, self.seconds / (1 + min(self.own_errors))
+            smallest_value = self.seconds / (1 + max(self.own_errors))
+            return smallest_value, self.seconds / (1 + min(self.own_errors))
         return self.similar.seconds(self.seconds, level) if self.similar else None
 
     @property
@@ -77,14 +77,14 @@ class Uncertainty:
         interval = self.interval(_LEVELS[0])
         if interval is None or interval[0] <= self.seconds <= interval[1]:
             return ""
-        least, most = interval
+        smallest_value, largest = interval
         predicted = duration(self.seconds)
-        if predicted in (duration(least), duration(most)):
+        if predicted in (duration(smallest_value), duration(largest)):
             return ""
-        comparison = "longer" if least > self.seconds else "less"
+        comparison = "longer" if smallest_value > self.seconds else "less"
         return (
             f"Four of five measurements of this kind took {comparison} than was predicted: expect "
-            f"{duration(least)} to {duration(most)} in place of the {predicted} below."
+            f"{duration(smallest_value)} to {duration(largest)} in place of the {predicted} below."
         )
 
     @property
@@ -113,11 +113,13 @@ class Uncertainty:
         """Return how the user's own runs correct the prediction, and which errors remain."""
         remaining = ""
         if self.own_errors:
-            least, most = (
+            smallest_value, largest = (
                 f"{error:+.0%}".replace("-", "−")
                 for error in (min(self.own_errors), max(self.own_errors))
             )
-            remaining = f"; corrected, your runs are predicted with errors of {least} to {most}"
+            remaining = (
+                f"; corrected, your runs are predicted with errors of {smallest_value} to {largest}"
+            )
         error = _describe_error(exp(self.bias) - 1)
         return (
             f"Corrected by {plural(self.num_own_runs, 'run')} of your own on {self.device}, without "
@@ -126,11 +128,11 @@ class Uncertainty:
 
     def _interval_sentence(self, similar: TimeInterval) -> str:
         """Return the interval of 80% and that of 95%."""
-        inside, most = (
+        inside, largest = (
             " to ".join(map(duration, similar.seconds(self.seconds, level))) for level in _LEVELS
         )
         return (
-            f"Expect {inside} per iteration with 80% probability, or {most} with 95%, by the errors of "
+            f"Expect {inside} per iteration with 80% probability, or {largest} with 95%, by the errors of "
             f"{similar.measurements:,} similar published measurements."
         )
 
@@ -156,7 +158,7 @@ class Uncertainty:
         }
 
 
-def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
+def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> Uncertainty:
     """Return a run's predicted time with the error to expect of it.
 
     Args:
@@ -164,14 +166,14 @@ def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncer
         cluster: Its cluster.
         own: The user's own runs on the cluster's device; may be empty.
     """
-    bias = own.bias(spec)
+    bias = own_runs.bias(spec)
     seconds = iteration_seconds(spec, cluster).total / exp(bias)
     return Uncertainty(
         cluster.device.name,
         seconds,
         bias,
-        own_errors=own.remaining(),
-        num_own_runs=len(own.residuals),
+        own_errors=own_runs.remaining(),
+        num_own_runs=len(own_runs.residuals),
         neighbours=tuple(find_near_residuals(spec, cluster)),
         similar=load_public_errors().expected(spec, cluster, seconds),
     )

@@ -55,7 +55,7 @@ class Residual:
 
     @property
     def measurement(self) -> PublishedMeasurement:
-        """Published measurement."""
+        """Published measurement that the prediction is compared with."""
         return self.measured_run.measurement
 
     @property

@@ -291,7 +291,7 @@ def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]
 
 def collect_errors(residuals: Residuals) -> PredictionErrors:
     """Return the errors of all predicted times and memory."""
-    return PredictionErrors.from_residuals(drop_matrix_products(residuals))
+    return PredictionErrors.collect(drop_matrix_products(residuals))
 
 
 def drop_matrix_products(residuals: Residuals) -> list[Residual]:

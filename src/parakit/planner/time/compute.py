@@ -88,7 +88,7 @@ class LayerSeconds:
 
     @property
     def forward(self) -> float:
-        """Seconds of forward."""
+        """Seconds of forward, without recomputation."""
         return self.forward_matmul + self.forward_attention + self.forward_memory
 
     @property
