@@ -24,6 +24,6 @@ def test_the_report_of_all_runs_is_written_where_the_experiment_looks_for_it(
     folder = write_run(tmp_path / "runs", run_record("one"), log_text([900.0] + [80.0] * 12))
     ended = SimpleNamespace(folders=(folder,), complete=True)
     failed = SimpleNamespace(folders=(), complete=False)
-    assert study(tmp_path / "reports", ended).report() == 0
+    assert study(tmp_path / "reports", ended).write_report() == 0
     assert (tmp_path / "reports/demo/report.html").is_file()
-    assert study(tmp_path / "reports", ended, failed).report() == 1
+    assert study(tmp_path / "reports", ended, failed).write_report() == 1

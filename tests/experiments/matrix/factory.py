@@ -37,7 +37,9 @@ def record(
 ) -> CellRecord:
     """What became of a cell."""
     levels = tuple(level.path for level in cell.levels)
-    made = CellRecord(cell.id, cell.family.name, cell.layout.name, levels, cell.command(), status)
+    made = CellRecord(
+        cell.id, cell.family.name, cell.layout.name, levels, cell.format_command(), status
+    )
     return replace(made, worst_ratio=ratio, megatron="0.19.0", date="2026-11-22", **fields)  # type: ignore[arg-type]
 
 

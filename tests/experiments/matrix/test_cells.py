@@ -59,10 +59,10 @@ def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None
         for pair in ((level, other) for level in levels for other in others):
             if pair[0].alone or pair[1].alone:
                 continue
-            needed = one.with_needs([level for level in pair if level not in firsts])
+            needed = one.add_needed_levels([level for level in pair if level not in firsts])
             picked = {level.factor: level for level in (*firsts, *needed)}
             row = tuple(picked.values())
-            if set(pair) <= set(row) and whole.legal(one, row):
+            if set(pair) <= set(row) and whole.is_legal(one, row):
                 assert pair in covered, [level.path for level in pair]
 
 
@@ -92,9 +92,9 @@ def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() ->
 def test_what_one_release_cannot_train_is_kept_apart_in_that_release_alone() -> None:
     one = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
     whole = matrix(one, Exclusion(("ahead/mtp", "recompute/full"), release="0.18"))
-    both = [one.level("ahead/mtp"), one.level("recompute/full")]
-    assert not whole.of(Version("0.18.2")).legal(one, both)
-    assert whole.of(Version("0.19.0")).legal(one, both)
+    both = [one.find_level("ahead/mtp"), one.find_level("recompute/full")]
+    assert not whole.select_release(Version("0.18.2")).is_legal(one, both)
+    assert whole.select_release(Version("0.19.0")).is_legal(one, both)
 
 
 def test_cells_that_only_pair_two_levels_come_last() -> None:
@@ -119,13 +119,14 @@ def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() ->
     assert {cell.layout.name for cell in plain} >= {"tp2", "tp2pp2", "tp2cp2"}
     assert {cell.patch for cell in sinks} == {"", "docs/upstream/sink_missing_in_norm.py"}
     assert (
-        f"PATCH_FILE={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}" in sinks[-1].command()
+        f"PATCH_FILE={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}"
+        in sinks[-1].format_command()
     )
 
 
 def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
     one = load_matrix().families[0]
-    sink = one.level("attention/sink")
+    sink = one.find_level("attention/sink")
     assert apply_known_patches(MatrixCell(one, DP, (sink,)), KNOWN).patch == ""
 
 
@@ -146,14 +147,16 @@ FREED = finding("outputs-freed-before-sent", strategies=("vpp2",), stage=None)
 def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     one = load_matrix().families[0]
     layout = next(layout for layout in one.layouts if layout.name == "tp2pp2")
-    levels = one.with_needs([one.level("attention/sink"), one.level("rates/decoupled")])
+    levels = one.add_needed_levels(
+        [one.find_level("attention/sink"), one.find_level("rates/decoupled")]
+    )
     cell = apply_known_patches(MatrixCell(one, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
-    patch_file = cell.pair().job.options.patch_file
+    patch_file = cell.make_pair().job.options.patch_file
     assert patch_file is not None
     assert patch_file.path == cell.patch
-    assert f"PATCH_FILE={cell.patch}" in cell.command()
+    assert f"PATCH_FILE={cell.patch}" in cell.format_command()
     assert find_uncured(cell, (SINK, RATE, FREED)) == []
     assert find_uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
 
@@ -161,7 +164,7 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
 def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
     one = load_matrix().families[0]
     after = replace(RATE, strategies=("tp2",), behind=SINK.id)
-    levels = (one.level("attention/sink"), one.level("rates/decoupled"))
+    levels = (one.find_level("attention/sink"), one.find_level("rates/decoupled"))
     cell = apply_known_patches(MatrixCell(one, TP, levels), (SINK, after))
     assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
     assert find_uncured(cell, (SINK, after)) == []
@@ -181,7 +184,7 @@ def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends
     None
 ):
     one = load_matrix().families[0]
-    cell = MatrixCell(one, TP, (one.level("rates/decoupled"),))
+    cell = MatrixCell(one, TP, (one.find_level("rates/decoupled"),))
     ends = replace(RATE, strategies=("tp2",), fails="no such method")
     assert apply_known_patches(cell, [ends]).patch == ""
     assert (
@@ -195,16 +198,18 @@ def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() 
         for layout in one.layouts:
             target = f"train-{layout.strategy}-{one.model}-{layout.devices}cpu"
             assert parse_target(target).flags is not None
-        assert all(shlex.split(cell.command())[:2] == ["make", cell.target] for cell in cells)
+        assert all(
+            shlex.split(cell.format_command())[:2] == ["make", cell.target] for cell in cells
+        )
 
 
 def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
     one = load_matrix().families[0]
-    ahead, rope = one.level("ahead/mtp"), one.level("position/rope")
-    cell = MatrixCell(one, TP, one.with_needs([ahead]))
+    ahead, rope = one.find_level("ahead/mtp"), one.find_level("position/rope")
+    cell = MatrixCell(one, TP, one.add_needed_levels([ahead]))
     assert cell.levels == (rope, ahead)
-    assert cell.without(rope).levels == ()
-    assert cell.without(ahead).levels == (rope,)
+    assert cell.remove_level(rope).levels == ()
+    assert cell.remove_level(ahead).levels == (rope,)
 
 
 def test_an_id_changes_with_what_is_verified() -> None:
@@ -212,7 +217,7 @@ def test_an_id_changes_with_what_is_verified() -> None:
     cells = [
         MatrixCell(one, TP),
         MatrixCell(one, DP),
-        MatrixCell(one, TP, (one.level("norm/rms"),)),
+        MatrixCell(one, TP, (one.find_level("norm/rms"),)),
         MatrixCell(one, TP, seed=7),
         MatrixCell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
         MatrixCell(one, Layout("tp2", "tp2", samples=16)),
@@ -264,4 +269,4 @@ def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
         every = {**cell.family.factors, **cell.family.fuzzed}
         picked = {level.factor: level for level in cell.levels}
         row = [picked.get(name, levels[0]) for name, levels in every.items()]
-        assert whole.legal(cell.family, row, cell.layout.name)
+        assert whole.is_legal(cell.family, row, cell.layout.name)

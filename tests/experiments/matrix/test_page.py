@@ -24,7 +24,7 @@ from parakit.experiments.matrix.table import compute_bf16_costs
 from tests.experiments.matrix.factory import DP, TP, factor, family, matrix, record
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
-SINK, HALF = MODEL.level("attention/sink"), MODEL.level("dtype/bf16")
+SINK, HALF = MODEL.find_level("attention/sink"), MODEL.find_level("dtype/bf16")
 RECORDS = [
     record(MatrixCell(MODEL, TP)),
     record(MatrixCell(MODEL, DP), ratio=0.5),

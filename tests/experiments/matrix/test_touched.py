@@ -20,8 +20,8 @@ from parakit.experiments.matrix.touched import (
 from tests.experiments.matrix.factory import DP, TP, factor, family
 
 MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
-PLAIN, EXPERTS = MatrixCell(MODEL, TP), MatrixCell(MODEL, TP, (MODEL.level("mlp/experts"),))
-NORM, UNKNOWN = MatrixCell(MODEL, TP, (MODEL.level("norm/rms"),)), MatrixCell(MODEL, DP)
+PLAIN, EXPERTS = MatrixCell(MODEL, TP), MatrixCell(MODEL, TP, (MODEL.find_level("mlp/experts"),))
+NORM, UNKNOWN = MatrixCell(MODEL, TP, (MODEL.find_level("norm/rms"),)), MatrixCell(MODEL, DP)
 CELLS = [UNKNOWN, NORM, PLAIN, EXPERTS]
 ROUTER = "megatron/core/transformer/moe/router.py"
 EXECUTED = {

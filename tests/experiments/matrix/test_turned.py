@@ -47,7 +47,7 @@ def of_family(bug: InjectedBug, family: Family) -> bool:
 
 
 def turns(bug: InjectedBug, level: Level) -> bool:
-    own = (*level.flags, *level.own)
+    own = (*level.flags, *level.strategy_flags)
     return bool(own) and has_flags(own, (*bug.flags, *bug.own_flags))
 
 
