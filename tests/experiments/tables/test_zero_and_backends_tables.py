@@ -14,9 +14,9 @@ def measured(backend: str, strategy: str, milliseconds: float, **changes: object
         "sent_bytes": 50_000_000,
         "nccl_bytes": 30_000_000,
         "communication_seconds": 0.1,
-        "pass_seconds": 0.08,
+        "pass_seconds_without_communication": 0.08,
         "overhead": 0.5,
-        "shares": (0.25, 0.5, 0.25),
+        "published_fractions": (0.25, 0.5, 0.25),
         "final_loss": 9.0,
         "implementation": "Megatron-LM 0.19.0 (commit abc)",
     }
@@ -76,7 +76,7 @@ def test_a_failed_run_has_dashes_and_no_speedup() -> None:
         peak_bytes=None,
         sent_bytes=None,
         communication_seconds=None,
-        shares=(),
+        published_fractions=(),
     )
     row = cells(compare_zero.render("gpt3-64m", [measured("megatron", "dp2", 1), failed]), "ZeRO-3")
     assert row[1] == "crashed"
