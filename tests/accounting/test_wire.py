@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parakit.config.run import Transport
-from parakit.costs.operations import Operation, algorithm, wire_bytes
+from parakit.costs.operations import Operation, describe_algorithm, wire_bytes
 from tests.patience import OF_A_RUN
 
 PAYLOAD = 24_000_000
@@ -82,7 +82,7 @@ def test_gloo_sends_what_the_ledger_counts(tmp_path: Path, ranks: int) -> None:
 def test_reduce_scatter_costs_twice_as_much_under_gloo() -> None:
     sent = [wire_bytes(Operation.REDUCE_SCATTER, 4000, 4, transport) for transport in Transport]
     assert sent == [3000, 6000]
-    assert "all-reduce" in algorithm(Operation.REDUCE_SCATTER, Transport.GLOO)
+    assert "all-reduce" in describe_algorithm(Operation.REDUCE_SCATTER, Transport.GLOO)
 
 
 @given(st.integers(2, 64), st.integers(0, 2**24))

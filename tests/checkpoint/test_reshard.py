@@ -272,7 +272,7 @@ def test_a_target_that_is_there_and_a_full_disk_are_refused(
 def test_a_checkpoint_that_is_damaged_or_of_another_format_is_refused(tmp_path: Path) -> None:
     whole = dense_written(tmp_path / "whole", dense_states())
     truncate(whole)
-    with pytest.raises(ValueError, match=r"is not whole: .* is truncated"):
+    with pytest.raises(ValueError, match=r"is not complete: .* is truncated"):
         moved(whole, "baseline", tmp_path / "to")
     legacy = tmp_path / "legacy" / "mp_rank_00"
     legacy.mkdir(parents=True)
@@ -308,7 +308,7 @@ def test_a_flipped_byte_is_named_with_its_file_and_the_way_out(tmp_path: Path) -
 def test_a_pipe_is_not_opened_and_is_named(tmp_path: Path, name: str) -> None:
     folder = dense_written(tmp_path / "whole", dense_states())
     make_pipe(folder / ITERATION / name)
-    with pytest.raises(ValueError, match=rf"is not whole: .*{name} .*is no regular file"):
+    with pytest.raises(ValueError, match=rf"is not complete: .*{name} .*is no regular file"):
         moved(folder, "baseline", tmp_path / "to")
 
 

@@ -39,7 +39,7 @@ EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
 
 @pytest.fixture(autouse=True)
 def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
+    monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
 
 
 @pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)

@@ -121,8 +121,8 @@ def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
 ) -> None:
     started: list[tuple[str, dict[str, str]]] = []
 
-    def start(name: str, given: tuple[str, ...]) -> int:
-        started.append((name, {variable: os.environ[variable] for variable in given}))
+    def start(name: str, written: tuple[str, ...]) -> int:
+        started.append((name, {variable: os.environ[variable] for variable in written}))
         return 0
 
     for variable in variables:

@@ -11,7 +11,7 @@ from parakit.artifacts import run as records
 from parakit.config.errors import LaunchError
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape, load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, flags_from_spec, spec_from_flags
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
 from parakit.launch import auto, calibrate
@@ -234,14 +234,14 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
     plain = plan_for_machine(job, QUIET)
     measured, own = next(c for c in plain.ranked if c.strategy == "dp2"), tmp_path / "mine.csv"
     assert plan_for_machine(job, QUIET, own).ranked == plain.ranked
-    argv = (*load_model("gpt2-tiny").flags, *flags_of_spec(measured.spec))
-    trained = spec_of_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
+    argv = (*load_model("gpt2-tiny").flags, *flags_from_spec(measured.spec))
+    trained = spec_from_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
     add_rows(own, [build_measurement_row(trained, argv, CPU, "run", 3 * measured.seconds.total)])
     corrected = plan_for_machine(job, QUIET, own)
     found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
     assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
     own.write_text("hello\n")
-    monkeypatch.setattr("parakit.launch.auto.OWN_READINGS", own)
+    monkeypatch.setattr("parakit.launch.auto.USER_MEASUREMENTS_FILE", own)
     with pytest.raises(MeasurementsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
 
@@ -252,4 +252,4 @@ def test_experts_are_planned_over_the_tensor_ranks_that_a_flag_states() -> None:
     for job, degree in ((usual, None), (whole, 1)):
         for candidate in search_configurations(build_request(job, CPU, Calibration())).ranked:
             split = candidate.spec.parallelism
-            assert split.tensor_of_experts == (degree or split.tensor)
+            assert split.effective_expert_tensor == (degree or split.tensor)

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.hardware import calibration_file, device_by_key
+from parakit.config.hardware import calibration_file_name, device_by_key
 from parakit.config.run import DeviceKind
 from parakit.launch import calibrate
 from parakit.launch.calibrate import WORKLOADS, calibrate_machine
@@ -60,8 +60,8 @@ def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("parakit.cli.clone.ROOT", tmp_path)
-    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
-    kept = tmp_path / "runs" / calibration_file("h100")
+    monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
+    kept = tmp_path / "runs" / calibration_file_name("h100")
     kept.parent.mkdir()
     kept.write_text("{}")
     asked = {"MODEL": "gpt2-large", "GPUS": "2"}

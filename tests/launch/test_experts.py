@@ -9,7 +9,7 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
+from parakit.config.strategy import EXPERT_STRATEGIES, count_devices, parse_strategy, strategy_flags
 from parakit.launch.compose import Launch
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.job import parse_target
@@ -41,19 +41,19 @@ def refusal(launch: Launch, runs: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", OF_EXPERTS)
+@pytest.mark.parametrize("strategy", EXPERT_STRATEGIES)
 def test_scripts_pass_the_flags_of_the_grammar(strategy: str) -> None:
-    target = parse_target(f"train-{strategy}-moe-tiny-{devices_of(strategy)}cpu")
+    target = parse_target(f"train-{strategy}-moe-tiny-{count_devices(strategy)}cpu")
     script = target.script
     assert script == f"examples/moe/train_{strategy}.sh"
-    flags = strategy_flags(parse_strategy(strategy, devices_of(strategy)))
+    flags = strategy_flags(parse_strategy(strategy, count_devices(strategy)))
     assert target.read_script_flags() == flags
 
 
 def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
     split = parse_strategy("ep2dp2", 4)
-    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
-    assert parse_strategy("tp2ep2", 4).copies_of_experts == 1
+    assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
+    assert parse_strategy("tp2ep2", 4).expert_data == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import NAMED, parse_strategy, strategy_flags
+from parakit.config.strategy import PUBLISHED_STRATEGIES, parse_strategy, strategy_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.train import start_target
@@ -69,7 +69,7 @@ def test_only_the_published_strategies_have_scripts() -> None:
     assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_a_target_takes_the_flags_of_its_launch_script(strategy: str) -> None:
     devices = 1 if strategy == "baseline" else 2
     job = parse_target(f"train-{strategy}-gpt2-tiny-{devices}cpu")

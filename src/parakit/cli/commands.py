@@ -1,8 +1,8 @@
-"""Every command, once: name, what runs it, its help, the variables that it takes and what each means.
+"""The table of commands: name, handler, help, and the variables that each takes with their meaning.
 
-`make NAME`, `parakit NAME`, `python -m parakit plan`, `make help`, `--help`, completion and the refusal of
-a variable that a command does not use follow from this table. A new command is a line and a handler.
-Plain data for any Python from 3.6 on, as `src/parakit/config/settings.py`, which has the variables.
+`make NAME`, `parakit NAME`, `make help`, `--help`, completion and the refusal of unused variables follow from this
+table. A new command is an entry here and a handler. The module is plain data for any Python from 3.6 on, like
+`src/parakit/config/settings.py`, which has the variables.
 """
 
 from typing import NamedTuple
@@ -12,31 +12,31 @@ from parakit.config.settings import Setting
 
 
 class Command(NamedTuple):
-    """One command. `*` in its name stands for any text."""
+    """One command. A `*` in its name stands for any text."""
 
     name: str
     handler: str
-    """`module:function`; its parameters name what it is given (`main.py`). Empty: the Makefile's."""
+    """`module:function`, called by `dispatch.call_handler`; empty if the Makefile has the command's recipe."""
     help: str
     variables: "tuple[Setting, ...]" = ()
     required: "tuple[str, ...]" = ()
-    """Names of variables without which it cannot begin; `A|B` is one of two."""
+    """Names of variables that must be set. `A|B` means that one of two must be set."""
     example: str = ""
-    """Variables that would do, for the refusal."""
+    """An example of variables, for the refusal if a required one is missing."""
     fixed: "tuple[tuple[str, object], ...]" = ()
-    """Further arguments of the handler."""
+    """Names and values of further arguments of the handler."""
     in_clone: str = ""
-    """`module:function` that fills in what make was not given, from what lies in this clone."""
+    """`module:function` that fills in variables from files of this clone; empty if nothing is filled in."""
     packages: "tuple[str, ...] | None" = None
-    """Of a command that needs no clone: packages beyond the wheel's base that it needs."""
+    """Packages beyond the wheel's base that the command needs; None if it needs a clone of the repository."""
     is_usual: bool = False
-    """Whether `make help` shows it; the others are in `make help-all`."""
+    """True if `make help` shows the command. `make help-all` shows all."""
     on_host: bool = False
-    """Whether the kit's image lacks what it needs."""
+    """True if the kit's image lacks what the command needs."""
 
 
 def _meaning(setting: Setting, text: str, **more: object) -> Setting:
-    """The variable as one command means it."""
+    """Return a variable with the help text, and other fields, that it has in one command."""
     return setting._replace(help=text, **more)  # type: ignore[arg-type]
 
 
@@ -49,13 +49,13 @@ LASTING = (
     *_WHERE,
     *(v.WANDB, v.LEDGER, v.HANG_TIMEOUT),
 )
-"""Of whatever trains."""
+"""Variables of every command that trains."""
 _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
 _SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
-TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.OF_NODES, *v.OF_SLURM)
-"""Of a training target: everything that can be said of one run."""
+TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
+"""Variables of a training target: all that concern one run."""
 _OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
 _CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
 _RUNS = v.RUNS._replace(default="runs")
@@ -81,7 +81,7 @@ PLAN = (
     *(v.SVG, _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"), v.WHAT_IF),
 )
 _PREDICTION = (v.GPU, v.DTYPE, v.JSON)
-"""Of an experiment that can be predicted as well."""
+"""Variables of an experiment that can also be predicted."""
 BENCH_NAME = _meaning(v.NAME, "the bench (those that take minutes)", option="NAME")
 BENCH = Command(
     "bench",
@@ -106,7 +106,7 @@ SECTIONS = {
              default=False)),
             is_usual=True),
         Command("doctor", "", "what this machine can do, and fixes: LAUNCHER=slurm",
-            v.OF_SLURM, is_usual=True),
+            v.SLURM_SETTINGS, is_usual=True),
         Command("list", "parakit.launch.listing:print_list",
             "models, strategies, and what this machine can run", (v.MEGATRON_LM,), is_usual=True),
     ),
@@ -160,7 +160,7 @@ SECTIONS = {
             "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
             (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
              "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
-             *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
+             *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
             (v.IMAGE, v.DRY_RUN), on_host=True),
@@ -205,7 +205,7 @@ SECTIONS = {
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
         Command("sweep", "parakit.experiments.commands:run_sweep",
             "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
-            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.OF_SLURM)),
+            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
         Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
             (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL, *_PREDICTION),
             required=("NAME",), example="NAME=blueberry"),
@@ -274,7 +274,7 @@ SECTIONS = {
         Command("clean", "", "remove runs, reports and caches; keeps .venv, owt-ds and readings"),
     ),
 }
-"""What `make help-all` shows, in its order."""
+"""The public commands by section, in the order of `make help-all`."""
 
 BENCHES = (
     Command("bench NAME=scrape", "tests.bench.scrape:main",
@@ -310,7 +310,7 @@ BENCHES = (
         "Megatron on one GPU without Transformer Engine, in under 9 minutes",
         (*ONE_RUN, v.ONLY, v.BUDGET), on_host=True),
 )
-"""What `make bench NAME=` runs; `make bench` alone runs the first four."""
+"""The benches of `make bench NAME=…`. `make bench` alone runs the first BENCHED_BY_DEFAULT of them."""
 
 BENCHED_BY_DEFAULT = 4
 
@@ -331,7 +331,7 @@ REMOVED = {
     "soak": "bench NAME=soak",
     "verify-bf16": "bench NAME=bf16",
 }
-"""Commands of older versions: refused, with what to use instead."""
+"""Replacements of commands that older versions had, by the old name."""
 
 INTERNAL = (
     Command("run", "parakit.launch.train:run_strategy", "a launch script's run", TRAIN),
@@ -342,8 +342,9 @@ INTERNAL = (
     Command("module", "parakit.launch.runtime:run_module", "a module of the kit, where RUNTIME= says",
         _CONTAINER),
 )
-"""What scripts, the Makefile and those who write the kit's pages call."""
+"""Commands for scripts, the Makefile and authors of the kit's pages. Help texts leave them out."""
 
 # fmt: on
 
-COMMANDS = (*(one for section in SECTIONS.values() for one in section), *INTERNAL)
+COMMANDS = (*(command for section in SECTIONS.values() for command in section), *INTERNAL)
+"""All commands but the benches."""

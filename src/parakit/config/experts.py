@@ -25,15 +25,15 @@ class ExpertLoad:
     capacity: float | None = None
     """Most that an expert takes of each rank's tokens, for the mean; further ones are dropped
     (`--moe-expert-capacity-factor`). None drops none."""
-    padded: bool = False
+    pads_to_capacity: bool = False
     """Whether every expert gets as many, with zeros where tokens lack
     (`--moe-pad-expert-input-to-capacity`): all ranks are then alike."""
     groups: int = 1
     """Equal ones of neighbouring experts (`--moe-router-num-groups`)."""
-    groups_taken: int = 1
+    groups_per_token: int = 1
     """Groups that all experts of a token are in (`--moe-router-group-topk`)."""
 
-    def sent(self, shape: ModelShape, tokens: int) -> float:
+    def send_ratio(self, shape: ModelShape, tokens: int) -> float:
         """What a rank with `tokens` tokens sends to experts, for each copy without a limit.
 
         Capacity counts in whole tokens of an expert (`moe_utils.py: get_capacity`).
@@ -41,21 +41,21 @@ class ExpertLoad:
         if self.capacity is None:
             return 1.0
         copies = tokens * shape.experts_per_token
-        if not self.padded:
+        if not self.pads_to_capacity:
             return min(1.0, self.capacity)
         return ceil(copies / shape.experts * self.capacity) * shape.experts / copies
 
-    def received(self, shape: ModelShape, tokens: int, ranks: int) -> float:
+    def receive_ratio(self, shape: ModelShape, tokens: int, ranks: int) -> float:
         """What the busiest of `ranks` ranks receives, for the mean of a router without limit."""
-        if self.padded:
-            return self.sent(shape, tokens)
-        received = min(self.imbalance, most_imbalance(shape, ranks))
+        if self.pads_to_capacity:
+            return self.send_ratio(shape, tokens)
+        received = min(self.imbalance, max_imbalance(shape, ranks))
         return received if self.capacity is None else min(received, self.capacity)
 
-    def reached(self, shape: ModelShape, places: int) -> float:
+    def expected_destinations(self, shape: ModelShape, places: int) -> float:
         """How many of `places` ranks or nodes, with equal shares of the experts, have one of a token's:
         its choices fall on each place of its groups, or on each of its groups, alike."""
-        chosen, taken = shape.experts_per_token, self.groups_taken
+        chosen, taken = shape.experts_per_token, self.groups_per_token
         if places >= self.groups:
             return _filled(chosen, taken * places / self.groups)
         return _filled(_filled(chosen, taken), places)
@@ -69,7 +69,7 @@ def _filled(balls: float, boxes: float) -> float:
 BALANCED = ExpertLoad()
 
 
-def most_imbalance(shape: ModelShape, ranks: int) -> float:
+def max_imbalance(shape: ModelShape, ranks: int) -> float:
     """The most that one of `ranks` ranks can receive, for the mean: all tokens go to
     each of its experts, or with all their copies to some of them."""
     if not shape.experts:
@@ -78,7 +78,7 @@ def most_imbalance(shape: ModelShape, ranks: int) -> float:
     return ranks * min(shape.experts_per_token, own) / shape.experts_per_token
 
 
-def expert_load_of(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
+def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
     """What the flags and a stated imbalance make of it; a capacity below 0 is none.
 
     Raises:
@@ -94,10 +94,10 @@ def expert_load_of(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
             raise ValueError(
                 f"{_GROUPS_TAKEN} {taken} needs a {_GROUPS} of as many or more; it is {groups}."
             )
-        load = replace(load, groups=groups, groups_taken=taken)
+        load = replace(load, groups=groups, groups_per_token=taken)
     capacity = flags.number(_CAPACITY, -1.0)
     if capacity < 0:
         return load
     if not 0 < capacity < inf:
         raise ValueError(f"{_CAPACITY} {capacity:g} is no share of the mean; use a number above 0.")
-    return replace(load, capacity=capacity, padded=flags.has(_PADDED))
+    return replace(load, capacity=capacity, pads_to_capacity=flags.has(_PADDED))

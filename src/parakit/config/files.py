@@ -39,7 +39,7 @@ ROOT = find_root()
 """The repository's root, and in an installed wheel the folder of `parakit`, where `examples/` lies."""
 PYTHON_PATH = os.pathsep.join((str(PACKAGE.parent), str(ROOT)))
 """PYTHONPATH of a Python that is not the clone's own environment, such as an image's."""
-OWN_READINGS = ROOT / "readings" / "mine.csv"
+USER_MEASUREMENTS_FILE = ROOT / "readings" / "mine.csv"
 """One's own measured runs, as `make report` adds them and plans use them; ignored by git."""
 
 
@@ -76,7 +76,7 @@ def read_regular_file(path: Path) -> bytes:
         return file.read()
 
 
-def file_flaw(path: Path) -> str:
+def describe_file_problem(path: Path) -> str:
     """Return why a path is no regular file (`is missing`, `is no regular file`); empty if it is one."""
     if path.is_file():
         return ""
@@ -98,7 +98,7 @@ def read_args_file(path: Path) -> tuple[str, ...]:
     return tuple(words)
 
 
-def args_text(comments: Iterable[str], words: Iterable[str]) -> str:
+def format_args_file(comments: Iterable[str], words: Iterable[str]) -> str:
     """What an `.args` file holds: comments, then a line for each flag with its values."""
     lines = [f"# {comment}" for comment in comments]
     for word in words:
@@ -140,7 +140,7 @@ def read_text(path: Path) -> str:
 _GZIP = b"\x1f\x8b"
 
 
-def csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
+def read_csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a file's text that are not blank, each with the line that it begins on.
 
     Cells are divided by what is most frequent in the first line: a comma, the semicolon of a European

@@ -85,10 +85,10 @@ class KnownFlag:
     native: str
     """What the native backend makes of one that is no field of its settings, or which values it has."""
 
-    def is_in(self, version: tuple[int, int]) -> bool:
+    def exists_in(self, version: tuple[int, int]) -> bool:
         """Whether a Megatron of this major and minor version has it."""
-        newer = bool(self.since) and version < release(self.since)
-        return not newer and not (self.until and version > release(self.until))
+        newer = bool(self.since) and version < parse_release(self.since)
+        return not newer and not (self.until and version > parse_release(self.until))
 
 
 def _read() -> dict[str, KnownFlag]:
@@ -117,7 +117,7 @@ def _default(kind: str, text: str) -> Default:
     return int(text) if kind == "whole" else float(text) if kind == "decimal" else text
 
 
-def release(version: str) -> tuple[int, int]:
+def parse_release(version: str) -> tuple[int, int]:
     """Major and minor of a version such as Megatron's `0.15.0rc2` or torch's `2.11.0+cu130`."""
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
@@ -126,7 +126,7 @@ def release(version: str) -> tuple[int, int]:
 FLAGS: Mapping[str, KnownFlag] = _read()
 """By name, in the file's order."""
 
-OTHERS = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])
+FLAGS_WITHOUT_ROW = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])
 """Megatron's flags that have no line."""
 
 
@@ -137,7 +137,7 @@ def flags_with_role(*roles: str) -> frozenset[str]:
 
 
 @cache
-def planned(*ways: str) -> frozenset[str]:
+def flags_planned_as(*ways: str) -> frozenset[str]:
     """Flags of which the planner makes this."""
     return frozenset(name for name, flag in FLAGS.items() if flag.planned in ways)
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from parakit.config.flag_table import (
     FLAGS,
-    OTHERS,
+    FLAGS_WITHOUT_ROW,
     KnownFlag,
     flags_in_group,
     flags_with_role,
-    release,
+    parse_release,
 )
 
 
-def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
+def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
     """A dict of flags as a list of words; True gives the flag alone, None and False leave it out."""
     words: list[str] = []
     for name, value in flags.items():
@@ -60,25 +60,25 @@ def unlisted_flags(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in values_by_flag(words) if name not in FLAGS)
 
 
-def misspelled(words: Sequence[str]) -> dict[str, str]:
+def find_misspelled_flags(words: Sequence[str]) -> dict[str, str]:
     """Flags that no Megatron has, each with a sentence that names the near ones."""
     found = {}
     for name in unlisted_flags(words):
-        if name not in OTHERS:
-            megatrons = OTHERS | FLAGS.keys() - flags_with_role("kit")
+        if name not in FLAGS_WITHOUT_ROW:
+            megatrons = FLAGS_WITHOUT_ROW | FLAGS.keys() - flags_with_role("kit")
             near = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}?" if near else "leave it out."
             found[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
     return found
 
 
-def refuse_misspelled(words: Sequence[str]) -> None:
+def refuse_misspelled_flags(words: Sequence[str]) -> None:
     """Refuse flags that no Megatron has.
 
     Raises:
         ValueError: With a line for each.
     """
-    if found := misspelled(words):
+    if found := find_misspelled_flags(words):
         raise ValueError("\n".join(found.values()))
 
 
@@ -88,13 +88,13 @@ def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> 
         raise ValueError(f"{name} {unknown[0]} is not one of Megatron's; use {', '.join(known)}.")
 
 
-def flags_in(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+def drop_flags_newer_than(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
     """The words without flags that such a Megatron does not have."""
-    here = release(megatron_version)
-    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.is_in(here)})
+    here = parse_release(megatron_version)
+    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.exists_in(here)})
 
 
-def words_of(value: Any, group: str) -> tuple[str, ...]:
+def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
     """The flags that set the fields of a dataclass; those with the field's default are left out."""
     usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
     words: list[str] = []
@@ -196,13 +196,15 @@ class Flags:
             raise ValueError(f"{name} {values[0][:40]} is not {wanted}.") from None
 
 
-def null_tokenizer(entries: int, megatron_version: str) -> tuple[str, ...]:
+def null_tokenizer_flags(entries: int, megatron_version: str) -> tuple[str, ...]:
     """A tokenizer without files, of so many entries, of which the end of a document is the last."""
     given = entries - _uncounted(megatron_version)
     return ("--tokenizer-type", _NULL, "--vocab-size", str(given))
 
 
-def counted_vocabulary(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+def count_end_of_document_in_vocabulary(
+    words: Sequence[str], megatron_version: str
+) -> tuple[str, ...]:
     """The words for such a Megatron, with a `--vocab-size` that counts every entry of the tokenizer."""
     flags = Flags(words)
     if flags.text("--tokenizer-type") != _NULL or not flags.has("--vocab-size"):
@@ -220,7 +222,7 @@ def _uncounted(megatron_version: str) -> int:
     Up to 0.17 it adds the end of a document; from 0.18 on that is the last of those given
     (`megatron/core/tokenizers/text/libraries/null_tokenizer.py`).
     """
-    return 1 if release(megatron_version) < (0, 18) else 0
+    return 1 if parse_release(megatron_version) < (0, 18) else 0
 
 
 def values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:

@@ -143,7 +143,7 @@ def link_by_key(key: str) -> Link:
     raise UnknownHardwareError(_hint("link", key, links))
 
 
-def calibration_file(key: str) -> str:
+def calibration_file_name(key: str) -> str:
     """Name of the file with this machine's measured constants for a device, in the folder of runs."""
     return f"calibration-{platform.node()}-{key}.json"
 

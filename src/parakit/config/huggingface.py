@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parakit.config.files import read_regular_file
-from parakit.config.flags import Flags, flag_words
+from parakit.config.flags import Flags, format_flags
 
 _LONGEST = 8192
 """Longest sequence taken from a config: 128k is what a model can, not how it was trained."""
@@ -25,7 +25,7 @@ _HALVES = {"float16": "--fp16", "bfloat16": "--bf16", "float32": ""}
 TANH_GELU, EXACT_GELU = "--openai-gelu", "--no-bias-gelu-fusion"
 """GPT-2's GELU is the tanh approximation, which Megatron's core computes in its fusion alone."""
 
-CONVERTED = ("gpt2", "llama")
+CONVERTIBLE_MODEL_TYPES = ("gpt2", "llama")
 """Model types whose weights are converted."""
 
 _ACTIVATIONS = {
@@ -46,7 +46,7 @@ class ConfigError(ValueError):
     """A config that Megatron's GPT cannot be built from; the message names the file and the field."""
 
 
-def flags_of_config(path: Path) -> tuple[str, ...]:
+def read_config_flags(path: Path) -> tuple[str, ...]:
     """Megatron's flags for the model that a `config.json` describes.
 
     Raises:
@@ -66,7 +66,7 @@ def flags_of_config(path: Path) -> tuple[str, ...]:
         flags = _KINDS[kind](config)
     except KeyError as error:
         raise ConfigError(f"{path} lacks the field {error}; add it.") from None
-    return (*flag_words(flags), "--micro-batch-size", "1", *((half,) if half else ()))
+    return (*format_flags(flags), "--micro-batch-size", "1", *((half,) if half else ()))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return {**config, "model_type": str(config.get("model_type"))}
 
 
-def exact_flags(path: Path) -> tuple[str, ...]:
+def read_exact_config_flags(path: Path) -> tuple[str, ...]:
     """Megatron's flags for a model whose weights are to be converted.
 
     Raises:
@@ -94,14 +94,14 @@ def exact_flags(path: Path) -> tuple[str, ...]:
     """
     config = _Config(path, read_config(path))
     kind = config.values["model_type"]
-    if kind not in CONVERTED:
+    if kind not in CONVERTIBLE_MODEL_TYPES:
         raise ConfigError(
             f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
-            f"{' and '.join(CONVERTED)}."
+            f"{' and '.join(CONVERTIBLE_MODEL_TYPES)}."
         )
     if config.has("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
-    flags = flags_of_config(path)
+    flags = read_config_flags(path)
     for field, value, wanted in _inexact(config):
         raise ConfigError(
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
@@ -110,7 +110,7 @@ def exact_flags(path: Path) -> tuple[str, ...]:
     return flags
 
 
-def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
+def build_config(words: Sequence[str], dtype: str) -> dict[str, Any]:
     """The `config.json` of a model that is trained with these flags of Megatron's, the vocabulary
     among them; its weights are stored in the type that torch calls `dtype`.
 

@@ -15,7 +15,7 @@ from typing import Any
 from parakit.config.files import ROOT, read_args_file
 from parakit.config.flag_table import FLAGS, flags_in_group, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
-from parakit.config.huggingface import flags_of_config
+from parakit.config.huggingface import read_config_flags
 from parakit.config.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
@@ -27,7 +27,7 @@ HUB = ROOT / "hub"
 IMPORTED_WEIGHTS = "checkpoint"
 """Folder of an imported model's weights, beside its `.args` file, which loads them."""
 
-LOADING = flags_with_role("start") | {"--ckpt-format"}
+WEIGHT_LOADING_FLAGS = flags_with_role("start") | {"--ckpt-format"}
 """Flags by which an imported model's `.args` file loads its weights."""
 
 MODEL_FILES = (".args", ".json")
@@ -35,7 +35,7 @@ MODEL_FILES = (".args", ".json")
 
 GPT2_VOCABULARY = 50257
 
-HALVES = ("--fp16", "--bf16")
+HALF_PRECISION_FLAGS = ("--fp16", "--bf16")
 SHAPE_FLAGS = flags_with_role("shape", "precision")
 """Flags that decide which tensors a model has, their precision, and their values at the start."""
 
@@ -51,7 +51,7 @@ class LatentAttention:
     """Of a query and a key without the rotary part."""
     rotary_width: int
     value_width: int
-    splits_down: bool = False
+    splits_down_projections: bool = False
     """TP splits what projects to the ranks too: so Megatron's own layers, not Transformer Engine's."""
 
 
@@ -72,14 +72,14 @@ class Mamba:
         return self.heads * self.head_width
 
     @property
-    def convolved(self) -> int:
+    def convolved_channels(self) -> int:
         """Channels that pass the short convolution: x, B and C."""
         return self.width + 2 * self.groups * self.state
 
     @property
-    def projected(self) -> int:
+    def projected_columns(self) -> int:
         """Columns of the input projection: gate, x, B, C and a time step a head."""
-        return self.width + self.convolved + self.heads
+        return self.width + self.convolved_channels + self.heads
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class LinearAttention:
     """Tokens that the short convolution looks at."""
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
         """Channels of all values, and of the gate on what is read of them."""
         return self.value_heads * self.value_width
 
     @property
-    def convolved(self) -> int:
+    def convolved_channels(self) -> int:
         """Channels that pass the short convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_width + self.values
+        return 2 * self.key_heads * self.key_width + self.value_channels
 
     @property
-    def projected(self) -> int:
+    def projected_columns(self) -> int:
         """Columns of the input projection: those, the gate, and two numbers a head."""
-        return self.convolved + self.values + 2 * self.value_heads
+        return self.convolved_channels + self.value_channels + 2 * self.value_heads
 
 
 GATED_DELTA_NET = "gated_delta_net"
@@ -158,9 +158,9 @@ class ModelShape:
     """Softmax has a learned offset for each head."""
     window: int = 0
     """Tokens, its own among them, that one attends to in layers with a window; 0 without."""
-    windowed: float = 0.0
+    windowed_fraction: float = 0.0
     """Share of the layers that have it."""
-    clamped: bool = False
+    clamps_activations: bool = False
     """Experts' activations are clamped by kernels of PyTorch's."""
     tied_embeddings: bool = True
     experts: int = 0
@@ -186,7 +186,7 @@ class ModelShape:
     mamba: Mamba | None = None
     latent_experts: int = 0
     """Width that tokens are projected to before they are routed; 0 is the hidden state's."""
-    mtp_depth: int = 0
+    mtp_layers: int = 0
     """Depths of multi-token prediction behind the layers, each an `MTP` block and a layer; those of a
     hybrid are among its blocks."""
     mtp_is_repeated: bool = False
@@ -199,17 +199,19 @@ class ModelShape:
     @cached_property
     def _hash(self) -> int:
         widths = (self.layers, self.hidden, self.heads, self.ffn_hidden, self.seq_length)
-        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_depth))
+        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_layers))
 
     @property
-    def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
+    def block_shapes(self) -> tuple[tuple[int, ModelShape], ...]:
         """How many of a layer's blocks are of each kind, with a shape of such a block alone."""
         if len(self.blocks) <= 1:
             return ((1, self),)
-        return tuple((times, self.only(block)) for block, times in Counter(self.blocks).items())
+        return tuple(
+            (times, self.with_only_block(block)) for block, times in Counter(self.blocks).items()
+        )
 
     @lru_cache(maxsize=256)  # noqa: B019  (shapes are few)
-    def only(self, block: str) -> ModelShape:
+    def with_only_block(self, block: str) -> ModelShape:
         """A layer that is one block."""
         kept = replace(self, blocks=block)
         if block != ATTENTION:
@@ -235,17 +237,17 @@ class ModelShape:
         kinds = (
             (True, plain, rest - dense),
             (dense, plain.without_experts, rest & dense),
-            (linear, plain.linearly, linear - dense),
-            (dense and linear, plain.without_experts.linearly, linear & dense),
+            (linear, plain.with_linear_attention, linear - dense),
+            (dense and linear, plain.without_experts.with_linear_attention, linear & dense),
         )
         return tuple((kind, layers) for is_there, kind, layers in kinds if is_there)
 
     @property
-    def linearly(self) -> ModelShape:
+    def with_linear_attention(self) -> ModelShape:
         """Its layers with linear attention."""
         return replace(self, blocks=LINEAR + (EXPERTS if self.experts else MLP))
 
-    def layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
+    def count_layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
         """How many layers are of each kind, so many depths ahead among them: those have attention, and
         a dense MLP where the last layer has one."""
         counts = [len(layers) for _, layers in self.layer_kinds]
@@ -258,38 +260,38 @@ class ModelShape:
         return self.layers - 1 in self.dense_layers
 
     @property
-    def mtp_layers_held(self) -> int:
+    def stored_mtp_layers(self) -> int:
         """Depths of multi-token prediction that have weights of their own."""
-        return min(1, self.mtp_depth) if self.mtp_is_repeated else self.mtp_depth
+        return min(1, self.mtp_layers) if self.mtp_is_repeated else self.mtp_layers
 
     @property
-    def norms(self) -> int:
+    def norms_per_layer(self) -> int:
         """Normalisations of a layer of one kind."""
         return {"": 2, MTP: 3}.get(self.blocks, 1)
 
     @property
-    def residuals(self) -> int:
+    def residual_additions(self) -> int:
         """Additions to the hidden states of a layer of one kind, each behind a dropout."""
         return {"": 2, MTP: 0}.get(self.blocks, 1)
 
     @property
-    def depths(self) -> int:
+    def total_mtp_layers(self) -> int:
         """Depths of multi-token prediction: each embeds the tokens ahead and passes the output layer."""
-        return self.mtp_depth + self.blocks.count(MTP)
+        return self.mtp_layers + self.blocks.count(MTP)
 
     @property
-    def predicted(self) -> int:
+    def predicted_tokens(self) -> int:
         """Tokens that are predicted at each position, each with a pass through the output layer."""
-        return 1 + self.depths
+        return 1 + self.total_mtp_layers
 
-    def attended(self, length: int) -> float:
+    def effective_attention_length(self, length: int) -> float:
         """Twice the tokens that one of a sequence of `length` attends to, in the mean over positions and
         layers: the length itself without a window (Megatron-Bridge counts so,
         `flop_utils.py: calculate_swa_context`)."""
         window = self.window
         if not 0 < window < length:
             return length
-        return length - self.windowed * (length - window * (2 - (window - 1) / length))
+        return length - self.windowed_fraction * (length - window * (2 - (window - 1) / length))
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
@@ -336,13 +338,13 @@ def load_model(name: str, file: str | None = None) -> Model:
         ValueError: The file lacks a flag that defines the shape.
     """
     wanted = ALIASES.get(name, name)
-    if file and is_model_file(file) and own_name(file) == name:
-        return model_of(file)
+    if file and is_model_file(file) and model_name_of_file(file) == name:
+        return find_model(file)
     for family, path in _known_files():
         if path.stem == wanted and family:
             return model_from_flags(wanted, family, read_args_file(path))
         if path.stem == wanted:
-            return replace(model_of(str(path)), source="")
+            return replace(find_model(str(path)), source="")
     if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
         raise UnknownModelError(
             f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
@@ -363,7 +365,7 @@ def is_model_file(text: str) -> bool:
     return Path(text).suffix in MODEL_FILES or "/" in text
 
 
-def own_name(text: str) -> str:
+def model_name_of_file(text: str) -> str:
     """The name of the model in a file.
 
     Raises:
@@ -375,7 +377,7 @@ def own_name(text: str) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
-def model_of(text: str) -> Model:
+def find_model(text: str) -> Model:
     """A model by name, or by the path of any `.args` file or of a Hugging Face `config.json`.
 
     Raises:
@@ -384,8 +386,8 @@ def model_of(text: str) -> Model:
     """
     if not is_model_file(text):
         return load_model(text)
-    path, name = Path(text).expanduser(), own_name(text)
-    words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
+    path, name = Path(text).expanduser(), model_name_of_file(text)
+    words = read_config_flags(path) if path.suffix == ".json" else read_args_file(path)
     family = "moe" if Flags(words).has("--num-experts") else "gpt3"
     return replace(model_from_flags(name, family, words), source=text)
 
@@ -402,22 +404,24 @@ def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
         family=family,
         flags=tuple(words),
         shape=shape_from_flags(name, flags),
-        batch=batch_of(flags),
-        dtype=dtype_of(flags),
+        batch=parse_batch(flags),
+        dtype=parse_dtype(flags),
         # A family may train all its models without.
         dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout"),
     )
 
 
-def batch_of(flags: Flags, replicas: int = 1) -> Batch:
+def parse_batch(flags: Flags, replicas: int = 1) -> Batch:
     """What the flags say; a sample a rank, and a micro batch a replica, where they do not."""
     micro = flags.integer("--micro-batch-size", 1)
     return Batch(micro, flags.integer("--global-batch-size", micro * replicas))
 
 
-def dtype_of(flags: Flags) -> str:
+def parse_dtype(flags: Flags) -> str:
     """`fp16`, `bf16` or `fp32`."""
-    return next((half.removeprefix("--") for half in HALVES if flags.has(half)), "fp32")
+    return next(
+        (half.removeprefix("--") for half in HALF_PRECISION_FLAGS if flags.has(half)), "fp32"
+    )
 
 
 def replace_vocabulary(model: Model, entries: int) -> Model:
@@ -428,7 +432,7 @@ def replace_vocabulary(model: Model, entries: int) -> Model:
     return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
 
 
-def imported_weights(model: Model) -> Path | None:
+def imported_weights_folder(model: Model) -> Path | None:
     """The checkpoint that an imported model begins with; None for a model without weights."""
     named = Flags(model.flags).text("--load")
     return ROOT / named if named else None
@@ -439,13 +443,15 @@ def training_flags(family: str) -> tuple[str, ...]:
     return read_args_file(ROOT / "examples" / family / "training.args")
 
 
-def trained_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
+def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
     """The family's training flags, then the model's own without its weights."""
-    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
-    return flags if in_half else drop_flags(flags, HALVES)
+    flags = (*training_flags(model.family), *drop_flags(model.flags, WEIGHT_LOADING_FLAGS))
+    return flags if in_half else drop_flags(flags, HALF_PRECISION_FLAGS)
 
 
-def changed_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
+def apply_flags_to_model(
+    model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS
+) -> Model:
     """The model that `words` make of it: another shape or precision, under its name.
 
     Flags that `names` lacks are left out. Raises as `model_from_flags` does.
@@ -453,8 +459,8 @@ def changed_model(model: Model, words: Sequence[str], names: Container[str] = SH
     changes = pick_flags(words, names)
     if not changes:
         return model
-    other_half = any(half in changes for half in HALVES)
-    kept = drop_flags(model.flags, HALVES) if other_half else model.flags
+    other_half = any(half in changes for half in HALF_PRECISION_FLAGS)
+    kept = drop_flags(model.flags, HALF_PRECISION_FLAGS) if other_half else model.flags
     return model_from_flags(model.name, model.family, merge_flags(kept, changes))
 
 
@@ -472,7 +478,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     hidden, heads, layers = said["hidden"], said["heads"], said["layers"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
     latent = flags.has("--multi-latent-attention")
-    columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
+    columns = said.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
         "head_width": hidden // max(1, heads),
@@ -482,9 +488,9 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     experts = said.get("experts", 0)
     with_experts = _marked(flags, "--moe-layer-freq", layers, _each) if experts else range(layers)
     linear = flags.text("--experimental-attention-variant") == GATED_DELTA_NET
-    window, windowed = _window(flags), 1.0
+    window, windowed_fraction = _window(flags), 1.0
     if window and flags.has(_SKIPPED):
-        windowed = len(_marked(flags, _SKIPPED, layers, _others)) / layers
+        windowed_fraction = len(_marked(flags, _SKIPPED, layers, _others)) / layers
     shape = ModelShape(
         **(derived | said),
         positions=flags.integer("--max-position-embeddings") if learned else 0,
@@ -492,7 +498,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
         # Fused experts clamp in their products, which other activations do in their own kernel.
-        clamped=flags.has("--quick-geglu")
+        clamps_activations=flags.has("--quick-geglu")
         and flags.has("--activation-func-clamp-value")
         and not flags.has("--use-transformer-engine-op-fuser"),
         latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
@@ -502,7 +508,7 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         linear=LinearAttention(**flags.fields("linear")) if linear else None,
         linear_layers=_marked(flags, "--linear-attention-freq", layers, _others) if linear else (),
         window=window,
-        windowed=windowed if window else 0.0,
+        windowed_fraction=windowed_fraction if window else 0.0,
     )
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
@@ -531,7 +537,7 @@ def _window(flags: Flags) -> int:
     return max(0, int(pair[1]) + 1) if pair else 0
 
 
-def usual_ffn(hidden: int, swiglu: bool) -> int:
+def default_ffn_hidden(hidden: int, swiglu: bool) -> int:
     """Megatron's 4h; SwiGLU's is two thirds of it, rounded to 64, so that an MLP's size stays that."""
     return int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
 
@@ -613,7 +619,7 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     said = flags.fields("mamba")
     mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
     linear = LinearAttention(**flags.fields("linear"))
-    whole = replace(shape, mtp_depth=0, dense_layers=(), linear_layers=())
+    whole = replace(shape, mtp_layers=0, dense_layers=(), linear_layers=())
     return replace(whole, layers=1, blocks=blocks, mamba=mamba, linear=linear)
 
 

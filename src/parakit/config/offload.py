@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
 
-GROUPS = (
+OFFLOAD_MODULES = (
     "attn_norm",
     "qkv_linear",
     "core_attn",
@@ -32,11 +32,11 @@ class Offload:
     modules: tuple[str, ...] = ()
     """In `GROUPS`' order: tensors that are saved inside these
     (`--fine-grained-activation-offloading --offload-modules`)."""
-    smallest: int = _SMALLEST
+    min_elements: int = _SMALLEST
     """Elements of the smallest tensor that goes (`--min-offloaded-tensor-size`)."""
     fraction: float = 1.0
     """Of the groups, one a module and layer, the first ones (`--activation-offload-fraction`)."""
-    kept_by_stage: int = 0
+    kept_bytes_per_stage: int = 0
     """Bytes that each pipeline rank keeps more than the one before it
     (`--delta-offload-bytes-across-pp-ranks`)."""
 
@@ -44,7 +44,7 @@ class Offload:
         return bool(self.layers or self.modules)
 
 
-NOTHING = Offload()
+NO_OFFLOAD = Offload()
 
 _FINE, _MODULES = "--fine-grained-activation-offloading", "--offload-modules"
 _LAYERS, _LEAST = "--cpu-offloading-num-layers", "--min-offloaded-tensor-size"
@@ -52,7 +52,7 @@ _FRACTION, _DELTA = "--activation-offload-fraction", "--delta-offload-bytes-acro
 _FUSED, _FUSER = "fused_group_mlp", "--use-transformer-engine-op-fuser"
 
 
-def offload_of(flags: Flags) -> Offload:
+def parse_offload(flags: Flags) -> Offload:
     """What the flags offload.
 
     Raises:
@@ -65,16 +65,16 @@ def offload_of(flags: Flags) -> Offload:
         return found
     words = flags.names(_MODULES)
     if not words:
-        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(GROUPS)}.")
-    refuse_unknown(_MODULES, words, GROUPS)
+        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(OFFLOAD_MODULES)}.")
+    refuse_unknown(_MODULES, words, OFFLOAD_MODULES)
     if _FUSED in words and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
-    if min(found.smallest, found.kept_by_stage) < 0 or not 0 <= found.fraction <= 1:
+    if min(found.min_elements, found.kept_bytes_per_stage) < 0 or not 0 <= found.fraction <= 1:
         raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
-    return replace(found, modules=tuple(name for name in GROUPS if name in words))
+    return replace(found, modules=tuple(name for name in OFFLOAD_MODULES if name in words))
 
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:
     """Megatron's flags for it."""
-    fine = flag_words({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
-    return (*fine, *words_of(offload, "offload"))
+    fine = format_flags({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
+    return (*fine, *format_fields_as_flags(offload, "offload"))

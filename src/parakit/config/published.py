@@ -15,11 +15,11 @@ import msgspec
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.strategy import Parallelism, parse_strategy
 
-FILE = ROOT / "examples" / "gpt3" / "published.yaml"
+PUBLISHED_FILE = ROOT / "examples" / "gpt3" / "published.yaml"
 MAIN_SOURCE = "003"
 """The write-up whose runs this kit reproduces: gpt2-large on two H200."""
 
-Reading = int | float
+PublishedNumber = int | float
 """A number as published; an integer where it is one."""
 
 
@@ -36,7 +36,7 @@ class Publication:
     device: str | None = None
     megatron_commit: str | None = None
     driver: str | None = None
-    tolerance: Mapping[str, Reading] = field(default_factory=dict)
+    tolerance: Mapping[str, PublishedNumber] = field(default_factory=dict)
     """By a figure's field: how far from the published measurements a measured value may be, relative."""
     tolerance_basis: str = ""
 
@@ -53,20 +53,20 @@ class Figure:
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     dtype: str | None = None
-    iteration_ms: tuple[Reading, ...] = ()
+    iteration_ms: tuple[PublishedNumber, ...] = ()
     """Readings of consecutive iterations."""
-    device_memory_mib: tuple[Reading, ...] = ()
+    device_memory_mib: tuple[PublishedNumber, ...] = ()
     """The devices' own readings, by rank."""
     caution: str = ""
     published_as: str = ""
     """The write-up's name of the run."""
-    peak_memory_gb: tuple[Reading, ...] = ()
+    peak_memory_gb: tuple[PublishedNumber, ...] = ()
     samples_per_second: float | None = None
     speedup: float | None = None
     """Over the write-up's own baseline."""
-    shares: Mapping[str, Reading] = field(default_factory=dict)
+    shares: Mapping[str, PublishedNumber] = field(default_factory=dict)
     """Of an iteration, by phase."""
-    network: Mapping[str, Reading] = field(default_factory=dict)
+    network: Mapping[str, PublishedNumber] = field(default_factory=dict)
     """Megabytes and seconds of one transfer, and the rate that follows, as the write-up has them."""
     micro_batches_per_second: float | None = None
     wall_seconds: float | None = None
@@ -109,12 +109,12 @@ class Published:
     figures: tuple[Figure, ...] = ()
     corrections: tuple[Correction, ...] = ()
 
-    def of(self, source: str) -> tuple[Figure, ...]:
+    def figures_of(self, source: str) -> tuple[Figure, ...]:
         """The figures of one write-up."""
         return tuple(figure for figure in self.figures if figure.source.key == source)
 
 
-def load_published(path: Path = FILE) -> Published:
+def load_published(path: Path = PUBLISHED_FILE) -> Published:
     """Read the published figures; without the file there are none.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parakit.config.flags import Flags, refuse_unknown, words_of
+from parakit.config.flags import Flags, format_fields_as_flags, refuse_unknown
 
 _SCORES = "core_attn"
 RECOMPUTED_MODULES = frozenset(
@@ -70,20 +70,20 @@ class Recompute:
         return "full" if self.method else "selective" if self.modules else ""
 
     @property
-    def whole_layers(self) -> bool:
+    def is_full(self) -> bool:
         """Whether layers are computed again whole: all, or the first of each virtual stage."""
         return bool(self.method)
 
     @property
-    def some_layers(self) -> bool:
+    def is_block_method(self) -> bool:
         """Whether these are the first of each virtual stage."""
         return self.method == "block"
 
-    def again(self, *modules: str) -> bool:
+    def recomputes(self, *modules: str) -> bool:
         """Whether backward repeats what is in any of these modules; what is in none, with its layer."""
         return bool(self.method) or not self.modules.isdisjoint(modules)
 
-    def checkpoints(self, layers: int) -> tuple[int, ...]:
+    def layers_per_checkpoint(self, layers: int) -> tuple[int, ...]:
         """Layers of each checkpoint in a virtual stage of so many, in order; those behind are kept.
 
         As `checkpointed_forward` lays them (`megatron/core/recompute.py`; before 0.19
@@ -91,7 +91,7 @@ class Recompute:
         """
         if not self.method:
             return ()
-        if self.some_layers:
+        if self.is_block_method:
             return (1,) * min(self.layers, layers)
         whole, left = divmod(layers, self.layers)
         return (self.layers,) * whole + (left,) * (left > 0)
@@ -112,11 +112,11 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     if recompute == Recompute.NONE:
         return ()
     alone = recompute == Recompute.SELECTIVE
-    own = () if alone else words_of(recompute, "recompute")
+    own = () if alone else format_fields_as_flags(recompute, "recompute")
     return (_GRANULARITY, recompute.granularity, *own)
 
 
-def recompute_of(flags: Flags) -> Recompute:
+def parse_recompute(flags: Flags) -> Recompute:
     """How the flags recompute.
 
     Raises:

@@ -10,11 +10,11 @@ import dataclasses
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["replace", "replace_shared"]
+__all__ = ["replace", "replace_cached"]
 
 if TYPE_CHECKING:
     from dataclasses import replace
-    from dataclasses import replace as replace_shared
+    from dataclasses import replace as replace_cached
 else:
 
     def replace(item: Any, /, **changes: Any) -> Any:
@@ -36,7 +36,7 @@ else:
         object.__setattr__(new, "__dict__", state)
         return new
 
-    replace_shared = lru_cache(maxsize=16384)(replace)
+    replace_cached = lru_cache(maxsize=16384)(replace)
     """The same, one object for all who ask alike, whose hash is computed once."""
 
 

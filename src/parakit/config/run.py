@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
-from parakit.config.experts import BALANCED, ExpertLoad, expert_load_of
+from parakit.config.experts import BALANCED, ExpertLoad, parse_expert_load
 from parakit.config.flag_table import flags_in_group
-from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
-from parakit.config.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
-from parakit.config.offload import NOTHING, Offload, offload_flags, offload_of
-from parakit.config.recompute import Recompute, recompute_flags, recompute_of
-from parakit.config.replacing import replace, replace_shared
-from parakit.config.stages import EVEN, StageSplit, stages_of
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
+from parakit.config.model import MTP, Model, ModelShape, parse_batch, parse_dtype, shape_from_flags
+from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
+from parakit.config.recompute import Recompute, parse_recompute, recompute_flags
+from parakit.config.replacing import replace, replace_cached
+from parakit.config.stages import EVEN_SPLIT, StageSplit, parse_stage_split
 from parakit.config.strategy import (
     Batch,
     Parallelism,
@@ -90,10 +90,10 @@ class StateTypes:
     main_parameters: str = ""
     first_moment: str = ""
     second_moment: str = ""
-    aware: bool = False
+    precision_aware: bool = False
     """`--use-precision-aware-optimizer`: Adam reads gradients as they are, and keeps of fp32 weights
     what the half-precision ones lack."""
-    offloaded: float = 0.0
+    offloaded_fraction: float = 0.0
     """Share of the parameters whose fp32 weights and moments the host has, which updates them
     (`--optimizer-cpu-offload`); what a device keeps of the others is then in fp32 too."""
 
@@ -136,7 +136,7 @@ class RunSpec:
     dtype: str = "bf16"
     """`fp16`, `bf16` or `fp32`."""
     fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
-    half_blocks: str = ""
+    unquantised_blocks: str = ""
     """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
     state_types: StateTypes = StateTypes()
     quantised_weights: bool = False
@@ -151,7 +151,7 @@ class RunSpec:
     (`--num-distributed-optimizer-instances`; hybrid sharding)."""
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     """Activations that wait for backward on the host."""
     fused_attention: bool = True
     """Flash or cuDNN attention; without it the scores of every head are kept."""
@@ -159,7 +159,7 @@ class RunSpec:
     """Transformer Engine's layers: a norm is part of the dense linear layer behind it."""
     cp_comm_type: str = "p2p"
     """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`; empty before a search has chosen."""
-    stages: StageSplit = EVEN
+    stages: StageSplit = EVEN_SPLIT
     """How layers are laid on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
     expert_load: ExpertLoad = BALANCED
@@ -212,25 +212,30 @@ class RunSpec:
         split latent attention otherwise than Transformer Engine's."""
         shape = self.shape
         if shape.latent and not self.fused_norms:
-            shape = replace(shape, latent=replace(shape.latent, splits_down=True))
+            shape = replace(shape, latent=replace(shape.latent, splits_down_projections=True))
         if self.parallelism.unties_embeddings:
             shape = replace(shape, tied_embeddings=False)
         return shape
 
     @property
-    def kinds(self) -> tuple[tuple[int, RunSpec], ...]:
+    def block_specs(self) -> tuple[tuple[int, RunSpec], ...]:
         """How many of a layer's blocks are of each kind, with the run of such blocks alone."""
         shape = self.shape
         if len(shape.blocks) <= 1:
             return ((1, self),)
         found = []
-        halves = Counter(self.half_blocks)
+        halves = Counter(self.unquantised_blocks)
         for blocks, fp8_recipe in (
             (Counter(shape.blocks) - halves, self.fp8_recipe),
             (halves, Fp8Recipe.NONE),
         ):
             for block, times in blocks.items():
-                kind = replace(self, shape=shape.only(block), fp8_recipe=fp8_recipe, half_blocks="")
+                kind = replace(
+                    self,
+                    shape=shape.with_only_block(block),
+                    fp8_recipe=fp8_recipe,
+                    unquantised_blocks="",
+                )
                 found.append((times, kind))
         return tuple(found)
 
@@ -244,24 +249,26 @@ class RunSpec:
         return self.batch.global_batch_size // together if together else 0
 
     @property
-    def tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Tokens of one micro batch on one rank, before sequence parallelism splits them."""
         return self.shape.seq_length // self.parallelism.context * self.batch.micro_batch_size
 
     @property
-    def sent_to_experts(self) -> float:
+    def expert_send_ratio(self) -> float:
         """Copies of its tokens that a rank sends, for each that a router without limit makes."""
         if self.expert_load == BALANCED:
             return 1.0
-        return self.expert_load.sent(self.shape, self.tokens // self.sequence_shards)
+        return self.expert_load.send_ratio(
+            self.shape, self.micro_batch_tokens // self.sequence_shards
+        )
 
     @property
-    def received_by_experts(self) -> float:
+    def expert_receive_ratio(self) -> float:
         """Copies that the busiest rank of EP receives, for the mean of a router without limit."""
         if self.expert_load == BALANCED:
             return 1.0
-        own, ranks = self.tokens // self.sequence_shards, self.parallelism.expert
-        return self.expert_load.received(self.shape, own, ranks)
+        own, ranks = self.micro_batch_tokens // self.sequence_shards, self.parallelism.expert
+        return self.expert_load.receive_ratio(self.shape, own, ranks)
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -284,53 +291,55 @@ class RunSpec:
         return self.parallelism.tensor if self.parallelism.sequence_parallel else 1
 
     @property
-    def layers_a_stage(self) -> int:
+    def layers_per_stage(self) -> int:
         """Layers on one pipeline rank, over its virtual stages; of uneven stages the fullest's."""
         return -(-self.shape.layers // self.parallelism.pipeline)
 
-    def chunk_layers(self, pipeline_rank: int) -> tuple[int, ...]:
+    def layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank; depths ahead are the last one's."""
         return self._with_depths(range(self.shape.layers), pipeline_rank)
 
-    def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
+    def dense_layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
         """Of the layers of each virtual stage of a pipeline rank those that are dense among experts'."""
         return self._with_depths(self.shape.dense_layers, pipeline_rank)
 
     def _with_depths(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
         """These layers, and the depths ahead where they are alike: those are as the last layer is."""
-        found, shape = self.laid(layers, pipeline_rank), self.shape
+        found, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
-        if shape.mtp_depth and is_last and shape.layers - 1 in layers:
-            return (*found[:-1], found[-1] + shape.mtp_depth)
+        if shape.mtp_layers and is_last and shape.layers - 1 in layers:
+            return (*found[:-1], found[-1] + shape.mtp_layers)
         return found
 
-    def laid(self, layers: Collection[int], pipeline_rank: int) -> tuple[int, ...]:
+    def count_layers_per_chunk(
+        self, layers: Collection[int], pipeline_rank: int
+    ) -> tuple[int, ...]:
         """How many of these layers, from 0, each virtual stage of a pipeline rank has."""
         split, all_layers = self.parallelism, self.shape.layers
         degrees = (split.pipeline, split.virtual_stages)
         if not layers:
             return (0,) * split.virtual_stages
         if len(layers) == all_layers:
-            return self.stages.chunks(all_layers, *degrees, pipeline_rank)
+            return self.stages.layers_per_chunk(all_layers, *degrees, pipeline_rank)
         return _laid(self.stages, all_layers, frozenset(layers), *degrees)[pipeline_rank]
 
-    def stage_layers(self, pipeline_rank: int) -> int:
+    def num_layers_on_stage(self, pipeline_rank: int) -> int:
         """Layers on one pipeline rank, over its virtual stages."""
-        return sum(self.chunk_layers(pipeline_rank))
+        return sum(self.layers_per_chunk(pipeline_rank))
 
-    def layers_again(self, pipeline_rank: int) -> int:
+    def num_recomputed_layers(self, pipeline_rank: int) -> int:
         """Layers of one pipeline rank that are computed again whole."""
-        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
         return sum(map(sum, chunks))
 
     @property
-    def on_stages(self) -> RunSpec:
+    def stage_layout_spec(self) -> RunSpec:
         """Its layers on its stages, and nothing else of it: for what depends on those alone."""
         split = self.parallelism
         return _on_stages(self.shape, self.stages, split.pipeline, split.virtual_stages)
 
     @cached_property
-    def kept(self) -> RunSpec:
+    def without_recompute(self) -> RunSpec:
         """A run that computes nothing again."""
         return replace(self, recompute=Recompute.NONE)
 
@@ -340,56 +349,59 @@ class RunSpec:
         return replace(self, cp_comm_type="") if self.cp_comm_type else self
 
     @cached_property
-    def one_layer(self) -> RunSpec:
+    def one_layer_per_stage(self) -> RunSpec:
         """The same micro batch with one layer a stage, recomputed if any is, and no more data
         parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
         own, samples = self.parallelism, self.batch.micro_batch_size
         data = max(1, own.expert // own.context)
-        one = replace_shared(
+        one = replace_cached(
             own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
         )
         return replace(
             self,
             parallelism=one,
             batch=Batch(samples, samples * data),
-            recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
-            stages=EVEN,
-            offload=NOTHING,
+            recompute=Recompute.FULL if self.recompute.is_full else self.recompute,
+            stages=EVEN_SPLIT,
+            offload=NO_OFFLOAD,
         )
 
     @cached_property
-    def dense(self) -> RunSpec:
+    def with_dense_layers(self) -> RunSpec:
         """A run whose layers are all as its dense ones are."""
         return replace(self, shape=self.shape.without_experts)
 
-    def dense_layers_of(self, pipeline_rank: int) -> tuple[int, int]:
+    def count_dense_layers(self, pipeline_rank: int) -> tuple[int, int]:
         """Of the layers of a pipeline rank, and of those computed again whole, the dense: in a virtual
         stage they come before the others."""
         if not self.shape.dense_layers:
             return 0, 0
-        dense = self.chunk_dense_layers(pipeline_rank)
-        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        dense = self.dense_layers_per_chunk(pipeline_rank)
+        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
         return sum(dense), sum(map(min, dense, map(sum, chunks)))
 
-    def stage_runs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
+    def uniform_stage_specs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
         """Even runs whose stages together have as many layers of each kind as this one's and compute as
         many again, in one virtual stage: for calls inside layers."""
-        shape, some = self.shape, self.recompute.some_layers
-        if self.stages == EVEN and not (some or shape.mtp_depth or shape.dense_layers):
+        shape, some = self.shape, self.recompute.is_block_method
+        if self.stages == EVEN_SPLIT and not (some or shape.mtp_layers or shape.dense_layers):
             return (self,)
-        layers, again = self.stage_layers(pipeline_rank), self.layers_again(pipeline_rank)
-        dense, dense_again = self.dense_layers_of(pipeline_rank)
+        layers, again = (
+            self.num_layers_on_stage(pipeline_rank),
+            self.num_recomputed_layers(pipeline_rank),
+        )
+        dense, dense_again = self.count_dense_layers(pipeline_rank)
         kinds = [(self, layers - dense, again - dense_again)]
         if dense:
-            kinds.append((self.dense, dense, dense_again))
+            kinds.append((self.with_dense_layers, dense, dense_again))
         return tuple(run._even(count, again) for run, count, again in kinds if count)
 
     def _even(self, layers: int, again: int) -> RunSpec:
         """A run with so many layers of one kind on every stage, of which so many are computed again."""
         whole = layers * self.parallelism.pipeline
-        shape = replace(self.shape, layers=whole, mtp_depth=0, dense_layers=())
-        found = replace(self, stages=EVEN, shape=shape)
-        if not self.recompute.some_layers:
+        shape = replace(self.shape, layers=whole, mtp_layers=0, dense_layers=())
+        found = replace(self, stages=EVEN_SPLIT, shape=shape)
+        if not self.recompute.is_block_method:
             return found
         return replace(
             found,
@@ -398,16 +410,18 @@ class RunSpec:
         )
 
     @cached_property
-    def joining(self) -> RunSpec:
+    def mtp_joining_spec(self) -> RunSpec:
         """A run with one block a stage, that which a depth of multi-token prediction begins with."""
-        shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)
-        return replace(self, stages=EVEN, shape=shape)
+        shape = replace(
+            self.shape.with_only_block(MTP), layers=self.parallelism.pipeline, mtp_layers=0
+        )
+        return replace(self, stages=EVEN_SPLIT, shape=shape)
 
     @property
-    def embeds_twice(self) -> bool:
+    def shares_embedding_across_stages(self) -> bool:
         """Whether the first and the last of several stages hold one embedding, whose gradients they add:
         a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
-        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
+        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_layers)
         return shared and self.parallelism.pipeline > 1
 
 
@@ -422,7 +436,7 @@ def _laid(
     stages: StageSplit, layers: int, some: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each pipeline rank how many of some layers each of its virtual stages has."""
-    counts = [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
+    counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
     found: list[list[int]] = [[] for _ in counts]
     first = 0
     for stage in range(virtual):
@@ -433,21 +447,21 @@ def _laid(
     return tuple(tuple(chunks) for chunks in found)
 
 
-def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
+def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
     """A model as its `.args` file has it, on GPUs: its dtype, dropout and recomputation."""
     return RunSpec(
         shape=model.shape,
         parallelism=parallelism,
         batch=batch,
         dtype=model.dtype,
-        fp8_recipe=fp8_recipe_of(Flags(model.flags)),
+        fp8_recipe=parse_fp8_recipe(Flags(model.flags)),
         dropout=model.dropout,
-        recompute=recompute_of(Flags(model.flags)),
+        recompute=parse_recompute(Flags(model.flags)),
         model=model.name,
     )
 
 
-def spec_of_flags(
+def spec_from_flags(
     words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
     """What a command line, the model's own flags in it, makes Megatron train on so many ranks.
@@ -466,34 +480,34 @@ def spec_of_flags(
         **flags.fields("run"),
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
-        batch=batch_of(flags, parallelism.data),
-        dtype=dtype_of(flags),
-        fp8_recipe=fp8_recipe_of(flags),
-        state_types=state_types_of(flags),
+        batch=parse_batch(flags, parallelism.data),
+        dtype=parse_dtype(flags),
+        fp8_recipe=parse_fp8_recipe(flags),
+        state_types=parse_state_types(flags),
         dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
-        recompute=recompute_of(flags),
-        offload=offload_of(flags),
+        recompute=parse_recompute(flags),
+        offload=parse_offload(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
         fused_norms=not local,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
-        stages=stages_of(flags),
-        token_dispatcher=token_dispatcher_of(flags),
-        expert_load=expert_load_of(flags),
+        stages=parse_stage_split(flags),
+        token_dispatcher=parse_token_dispatcher(flags),
+        expert_load=parse_expert_load(flags),
         device=device,
         model=model,
     )
 
 
-def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
+def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
     """What a log's printed arguments (`num_layers`) say; None where they do not define a model and its
     layout."""
-    words = flags_of_printed(arguments)
+    words = flags_from_printed_arguments(arguments)
     flags = Flags(words)
     degrees = flags.fields("parallelism")
     devices = flags.integer("--data-parallel-size", 1)
     devices *= degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     try:
-        spec = spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
+        spec = spec_from_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
     except (ValueError, ZeroDivisionError):
         return None
     # Somebody else's Megatron has no patches: its own layers keep the scores.
@@ -501,7 +515,7 @@ def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
     return replace(spec, fused_attention=False) if local else spec
 
 
-def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
+def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...]:
     """Printed arguments as the flags that give them."""
     words: list[str] = []
     for name, value in arguments.items():
@@ -519,15 +533,19 @@ _FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 """Of arguments that go by another name than their flags (`dest` in `arguments.py`)."""
 
 
-def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
+def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for everything in a spec but the model's own shape and the device."""
     rest = {
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
-    layout = (*strategy_flags(spec.flagged_parallelism), *chosen_flags(spec))
-    run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
+    layout = (*strategy_flags(spec.flagged_parallelism), *searched_flags(spec))
+    run = (
+        *format_fields_as_flags(spec.batch, "batch"),
+        *format_flags(rest),
+        *format_fields_as_flags(spec, "run"),
+    )
     return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
@@ -538,19 +556,22 @@ _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint
 
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
-    if types.aware:
-        return (*words_of(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
+    if types.precision_aware:
+        return (
+            *format_fields_as_flags(types, "state_types"),
+            *((_OFFLOAD,) if types.offloaded_fraction else ()),
+        )
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 
-def state_types_of(flags: Flags) -> StateTypes:
+def parse_state_types(flags: Flags) -> StateTypes:
     """What the flags store gradients and the optimizer in.
 
     Raises:
         ValueError: A type that Megatron does not have, or an offload that it refuses.
     """
     given = flags.fields("state_types")
-    aware, offloaded = given["aware"], given.get("offloaded", 0.0)
+    aware, offloaded = given["precision_aware"], given.get("offloaded_fraction", 0.0)
     if not 0 <= offloaded <= 1:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
@@ -566,7 +587,7 @@ def state_types_of(flags: Flags) -> StateTypes:
     return StateTypes(**given)
 
 
-def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
+def searched_flags(spec: RunSpec) -> tuple[str, ...]:
     """Megatron's flags for what a search chooses and no strategy's name says: what is computed again,
     context parallelism's algorithm, and how layers are laid on stages."""
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
@@ -576,7 +597,7 @@ def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
     return (*recompute_flags(spec.recompute), *context, *spec.stages.flags)
 
 
-def on_cpu_ranks(spec: RunSpec) -> RunSpec:
+def adapt_to_cpu_ranks(spec: RunSpec) -> RunSpec:
     """The run as this kit trains it on CPU ranks: in fp32, by PyTorch's own kernels."""
     return replace(
         spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
@@ -587,7 +608,7 @@ _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
 """Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Fp8Recipe` lacks is `tensorwise`."""
 
 
-def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
+def parse_fp8_recipe(flags: Flags) -> Fp8Recipe:
     """How the flags quantise the products of linear layers; Megatron's own recipe is `delayed`."""
     if flags.has("--fp4-format"):
         return Fp8Recipe.NVFP4
@@ -603,7 +624,7 @@ def _cp_comm_type(flags: Flags) -> str:
     return value if value in {"p2p", "all_gather", "a2a"} else "p2p"
 
 
-def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
+def parse_token_dispatcher(flags: Flags) -> TokenDispatcher:
     """How the flags route tokens; Megatron's own default is to gather."""
     value = flags.text("--moe-token-dispatcher-type")
     if value == "flex":

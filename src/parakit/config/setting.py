@@ -32,7 +32,7 @@ def refuse_renamed(name: str) -> None:
         raise SettingError(f"{name}= is {REPLACED[name]} now.")
 
 
-def read(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:
+def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:
     """A variable's value from text, by a reader that only the caller knows where there is one.
 
     Raises:
@@ -46,7 +46,7 @@ def read(setting: Setting, text: str, reader: Callable[[str], Any] | None = None
         raise SettingError(f"{setting.name}={text} is not {setting.kind}.") from None
 
 
-def values(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
+def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
     """The value of every variable, by its name in small letters: of its text, else its default.
 
     Raises:
@@ -54,12 +54,12 @@ def values(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]
     """
     found = {setting: texts.get(setting.name) or setting.default for setting in known}
     return {
-        setting.name.lower(): read(setting, value) if isinstance(value, str) else value
+        setting.name.lower(): parse_setting(setting, value) if isinstance(value, str) else value
         for setting, value in found.items()
     }
 
 
-def text_of(value: object) -> str:
+def format_setting(value: object) -> str:
     """A value as make is given it; `read` gives the value back."""
     if isinstance(value, bool):
         return str(int(value))

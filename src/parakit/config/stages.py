@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parakit.config.flags import Flags, words_of
+from parakit.config.flags import Flags, format_fields_as_flags
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
@@ -33,27 +33,29 @@ class StageSplit:
     layers, a depth of multi-token prediction and loss on seven (`pipeline_parallel_layer_layout.py`)."""
 
     @property
-    def counted(self) -> int:
+    def counted_ends(self) -> int:
         """Layers that are none."""
         return self.embedding + self.loss
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Megatron's."""
-        return words_of(self, "stages")
+        return format_fields_as_flags(self, "stages")
 
-    def virtual(self, pipeline: int) -> int:
+    def virtual_stages_in_layout(self, pipeline: int) -> int:
         """Virtual stages of each of so many pipeline ranks in a layout; 1 without one."""
         return max(1, len(_stages_of_layout(self.layout)) // pipeline)
 
     @property
-    def depths(self) -> int:
+    def mtp_layers_in_layout(self) -> int:
         """Of multi-token prediction in a layout."""
         return sum(stage.count("m") for stage in _stages_of_layout(self.layout))
 
-    def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
+    def layers_per_chunk(
+        self, layers: int, pipeline: int, virtual: int, rank: int
+    ) -> tuple[int, ...]:
         """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
-        if self is EVEN:  # By far the most of a search's.
+        if self is EVEN_SPLIT:  # By far the most of a search's.
             return (layers // pipeline // virtual,) * virtual
         if self.layout:
             return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
@@ -65,12 +67,12 @@ class StageSplit:
             chunks[-1] -= 1
         return tuple(chunks)
 
-    def problem(self, layers: int, pipeline: int, virtual: int) -> str:
+    def find_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Why Megatron does not lay `layers` so; empty if it does."""
-        stages, all_layers = pipeline * virtual, layers + self.counted
+        stages, all_layers = pipeline * virtual, layers + self.counted_ends
         if self.layout:
             return self._layout_problem(layers, stages)
-        if self.counted and (self.first or self.last):
+        if self.counted_ends and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:
             return "a stage has at least one layer"
@@ -78,16 +80,18 @@ class StageSplit:
             return self._own_stages_problem(layers, pipeline, virtual)
         if all_layers % stages:
             with_ends = f"{all_layers} with embedding or loss counted"
-            return f"{with_ends if self.counted else 'they'} do not divide"
-        smallest = self.chunks(layers, pipeline, virtual, 0)[0]
-        last = self.chunks(layers, pipeline, virtual, pipeline - 1)[-1]
+            return f"{with_ends if self.counted_ends else 'they'} do not divide"
+        smallest = self.layers_per_chunk(layers, pipeline, virtual, 0)[0]
+        last = self.layers_per_chunk(layers, pipeline, virtual, pipeline - 1)[-1]
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
 
     def _layout_problem(self, layers: int, wanted: int) -> str:
         stages = _stages_of_layout(self.layout)
         text = "".join(stages)
         wrong = {
-            "a layout excludes other ways to lay layers": self.first or self.last or self.counted,
+            "a layout excludes other ways to lay layers": self.first
+            or self.last
+            or self.counted_ends,
             "it is not E, layers t, depths m of multi-token prediction and L": not re.fullmatch(
                 "Et*m*L", text
             ),
@@ -117,19 +121,19 @@ class StageSplit:
         if self.last and rank == pipeline - 1:
             return self.last
         stages = pipeline - (self.first > 0) - (self.last > 0)
-        return (layers - self.first - self.last + self.counted) // max(1, stages)
+        return (layers - self.first - self.last + self.counted_ends) // max(1, stages)
 
 
-EVEN = StageSplit()
+EVEN_SPLIT = StageSplit()
 
 
-def spread(layers: int, stages: int) -> StageSplit:
+def even_layout(layers: int, stages: int) -> StageSplit:
     """A layout as even as can be, the ends with fewer."""
     few, more = divmod(layers, stages)
     return _layout([few + (1 <= place <= more) for place in range(stages)])
 
 
-def filled(layers: int, stages: int, depths: int) -> StageSplit:
+def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
     """A layout whose stages have as many as any needs and whose last has what is left, which makes room
     there for depths of multi-token prediction and the loss."""
     each = -(-layers // stages)
@@ -155,27 +159,27 @@ def _stages_of_layout(layout: str) -> tuple[str, ...]:
     return tuple(text.split("|"))
 
 
-def stages_of(flags: Flags) -> StageSplit:
+def parse_stage_split(flags: Flags) -> StageSplit:
     """What the flags say; Megatron ignores them without pipeline stages."""
     if flags.integer("--pipeline-model-parallel-size") == 1:
-        return EVEN
+        return EVEN_SPLIT
     return StageSplit(**flags.fields("stages"))
 
 
 @lru_cache(maxsize=4096)
-def stage_split(layers: int, pipeline: int) -> StageSplit | None:
+def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
     """Even where the degree divides the layers, else uneven; None if neither can be."""
-    return EVEN if layers % pipeline == 0 else uneven_stages(layers, pipeline, 1)
+    return EVEN_SPLIT if layers % pipeline == 0 else find_uneven_split(layers, pipeline, 1)
 
 
 @lru_cache(maxsize=4096)
 def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
     """Numbers of virtual stages that this split admits."""
-    most = -(-(layers + stages.counted) // pipeline)
-    return tuple(v for v in range(1, most + 1) if not stages.problem(layers, pipeline, v))
+    most = -(-(layers + stages.counted_ends) // pipeline)
+    return tuple(v for v in range(1, most + 1) if not stages.find_problem(layers, pipeline, v))
 
 
-def uneven_stages(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
+def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
     """The split for degrees that do not divide the layers; None if there is none.
 
     The ends are counted as layers where that divides, since they take about one's time; else the last
@@ -186,11 +190,11 @@ def uneven_stages(layers: int, pipeline: int, virtual: int) -> StageSplit | None
         StageSplit(loss=True),
         StageSplit(embedding=True),
     ):
-        ends = (counted.chunks(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
-        if not counted.problem(layers, pipeline, virtual) and all(map(sum, ends)):
+        ends = (counted.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
+        if not counted.find_problem(layers, pipeline, virtual) and all(map(sum, ends)):
             return counted
     others = -(-layers // (pipeline * virtual)) * virtual
     shorter = StageSplit(last=layers - (pipeline - 1) * others)
-    if shorter.last > 0 and not shorter.problem(layers, pipeline, virtual):
+    if shorter.last > 0 and not shorter.find_problem(layers, pipeline, virtual):
         return shorter
     return None

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from parakit.config.flags import Flags, flag_words, words_of
-from parakit.config.stages import stages_of
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags
+from parakit.config.stages import parse_stage_split
 
 
 class Sharding(StrEnum):
@@ -49,7 +49,7 @@ class Sharding(StrEnum):
         return self.is_megatron_fsdp or self.is_torch_fsdp
 
     @property
-    def overlaps(self) -> bool:
+    def overlaps_by_default(self) -> bool:
         """Its calls run beside arithmetic without a flag more, as both FSDPs' do."""
         return self.wraps_modules
 
@@ -155,7 +155,7 @@ class Parallelism:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
-    def tensor_of_experts(self) -> int:
+    def effective_expert_tensor(self) -> int:
         """Ranks over which each expert's matrices are split (ETP)."""
         return self.expert_tensor or self.tensor
 
@@ -169,7 +169,7 @@ class Parallelism:
         return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
 
     @property
-    def run_schedule(self) -> PipelineSchedule:
+    def executed_schedule(self) -> PipelineSchedule:
         """The schedule that is run; Megatron's is one of the two 1F1B."""
         if self.schedule:
             return self.schedule
@@ -177,7 +177,7 @@ class Parallelism:
         return PipelineSchedule.INTERLEAVED if interleaves else PipelineSchedule.ONE_F_ONE_B
 
     @property
-    def needs_a_micro_batch_a_stage(self) -> bool:
+    def needs_micro_batch_per_stage(self) -> bool:
         """Whether its schedule runs at least as many micro batches as stages."""
         two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW
         return self.pipeline > 1 and (self.virtual_stages > 1 or two_versions)
@@ -191,16 +191,16 @@ class Parallelism:
         return self.schedule.staleness(self.pipeline, stage) + 1
 
     @property
-    def copies_of_experts(self) -> int:
+    def expert_data(self) -> int:
         """Expert data parallelism: ranks that hold the same part of the same experts."""
-        return self.world_size // self.ranks_of_expert_copy
+        return self.world_size // self.ranks_per_expert_copy
 
     @property
-    def ranks_of_expert_copy(self) -> int:
+    def ranks_per_expert_copy(self) -> int:
         """Ranks that hold one copy of all experts; Megatron refuses a world that they do not divide."""
-        return self.tensor_of_experts * self.expert * self.pipeline
+        return self.effective_expert_tensor * self.expert * self.pipeline
 
-    def split_experts(self, degree: int) -> Parallelism:
+    def with_expert_tensor(self, degree: int) -> Parallelism:
         """Return the parallelism with each expert over `degree` ranks of TP.
 
         0 leaves the choice to Megatron, which takes the TP of all other layers
@@ -221,16 +221,16 @@ class Batch:
         return f"{self.micro_batch_size}/{self.global_batch_size}"
 
 
-NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
+PUBLISHED_STRATEGIES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
 """The six that were published; each has a launch script of its own."""
 
-OF_EXPERTS = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
+EXPERT_STRATEGIES = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
 """Those of a mixture of experts that have a launch script of their own."""
 
-EXAMPLES = (
-    *NAMED,
+EXAMPLE_STRATEGIES = (
+    *PUBLISHED_STRATEGIES,
     "vpp2",
-    *OF_EXPERTS[2:],
+    *EXPERT_STRATEGIES[2:],
     "zero1",
     "zero2",
     "zero3",
@@ -302,7 +302,7 @@ def strategy_name(parallelism: Parallelism) -> str:
     return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
 
 
-def devices_of(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
+def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
     """Return how many ranks a strategy's degrees multiply to.
 
     Args:
@@ -321,8 +321,8 @@ def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
     # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
     unclipped = {UNTIED: True, "--clip-grad": 0} if parallelism.schedule.is_asynchronous else {}
-    more = flag_words(unclipped | _SHARDING_FLAGS[parallelism.sharding])
-    return (*words_of(parallelism, "parallelism"), *more)
+    more = format_flags(unclipped | _SHARDING_FLAGS[parallelism.sharding])
+    return (*format_fields_as_flags(parallelism, "parallelism"), *more)
 
 
 def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
@@ -340,11 +340,13 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
             f"{devices} devices; name a number of devices that is a multiple of it."
         )
-    stages = stages_of(flags)
+    stages = parse_stage_split(flags)
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
-    layers = flags.integer("--num-layers") + stages.counted
+    layers = flags.integer("--num-layers") + stages.counted_ends
     # Megatron prints the number it derived; a command line has one of the other three.
-    virtual = flags.integer("--virtual-pipeline-model-parallel-size", stages.virtual(pipeline))
+    virtual = flags.integer(
+        "--virtual-pipeline-model-parallel-size", stages.virtual_stages_in_layout(pipeline)
+    )
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
     said.setdefault("virtual_stages", virtual)
     found = Parallelism(
@@ -353,14 +355,14 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         sharding=_sharding(flags),
     )
     return replace(
-        found.split_experts(found.expert_tensor),
+        found.with_expert_tensor(found.expert_tensor),
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
         sequence_parallel=found.sequence_parallel and tensor > 1,
         schedule=PipelineSchedule(found.schedule),
     )
 
 
-def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
+def scale_batch(own: Batch, parallelism: Parallelism) -> Batch:
     """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
 
     The global batch grows with the ranks; the micro batch with those ranks that share one replica,
@@ -368,7 +370,7 @@ def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
     as stages gets them.
     """
     sharing = parallelism.world_size // parallelism.data
-    if parallelism.needs_a_micro_batch_a_stage:
+    if parallelism.needs_micro_batch_per_stage:
         sharing //= parallelism.pipeline
     return Batch(
         micro_batch_size=own.micro_batch_size * sharing,
@@ -383,9 +385,9 @@ BATCH_RULE = (
 """`batch_for` in words."""
 
 
-def scaling_sentence(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
+def describe_batch_scaling(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
     """That a model file's batch was scaled; empty if it was not, or another one was asked for."""
-    if batch == own or batch != batch_for(own, parallelism):
+    if batch == own or batch != scale_batch(own, parallelism):
         return ""
     return (
         f"Batch {batch} (micro/global), not the model file's {own}: as in the published runs a "
@@ -439,7 +441,7 @@ def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
         # Megatron refuses experts under tensor parallelism without sequence parallelism.
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
         sharding=Sharding(sharding),
-    ).split_experts(named or expert_tensor)
+    ).with_expert_tensor(named or expert_tensor)
     return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
 
 
@@ -473,7 +475,7 @@ def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Paralleli
     if devices < 1 or devices % model_ranks:
         return parallelism
     over_others = replace(parallelism, data=devices // model_ranks)
-    if over_others.data % over_others.expert and devices % over_others.ranks_of_expert_copy == 0:
+    if over_others.data % over_others.expert and devices % over_others.ranks_per_expert_copy == 0:
         return over_others
     return parallelism
 
@@ -503,7 +505,7 @@ def _degrees(product: str, text: str) -> dict[str, int]:
     if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
             _sharding_inside(product)
-            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
+            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLE_STRATEGIES)} and products of them."
         )
     degrees: dict[str, int] = {}
     for name, degree, stages in factors:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
-from parakit.config.offload import GROUPS
+from parakit.config.offload import OFFLOAD_MODULES
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec
 
@@ -38,16 +38,18 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     Its input always; of all else what backward does not compute again. Of whole layers that are
     computed again a checkpoint's input.
     """
-    if spec.recompute.whole_layers:
-        inputs = [times * (2 if kind.shape.blocks == MTP else 1) for times, kind in spec.kinds]
+    if spec.recompute.is_full:
+        inputs = [
+            times * (2 if kind.shape.blocks == MTP else 1) for times, kind in spec.block_specs
+        ]
         return sum(inputs) * residual_bytes(spec)
-    return _layer_bytes(spec.one_layer)
+    return _layer_bytes(spec.one_layer_per_stage)
 
 
 @lru_cache(maxsize=4096)
 def _layer_bytes(spec: RunSpec) -> int:
     if len(spec.shape.blocks) > 1:
-        return sum(times * _layer_bytes(kind) for times, kind in spec.kinds)
+        return sum(times * _layer_bytes(kind) for times, kind in spec.block_specs)
     again = spec.recompute.modules
     return sum(tensor.size for tensor in _tensors(spec) if again.isdisjoint(tensor.modules))
 
@@ -57,16 +59,16 @@ def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
 
     The first `dense` of them are so; what of their tensors goes to the host is taken to be experts'.
     """
-    checkpoints = spec.recompute.checkpoints(layers)
+    checkpoints = spec.recompute.layers_per_checkpoint(layers)
     again = sum(checkpoints)
     found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
     dense_kept = max(0, dense - again)
-    whole = spec.kept if spec.recompute.whole_layers else spec
+    whole = spec.without_recompute if spec.recompute.is_full else spec
     if others := layers - again - dense_kept:
         found += others * layer_activation_bytes(whole)
     if dense_kept:
-        found += dense_kept * layer_activation_bytes(whole.dense)
-    return found - offloaded_bytes(spec, layers).left if spec.offload else found
+        found += dense_kept * layer_activation_bytes(whole.with_dense_layers)
+    return found - offloaded_bytes(spec, layers).freed if spec.offload else found
 
 
 def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
@@ -78,11 +80,11 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     if spec.recompute == Recompute.NONE:
         return 0
     if len(spec.shape.blocks) > 1:
-        return max(recomputed_bytes(kind) for _, kind in spec.kinds)
-    whole = layer_activation_bytes(spec.kept)
-    kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
+        return max(recomputed_bytes(kind) for _, kind in spec.block_specs)
+    whole = layer_activation_bytes(spec.without_recompute)
+    kept, checkpoints = layer_activation_bytes(spec), spec.recompute.layers_per_checkpoint(layers)
     if not checkpoints:
-        return 0 if spec.recompute.whole_layers else whole - kept
+        return 0 if spec.recompute.is_full else whole - kept
     freed = (layers - sum(checkpoints)) * whole
     # Of checkpoints of one size the last needs most: nothing of the others is free then.
     backward = checkpoints[::-1]
@@ -93,7 +95,7 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
 class Offloaded(NamedTuple):
     """Bytes of one micro batch."""
 
-    left: int = 0
+    freed: int = 0
     """That the device no longer holds."""
     copied: int = 0
     """To the host and back: twice what two modules save, and also what backward makes again."""
@@ -126,21 +128,21 @@ def _groups(spec: RunSpec) -> list[Offloaded]:
         return []
     left, copied = Counter[str](), Counter[str]()
     for tensor in _tensors(spec):
-        if tensor.elements < offload.smallest:
+        if tensor.elements < offload.min_elements:
             continue
         # Whatever is saved in a whole layer goes with it.
-        savers = tensor.savers if not offload.layers else (GROUPS[0],)
+        savers = tensor.savers if not offload.layers else (OFFLOAD_MODULES[0],)
         going = [name for name in savers if offload.layers or name in offload.modules]
         for name in going:
             copied[name] += tensor.size
-        if savers and len(going) == len(savers) and not spec.recompute.again(*tensor.modules):
+        if savers and len(going) == len(savers) and not spec.recompute.recomputes(*tensor.modules):
             left[going[-1]] += tensor.size
-    return [Offloaded(left[name], copied[name]) for name in GROUPS if copied[name]]
+    return [Offloaded(left[name], copied[name]) for name in OFFLOAD_MODULES if copied[name]]
 
 
 def residual_bytes(spec: RunSpec) -> int:
     """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
-    return spec.element_bytes * spec.tokens * spec.shape.hidden // spec.sequence_shards
+    return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
 
 
 class _Tensor(NamedTuple):
@@ -205,7 +207,7 @@ def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
     by_block = {ATTENTION: before_attention, MLP: before_mlp, EXPERTS: before_mlp}
     if not shape.blocks:
         return before_attention, before_mlp
-    return (by_block.get(shape.blocks, ()),) * shape.norms
+    return (by_block.get(shape.blocks, ()),) * shape.norms_per_layer
 
 
 def norm_steps(spec: RunSpec) -> int:
@@ -219,7 +221,7 @@ def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
 
     Outputs are inputs of linear layers; a router's, before experts, is not quantised.
     """
-    elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
+    elements = spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
     steps = norm_steps(spec)
     norms = norm_modules(spec)
     for place, modules in enumerate(norms):
@@ -232,7 +234,7 @@ def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
         if steps > 1:
             yield _saved(spec, elements, modules)
     if spec.dropout:
-        yield _Tensor(spec.shape.residuals * elements, elements)
+        yield _Tensor(spec.shape.residual_additions * elements, elements)
 
 
 def _joining(spec: RunSpec) -> Iterator[_Tensor]:
@@ -244,7 +246,7 @@ def _joining(spec: RunSpec) -> Iterator[_Tensor]:
 
     The layer's input is a view of the projection's output, which sequence parallelism does not split.
     """
-    elements = spec.tokens * spec.shape.hidden
+    elements = spec.micro_batch_tokens * spec.shape.hidden
     own = elements // spec.sequence_shards
     yield _saved(spec, 4 * own)
     yield _operand(spec, 2 * own)
@@ -255,22 +257,24 @@ def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
     """The input projection's output and the scan's; backward computes convolution and states again
     (`mamba_ssm: mamba_split_conv1d_scan_combined`). Behind them the output projection's input."""
     tensor = spec.parallelism.tensor
-    yield _saved(spec, spec.tokens * (mamba.projected + mamba.width) // tensor)
-    yield _operand(spec, spec.tokens * mamba.width // tensor)
+    yield _saved(spec, spec.micro_batch_tokens * (mamba.projected_columns + mamba.width) // tensor)
+    yield _operand(spec, spec.micro_batch_tokens * mamba.width // tensor)
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     shape = spec.shape
     # Unfused products take K and V repeated for each head (`repeat_interleave`).
-    repeats = not spec.fused_attention and not spec.recompute.again("core_attn")
+    repeats = not spec.fused_attention and not spec.recompute.recomputes("core_attn")
     keys = shape.heads if repeats else shape.query_groups
     tensor = spec.parallelism.tensor
     for heads in (shape.heads, keys, keys):
-        yield _saved(spec, spec.tokens * heads * shape.head_width // tensor, (), "core_attn")
+        yield _saved(
+            spec, spec.micro_batch_tokens * heads * shape.head_width // tensor, (), "core_attn"
+        )
     if _keeps_whole_projection(spec) and keys == shape.query_groups:
         replaced = (shape.heads + keys) * shape.head_width
-        yield _saved(spec, spec.tokens * replaced // tensor, (), "core_attn")
-    attended = spec.tokens * shape.heads * shape.head_width // tensor
+        yield _saved(spec, spec.micro_batch_tokens * replaced // tensor, (), "core_attn")
+    attended = spec.micro_batch_tokens * shape.heads * shape.head_width // tensor
     yield from _attended(spec, attended)
     if spec.parallelism.context > 1 and spec.cp_comm_type == "a2a":
         # As heads have it, before it goes back to where its tokens are (`context_parallel.py`).
@@ -303,12 +307,12 @@ def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
     """Queries and what keys and values share, compressed, before and behind a norm; both and the rotary
     part, once for each head, as they are multiplied (`multi_latent_attention.py`)."""
-    own, again = spec.tokens // spec.sequence_shards, ("mla_up_proj",)
+    own, again = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     for rank in (latent.query_rank, latent.key_value_rank):
         yield _saved(spec, own * rank, (), "qkv_linear")
         yield _operand(spec, own * rank, again if spec.fused_norms else (), "qkv_linear")
     yield _saved(spec, own * latent.rotary_width, (), "qkv_linear")
-    heads = spec.tokens * spec.shape.heads // spec.parallelism.tensor
+    heads = spec.micro_batch_tokens * spec.shape.heads // spec.parallelism.tensor
     key = latent.head_width + latent.rotary_width
     for width in (key, key, latent.value_width):
         yield _saved(spec, heads * width, again, "core_attn")
@@ -319,19 +323,21 @@ def _scores(spec: RunSpec) -> _Tensor:
     """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
     heads, own = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
     if spec.fused_attention:
-        statistics = heads * spec.tokens
+        statistics = heads * spec.micro_batch_tokens
         return _Tensor(_FP32_BYTES * statistics, statistics, own, own)
     element = spec.element_bytes
     bytes_a_score = 2 * element + 1 if spec.dropout else element
-    scores = heads * spec.tokens * spec.shape.seq_length
+    scores = heads * spec.micro_batch_tokens * spec.shape.seq_length
     return _Tensor(bytes_a_score * scores, scores, own, own)
 
 
 def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
     """Both wide tensors."""
     shape, tensor = spec.shape, spec.parallelism.tensor
-    yield _saved(spec, spec.tokens * (ffn * (2 if shape.gated else 1) // tensor), modules)
-    yield _operand(spec, spec.tokens * ffn // tensor, modules)
+    yield _saved(
+        spec, spec.micro_batch_tokens * (ffn * (2 if shape.gated else 1) // tensor), modules
+    )
+    yield _operand(spec, spec.micro_batch_tokens * ffn // tensor, modules)
 
 
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -343,9 +349,9 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     activation that no kernel multiplies with its probabilities is saved for their gradients
     (`experts.py: bias_act_func`), and what is clamped before as well as behind.
     """
-    shape, split = spec.shape, spec.parallelism.tensor_of_experts
-    own, inside = spec.tokens // spec.sequence_shards, ("moe",)
-    routed = round(own * split * shape.experts_per_token * spec.received_by_experts)
+    shape, split = spec.shape, spec.parallelism.effective_expert_tensor
+    own, inside = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)
+    routed = round(own * split * shape.experts_per_token * spec.expert_receive_ratio)
     ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     hidden = shape.latent_experts or shape.hidden  # Whole, as column-parallel layers read it.
@@ -353,14 +359,14 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
     yield _operand(spec, routed * hidden, inside, permuted)
     yield _saved(spec, routed * first, inside, wide)
-    if shape.clamped:
+    if shape.clamps_activations:
         yield _saved(spec, routed * first, ("moe", "moe_act"))
     if not shape.gated:
         yield _saved(spec, routed * ffn, ("moe", "moe_act"))
     yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:
         yield _saved(spec, own * shape.latent_experts, inside)
-    scores = spec.tokens * shape.experts // spec.sequence_shards
+    scores = spec.micro_batch_tokens * shape.experts // spec.sequence_shards
     yield _Tensor(2 * _FP32_BYTES * scores, scores, inside)
     if shape.shared_expert_ffn:
         yield from _mlp_tensors(spec, shape.shared_expert_ffn, ("moe", "shared_experts"))

@@ -13,7 +13,7 @@ from math import gcd
 from parakit.config.model import BLOCKS, round_up
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.config.stages import EVEN, uneven_stages
+from parakit.config.stages import EVEN_SPLIT, find_uneven_split
 from parakit.config.strategy import PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
@@ -32,7 +32,7 @@ NEWEST = (0, 16)
 _LARGEST_NAMED = 64
 
 
-def violations(
+def find_violations(
     spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
     """Every reason why Megatron refuses a run; empty if it would train.
@@ -55,7 +55,7 @@ def violations(
         "PP": parallelism.pipeline,
         "CP": parallelism.context,
         "EP": parallelism.expert,
-        "ETP": parallelism.tensor_of_experts,
+        "ETP": parallelism.effective_expert_tensor,
         "virtual stages": parallelism.virtual_stages,
         "micro batch": batch.micro_batch_size,
         "global batch": batch.global_batch_size,
@@ -124,22 +124,24 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
             "virtual stage."
         )
-    elif problem := spec.stages.problem(shape.layers, pipeline, virtual):
+    elif problem := spec.stages.find_problem(shape.layers, pipeline, virtual):
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
         ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
         # The pipelines of plain PyTorch lay layers evenly alone.
-        uneven = None if parallelism.schedule else uneven_stages(shape.layers, pipeline, virtual)
+        uneven = (
+            None if parallelism.schedule else find_uneven_split(shape.layers, pipeline, virtual)
+        )
         flags = f", or {' '.join(uneven.flags)}" if uneven else ""
-        if spec.stages == EVEN:
+        if spec.stages == EVEN_SPLIT:
             problem = f"which {stages} does not divide"
         else:
             split = " ".join(spec.stages.flags) or "the most even split"
             problem = f"which {split} does not lay on {stages}: {problem}"
         yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
-    elif spec.stages.layout and spec.stages.depths != shape.mtp_depth:
+    elif spec.stages.layout and spec.stages.mtp_layers_in_layout != shape.mtp_layers:
         yield (
-            f"{' '.join(spec.stages.flags)} has {spec.stages.depths} depths (m) of multi-token "
-            f"prediction and {model} {shape.mtp_depth}; write as many as --mtp-num-layers says."
+            f"{' '.join(spec.stages.flags)} has {spec.stages.mtp_layers_in_layout} depths (m) of multi-token "
+            f"prediction and {model} {shape.mtp_layers}; write as many as --mtp-num-layers says."
         )
 
 
@@ -155,7 +157,7 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
             f"positions; use at most {shape.positions}, or raise --max-position-embeddings."
         )
-    if shape.positions and shape.mtp_depth:
+    if shape.positions and shape.mtp_layers:
         yield "Multi-token prediction refuses learned positions; add --position-embedding-type rope."
     if context == 1:
         return
@@ -235,7 +237,7 @@ def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why ETP fits no stage. Megatron makes the groups of experts for a dense model too."""
-    parallelism, split = spec.parallelism, spec.parallelism.tensor_of_experts
+    parallelism, split = spec.parallelism, spec.parallelism.effective_expert_tensor
     ranks = parallelism.world_size // parallelism.pipeline
     if ranks % split:
         yield (
@@ -246,7 +248,7 @@ def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
 
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
     shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
-    tensor, split = parallelism.tensor, parallelism.tensor_of_experts
+    tensor, split = parallelism.tensor, parallelism.effective_expert_tensor
     if parallelism.tensor > 1 and not parallelism.sequence_parallel:
         yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
     if shape.expert_ffn_hidden % split:
@@ -269,9 +271,9 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
-    if spec.state_types.aware and not sharding:
+    if spec.state_types.precision_aware and not sharding:
         yield "--use-precision-aware-optimizer needs the distributed optimizer; use zero1."
-    if spec.state_types.offloaded and (not sharding or sharding.wraps_modules):
+    if spec.state_types.offloaded_fraction and (not sharding or sharding.wraps_modules):
         yield "--optimizer-cpu-offload is planned for the distributed optimizer alone; use zero1."
     ranks, instances = parallelism.data * parallelism.context, spec.optimizer_instances
     if instances < 1 or ranks % instances:
@@ -297,20 +299,20 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
 def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
     # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
     # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
-    again = not spec.recompute.whole_layers and spec.recompute.again("mlp")
+    again = not spec.recompute.is_full and spec.recompute.recomputes("mlp")
     if again and spec.shape.bias and not spec.shape.experts and not patched:
         yield (
             "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
             "--disable-bias-linear, or leave mlp out."
         )
 
-    partly = spec.recompute.whole_layers and spec.recompute != Recompute.FULL
+    partly = spec.recompute.is_full and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
             f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
-    if spec.shape.mtp_depth and partly:
+    if spec.shape.mtp_layers and partly:
         yield (
             f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."
@@ -349,16 +351,16 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
         yield (
             f"--offload-modules fused_group_mlp includes {_choices(sorted(experts))}; leave out either."
         )
-    if recompute.whole_layers:
+    if recompute.is_full:
         # Its first pass saves nothing, and the second gives to the host what backward reads at once.
         yield f"{fine} with whole layers recomputed is not planned; recompute modules."
         return
-    if recompute.again("moe") and (inside := modules & {"fused_group_mlp"} | experts):
+    if recompute.recomputes("moe") and (inside := modules & {"fused_group_mlp"} | experts):
         yield (
             f"--recompute-modules moe makes {_choices(sorted(inside))} again, which --offload-modules "
             "then refuses; leave out either."
         )
-    if recompute.again("core_attn") and "core_attn" in modules:
+    if recompute.recomputes("core_attn") and "core_attn" in modules:
         # Its checkpoint does not enter the group that the commit behind it looks for (`attention.py`).
         yield "core_attn is recomputed or offloaded, not both; leave out either."
 

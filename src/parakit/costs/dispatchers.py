@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.model import round_up
 from parakit.config.run import RunSpec, TokenDispatcher
 from parakit.formatting.units import MIB
 
-PEERS = 8
+DEEP_EP_NVLINK_PEERS = 8
 """Ranks that DeepEP reaches over NVLink (`csrc/kernels/configs.cuh` of v1.2.1)."""
 _CHANNELS = 10
 """Half of the processors that DeepEP takes (`--moe-deepep-num-sms`, 20)."""
@@ -30,7 +30,7 @@ get_dispatch_config, get_combine_config`). DeepEP takes no other number of ranks
 
 def dispatcher_bytes(spec: RunSpec) -> int:
     """Of a rank; 0 where tokens go through NCCL, or one rank has all experts."""
-    ranks = group_ranks(spec.parallelism, Group.TENSOR_EXPERT) if spec.shape.experts else 1
+    ranks = group_size(spec.parallelism, Group.TENSOR_EXPERT) if spec.shape.experts else 1
     if ranks == 1:
         return 0
     if spec.token_dispatcher is TokenDispatcher.DEEP_EP:
@@ -49,12 +49,12 @@ def _deep_ep_bytes(spec: RunSpec, ranks: int) -> int:
     if ranks not in _HELD:
         return 0
     near, far = _HELD[ranks]
-    nodes, peers = max(1, ranks // PEERS), min(ranks, PEERS)
+    nodes, peers = max(1, ranks // DEEP_EP_NVLINK_PEERS), min(ranks, DEEP_EP_NVLINK_PEERS)
     token = 2 * _hidden(spec) + _SOURCE + _SCORES
     inside = _CHANNELS * peers * (near * token + 4 * (2 * nodes + 3))
     if nodes == 1:
         return _WORKSPACE_BYTES + round_up(inside, 128)
-    between = 2 * _CHANNELS * nodes * (far * (token + _SLOT) + 4 * (2 * PEERS + 2))
+    between = 2 * _CHANNELS * nodes * (far * (token + _SLOT) + 4 * (2 * DEEP_EP_NVLINK_PEERS + 2))
     return _WORKSPACE_BYTES + round_up(inside, 128) + round_up(between, 128)
 
 
@@ -63,5 +63,5 @@ def _hybrid_ep_bytes(spec: RunSpec, ranks: int) -> int:
     of all experts and scales, of which dispatch and combine share the first two (branch hybrid-ep of
     DeepEP at 94a9f8f, `csrc/hybrid_ep/buffer/intranode.cu`). It is of one NVLink domain; what several
     have between them is not counted."""
-    tokens, hidden = ranks * (spec.tokens // spec.sequence_shards), _hidden(spec)
+    tokens, hidden = ranks * (spec.micro_batch_tokens // spec.sequence_shards), _hidden(spec)
     return tokens * (2 * hidden + 4 * spec.shape.experts + 4 * (hidden // 128))

@@ -3,7 +3,7 @@
 A matrix product of m×k by k×n costs 2·m·k·n; backward costs twice forward (one product for each
 operand's gradient). The sum for a dense model is the closed form of arXiv:2104.04473 §5.1 and of
 `megatron/training/training.py: num_floating_point_operations`, which Megatron's `--log-throughput`
-divides by time; that one counts no windows (`ModelShape.attended`).
+divides by time; that one counts no windows (`ModelShape.effective_attention_length`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _DELTA_RULE = 4
 as values (`num_floating_point_operations: gdn_layer_flops`)."""
 
 
-WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED = "whole-attention", "no-vocabulary", "recomputed"
-COUNTS = (WHOLE_ATTENTION, NO_VOCABULARY, RECOMPUTED)
+WHOLE_ATTENTION, NO_VOCABULARY, WITH_RECOMPUTE = "whole-attention", "no-vocabulary", "recomputed"
+FLOP_CONVENTIONS = (WHOLE_ATTENTION, NO_VOCABULARY, WITH_RECOMPUTE)
 """How others count: attention's whole square also where it is causal (arXiv:2104.04473 eq. 3, NeMo up to
 25.04), no logits, what backward computes again ("hardware FLOPs", arXiv:2205.05198 appendix A)."""
 
@@ -58,19 +58,19 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Of the experts only those a token is routed to count. The vocabulary is padded as for one
     device, so that strategies are compared on equal work.
     """
-    layers = shape.layers_by_kind(shape.mtp_depth)
-    every = [(count * times, kind) for count, layer in layers for times, kind in layer.kinds]
-    every.append((shape.mtp_depth, shape.only(MTP)))
+    layers = shape.count_layers_by_kind(shape.mtp_layers)
+    every = [(count * times, kind) for count, layer in layers for times, kind in layer.block_shapes]
+    every.append((shape.mtp_layers, shape.with_only_block(MTP)))
     kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in every]
     names = ("attention_projections", "attention_scores", "mlp", "router")
     layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
-    logits = 2 * shape.predicted * shape.hidden * shape.padded_vocabulary()
+    logits = 2 * shape.predicted_tokens * shape.hidden * shape.padded_vocabulary()
     return TokenFlops(**layer, logits=logits)
 
 
 def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     """The same of one layer of one kind, without logits."""
-    length = shape.attended(seq_length or shape.seq_length)
+    length = shape.effective_attention_length(seq_length or shape.seq_length)
     queries = shape.heads * shape.head_width
     keys_and_values = 2 * shape.query_groups * shape.head_width
     matrices = 3 if shape.gated else 2
@@ -89,12 +89,12 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
         projections += up_to * rotated + values * hidden
         scores = (rotated + values) * length
     if shape.blocks == MAMBA and shape.mamba:
-        projections = hidden * (shape.mamba.projected + shape.mamba.width)
+        projections = hidden * (shape.mamba.projected_columns + shape.mamba.width)
         scores = _SCAN * shape.mamba.width * shape.mamba.state
     elif shape.blocks == LINEAR and (linear := shape.linear):
-        projections = hidden * (linear.projected + linear.values)
-        projections += linear.kernel * linear.convolved
-        projections += _DELTA_RULE * linear.values * linear.value_width
+        projections = hidden * (linear.projected_columns + linear.value_channels)
+        projections += linear.kernel * linear.convolved_channels
+        projections += _DELTA_RULE * linear.value_channels * linear.value_width
     elif shape.blocks == MTP:
         projections = 2 * hidden * hidden
     narrowed = 2 * hidden * shape.latent_experts if shape.experts else 0
@@ -107,20 +107,22 @@ def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
     )
 
 
-def counted_flops(spec: RunSpec, counts: Collection[str]) -> float:
+def flops_by_convention(spec: RunSpec, counts: Collection[str]) -> float:
     """FLOPs of a token, forward and backward, as a source counts them that says so with words of
     `COUNTS`; the model's own without any."""
     found, again = token_flops(spec.shape), 0.0
     scores = found.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
     logits = 0 if NO_VOCABULARY in counts else found.logits
     mlp = found.mlp + found.router
-    if RECOMPUTED in counts:
-        repeats, ranks = spec.recompute.again, range(spec.parallelism.pipeline)
+    if WITH_RECOMPUTE in counts:
+        repeats, ranks = spec.recompute.recomputes, range(spec.parallelism.pipeline)
         again += scores if repeats("core_attn") else 0
         again += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0
         again += found.attention_projections if repeats() else 0
-        if spec.recompute.some_layers:
-            again *= sum(map(spec.layers_again, ranks)) / sum(map(spec.stage_layers, ranks))
+        if spec.recompute.is_block_method:
+            again *= sum(map(spec.num_recomputed_layers, ranks)) / sum(
+                map(spec.num_layers_on_stage, ranks)
+            )
     return _BACKWARD_AND_FORWARD * (found.attention_projections + scores + mlp + logits) + again
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
-from parakit.config.stages import EVEN
+from parakit.config.stages import EVEN_SPLIT
 from parakit.costs.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
@@ -19,7 +19,12 @@ from parakit.costs.activations import (
     residual_bytes,
 )
 from parakit.costs.dispatchers import dispatcher_bytes
-from parakit.costs.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
+from parakit.costs.tensors import (
+    Parameters,
+    distinct_weight_elements,
+    layer_parameters,
+    rank_parameters,
+)
 from parakit.formatting.units import MIB
 
 _FP32_BYTES = 4
@@ -27,7 +32,9 @@ _FP32_BYTES = 4
 
 def embedding_bytes(spec: RunSpec) -> int:
     """Kept by the embedding: its dropout's mask, one byte an element."""
-    return spec.tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
+    return (
+        spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
+    )
 
 
 def head_bytes(spec: RunSpec) -> int:
@@ -37,7 +44,7 @@ def head_bytes(spec: RunSpec) -> int:
 
 def logit_elements(spec: RunSpec) -> int:
     """Logits of one micro batch on one rank of the last stage; the vocabulary is split over TP."""
-    return spec.tokens * spec.padded_vocabulary // spec.parallelism.tensor
+    return spec.micro_batch_tokens * spec.padded_vocabulary // spec.parallelism.tensor
 
 
 def logits_bytes(spec: RunSpec) -> int:
@@ -49,14 +56,14 @@ def logits_bytes(spec: RunSpec) -> int:
     """
     overwritten = (spec.fused_loss and spec.loss_impl == "te") or "cross_entropy" in spec.fused
     copied = spec.dtype != "fp32" and not overwritten
-    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted
+    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted_tokens
     return (kept + (spec.element_bytes if copied else 0)) * logit_elements(spec)
 
 
 def head_backward_bytes(spec: RunSpec) -> int:
     """Live while the output layer is differentiated: gradients of logits and of hidden states, which
     TP's ranks have whole and then reduce (`tensor_parallel/layers.py`)."""
-    whole = spec.element_bytes * spec.tokens * spec.shape.hidden
+    whole = spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
     scattered = residual_bytes(spec) if spec.sequence_shards > 1 else 0
     return spec.element_bytes * logit_elements(spec) + whole + scattered
 
@@ -68,7 +75,7 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
     rank 0.
     """
-    return _bytes_in_flight(spec, pipeline_rank, spec.chunk_layers(pipeline_rank))
+    return _bytes_in_flight(spec, pipeline_rank, spec.layers_per_chunk(pipeline_rank))
 
 
 def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:
@@ -166,7 +173,7 @@ _USUAL_TYPES = StateTypes()
 _TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-def precision_of(spec: RunSpec) -> Precision:
+def bytes_per_parameter(spec: RunSpec) -> Precision:
     """The dtype's, but for what the run's flags store otherwise.
 
     Gradients in bf16 are copied to fp32 for the update unless the optimizer reads them as they are. That
@@ -179,7 +186,7 @@ def precision_of(spec: RunSpec) -> Precision:
     if types == _USUAL_TYPES or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
-    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     own_adam = not spec.parallelism.sharding.wraps_modules
     remainders = own_adam and not types.main_parameters and not spec.fp8_recipe
@@ -209,7 +216,7 @@ class PredictedMemory:
     allocator: int
     """Context, workspaces, dispatchers' buffers, and blocks reserved but not usable; see the
     assumptions."""
-    returned: int = 0
+    reclaimable: int = 0
     """Of the allocator's, what it gives back before it runs out: blocks that nothing is in."""
 
     @property
@@ -220,7 +227,7 @@ class PredictedMemory:
     @property
     def needed(self) -> int:
         """Bytes without which it runs out of memory."""
-        return self.total - self.returned
+        return self.total - self.reclaimable
 
     @property
     def live(self) -> int:
@@ -233,7 +240,7 @@ class PredictedMemory:
         return self.weights + self.gradients + self.main_parameters + self.optimizer_state
 
 
-COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "returned")
+COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "reclaimable")
 
 MEMORY_ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
@@ -249,7 +256,7 @@ MEMORY_ASSUMPTIONS = (
 )
 
 
-def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
+def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
     """Peak of one pipeline rank (all its TP, CP and DP ranks are alike).
 
     Raises:
@@ -265,7 +272,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
 
     Its first parts often say so.
     """
-    parameters, precision = rank_parameters(spec, pipeline_rank), precision_of(spec)
+    parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
     updated = _updated_here(parameters, spec)
     state = _state_bytes(spec, parameters, precision, updated)
     last = pipeline_rank == spec.parallelism.pipeline - 1
@@ -281,7 +288,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     if activations + temporaries + communication > room:
         return None
     return PredictedMemory(
-        *state, activations, temporaries, communication, base + blocks, returned=blocks
+        *state, activations, temporaries, communication, base + blocks, reclaimable=blocks
     )
 
 
@@ -319,8 +326,8 @@ def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Kept for backward at the fullest moment of a pipeline rank."""
-    chunks = spec.chunk_layers(pipeline_rank)
-    kinds = tuple(zip(chunks, spec.chunk_dense_layers(pipeline_rank), strict=True))
+    chunks = spec.layers_per_chunk(pipeline_rank)
+    kinds = tuple(zip(chunks, spec.dense_layers_per_chunk(pipeline_rank), strict=True))
     each = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
     kept = _bytes_in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
     if spec.offload:
@@ -329,22 +336,22 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     if pipeline_rank == 0:
         kept += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
-        if spec.shape.mtp_depth:
-            kept += spec.shape.mtp_depth * layer_activation_bytes(spec.joining)
+        kept += head_bytes(spec) + spec.shape.total_mtp_layers * embedding_bytes(spec)
+        if spec.shape.mtp_layers:
+            kept += spec.shape.mtp_layers * layer_activation_bytes(spec.mtp_joining_spec)
     return kept
 
 
 def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
     """Of what is offloaded, what a rank still has when backward begins: the last group of each module,
     in whose place come those that backward reads next, and what later stages keep."""
-    chunks = spec.chunk_layers(pipeline_rank)
+    chunks = spec.layers_per_chunk(pipeline_rank)
     last = next((layers for layers in reversed(chunks) if layers), 0)
-    begun = offloaded_bytes(spec, last).left - offloaded_bytes(spec, last, first=True).left
-    asked = pipeline_rank * spec.offload.kept_by_stage
+    begun = offloaded_bytes(spec, last).freed - offloaded_bytes(spec, last, first=True).freed
+    asked = pipeline_rank * spec.offload.kept_bytes_per_stage
     if not asked:
         return begun
-    gone = tuple(offloaded_bytes(spec, layers).left for layers in chunks)
+    gone = tuple(offloaded_bytes(spec, layers).freed for layers in chunks)
     return begun + min(asked, _bytes_in_flight(spec, pipeline_rank, gone) - begun)
 
 
@@ -359,35 +366,35 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     found = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
     if not spec.offload:
         return found
-    chunks = spec.chunk_layers(pipeline_rank)
+    chunks = spec.layers_per_chunk(pipeline_rank)
     copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
     return found + _bytes_in_flight(spec, pipeline_rank, copies)
 
 
-def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
+def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """The pipeline rank with the highest peak: the first, or the last with its logits.
 
     Where stages are unequal one between may hold more.
     """
-    found = fullest_within(spec, inf)
+    found = find_peak_rank_within(spec, inf)
     assert found is not None
     return found
 
 
-def fullest_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
+def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
     """Return the fullest pipeline rank and its peak, or None if a rank holds more than `limit` bytes."""
     by_rank = {}
-    for rank in ranks_apart(spec):
+    for rank in distinct_ranks(spec):
         if not (memory := _memory_within(spec, rank, limit)):
             return None
         by_rank[rank] = memory
     return max(by_rank.items(), key=lambda item: item[1].needed)
 
 
-def ranks_apart(spec: RunSpec) -> set[int]:
+def distinct_ranks(spec: RunSpec) -> set[int]:
     """The ends of a pipeline and, where stages are unequal, the ranks that stand for those between."""
     ends = {0, spec.parallelism.pipeline - 1}
-    alike = spec.stages == EVEN and not spec.shape.dense_layers
+    alike = spec.stages == EVEN_SPLIT and not spec.shape.dense_layers
     return ends if alike else ends | middle_ranks(spec).keys()
 
 
@@ -397,13 +404,15 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    return _unlike_ranks(spec.on_stages)
+    return _unlike_ranks(spec.stage_layout_spec)
 
 
 @lru_cache(maxsize=4096)
 def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
-    layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
+    layers = [
+        (spec.num_layers_on_stage(rank), sum(spec.dense_layers_per_chunk(rank))) for rank in between
+    ]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
 
@@ -420,7 +429,7 @@ def offloaded_parameters(spec: RunSpec, held: int) -> int:
     Megatron offloads whole tensors until it has the share, so up to one tensor more; of CPU ranks
     nothing.
     """
-    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded * held)
+    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded_fraction * held)
 
 
 def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
@@ -432,7 +441,7 @@ def _update_bytes(spec: RunSpec, updated: int) -> int:
     """fp32 copies of what is kept of each parameter in fewer bits, all alive in the update (Transformer
     Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`)."""
     types = spec.state_types
-    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return 0
     kept = (types.main_parameters, types.first_moment, types.second_moment)
     return _FP32_BYTES * sum(each not in ("", "fp32") for each in kept) * updated
@@ -445,7 +454,7 @@ def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
         return parameters.total
     parallelism, instances = spec.parallelism, spec.optimizer_instances
     ranks = max(1, parallelism.data * parallelism.context // instances)
-    copies = max(1, parallelism.copies_of_experts // instances)
+    copies = max(1, parallelism.expert_data // instances)
     return -(-parameters.shared // ranks) + -(-parameters.experts // copies)
 
 
@@ -455,16 +464,20 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     shape, element = spec.shape, spec.element_bytes
     ffn = shape.ffn_hidden
     if shape.experts:
-        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.received_by_experts)
+        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.expert_receive_ratio)
     width = ffn * (3 if shape.gated else 2) // spec.parallelism.tensor
-    again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
-    most = element * spec.tokens * width + again
+    again = max(
+        recomputed_bytes(spec, layers) for layers in set(spec.layers_per_chunk(pipeline_rank))
+    )
+    most = element * spec.micro_batch_tokens * width + again
     if pipeline_rank == spec.parallelism.pipeline - 1:
         most = max(most, logits_bytes(spec))
         if spec.fused_norms:  # Without, what a dry run holds is exact so.
             most = max(most, head_backward_bytes(spec))
             # Where the output layer gathers its input under SP, kept for good.
-            most += element * spec.tokens * shape.hidden if spec.sequence_shards > 1 else 0
+            most += (
+                element * spec.micro_batch_tokens * shape.hidden if spec.sequence_shards > 1 else 0
+            )
     return most
 
 
@@ -475,7 +488,7 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     fused = spec.fused_norms and not spec.parallelism.sharding.is_torch_fsdp
     if spec.device is DeviceKind.CPU or not fused:
         return 0
-    return spec.element_bytes * unlike_weights(spec, pipeline_rank)
+    return spec.element_bytes * distinct_weight_elements(spec, pipeline_rank)
 
 
 def communication_bytes(spec: RunSpec) -> tuple[int, int]:
@@ -489,7 +502,10 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not sharding.wraps_modules:
         return pipeline, 0
-    precision, layer = precision_of(spec), max(layer_parameters(k).total for _, k in spec.kinds)
+    precision, layer = (
+        bytes_per_parameter(spec),
+        max(layer_parameters(k).total for _, k in spec.block_specs),
+    )
     if not sharding.shards_weights:
         return pipeline + precision.gradients * layer, 0
     layers = pipeline + 2 * layer * (precision.weights + precision.gradients)

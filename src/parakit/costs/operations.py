@@ -62,7 +62,7 @@ _GLOO_SEGMENT_BYTES = 1 << 20
 """`gloo::ReduceOptions::kMaxSegmentSize`."""
 
 
-def algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
+def describe_algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
     """Return the algorithm that `wire_bytes` assumes of an operation.
 
     NCCL's rings; gloo's as written in its `allreduce.cc`, `allgather.cc`, `broadcast.cc` and

@@ -16,9 +16,9 @@ from enum import StrEnum
 from parakit.config.model import round_up
 from parakit.config.strategy import PipelineSchedule
 
-MOST_STEPS = 100_000
+MAX_STEPS = 100_000
 """Forwards and backwards of one schedule: some ten seconds for all four."""
-COMPARED = (
+COMPARED_SCHEDULES = (
     PipelineSchedule.GPIPE,
     PipelineSchedule.ONE_F_ONE_B,
     PipelineSchedule.INTERLEAVED,
@@ -74,7 +74,7 @@ class SimulatedSchedule:
         return max(event.end for event in self.events)
 
 
-def simulate(
+def simulate_schedule(
     schedule: PipelineSchedule,
     pipeline: int,
     microbatches: int,
@@ -97,10 +97,10 @@ def simulate(
     if min(pipeline, microbatches, iterations, virtual) < 1:
         raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
     steps = 2 * pipeline * microbatches * iterations * virtual
-    if steps > MOST_STEPS:
+    if steps > MAX_STEPS:
         raise ValueError(
             f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
-            f"{iterations:,} iterations are {steps:,} steps; use at most {MOST_STEPS:,} "
+            f"{iterations:,} iterations are {steps:,} steps; use at most {MAX_STEPS:,} "
             "(2 x stages x micro batches x virtual stages x iterations)."
         )
     if schedule is not PipelineSchedule.INTERLEAVED:
@@ -210,7 +210,7 @@ class ScheduleFigures:
 
     bubble: float
     """Idle time over working time, of a worker, (p−1)/m in closed form for GPipe and 1F1B."""
-    idle_share: float
+    idle_fraction: float
     """Idle time over all time."""
     activations: tuple[float, ...]
     """Most activations a worker holds, in whole stages' worth of micro batches."""
@@ -220,7 +220,7 @@ class ScheduleFigures:
     """Updates of a worker's weights between a micro batch's forward and its backward, at most."""
 
 
-def figures(timeline: SimulatedSchedule) -> ScheduleFigures:
+def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
     """Measure a timeline."""
     workers = range(timeline.pipeline)
     by_worker = [[e for e in timeline.events if e.worker == worker] for worker in workers]
@@ -229,7 +229,7 @@ def figures(timeline: SimulatedSchedule) -> ScheduleFigures:
     stale = [_staleness(events, timeline) for events in by_worker]
     return ScheduleFigures(
         bubble=idle / working,
-        idle_share=idle / timeline.length,
+        idle_fraction=idle / timeline.length,
         activations=tuple(_most_held(events) / timeline.virtual for events in by_worker),
         weight_versions=tuple(most + 1 for most in stale),
         staleness=tuple(stale),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.strategy import Parallelism
 
-NODES = 2
+NUM_NODES = 2
 
 
 class Sent(Protocol):
@@ -29,7 +29,7 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
     Half of the ranks, in order, sit on each side. Every ring that crosses the link carries there what
     each of its ranks sends; groups that lie on one side do not use it. All rings share the link.
     """
-    per_node, sent = parallelism.world_size // NODES, 0
+    per_node, sent = parallelism.world_size // NUM_NODES, 0
     for call in calls:
         # A ledger's group that Megatron does not have spans all ranks.
         group = Group(call.group) if call.group in set(Group) else Group.WORLD
@@ -39,7 +39,7 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
     return 8 * sent / bits_per_second
 
 
-def at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
+def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
     """An iteration measured at one rate, as it would be at another: only the link's part changes.
 
     Args:
@@ -58,7 +58,7 @@ def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     """
     tensor, context = parallelism.tensor, parallelism.context
     replicas = tensor * context * parallelism.data
-    expert_tensor = parallelism.tensor_of_experts
+    expert_tensor = parallelism.effective_expert_tensor
     strides = {
         Group.TENSOR: 1,
         Group.EXPERT_TENSOR: 1,
@@ -73,4 +73,4 @@ def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     }
     if group not in strides:
         return 1, parallelism.world_size
-    return strides[group], group_ranks(parallelism, group)
+    return strides[group], group_size(parallelism, group)

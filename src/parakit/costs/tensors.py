@@ -92,17 +92,17 @@ class ChunkBuffers:
     """Under expert parallelism; without it experts are like any other weight."""
 
 
-def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
+def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
     return ends.total + sum(
         count * _parameters(_layer_tensors(kind, 1, 1, 1)).total
-        for count, kind in shape.layers_by_kind(shape.mtp_layers_held)
+        for count, kind in shape.count_layers_by_kind(shape.stored_mtp_layers)
     )
 
 
-def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
+def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
     """What it changes to train a model over the tokens of the kit's data; empty if they are its own.
 
     Args:
@@ -112,8 +112,8 @@ def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str
     """
     if shape.vocabulary == trained:
         return ""
-    planned = parameters_total(shape, tensor)
-    actual = parameters_total(replace(shape, vocabulary=trained), tensor)
+    planned = total_parameters(shape, tensor)
+    actual = total_parameters(replace(shape, vocabulary=trained), tensor)
     return (
         f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
         f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "
@@ -128,11 +128,11 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
     layers = sum(
         count * times
-        for count, layer in shape.layers_by_kind(shape.mtp_layers_held)
-        for times, kind in layer.kinds
+        for count, layer in shape.count_layers_by_kind(shape.stored_mtp_layers)
+        for times, kind in layer.block_shapes
         if kind.experts
     )
-    return parameters_total(shape, tensor) - layers * idle * expert.total
+    return total_parameters(shape, tensor) - layers * idle * expert.total
 
 
 def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
@@ -168,14 +168,14 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
     return _stage(spec, pipeline_rank).partial_elements
 
 
-def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
+def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
     """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
     biases are counted with them."""
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
-    held = zip(_held_layers(spec.on_stages, pipeline_rank), shape.layer_kinds, strict=True)
-    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.kinds]
-    if last and shape.mtp_depth:
-        kinds.append(shape.only(MTP))
+    held = zip(_held_layers(spec.stage_layout_spec, pipeline_rank), shape.layer_kinds, strict=True)
+    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.block_shapes]
+    if last and shape.mtp_layers:
+        kinds.append(shape.with_only_block(MTP))
     table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
     return table * last + _unlike_elements(tuple(kinds), _degrees(spec))
 
@@ -201,22 +201,22 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     tables = _shared_tables(spec)
     chunks = []
-    held = zip(*_held_layers(spec.on_stages, pipeline_rank), strict=True)
+    held = zip(*_held_layers(spec.stage_layout_spec, pipeline_rank), strict=True)
     for stage, counts in enumerate(held):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         sizes: dict[bool, list[int]] = {False: [], True: []}
         for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
             sizes[end.component in tables].append(end.elements)
-        untied, experts = buffer_of(sizes[False]), Buffer()
+        untied, experts = build_buffer(sizes[False]), Buffer()
         for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
             of_all, of_experts = _layer_buffers(kind, *degrees)
             untied, experts = untied + of_all * count, experts + of_experts * count
-        chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts))
+        chunks.append(ChunkBuffers(untied, build_buffer(sizes[True]), experts))
     return chunks
 
 
-def buffer_of(sizes: Iterable[int]) -> Buffer:
+def build_buffer(sizes: Iterable[int]) -> Buffer:
     """Tensors of these sizes."""
     sizes = tuple(sizes)
     return Buffer(sum(sizes), sum(round_up(size, ALIGNMENT) for size in sizes))
@@ -224,7 +224,7 @@ def buffer_of(sizes: Iterable[int]) -> Buffer:
 
 def _degrees(spec: RunSpec) -> tuple[int, int, int]:
     split = spec.parallelism
-    return split.tensor, split.expert, split.tensor_of_experts
+    return split.tensor, split.expert, split.effective_expert_tensor
 
 
 class _Tensor(NamedTuple):
@@ -241,9 +241,9 @@ class _Tensor(NamedTuple):
 def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
     """Components that two stages hold and reduce together. With multi-token prediction it is the
     embedding of both; a tied model's copy in the output layer is then in nobody's use, and is kept."""
-    if not spec.embeds_twice:
+    if not spec.shares_embedding_across_stages:
         return ()
-    return ("word_embedding",) if spec.shape.mtp_depth else ("word_embedding", "output_layer")
+    return ("word_embedding",) if spec.shape.mtp_layers else ("word_embedding", "output_layer")
 
 
 def _end_tensors(
@@ -251,14 +251,16 @@ def _end_tensors(
 ) -> Iterator[_Tensor]:
     """Embeddings before the first layer; after the last the final norm, what joins depths ahead, their
     embedding on a stage of its own, and the output layer."""
-    if first or (last and shape.mtp_depth):
+    if first or (last and shape.mtp_layers):
         yield _Tensor("word_embedding", table)
         if shape.positions:
             yield _Tensor("position_embedding", shape.positions * shape.hidden)
     if last:
         yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
-        if shape.mtp_depth:
-            yield from _layer_tensors(shape.only(MTP), tensor, 1, 1) * shape.mtp_layers_held
+        if shape.mtp_layers:
+            yield from (
+                _layer_tensors(shape.with_only_block(MTP), tensor, 1, 1) * shape.stored_mtp_layers
+            )
         if stages > 1 or not shape.tied_embeddings:
             yield _Tensor("output_layer", table)
 
@@ -271,10 +273,10 @@ def _layer_tensors(
     if len(shape.blocks) > 1:
         kinds = (
             _layer_tensors(kind, tensor, expert, expert_tensor) * times
-            for times, kind in shape.kinds
+            for times, kind in shape.block_shapes
         )
         return tuple(found for kind in kinds for found in kind if found.elements)
-    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
+    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms_per_layer]
     if shape.blocks == MAMBA and shape.mamba:
         found += _mamba_tensors(shape, shape.mamba, tensor)
     elif shape.blocks == LINEAR and shape.linear:
@@ -338,9 +340,9 @@ _CONVOLUTION = 4
 def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Tensor]:
     """`megatron/core/ssm/mamba_mixer.py`: everything is split by heads or groups; no biases but the
     convolution's."""
-    yield _Tensor("attention", shape.hidden * mamba.projected // tensor)
-    yield _Tensor("norms", _CONVOLUTION * mamba.convolved // tensor)
-    yield _Tensor("norms", mamba.convolved // tensor)
+    yield _Tensor("attention", shape.hidden * mamba.projected_columns // tensor)
+    yield _Tensor("norms", _CONVOLUTION * mamba.convolved_channels // tensor)
+    yield _Tensor("norms", mamba.convolved_channels // tensor)
     for _ in ("dt_bias", "A_log", "D"):
         yield _Tensor("norms", mamba.heads // tensor)
     yield _Tensor("norms", mamba.width // tensor)
@@ -350,12 +352,12 @@ def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Te
 def _linear_tensors(shape: ModelShape, linear: LinearAttention, tensor: int) -> Iterator[_Tensor]:
     """`megatron/core/ssm/gated_delta_net`: all but the output's norm is split by heads; no biases,
     whatever other layers have."""
-    yield _Tensor("attention", shape.hidden * linear.projected // tensor)
-    yield _Tensor("norms", linear.kernel * linear.convolved // tensor)
+    yield _Tensor("attention", shape.hidden * linear.projected_columns // tensor)
+    yield _Tensor("norms", linear.kernel * linear.convolved_channels // tensor)
     for _ in ("dt_bias", "A_log"):
         yield _Tensor("norms", linear.value_heads // tensor)
     yield from (_Tensor("norms", size, partial=True) for size in _norm(shape, linear.value_width))
-    yield _Tensor("attention", linear.values * shape.hidden // tensor)
+    yield _Tensor("attention", linear.value_channels * shape.hidden // tensor)
 
 
 def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
@@ -364,7 +366,7 @@ def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> 
     heads, hidden = shape.heads // tensor, shape.hidden
     queries = heads * (latent.head_width + latent.rotary_width)
     keys_and_values = heads * (latent.head_width + latent.value_width)
-    down = tensor if latent.splits_down else 1
+    down = tensor if latent.splits_down_projections else 1
     normed = (1 if shape.rms_norm else 2) if shape.qk_norm else 0
     if latent.query_rank:
         yield _Tensor("attention", hidden * latent.query_rank // down)
@@ -396,9 +398,11 @@ def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
 def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
     """For each kind of layer how many each virtual stage of a pipeline rank holds the weights of."""
     shape = spec.shape
-    held = [list(spec.laid(layers, pipeline_rank)) for _, layers in shape.layer_kinds]
+    held = [
+        list(spec.count_layers_per_chunk(layers, pipeline_rank)) for _, layers in shape.layer_kinds
+    ]
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        held[shape.mtp_is_dense][-1] += shape.mtp_layers_held
+        held[shape.mtp_is_dense][-1] += shape.stored_mtp_layers
     return tuple(map(tuple, held))
 
 
@@ -421,7 +425,7 @@ def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
     split = spec.parallelism
     degrees = (*_degrees(spec), split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    held = tuple(map(sum, _held_layers(spec.on_stages, pipeline_rank)))
+    held = tuple(map(sum, _held_layers(spec.stage_layout_spec, pipeline_rank)))
     return _stage_of(spec.trained_shape, degrees, held, first, last)
 
 
@@ -456,7 +460,7 @@ def _layer_buffers(
     for item in _layer_tensors(shape, tensor, expert, expert_tensor):
         apart = expert > 1 and item.component == "experts"
         sizes[apart] += [item.elements] * item.copies
-    return buffer_of(sizes[False]), buffer_of(sizes[True])
+    return build_buffer(sizes[False]), build_buffer(sizes[True])
 
 
 def _refuse_uneven(spec: RunSpec) -> None:
@@ -464,7 +468,7 @@ def _refuse_uneven(spec: RunSpec) -> None:
     stages = split.pipeline * split.virtual_stages
     # A group that several ranks share is cut as rows of one matrix.
     groups = 0 if split.tensor % shape.query_groups == 0 else shape.query_groups
-    if spec.stages.problem(shape.layers, split.pipeline, split.virtual_stages):
+    if spec.stages.find_problem(shape.layers, split.pipeline, split.virtual_stages):
         raise UnevenSplitError(
             f"{shape.layers} layers cannot be split evenly over PP x virtual stages {stages}."
         )
@@ -473,7 +477,7 @@ def _refuse_uneven(spec: RunSpec) -> None:
         ("query groups", groups, "TP", split.tensor),
         ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
         ("experts", shape.experts, "EP", split.expert),
-        ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),
+        ("columns of experts", shape.expert_ffn_hidden, "ETP", split.effective_expert_tensor),
         ("Mamba groups", shape.mamba.groups if shape.mamba else 0, "TP", split.tensor),
         ("heads of keys", shape.linear.key_heads if shape.linear else 0, "TP", split.tensor),
     ):

@@ -22,8 +22,8 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
 from parakit.config.run import Backend, DeviceKind, OptimizerName
-from parakit.config.strategy import devices_of
-from parakit.costs import parameters_total
+from parakit.config.strategy import count_devices
+from parakit.costs import total_parameters
 from parakit.experiments.definition import (
     FOLDER,
     SWEEP,
@@ -250,7 +250,7 @@ class _Loader:
 
     def _make_job(self, entry: _CellEntry) -> Job:
         """Return the job of an entry; a strategy that names no number of devices has the file's."""
-        devices = devices_of(entry.strategy, otherwise=self.file.devices)
+        devices = count_devices(entry.strategy, otherwise=self.file.devices)
         device = self._device
         if entry.devices:
             devices, device = parse_devices(entry.devices)
@@ -337,7 +337,7 @@ def _sort_models(models: Sequence[str], strategies: str | Sequence[str]) -> list
     for strategy in (strategies,) if isinstance(strategies, str) else strategies:
         for model in models:
             parse_target(f"train-{strategy}-{model}-1cpu")
-    sizes = {model: parameters_total(load_model(model).shape) for model in models}
+    sizes = {model: total_parameters(load_model(model).shape) for model in models}
     return sorted(models, key=sizes.__getitem__)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import read_yaml
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, bracketed, joined, megabytes, percent
@@ -145,7 +145,7 @@ def predict_methods(
 
 def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStrategy | None:
     """Return the planner's time and memory of a layout; None if its stages do not divide the layers."""
-    model = model_of(options.model)
+    model = find_model(options.model)
     if layout == "pp{nodes}" and model.shape.layers % nodes:
         return None
     strategy = layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1")

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.files import OWN_READINGS
+from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, chosen_flags, on_cpu_ranks, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for, strategy_flags
+from parakit.config.run import DeviceKind, adapt_to_cpu_ranks, searched_flags, spec_from_model
+from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
 from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, calibration_conditions, find_local_device
 from parakit.launch.compose import adapt_model_to_data
@@ -51,7 +51,7 @@ def train_auto(target: str, options: Options, console: Console) -> int:
         LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
     """
     baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
-    plan = plan_for_machine(baseline, console, OWN_READINGS)
+    plan = plan_for_machine(baseline, console, USER_MEASUREMENTS_FILE)
     print_explanation(plan, console)
     chosen = plan.winner
     if chosen is None:
@@ -84,14 +84,14 @@ def build_request(job: Job, device: Device, calibration: Calibration) -> Request
     # As it will be trained: over the vocabulary of the data.
     model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
     on_cpu = job.device is DeviceKind.CPU
-    usual = batch_for(model.batch, Parallelism(data=job.devices)).global_batch_size
+    usual = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
     samples = options.global_batch_size or usual
     expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
-    template = spec_of_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
+    template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
     if on_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     execution = Execution()
     if not on_cpu:
         runtime = choose_runtime(options, job.device)
@@ -129,7 +129,7 @@ def options_for_candidate(chosen: Candidate, options: Options) -> Options:
         options,
         micro_batch_size=options.micro_batch_size or batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        extra=(*chosen_flags(spec), *options.extra),
+        extra=(*searched_flags(spec), *options.extra),
     )
 
 

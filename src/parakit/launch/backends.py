@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from parakit.config import variables
 from parakit.config.files import relative_to_root
-from parakit.config.flag_table import release
-from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
-from parakit.config.model import LOADING, imported_weights
+from parakit.config.flag_table import parse_release
+from parakit.config.flags import Flags, drop_flags, format_flags, merge_flags
+from parakit.config.model import WEIGHT_LOADING_FLAGS, imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, OptimizerName
 from parakit.config.strategy import UNTIED, strategy_flags
 from parakit.launch.compose import DATA_CACHE, Launch, initial_checkpoint_path
@@ -42,7 +42,7 @@ FIRST_MUON_RELEASE = (0, 17)
 
 MUON_PACKAGE = "emerging_optimizers"
 
-_ONLY_MEGATRON = LOADING | {
+_ONLY_MEGATRON = WEIGHT_LOADING_FLAGS | {
     "--no-gradient-reduce-div-fusion",
     "--tokenizer-type",
     "--vocab-size",
@@ -95,7 +95,7 @@ def adapt_to_backend(launch: Launch) -> Launch:
 
 def _transformers(launch: Launch) -> Launch:
     """An imported model by Hugging Face's own code; a model of the kit has none (`backend_problems`)."""
-    weights = imported_weights(launch.model)
+    weights = imported_weights_folder(launch.model)
     flags = merge_flags(
         drop_flags(launch.flags, (*_ONLY_MEGATRON, *FROM_CONFIG)),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
@@ -111,7 +111,7 @@ def _transformers(launch: Launch) -> Launch:
 
 def _transformers_problems(launch: Launch) -> Iterator[str]:
     own = (*unknown_flags(launch.flags), *launch.flags)
-    if imported_weights(launch.model) is None:
+    if imported_weights_folder(launch.model) is None:
         yield (
             f"BACKEND=transformers trains what was imported, and {launch.model.name} was not; import a "
             "model with 'make import-hf', or use BACKEND=native."
@@ -144,7 +144,7 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     if parallelism.sharding.is_torch_fsdp:
         return ("--use-torch-fsdp2",)
     degrees = {"tensor": parallelism.tensor, "expert": parallelism.expert}
-    return flag_words({f"--{n}-model-parallel-size": of for n, of in degrees.items() if of > 1})
+    return format_flags({f"--{n}-model-parallel-size": of for n, of in degrees.items() if of > 1})
 
 
 def backend_problems(launch: Launch) -> Iterator[str]:
@@ -221,7 +221,10 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     if backend in (Backend.DEEPSPEED, Backend.BARE):
         yield f"BACKEND={backend} has AdamW alone; use BACKEND=native for Muon."
     uses_package = backend == Backend.MEGATRON or MUON_RULE_FLAG in launch.flags
-    if backend == Backend.MEGATRON and release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
+    if (
+        backend == Backend.MEGATRON
+        and parse_release(launch.entry.megatron_version) < FIRST_MUON_RELEASE
+    ):
         yield (
             f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "
             "0.17 has; use BACKEND=native, or OPTIMIZER=adamw."

@@ -16,23 +16,23 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import (
     Flags,
-    counted_vocabulary,
+    count_end_of_document_in_vocabulary,
     drop_flags,
-    flag_words,
+    format_flags,
     merge_flags,
-    null_tokenizer,
+    null_tokenizer_flags,
     values_by_flag,
 )
 from parakit.config.model import (
     GPT2_VOCABULARY,
     Model,
-    changed_model,
-    imported_weights,
+    apply_flags_to_model,
+    imported_weights_folder,
+    merge_training_flags,
     replace_vocabulary,
-    trained_flags,
 )
-from parakit.config.run import Backend, DeviceKind, RunSpec, spec_of_flags
-from parakit.config.strategy import UNTIED, batch_for, parallelism_from_flags
+from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
+from parakit.config.strategy import UNTIED, parallelism_from_flags, scale_batch
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import find_entry, identify_code
@@ -226,13 +226,13 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     data = options.data or DEFAULT_DATA[device]
     model = adapt_model_to_data(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
-    own = batch_for(model.batch, parallelism)
+    own = scale_batch(model.batch, parallelism)
     shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
-    shared = shared or imported_weights(model) is not None
+    shared = shared or imported_weights_folder(model) is not None
     untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
     start = initial_checkpoint_path(model, entry, options, untied) if shared else None
     # An imported model says it itself, so that it has no padding but what TP needs.
-    padded_to = model.shape.vocabulary_multiple if imported_weights(model) else 128
+    padded_to = model.shape.vocabulary_multiple if imported_weights_folder(model) else 128
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
     # A run may be longer than its model's file says, where Megatron and its samples end.
     planned = Flags(model.flags).integer("--train-iters", iterations)
@@ -240,7 +240,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
-    own_flags = trained_flags(model, in_half=device is DeviceKind.GPU)
+    own_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
     fixes_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
     asked = merge_flags(own_flags, job.flags, extra)
     flags = merge_flags(
@@ -248,7 +248,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
-        flag_words(
+        format_flags(
             {
                 "--micro-batch-size": options.micro_batch_size or own.micro_batch_size,
                 "--global-batch-size": options.global_batch_size or own.global_batch_size,
@@ -259,7 +259,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
             }
         ),
         () if fixes_split else choose_split_flags(data, asked, model.shape.seq_length),
-        null_tokenizer(model.shape.vocabulary, entry.megatron_version),
+        null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
         initial_checkpoint_flags(start, parallelism, padded_to) if start else (),
         ("--train-iters", str(iterations)) if longer else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
@@ -269,8 +269,11 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         extra,
     )
     spec = replace(
-        spec_of_flags(
-            counted_vocabulary(flags, entry.megatron_version), job.devices, device, model.name
+        spec_from_flags(
+            count_end_of_document_in_vocabulary(flags, entry.megatron_version),
+            job.devices,
+            device,
+            model.name,
         ),
         fused=options.fused,
         link_bits_per_second=options.link_bits_per_second,
@@ -298,8 +301,8 @@ def adapt_model_to_data(model: Model, words: Sequence[str], data: str) -> Model:
 
     One that was imported has that of its weights.
     """
-    model = changed_model(model, words)
-    fixed = data not in GPT2_DATA or imported_weights(model) is not None
+    model = apply_flags_to_model(model, words)
+    fixed = data not in GPT2_DATA or imported_weights_folder(model) is not None
     return model if fixed else replace_vocabulary(model, GPT2_VOCABULARY)
 
 
@@ -311,7 +314,7 @@ def initial_checkpoint_path(
     A model with a separate output layer (`untied`), or with noise, has other weights, so another folder.
     One that was imported begins with its own.
     """
-    if imported := imported_weights(model):
+    if imported := imported_weights_folder(model):
         return imported
     own = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
     identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))

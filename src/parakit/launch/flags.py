@@ -8,8 +8,8 @@ from megatron_patches.fusions import dropped_flags
 from parakit.artifacts.run import MegatronEntry
 from parakit.config import variables
 from parakit.config.files import read_args_file, relative_to_root
-from parakit.config.flag_table import release
-from parakit.config.flags import flag_words, flags_in
+from parakit.config.flag_table import parse_release
+from parakit.config.flags import drop_flags_newer_than, format_flags
 from parakit.config.huggingface import EXACT_GELU, TANH_GELU
 from parakit.config.model import Model
 from parakit.config.run import DeviceKind, OptimizerName
@@ -73,7 +73,7 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     """
     if not parallelism.sharding.is_megatron_fsdp:
         return ()
-    version = release(entry.megatron_version)
+    version = parse_release(entry.megatron_version)
     overlapped = not parallelism.sharding.shards_weights and version < (0, 16)
     return (
         *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
@@ -112,7 +112,7 @@ def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry)
     if saving.asynchronous:
         # Megatron's own writer; its default needs a package that its wheel does not bring.
         flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
-    return flags_in(flags, entry.megatron_version)
+    return drop_flags_newer_than(flags, entry.megatron_version)
 
 
 def environment_for(
@@ -166,4 +166,4 @@ def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ..
         "--decoupled-lr": "0.001",
         "--decoupled-min-lr": "0.0001",
     }
-    return flags_in(flag_words(flags), megatron_version)
+    return drop_flags_newer_than(format_flags(flags), megatron_version)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.model import HUB, imported_weights, load_model
+from parakit.config.model import HUB, imported_weights_folder, load_model
 from parakit.launch.checkpoints import select_checkpoint
 from parakit.launch.run_folder import read_named_run
 
@@ -53,7 +53,7 @@ def export_hf(run: str, to: str, console: Console) -> int:
         record = read_named_run(folder)
         checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv
         model, shape = load_model(record.spec.model), record.spec.shape
-    weights = imported_weights(model)
+    weights = imported_weights_folder(model)
     imported, target = weights.parent if weights else None, Path(to).absolute()
     summary = export_model(checkpoint, words, shape, imported, target, ConversionProgress(console))
     console.print(f"{summary} → {to}", highlight=False)

@@ -26,8 +26,8 @@ from parakit.artifacts.torch_dist import TRACKER_FILE, read_finished_iteration
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.config.flags import Flags, flag_words
-from parakit.config.model import imported_weights
+from parakit.config.flags import Flags, format_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, OptimizerName
 from parakit.config.strategy import UNTIED, Batch
 from parakit.data import EVAL_ITERATIONS_FLAG, SPLIT_FLAG
@@ -66,7 +66,7 @@ def ensure_initial_checkpoint(
         flaw = _flaw(path)
         if flaw is None:
             return path
-    if path == imported_weights(launch.model):
+    if path == imported_weights_folder(launch.model):
         why = f"have changed since they were imported ({flaw})" if is_there else "are not there"
         raise LaunchError(
             f"The weights {relative_to_root(path)} {why}; remove the model's folder and run 'make import-hf' "
@@ -149,7 +149,7 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
     """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
     flags = Flags(launch.flags)
     router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
-    save = flag_words(
+    save = format_flags(
         {
             "--lr": 0,
             "--min-lr": 0,

@@ -12,9 +12,15 @@ from functools import cached_property
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import ALIASES as MODEL_ALIASES
-from parakit.config.model import Model, is_model_file, load_model, model_names, own_name
+from parakit.config.model import Model, is_model_file, load_model, model_name_of_file, model_names
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import EXAMPLES, NAMED, StrategyError, parse_strategy, strategy_flags
+from parakit.config.strategy import (
+    EXAMPLE_STRATEGIES,
+    PUBLISHED_STRATEGIES,
+    StrategyError,
+    parse_strategy,
+    strategy_flags,
+)
 from parakit.launch.options import NO_OPTIONS, Options, format_variables
 
 ALIASES = {
@@ -132,7 +138,7 @@ def parse_target(name: str, options: Options = NO_OPTIONS) -> Job:
             f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_nearest(name)}."
         )
     own = options.model if options.model and is_model_file(options.model) else None
-    known = own_name(own) if own else None
+    known = model_name_of_file(own) if own else None
     strategy, model = _split(match["middle"], name, known)
     if known not in (None, model):
         raise LaunchError(
@@ -160,7 +166,7 @@ def list_example_targets() -> tuple[str, ...]:
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
         for model in model_names()
-        for strategy in NAMED
+        for strategy in PUBLISHED_STRATEGIES
         for device in DeviceKind
     )
 
@@ -186,7 +192,7 @@ def _check_strategy(strategy: str) -> None:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:
         if "Unknown strategy" in str(error):
-            near = difflib.get_close_matches(strategy, EXAMPLES, n=3, cutoff=0.3)
+            near = difflib.get_close_matches(strategy, EXAMPLE_STRATEGIES, n=3, cutoff=0.3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
             raise LaunchError(f"{error}{hint}") from None
 

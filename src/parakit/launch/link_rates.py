@@ -24,7 +24,7 @@ from parakit.cluster import Nodes, parse_nodes
 from parakit.config import settings
 from parakit.config.hardware import find_device, link_by_key
 from parakit.config.run import DeviceKind
-from parakit.config.setting import values
+from parakit.config.setting import parse_settings
 from parakit.launch import microbenchmark
 from parakit.launch.background import BackgroundThread
 from parakit.launch.devices import (
@@ -165,7 +165,9 @@ def _interface(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure_link(parse_nodes(Namespace(**values(settings.OF_NODES, os.environ))))
+        measured = measure_link(
+            parse_nodes(Namespace(**parse_settings(settings.NODE_SETTINGS, os.environ)))
+        )
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)

@@ -17,22 +17,22 @@ from parakit.config.model import (
     model_names,
     replace_vocabulary,
 )
-from parakit.config.run import on_cpu_ranks, spec_of_model
+from parakit.config.run import adapt_to_cpu_ranks, spec_from_model
 from parakit.config.strategy import (
     BATCH_RULE,
-    NAMED,
-    OF_EXPERTS,
+    EXPERT_STRATEGIES,
+    PUBLISHED_STRATEGIES,
     Parallelism,
-    batch_for,
-    devices_of,
+    count_devices,
     parse_strategy,
+    scale_batch,
 )
 from parakit.costs import (
     active_parameters,
-    fullest_rank,
-    parameters_total,
+    find_peak_rank,
+    find_violations,
     rank_parameters,
-    violations,
+    total_parameters,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
@@ -71,7 +71,7 @@ def print_list(console: Console) -> None:
         f"{f'{len(gpus)} × {gpus[0].name}' if gpus else 'no GPU'}.",
         highlight=False,
     )
-    models = sorted(map(load_model, model_names()), key=lambda model: parameters_total(model.shape))
+    models = sorted(map(load_model, model_names()), key=lambda model: total_parameters(model.shape))
     console.print(rich_table(_models(models, memory.available, gpus), console.width))
     console.print(_on_the_kits_data(models), highlight=False)
     console.print(_scaling(models[0]), highlight=False)
@@ -89,7 +89,7 @@ def _on_the_kits_data(models: Sequence[Model]) -> str:
     """What models with another vocabulary become over the tokens of the kit's data."""
     others = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
     trained = (replace_vocabulary(model, GPT2_VOCABULARY) for model in others)
-    sizes = (f"{model.name} {count(parameters_total(model.shape))}" for model in trained)
+    sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained)
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
         f"vocabulary have other sizes: {', '.join(sizes)}."
@@ -98,7 +98,7 @@ def _on_the_kits_data(models: Sequence[Model]) -> str:
 
 def _scaling(model: Model) -> str:
     """How strategies scale a model file's batch, with one as the example."""
-    scaled = batch_for(model.batch, parse_strategy("tp2", 2))
+    scaled = scale_batch(model.batch, parse_strategy("tp2", 2))
     return (
         f"batch is a baseline's, micro/global. A strategy scales it, {BATCH_RULE}: tp2 of "
         f"{model.name} trains {scaled}. MICRO_BATCH= and GLOBAL_BATCH= set others."
@@ -116,25 +116,25 @@ def list_gpu_strategies(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     return tuple(
         name
         for name in _names(model)
-        if devices_of(name) <= len(gpus)
-        and _fits(model, name, smallest * devices_of(name), on_cpu=False)
+        if count_devices(name) <= len(gpus)
+        and _fits(model, name, smallest * count_devices(name), on_cpu=False)
     )
 
 
 def _names(model: Model) -> tuple[str, ...]:
-    return OF_EXPERTS if model.shape.experts else NAMED
+    return EXPERT_STRATEGIES if model.shape.experts else PUBLISHED_STRATEGIES
 
 
 def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = True) -> bool:
-    devices = devices_of(strategy)
+    devices = count_devices(strategy)
     parallelism = parse_strategy(strategy, devices)
-    batch = batch_for(model.batch, parallelism)
-    spec = spec_of_model(model, parallelism, batch)
+    batch = scale_batch(model.batch, parallelism)
+    spec = spec_from_model(model, parallelism, batch)
     if on_cpu:
-        spec = on_cpu_ranks(spec)
-    if violations(spec):
+        spec = adapt_to_cpu_ranks(spec)
+    if find_violations(spec):
         return False
-    memory = fullest_rank(spec)[1]
+    memory = find_peak_rank(spec)[1]
     if on_cpu:
         return memory.total * devices <= available_bytes
     return judge_fit(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
@@ -146,7 +146,7 @@ def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) 
 
     columns = (
         Column[Model]("model", lambda m: m.name, right=False),
-        Column[Model]("parameters", lambda m: parameters_total(m.shape), count),
+        Column[Model]("parameters", lambda m: total_parameters(m.shape), count),
         Column[Model]("shape", lambda m: f"{m.shape.layers}×{m.shape.hidden}"),
         Column[Model]("heads", lambda m: m.shape.heads),
         Column[Model]("length", lambda m: m.shape.seq_length),
@@ -159,7 +159,7 @@ def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) 
 
 def _choice(names: Sequence[str], known: Sequence[str]) -> str:
     if len(names) == len(known):
-        return "all six" if len(known) == len(NAMED) else f"all {len(known)}"
+        return "all six" if len(known) == len(PUBLISHED_STRATEGIES) else f"all {len(known)}"
     return ", ".join(names) or "none"
 
 
@@ -180,7 +180,7 @@ def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
     A narrow terminal leaves out first what differs from a smaller one in its width alone.
     """
     rows: list[ExpertsRow] = [
-        ("all", lambda model: parameters_total(model.shape)),
+        ("all", lambda model: total_parameters(model.shape)),
         ("active", lambda model: active_parameters(model.shape)),
     ]
     rows += [(f"a rank: {name}", partial(_fullest, split=split)) for name, split in _SPLITS.items()]
@@ -198,7 +198,7 @@ def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
 
 
 def _fullest(model: Model, split: Parallelism) -> int:
-    spec = spec_of_model(model, split, model.batch)
+    spec = spec_from_model(model, split, model.batch)
     return max(rank_parameters(spec, stage).total for stage in range(split.pipeline))
 
 

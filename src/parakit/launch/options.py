@@ -15,7 +15,7 @@ from parakit.cluster import Nodes, Slurm, parse_nodes, parse_slurm_options, read
 from parakit.config import settings
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
-from parakit.config.setting import SettingError, read, text_of, values
+from parakit.config.setting import SettingError, format_setting, parse_setting, parse_settings
 from parakit.config.settings import Setting
 from parakit.launch.network import format_rate, parse_rate
 
@@ -148,7 +148,7 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
     Raises:
         LaunchError, SettingError: A value is not of its kind; the message names variable and value.
     """
-    return options_from_namespace(Namespace(**values(RUN_SETTINGS, texts)))
+    return options_from_namespace(Namespace(**parse_settings(RUN_SETTINGS, texts)))
 
 
 def format_variables(options: Options) -> dict[str, str]:
@@ -174,9 +174,9 @@ def format_variables(options: Options) -> dict[str, str]:
         found |= dict(zip(WANDB_SETTINGS, (wandb.project, wandb.entity, wandb.mode), strict=True))
     if nodes:
         place = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
-        found |= dict(zip(settings.OF_NODES, place, strict=True))
+        found |= dict(zip(settings.NODE_SETTINGS, place, strict=True))
     ordered = (setting for setting in RUN_SETTINGS if found.get(setting) not in (None, ""))
-    return {setting.name: text_of(found[setting]) for setting in ordered}
+    return {setting.name: format_setting(found[setting]) for setting in ordered}
 
 
 _PLAIN: dict[str, Setting] = {
@@ -190,7 +190,7 @@ _PLAIN: dict[str, Setting] = {
 def _parsed(given: Namespace, setting: Setting, parse: Callable[[str], Any]) -> Any:
     """A value whose kind this package knows alone; None where it was not given."""
     text = getattr(given, setting.name.lower(), None)
-    return read(setting, text, parse) if text else None
+    return parse_setting(setting, text, parse) if text else None
 
 
 def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
@@ -237,14 +237,14 @@ RUN_SETTINGS = (
     *_PLAIN.values(),
     *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
     *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
-    *(*settings.OF_NODES, *settings.OF_SLURM),
+    *(*settings.NODE_SETTINGS, *settings.SLURM_SETTINGS),
 )
 """Every variable of a training target."""
 
 
 def choose_wandb(given: Namespace) -> Wandb:
     """Return what `OF_WANDB` say, else the environment; online only with a key, or after `wandb login`."""
-    from_environment = values(WANDB_SETTINGS, os.environ)
+    from_environment = parse_settings(WANDB_SETTINGS, os.environ)
     project, entity, mode = (
         getattr(given, setting.name.lower(), None) or from_environment[setting.name.lower()]
         for setting in WANDB_SETTINGS

@@ -22,11 +22,11 @@ from parakit.cluster import (
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.config.flag_table import argument_names, release
-from parakit.config.flags import Flags, misspelled
-from parakit.config.model import imported_weights
+from parakit.config.flag_table import argument_names, parse_release
+from parakit.config.flags import Flags, find_misspelled_flags
+from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.costs import fullest_rank, parameters_total, violations
+from parakit.costs import find_peak_rank, find_violations, total_parameters
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -173,7 +173,7 @@ def version_problems(launch: Launch) -> Iterator[str]:
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
     """Flags that Megatron does not have; a checkout, or a patch file, may add some of its own."""
-    wrong = misspelled(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
+    wrong = find_misspelled_flags(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
     if wrong and launch.job.options.megatron_lm:
         checkout = launch.job.options.megatron_lm
         files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
@@ -207,7 +207,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
         model=launch.model.name,
         vocabulary=launch.model.shape.vocabulary,
         # An imported model's own tokenizer may have fewer entries than the model has rows.
-        takes_smaller_vocabulary=imported_weights(launch.model) is not None,
+        takes_smaller_vocabulary=imported_weights_folder(launch.model) is not None,
         seq_length=launch.model.shape.seq_length,
         split=flags.text(SPLIT_FLAG),
         eval_iterations=flags.integer(EVAL_ITERATIONS_FLAG, 1),
@@ -219,7 +219,7 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
 def _constraint_problems(launch: Launch) -> Iterator[str]:
     """Yield why Megatron of this version refuses the run's parallelism, batch or model."""
     patched = variables.PATCH_FILE in launch.environment
-    yield from violations(launch.spec, release(launch.entry.megatron_version), patched)
+    yield from find_violations(launch.spec, parse_release(launch.entry.megatron_version), patched)
 
 
 def _saving_problems(launch: Launch) -> Iterator[str]:
@@ -242,7 +242,7 @@ def _room_in_memory(launch: Launch) -> Iterator[str]:
 
 
 def _memory_problems(launch: Launch) -> Iterator[str]:
-    needed = fullest_rank(launch.spec)[1].total * launch.local_devices
+    needed = find_peak_rank(launch.spec)[1].total * launch.local_devices
     available = psutil.virtual_memory().available
     if needed > available:
         yield (
@@ -283,7 +283,7 @@ def _disk_problems(launch: Launch) -> Iterator[str]:
     to_write = start is not None and not start.is_dir() and not launch.resume_point
     saved = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
     a_parameter = (4 if to_write else 0) + checkpoints * saved
-    needed = LOG_BYTES + a_parameter * parameters_total(launch.model.shape)
+    needed = LOG_BYTES + a_parameter * total_parameters(launch.model.shape)
     room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
     yield from refusal_sentences([room])
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parakit.artifacts.io import write_atomically
 from parakit.config.errors import LaunchError
-from parakit.config.files import ROOT, args_text, relative_to_root
+from parakit.config.files import ROOT, format_args_file, relative_to_root
 from parakit.config.run import RunSpec
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert import (
@@ -34,7 +34,7 @@ from parakit.convert import (
     render_entry,
     render_recipe,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 from parakit.formatting.terminal import say
 from parakit.launch.job import format_make_command, parse_target
 from parakit.launch.options import Options
@@ -72,7 +72,7 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
     """
     if run.startswith("train-"):
         source = compose_recipe_run(run, options)
-        for reason in violations(source.spec):
+        for reason in find_violations(source.spec):
             raise LaunchError(f"{run} makes a run that Megatron refuses: {reason}")
     else:
         source = read_recipe_run(run)
@@ -124,12 +124,12 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
     reading = flags_from_fields(read_recipe(file))
     read = build_imported_recipe(reading, name, gpus)
-    for reason in violations(read.spec):
+    for reason in find_violations(read.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(read.spec)
     written = ROOT / "examples" / read.family / "models" / f"{name}.args"
     title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
-    text = args_text([title], read.model_flags)
+    text = format_args_file([title], read.model_flags)
     if written.exists() and written.read_text() != text:
         raise LaunchError(
             f"There is a model {relative_to_root(written)} already, another one; give NAME=another-name."
@@ -205,6 +205,6 @@ def _refuse_another_strategy(spec: RunSpec) -> None:
     """Refuse a strategy that no target names."""
     name = spec.name
     named = parse_strategy(name, spec.parallelism.world_size)
-    if named.split_experts(spec.parallelism.expert_tensor) != spec.parallelism:
+    if named.with_expert_tensor(spec.parallelism.expert_tensor) != spec.parallelism:
         asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
         raise LaunchError(f"The recipe's strategy ({asked}) has no target; {name} is {here}.")

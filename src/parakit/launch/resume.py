@@ -21,12 +21,12 @@ from parakit.checkpoint import read_contents
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
-from parakit.config.flags import Flags, counted_vocabulary, drop_flags, merge_flags
-from parakit.config.model import imported_weights, load_model
+from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, drop_flags, merge_flags
+from parakit.config.model import imported_weights_folder, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
 from parakit.config.strategy import (
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
 )
@@ -149,7 +149,7 @@ def compose_resumed_launch(
             f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
         )
     data = Flags(record.argv).text("--data-path")
-    words = counted_vocabulary(record.argv, entry.megatron_version)
+    words = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
     model = adapt_model_to_data(load_model(record.spec.model, options.model), words, data)
     job = Job(
         strategy or record.spec.name,
@@ -164,7 +164,9 @@ def compose_resumed_launch(
             data=data,
             # What its arguments say counts, whatever the kit's files say today.
             extra=merge_flags(
-                counted_vocabulary(_recorded(record, parallelism), entry.megatron_version),
+                count_end_of_document_in_vocabulary(
+                    _recorded(record, parallelism), entry.megatron_version
+                ),
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),
@@ -176,7 +178,7 @@ def compose_resumed_launch(
         ),
         strategy_flags(parallelism),
     )
-    start = imported_weights(model)
+    start = imported_weights_folder(model)
     if start is None and record.start_checkpoint:
         start = options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
     kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}
@@ -219,7 +221,7 @@ def _parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) ->
     strategy = strategy or record.spec.name
     parallelism = record.spec.parallelism
     if strategy != record.spec.name:
-        parallelism = parse_strategy(strategy, devices_of(strategy, parallelism.world_size))
+        parallelism = parse_strategy(strategy, count_devices(strategy, parallelism.world_size))
     if parallelism.sharding != saved.sharding:
         raise LaunchError(
             f"The checkpoint was saved with {saved.sharding or 'whole optimizer states'}, and "

@@ -22,10 +22,10 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
-from parakit.config.model import load_model, trained_flags
+from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import parse_strategy, scaling_sentence
-from parakit.costs import vocabulary_sentence
+from parakit.config.strategy import describe_batch_scaling, parse_strategy
+from parakit.costs import explain_vocabulary_change
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
@@ -312,7 +312,7 @@ def list_differences(launch: Launch) -> tuple[str, ...]:
     """What the run trains otherwise than its model's file says, and what the kit does not know of it, a
     sentence each."""
     spec, own = launch.spec, launch.job.model
-    scaling = scaling_sentence(own.batch, spec.batch, spec.parallelism)
+    scaling = describe_batch_scaling(own.batch, spec.batch, spec.parallelism)
     schedule = _schedule_of_another_length(launch)
     sentences = (
         describe_vocabulary_change(launch),
@@ -362,7 +362,7 @@ def describe_chosen_split(launch: Launch) -> str:
     """Say which split the kit chose because the model's own one leaves a part of the data set empty or
     too short; empty if the model's own one is used, or the user's."""
     chosen = Flags(launch.flags).text(SPLIT_FLAG)
-    models = Flags(trained_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    models = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
     if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
         return ""
     parts = divide_into_parts(open_dataset(launch.data_path), chosen)
@@ -379,4 +379,4 @@ def describe_vocabulary_change(launch: Launch) -> str:
     spec, own = launch.spec, launch.job.model
     shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
-    return vocabulary_sentence(shape, vocabulary, spec.parallelism.tensor)
+    return explain_vocabulary_change(shape, vocabulary, spec.parallelism.tensor)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.logs.dialects import LineField, LineFormat
-from parakit.logs.iterations import LOG_LINE, Columns, dtype_of
+from parakit.logs.iterations import LOG_LINE, Columns, find_dtype
 from parakit.logs.lines import is_torn
 
 Bytes = NDArray[np.uint8]
@@ -84,11 +84,11 @@ class LineLayout:
             columns[number.field], exact = _value(number, lines)
             right &= exact
         for name, value in self.constants:
-            columns[name] = np.full(len(lines), value, dtype_of(name))
+            columns[name] = np.full(len(lines), value, find_dtype(name))
         return right, columns
 
 
-def learn(line: bytes, format_: LineFormat) -> LineLayout | None:
+def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
     """The layout of a line that is one iteration of plain characters; None where it is not.
 
     Args:
@@ -170,7 +170,7 @@ def _value(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool
         return found
 
     mantissa = whole(number.digits)
-    if dtype_of(number.field) is np.int64:
+    if find_dtype(number.field) is np.int64:
         return mantissa.astype(np.int64), np.ones(1, np.bool_)
     power = np.array([float(number.shift)])
     if number.exponent is not None:
@@ -215,7 +215,7 @@ class LogBlock:
         self.plain[places] = True
         for name, values in columns.items():
             if name not in self.columns.values:
-                self.columns.values[name] = np.zeros(self.columns.count, dtype_of(name))
+                self.columns.values[name] = np.zeros(self.columns.count, find_dtype(name))
                 self.columns.known[name] = np.zeros(self.columns.count, np.bool_)
             self.columns.values[name][places] = values[right]
             self.columns.known[name][places] = True
@@ -257,7 +257,7 @@ class LayoutReader:
             line = block.data[block.starts[place] : block.stops[place]]
             if block.plain[place] or format_.mark not in line:
                 continue
-            learned = None if self._other_news.search(line) else learn(line, format_)
+            learned = None if self._other_news.search(line) else learn_layout(line, format_)
             self._failures = self._failures + 1 if learned is None else 0
             if learned is not None:
                 self._count += 1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.logs.dialects import line_formats
+from parakit.logs.dialects import load_line_formats
 from parakit.logs.pieces import MAX_LINE, read_chunks
 
 # Those that end a line stay, and so does the escape, which is dropped with its sequence.
@@ -69,7 +69,7 @@ class LineSplitter:
         """The last line, if no line end followed it."""
         rest = self._rest + self._decoder.decode(b"", final=True)
         self._rest = ""
-        return [clean(rest)] if rest else []
+        return [drop_escapes(rest)] if rest else []
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -92,15 +92,15 @@ def split_lines(text: str) -> tuple[list[str], str]:
         lines = [piece for line in lines for piece in _cut(line)]
     *whole, rest = _cut(rest)
     lines += whole
-    return ([clean(line) for line in lines] if "\x1b" in text else lines), rest
+    return ([drop_escapes(line) for line in lines] if "\x1b" in text else lines), rest
 
 
-def clean(line: str) -> str:
+def drop_escapes(line: str) -> str:
     """Drop ANSI escapes, and what is left of broken ones."""
     return _ANSI.sub("", line).replace("\x1b", "") if "\x1b" in line else line
 
 
-def unwrapped(line: str) -> str:
+def unwrap_json(line: str) -> str:
     """The line that a container's log keeps as JSON (`{"log": …}`); any other as it is."""
     if not line.startswith(_WRAPPED):
         return line
@@ -114,7 +114,7 @@ def unwrapped(line: str) -> str:
 
 def make_printable(text: str) -> str:
     """A text on one line, without escapes and whatever a terminal or a page would obey."""
-    return _UNSEEN.sub("", clean(text)).translate(_BLANKED)
+    return _UNSEEN.sub("", drop_escapes(text)).translate(_BLANKED)
 
 
 def is_torn(line: str) -> bool:
@@ -170,7 +170,7 @@ def _cut(line: str) -> list[str]:
     start = 0
     while len(line) - start > MAX_LINE:
         end = start + MAX_LINE
-        for each in line_formats():
+        for each in load_line_formats():
             place = line.rfind(each.word, start + 1, start + MAX_LINE)
             # The mark is also in lines that are no iteration's.
             while place >= 0 and not each.opening.match(line, place):

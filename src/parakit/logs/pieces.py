@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from parakit.config.files import open_regular_file
-from parakit.logs.dialects import LineFormat, find_iterations, line_formats
+from parakit.logs.dialects import LineFormat, find_iterations, load_line_formats
 
 FIRST_CHUNK_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 22
@@ -76,7 +76,7 @@ class Fold:
         blank = b" " if self.cut is Cut.AT_BLANKS else b""
         needed = len(line) + len(word) + (bool(blank) or len(word) < len(following))
         # How many blanks are gone is not known; behind these a number that is padded follows.
-        before = (b":", b"/", *(each.mark for each in line_formats()))
+        before = (b":", b"/", *(each.mark for each in load_line_formats()))
         padded = bool(blank) and line.endswith(before)
         return blank if needed > self.width or padded else None
 
@@ -87,7 +87,7 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
     Raises:
         OSError: The file cannot be opened or read.
     """
-    sample, formats = b"", line_formats()
+    sample, formats = b"", load_line_formats()
     for chunk in read_chunks(path):
         sample += chunk
         # The first iteration's own line may be cut within the words that tell it.

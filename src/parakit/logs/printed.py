@@ -16,7 +16,7 @@ from pathlib import Path
 from parakit.config.flag_table import FLAGS
 from parakit.config.hardware import load_hardware
 from parakit.config.model import GPT2_VOCABULARY, ModelShape, load_model, model_names
-from parakit.config.run import Backend, RunSpec, spec_of_printed
+from parakit.config.run import Backend, RunSpec, spec_from_printed_arguments
 from parakit.config.strategy import Batch, Sharding
 from parakit.logs.lines import read_lines
 
@@ -49,7 +49,7 @@ def parse_printed_spec(
     if torn or not _ranks_multiply(arguments):
         return None
     try:
-        spec = spec_of_printed(arguments)
+        spec = spec_from_printed_arguments(arguments)
     except (ArithmeticError, ValueError):
         return None
     if spec is None:
@@ -96,7 +96,7 @@ def _ranks_multiply(arguments: Mapping[str, str]) -> bool:
     return world is None or (world % ranks == 0 and data in (None, world // ranks))
 
 
-def readable(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Arguments without those whose value is not of its kind, and these as text.
 
     Such a one costs itself and none of the others; what defines a model stays, and defines none.

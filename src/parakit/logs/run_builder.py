@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from parakit.logs.dialects import FoundIteration, dialects
+from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
 from parakit.logs.iterations import Columns, TableBuilder
 from parakit.logs.lines import make_printable
@@ -46,7 +46,7 @@ _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
     TheoreticalMemory: lambda _: "",
     Ending: lambda _: "",
-    TheoreticalParameters: lambda found: found.what,
+    TheoreticalParameters: lambda parameters: parameters.label,
     MoreArgument: lambda argument: argument.name,
 }
 """Of facts with one key the later counts; of other kinds each does."""
@@ -56,8 +56,10 @@ class RunBuilder:
     """Feed it the lines of one run; `build` gives the result."""
 
     def __init__(self) -> None:
-        self._news = [(one.mark, one.read) for each in dialects() for one in each.news]
-        self._unread = [one for each in dialects() for one in each.unread]
+        self._event_readers = [
+            (one.mark, one.read) for each in load_dialects() for one in each.events
+        ]
+        self._unread = [one for each in load_dialects() for one in each.unread]
         self.iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
@@ -102,7 +104,7 @@ class RunBuilder:
                 self._keep(fact)
         self._listed |= pending._listed
 
-    def completed(self, line: FoundIteration) -> FoundIteration | None:
+    def completed(self, line: ParsedIteration) -> ParsedIteration | None:
         """An iteration with what lines before it say; None of one that needs it and has none."""
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
@@ -115,7 +117,7 @@ class RunBuilder:
         self._ahead = None
         return line._replace(iteration=found) if found else None
 
-    def add_iteration(self, line: FoundIteration, log_line: int) -> None:
+    def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
         """Keep an iteration of a line of the file; of two with one number the later counts."""
         if len(self.iterations) >= MAX_ITERATIONS:
             self._overflow = True
@@ -151,7 +153,7 @@ class RunBuilder:
         room = MAX_ITERATIONS - len(self.iterations)
         if room < lines.count:
             self._overflow = True
-            lines = lines.at(slice(max(room, 0)))
+            lines = lines.select(slice(max(room, 0)))
         if lines.count:
             self._lines_since_start += lines.count
             self.iterations.extend(lines)
@@ -165,7 +167,7 @@ class RunBuilder:
             elif (found := self._list.read(line)) and len(self._listed) < _MAX_NAMES:
                 self._listed[found[0]] = found[1]
         began = self.iterations.last is not None
-        for mark, read in self._news:
+        for mark, read in self._event_readers:
             if mark in line and (mark or began):
                 for fact in read(line):
                     self._take(fact)
@@ -178,7 +180,7 @@ class RunBuilder:
     def build(self, path: str, part: int, parts: int) -> ScrapedLog:
         """The run as data."""
         iterations, replaced = self.iterations.build()
-        iterations = iterations.timed()
+        iterations = iterations.with_times()
         notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
             for first in self._restarts[:20]
@@ -203,7 +205,7 @@ class RunBuilder:
             memory=self._all(MemoryReading),
             theoretical_memory=next(iter(self._all(TheoreticalMemory)), None),
             theoretical_parameters_billions={
-                found.what: found.billions for found in self._all(TheoreticalParameters)
+                found.label: found.billions for found in self._all(TheoreticalParameters)
             },
             timers=tuple(
                 Timer(name, count, low / count, high / count)

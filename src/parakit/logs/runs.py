@@ -18,13 +18,13 @@ from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
 from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind, RunSpec, flags_of_printed
+from parakit.config.run import DeviceKind, RunSpec, flags_from_printed_arguments
 from parakit.config.strategy import Parallelism
 from parakit.logs.diagnosis import classify_log
-from parakit.logs.dialects import canonical
+from parakit.logs.dialects import canonicalise_arguments
 from parakit.logs.iterations import Iteration
 from parakit.logs.lines import make_printable
-from parakit.logs.printed import parse_printed_spec, readable
+from parakit.logs.printed import drop_unreadable_values, parse_printed_spec
 from parakit.logs.scrape import scrape_runs
 from parakit.logs.scraped import ScrapedLog
 from parakit.logs.sources import (
@@ -35,7 +35,7 @@ from parakit.logs.sources import (
     read_samples,
     read_time_ledger,
 )
-from parakit.logs.stated_model import StatedModel, model_of_arguments, model_of_record
+from parakit.logs.stated_model import StatedModel, find_printed_model, find_recorded_model
 from parakit.logs.window import Window, select_window
 
 COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
@@ -108,8 +108,8 @@ class Run:
     def stated_model(self) -> StatedModel:
         """The flags of its model that its arguments state."""
         if self.record:
-            return model_of_record(self.record)
-        return model_of_arguments(self.arguments)
+            return find_recorded_model(self.record)
+        return find_printed_model(self.arguments)
 
     @property
     def is_baseline(self) -> bool:
@@ -286,10 +286,10 @@ def _before(
 
 
 def _add_printed(run: Run) -> Run:
-    arguments, unread = readable(canonical(run.log.arguments))
+    arguments, unread = drop_unreadable_values(canonicalise_arguments(run.log.arguments))
     if not arguments:
         return run
-    flags = Flags(flags_of_printed(arguments))
+    flags = Flags(flags_from_printed_arguments(arguments))
     data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.logs.dialects import LineFormat, dialects
+from parakit.logs.dialects import LineFormat, load_dialects
 from parakit.logs.failures import FAILURES
 from parakit.logs.layouts import LayoutReader, LogBlock
-from parakit.logs.lines import LineSplitter, TornLines, unwrapped
+from parakit.logs.lines import LineSplitter, TornLines, unwrap_json
 from parakit.logs.pieces import open_log
 from parakit.logs.run_builder import RunBuilder
 from parakit.logs.scraped import ScrapedLog
@@ -25,7 +25,7 @@ _SHORTEST = 8
 """Characters of the shortest line with information."""
 _MIN_TOGETHER = 4
 """Lines; fewer are read faster one by one."""
-_STARTS = re.compile("|".join(start for each in dialects() for start in each.starts))
+_STARTS = re.compile("|".join(start for each in load_dialects() for start in each.starts))
 
 
 def scrape_log(path: Path) -> ScrapedLog:
@@ -50,9 +50,9 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     )
 
 
-def other_news() -> re.Pattern[bytes]:
+def make_event_pattern() -> re.Pattern[bytes]:
     """What a line holds that may say more than an iteration's numbers."""
-    marks = {news.mark for each in dialects() for news in each.news if news.mark}
+    marks = {reader.mark for each in load_dialects() for reader in each.events if reader.mark}
     words = "|".join(map(re.escape, sorted(marks)))
     return re.compile(f"{words}|{_STARTS.pattern}|{FAILURES.pattern}".encode())
 
@@ -62,7 +62,7 @@ class _Scraper:
 
     def __init__(self, formats: tuple[LineFormat, ...]) -> None:
         self._formats = formats
-        self._layouts = LayoutReader(other_news())
+        self._layouts = LayoutReader(make_event_pattern())
         self._layouts.format = formats[0] if len(formats) == 1 else None
         self._splitter = LineSplitter()
         self._torn = TornLines()
@@ -111,13 +111,13 @@ class _Scraper:
                 self.feed_lines(block.text(begin, begin + 1), block.numbers[begin : begin + 1])
                 begin += 1
             if begin < stop:
-                self._run.add_iterations(block.columns.at(slice(begin, stop)))
+                self._run.add_iterations(block.columns.select(slice(begin, stop)))
 
     def _feed(self, line: str, number: int) -> None:
         if len(line) < _SHORTEST:
             return
         if line.startswith("{"):
-            line = unwrapped(line)
+            line = unwrap_json(line)
         if self._pending is None and self._run.iterations.last and _STARTS.search(line):
             self._pending = RunBuilder()
         for each in self._formats:

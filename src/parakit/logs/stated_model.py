@@ -16,8 +16,8 @@ from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
-from parakit.config.model import GPT2_VOCABULARY, usual_ffn
-from parakit.config.run import flags_of_printed
+from parakit.config.model import GPT2_VOCABULARY, default_ffn_hidden
+from parakit.config.run import flags_from_printed_arguments
 from parakit.config.strategy import strategy_flags
 from parakit.logs.printed import FEWEST_OF_ALL
 
@@ -112,7 +112,7 @@ class StatedModel:
         return [ModelDifference("--vocab-size", *map(_printed_size, (one, two)))]
 
 
-def model_of_record(record: RunRecord) -> StatedModel:
+def find_recorded_model(record: RunRecord) -> StatedModel:
     """Return the model of a run of the kit, without the flags that its strategy needs."""
     # Torch FSDP2 unties the embeddings: it is judged as a strategy, by the losses.
     of_strategy = values_by_flag(strategy_flags(record.spec.parallelism))
@@ -126,11 +126,11 @@ def model_of_record(record: RunRecord) -> StatedModel:
     return _model(printed, Flags(words), is_complete=True, vocabulary=vocabulary)
 
 
-def model_of_arguments(arguments: Mapping[str, str]) -> StatedModel:
+def find_printed_model(arguments: Mapping[str, str]) -> StatedModel:
     """Return the model of a foreign log's printed arguments, under Megatron's present names."""
     # GPT-NeoX prints a complete list too, but not of Megatron's flags.
     is_complete = len(arguments) >= FEWEST_OF_ALL and "kv_channels" in arguments
-    flags = Flags(flags_of_printed(arguments))
+    flags = Flags(flags_from_printed_arguments(arguments))
     return _model(arguments, flags, is_complete, _printed_vocabulary(arguments))
 
 
@@ -219,7 +219,7 @@ def _derive(values: dict[str, Value]) -> None:
     hidden, heads = values["--hidden-size"], values["--num-attention-heads"]
     _set_if_none(values, "--num-query-groups", heads)
     if isinstance(hidden, float):
-        usual = float(usual_ffn(int(hidden), swiglu=values["--swiglu"] is True))
+        usual = float(default_ffn_hidden(int(hidden), swiglu=values["--swiglu"] is True))
         _set_if_none(values, "--ffn-hidden-size", usual)
         if isinstance(heads, float) and heads >= 1:
             _set_if_none(values, "--kv-channels", hidden // heads)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
-from parakit.costs import PRECISIONS, fullest_rank, parameters_total
+from parakit.costs import PRECISIONS, find_peak_rank, total_parameters
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -224,7 +224,7 @@ def _pure_candidates(request: Request) -> Iterator[Candidate]:
                 for spec in enumerate_variants(
                     build_unsharded_spec(template, split, size, recompute)
                 ):
-                    yield evaluate_configuration(request, spec, fullest_rank(spec))
+                    yield evaluate_configuration(request, spec, find_peak_rank(spec))
 
 
 def _preference(candidate: Candidate) -> tuple[bool, float]:
@@ -237,7 +237,7 @@ def _request_sentences(request: Request) -> list[str]:
     """What is planned, with what was assumed of it, and how large it is."""
     cluster, shape, dtype = request.cluster, request.template.shape, request.template.dtype
     nodes = f"; {cluster.nodes} nodes of {cluster.per_node}, {cluster.network}"
-    parameters = parameters_total(shape)
+    parameters = total_parameters(shape)
     billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if billions else f"{parameters / 1e6:,.1f} million"
     held = parameters * sum(astuple(PRECISIONS[dtype]))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parakit.config.strategy import Parallelism, Sharding
-from parakit.costs import parameters_total
+from parakit.costs import total_parameters
 from parakit.formatting.units import duration, gib, joined, plural
 from parakit.planner.advice import (
     FAMILIES_OF_OTHER_TRAINERS,
@@ -193,7 +193,7 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _inference(request: Request) -> str:
-    weights, devices = 2 * parameters_total(request.template.shape), 1
+    weights, devices = 2 * total_parameters(request.template.shape), 1
     while weights > devices * request.capacity:
         devices *= 2
     return (

@@ -15,7 +15,7 @@ from itertools import combinations, product
 
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, strategy_name
-from parakit.costs import divisors, memory_of_rank, violations
+from parakit.costs import divisors, estimate_rank_memory, find_violations
 from parakit.formatting.units import ms
 from parakit.planner.candidates import build_unsharded_spec, enumerate_splits, list_shardings
 from parakit.planner.search import Candidate, Plan, Request, evaluate_configuration
@@ -233,14 +233,14 @@ def _specs(
         plain = build_unsharded_spec(template, whole, samples // split.data, template.recompute)
         for sharding in list_shardings(replace(whole, pipeline=2)):
             spec = replace(plain, parallelism=replace(whole, sharding=sharding))
-            if not violations(spec):
+            if not find_violations(spec):
                 yield spec
 
 
 def _cost(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
     seconds, after = stage_seconds(spec, request.cluster, rank)
     one = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
-    memory = memory_of_rank(one, rank)
+    memory = estimate_rank_memory(one, rank)
     return StageCost(
         seconds=seconds + after * samples / request.global_batch,
         fixed_bytes=memory.total - memory.activations,
@@ -260,4 +260,4 @@ def _as_candidate(
     plain = build_unsharded_spec(
         request.template, split, samples // split.data, request.template.recompute
     )
-    return None if violations(plain) else evaluate_configuration(request, plain)
+    return None if find_violations(plain) else evaluate_configuration(request, plain)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from parakit.config.hardware import Device, calibration_file
+from parakit.config.hardware import Device, calibration_file_name
 from parakit.config.run import Fp8Recipe
 from parakit.planner.options import RequestError
 from parakit.planner.time.cluster import Calibration, Cluster
@@ -50,7 +50,7 @@ def load_calibration(path: Path | None) -> Calibration:
 
 def calibration_path(runs: Path, device: Device) -> Path:
     """Where this machine's constants for a device are kept; `make plan GPU=<key>` looks there too."""
-    return runs / calibration_file(device.key)
+    return runs / calibration_file_name(device.key)
 
 
 def load_device_calibration(runs: Path, device: Device) -> Calibration:

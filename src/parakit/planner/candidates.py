@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parakit.config.model import ModelShape
-from parakit.config.offload import NOTHING
+from parakit.config.offload import NO_OFFLOAD
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import DeviceKind, RunSpec
-from parakit.config.stages import EVEN, stage_split, virtual_degrees
+from parakit.config.stages import EVEN_SPLIT, choose_stage_split, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import CP_COMM_TYPES, divisors
 
@@ -32,11 +32,11 @@ def enumerate_splits(
             if context > 1 and (shape.blocks or shape.seq_length % (2 * context)):
                 continue
             for pipeline in divisors(devices // (tensor * context)):
-                if stage_split(shape.layers, pipeline) is None:
+                if choose_stage_split(shape.layers, pipeline) is None:
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor, pipeline, context)
-                yield from _split_experts(shape, plain.split_experts(expert_tensor))
+                yield from _split_experts(shape, plain.with_expert_tensor(expert_tensor))
 
 
 def list_micro_batch_sizes(
@@ -57,9 +57,9 @@ def build_unsharded_spec(
         parallelism=split,
         batch=Batch(size, template.batch.global_batch_size),
         recompute=recompute,
-        offload=NOTHING,
+        offload=NO_OFFLOAD,
         cp_comm_type="p2p",
-        stages=stage_split(template.shape.layers, split.pipeline) or EVEN,
+        stages=choose_stage_split(template.shape.layers, split.pipeline) or EVEN_SPLIT,
     )
 
 
@@ -75,7 +75,7 @@ def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
     split = plain.parallelism
     for virtual in list_virtual_stages(plain.shape, split, plain.microbatches):
         for sharding in list_shardings(split):
-            parallelism = replace_shared(split, virtual_stages=virtual, sharding=sharding)
+            parallelism = replace_cached(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
 
@@ -85,7 +85,7 @@ def list_virtual_stages(
     """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)
-    stages = stage_split(shape.layers, split.pipeline) or EVEN
+    stages = choose_stage_split(shape.layers, split.pipeline) or EVEN_SPLIT
     return virtual_degrees(stages, shape.layers, split.pipeline)
 
 
@@ -103,7 +103,7 @@ def list_shardings(split: Parallelism) -> Sequence[Sharding]:
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """The variant that needs the least memory: plain schedule, everything sharded that can be."""
     split = plain.parallelism
-    return replace(plain, parallelism=replace_shared(split, sharding=list_shardings(split)[-1]))
+    return replace(plain, parallelism=replace_cached(split, sharding=list_shardings(split)[-1]))
 
 
 def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelis
     if shape.experts and plain.tensor > 1:
         choices = choices[1:]
     # Experts over fewer ranks of TP leave the others to EP.
-    ranks, split = plain.data * plain.tensor, plain.tensor_of_experts
+    ranks, split = plain.data * plain.tensor, plain.effective_expert_tensor
     if shape.experts and (ranks % split or shape.expert_ffn_hidden % split):
         return
     for expert in divisors(shape.experts) if shape.experts else [1]:

@@ -18,7 +18,7 @@ from parakit.config.model import GPT2_VOCABULARY, ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, parse_strategy
-from parakit.costs import fullest_rank, parameters_total
+from parakit.costs import find_peak_rank, total_parameters
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
@@ -82,8 +82,8 @@ def find_largest_models(
         for recompute in (Recompute.NONE, Recompute.FULL):
             best = LargestModel(name, str(recompute))
             for spec in _growing(name, devices, seq_length, dtype):
-                memory = fullest_rank(replace(spec, recompute=recompute))[1].total
-                shape, parameters = spec.shape, parameters_total(spec.shape)
+                memory = find_peak_rank(replace(spec, recompute=recompute))[1].total
+                shape, parameters = spec.shape, total_parameters(spec.shape)
                 size = (parameters, shape.layers, shape.hidden, memory)
                 if memory <= capacity:
                     best = LargestModel(name, str(recompute), *size)

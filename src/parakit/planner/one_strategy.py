@@ -14,10 +14,10 @@ from parakit.config import settings
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags
 from parakit.config.hardware import device_by_key
-from parakit.config.setting import SettingError, read, refuse_renamed
-from parakit.config.stages import stages_of
-from parakit.config.strategy import Batch, StrategyError, devices_of, parse_strategy
-from parakit.costs import host_bytes, violations
+from parakit.config.setting import SettingError, parse_setting, refuse_renamed
+from parakit.config.stages import parse_stage_split
+from parakit.config.strategy import Batch, StrategyError, count_devices, parse_strategy
+from parakit.costs import find_violations, host_bytes
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
@@ -93,16 +93,16 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
     expert_tensor = parse_stated_expert_tensor(options)
     try:
-        devices = devices_of(options.strategy, named or 1, expert_tensor)
+        devices = count_devices(options.strategy, named or 1, expert_tensor)
         if named and devices != named:
             raise RequestError(
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
                 "leave GPUS= out, or give it another DP."
             )
         split = parse_strategy(options.strategy, devices, expert_tensor)
-        if expert_tensor and split.tensor_of_experts != expert_tensor:
+        if expert_tensor and split.effective_expert_tensor != expert_tensor:
             raise RequestError(
-                f"The strategy {options.strategy} splits each expert over {split.tensor_of_experts} "
+                f"The strategy {options.strategy} splits each expert over {split.effective_expert_tensor} "
                 f"and {EXPERT_TENSOR} over {expert_tensor}; leave one of them out."
             )
     except StrategyError as error:
@@ -111,9 +111,9 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     template, flags = request.template, Flags(request.extra)
     micro = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(split.pipeline))
-    stages = stages_of(Flags([*request.model.flags, *request.extra, *degree]))
+    stages = parse_stage_split(Flags([*request.model.flags, *request.extra, *degree]))
     if split.virtual_stages == 1:
-        split = replace(split, virtual_stages=stages.virtual(split.pipeline))
+        split = replace(split, virtual_stages=stages.virtual_stages_in_layout(split.pipeline))
     said = any(map(flags.has, flags_with_role("recompute")))
     spec = replace(
         template,
@@ -123,7 +123,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
         stages=stages,
         cp_comm_type=flags.text("--cp-comm-type", list_cp_comm_types(template, split)[0]),
     )
-    if problems := violations(spec):
+    if problems := find_violations(spec):
         raise RequestError(" ".join(problems))
     if options.imbalance:
         refuse_imbalance(options.imbalance, spec.shape, split.expert)
@@ -154,7 +154,9 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
                     f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
                 )
             as_it_is = name == "EXTRA"
-            changed[name.lower()] = value if as_it_is else read(getattr(settings, name), value)
+            changed[name.lower()] = (
+                value if as_it_is else parse_setting(getattr(settings, name), value)
+            )
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
     return replace(options, **changed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
-from parakit.costs import COMPONENTS, memory_of_rank
+from parakit.costs import COMPONENTS, estimate_rank_memory
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.units import GIB
 from parakit.planner.advice import StrategyFamily, strategy_family
@@ -128,7 +128,7 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     assert winner is not None
     pipeline = winner.spec.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
-    bars = [memory_of_rank(winner.spec, rank) for rank in ranks]
+    bars = [estimate_rank_memory(winner.spec, rank) for rank in ranks]
     positions = range(len(ranks))
     bottoms = [0.0] * len(bars)
     for name in COMPONENTS:

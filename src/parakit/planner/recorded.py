@@ -10,7 +10,7 @@ from pathlib import Path
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
 from parakit.config.run import RunSpec
-from parakit.costs import NEWEST, UnevenSplitError, violations
+from parakit.costs import NEWEST, UnevenSplitError, find_violations
 from parakit.planner.calibration import load_device_calibration
 from parakit.planner.readings.local_readings import load_own_runs
 from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
@@ -53,7 +53,7 @@ def predict_recorded_run(
     """
     spec, cluster = run.spec, _cluster_of(run, runs_root)
     # A log can say less than what ran, so that its arguments alone would be refused.
-    if cluster is None or violations(spec, NEWEST):
+    if cluster is None or find_violations(spec, NEWEST):
         return None
     if not spec.shape.vocabulary or spec.shape.linear:
         return None

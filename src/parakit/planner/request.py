@@ -5,21 +5,21 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from parakit.config.experts import expert_load_of, most_imbalance
-from parakit.config.flag_table import FLAGS, flags_with_role, planned
-from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled
+from parakit.config.experts import max_imbalance, parse_expert_load
+from parakit.config.flag_table import FLAGS, flags_planned_as, flags_with_role
+from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled_flags
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import (
     BLOCKS,
     LINEAR,
     Model,
     ModelShape,
-    changed_model,
-    model_of,
+    apply_flags_to_model,
+    find_model,
     training_flags,
 )
-from parakit.config.run import DeviceKind, RunSpec, on_cpu_ranks, spec_of_flags
-from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
+from parakit.config.strategy import Batch, Parallelism, scale_batch
 from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
 from parakit.planner.calibration import calibrate_from_stated_products, load_calibration
@@ -43,8 +43,8 @@ def build_request(options: PlanOptions) -> Request:
         MeasurementsError: The file of one's own measurements is none.
     """
     extra = _words_of(options.extra)
-    model = changed_model(model_of(options.model), extra, planned("counted"))
-    refuse_misspelled((*model.flags, *extra))
+    model = apply_flags_to_model(find_model(options.model), extra, flags_planned_as("counted"))
+    refuse_misspelled_flags((*model.flags, *extra))
     if LINEAR in (blocks := model.shape.blocks):
         raise RequestError(
             f"--hybrid-layer-pattern {blocks} has linear attention ({LINEAR}), which is not planned; "
@@ -60,7 +60,7 @@ def build_request(options: PlanOptions) -> Request:
     if not batch:
         # A user's own file says it; the kit's models state one device's, which grows with them.
         whole = model.source and Flags(model.flags).has("--global-batch-size")
-        grown = batch_for(model.batch, Parallelism(data=devices))
+        grown = scale_batch(model.batch, Parallelism(data=devices))
         batch = (model.batch if whole else grown).global_batch_size
     if batch < 1:
         raise RequestError(f"The global batch is {batch}; use 1 or more.")
@@ -72,7 +72,7 @@ def build_request(options: PlanOptions) -> Request:
     words = merge_flags(training_flags(model.family), model.flags, extra)
     flags = Flags(words)
     expert_tensor = parse_expert_tensor(flags, model)
-    alone = spec_of_flags(
+    alone = spec_from_flags(
         drop_flags(words, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
     )
     template = replace(
@@ -80,11 +80,11 @@ def build_request(options: PlanOptions) -> Request:
         parallelism=Parallelism(expert_tensor=expert_tensor),
         batch=Batch(1, batch),
         dropout=flags.number("--hidden-dropout"),
-        expert_load=expert_load_of(flags, 1.0 if imbalance is None else imbalance),
+        expert_load=parse_expert_load(flags, 1.0 if imbalance is None else imbalance),
         fused_attention=flags.text("--attention-backend") != "unfused",
     )
     if on_cpu:
-        template = on_cpu_ranks(template)
+        template = adapt_to_cpu_ranks(template)
     cluster = Cluster(
         device=device,
         devices=devices,
@@ -115,7 +115,7 @@ def parse_stated_expert_tensor(options: PlanOptions) -> int:
     Raises:
         RequestError: The model is dense, or the degree is below 1.
     """
-    model = model_of(options.model)
+    model = find_model(options.model)
     return parse_expert_tensor(Flags(merge_flags(model.flags, _words_of(options.extra))), model)
 
 
@@ -140,9 +140,14 @@ def parse_expert_tensor(flags: Flags, model: Model) -> int:
 def list_ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
     """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a strategy was
     given."""
-    known = planned("counted", "neither", "one strategy") if laid else planned("counted", "neither")
+    known = (
+        flags_planned_as("counted", "neither", "one strategy")
+        if laid
+        else flags_planned_as("counted", "neither")
+    )
     words = merge_flags(
-        drop_flags(request.model.flags, planned("MICRO_BATCH=", "GLOBAL_BATCH=")), request.extra
+        drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH=")),
+        request.extra,
     )
     return tuple(word for word in drop_flags(words, known) if word.startswith("--"))
 
@@ -184,7 +189,7 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
     Raises:
         RequestError: It says what the busiest can.
     """
-    most = most_imbalance(shape, ranks)
+    most = max_imbalance(shape, ranks)
     if imbalance > most:
         raise RequestError(
             f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "

@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 from parakit.config.model import Model
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, batch_for, parse_strategy, strategy_name
+from parakit.config.strategy import Batch, Parallelism, parse_strategy, scale_batch, strategy_name
 from parakit.costs import (
     PredictedMemory,
-    fullest_rank,
-    fullest_within,
+    find_peak_rank,
+    find_peak_rank_within,
+    find_violations,
     mfu,
     model_flops,
-    violations,
 )
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -168,7 +168,7 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
         for spec in enumerate_variants(bound.plain):
             if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
                 continue
-            if not (fullest := fullest_within(spec, capacity)):
+            if not (fullest := find_peak_rank_within(spec, capacity)):
                 continue
             examined.append(candidate := _predicted(request, spec, fullest))
             # Strategies that differ in the number of virtual stages count as one.
@@ -197,7 +197,7 @@ def evaluate_configuration(
     request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
     """Memory, time and rates of one configuration, corrected by one's own runs."""
-    return _corrected(request, _predicted(request, spec, fullest or fullest_rank(spec)))
+    return _corrected(request, _predicted(request, spec, fullest or find_peak_rank(spec)))
 
 
 def _corrected(request: Request, candidate: Candidate) -> Candidate:
@@ -281,7 +281,7 @@ def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
         smallest = min_memory_variant(
             build_unsharded_spec(template, split, sizes[0], Recompute.FULL)
         )
-        if not (fullest := fullest_within(smallest, max(request.capacity, least))):
+        if not (fullest := find_peak_rank_within(smallest, max(request.capacity, least))):
             continue
         held = fullest[1].total
         if held < least:
@@ -343,13 +343,13 @@ def _after(cluster: Cluster, plain: RunSpec) -> float:
     """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
     be, in the quickest sharding and schedule."""
     split = plain.parallelism
-    sharded = (replace_shared(split, sharding=sharding) for sharding in list_shardings(split))
+    sharded = (replace_cached(split, sharding=sharding) for sharding in list_shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
         return after
     virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
-    scheduled = (replace_shared(split, virtual_stages=each) for each in virtual)
+    scheduled = (replace_cached(split, virtual_stages=each) for each in virtual)
     specs = (replace(plain, parallelism=parallelism) for parallelism in scheduled)
     return after + min(message_seconds(spec, cluster) for spec in specs)
 
@@ -359,7 +359,7 @@ def _fitting(request: Request, plain: RunSpec, ways: Sequence[Recompute]) -> Run
     and more time."""
     for way in ways:
         chosen = replace(plain, recompute=way)
-        if fullest_within(min_memory_variant(chosen), request.capacity):
+        if find_peak_rank_within(min_memory_variant(chosen), request.capacity):
             return chosen
     return None
 
@@ -395,9 +395,9 @@ def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
     found = []
     for name in names:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
-        batch = batch_for(request.model.batch, parallelism)
+        batch = scale_batch(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
-        if batch.global_batch_size == request.global_batch and not violations(spec):
+        if batch.global_batch_size == request.global_batch and not find_violations(spec):
             found.append(evaluate_configuration(request, spec))
     return sorted(found, key=lambda candidate: candidate.seconds.total)
 

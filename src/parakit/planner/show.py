@@ -13,16 +13,16 @@ from rich.console import Console
 
 from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
 from parakit.config.model import GPT2_VOCABULARY, Model
-from parakit.config.run import RunSpec, chosen_flags
-from parakit.config.strategy import batch_for, strategy_name
+from parakit.config.run import RunSpec, searched_flags
+from parakit.config.strategy import scale_batch, strategy_name
 from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
     busiest_collectives,
+    explain_vocabulary_change,
     host_bytes,
     sum_bytes_by_group,
     total_wire_bytes,
-    vocabulary_sentence,
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural
@@ -93,7 +93,7 @@ def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
         "microbatches": spec.microbatches,
         "recompute": str(spec.recompute),
         "cp_comm_type": spec.cp_comm_type,
-        "extra_flags": list(chosen_flags(spec)),
+        "extra_flags": list(searched_flags(spec)),
         "fits": candidate.fits,
         "verdict": candidate.verdict,
         "iteration_seconds": candidate.seconds.total,
@@ -204,7 +204,7 @@ def _sorted(values: Mapping[str, float], written: Callable[..., str]) -> list[tu
 
 def trained_vocabulary_sentence(spec: RunSpec) -> str:
     """How the model that the command trains, on the kit's own data, differs from the planned one."""
-    return vocabulary_sentence(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
+    return explain_vocabulary_change(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
 def encode_ignored_flags(flags: Sequence[str]) -> dict[str, list[str]]:
@@ -231,13 +231,13 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     parallelism, batch = spec.parallelism, spec.batch
     strategy = strategy_name(spec.flagged_parallelism)
     target = f"train-{strategy}-{model.name}-{parallelism.world_size}{spec.device}"
-    usual = batch_for(model.batch, parallelism)
+    usual = scale_batch(model.batch, parallelism)
     words = ["make", target]
     if batch.micro_batch_size != usual.micro_batch_size:
         words.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != usual.global_batch_size:
         words.append(f"GLOBAL_BATCH={batch.global_batch_size}")
-    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *chosen_flags(spec)]  # The name says ETP.
+    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *searched_flags(spec)]  # The name says ETP.
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:

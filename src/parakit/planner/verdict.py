@@ -90,7 +90,7 @@ def explain_close_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int)
     error = f"predictions of its kind are missed by up to {memory_error(spec):.0%}"
     if memory.needed <= device_bytes < memory.total:
         return (
-            f"{gib(memory.returned)} GiB are blocks that PyTorch gives back only when memory runs out, "
+            f"{gib(memory.reclaimable)} GiB are blocks that PyTorch gives back only when memory runs out, "
             f"and {error}"
         )
     free = device_bytes - memory.total

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from parakit.cluster.container.versions import _dotted, installed_versions
+from parakit.cluster.container.versions import _format_cudnn_version, installed_versions
 from parakit.config.files import ROOT
 
 
@@ -29,7 +29,7 @@ def test_what_trains_is_named_and_what_is_missing_left_out() -> None:
 def test_in_the_image_the_libraries_come_from_its_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("parakit.cluster.container.versions._version", lambda package: None)
+    monkeypatch.setattr("parakit.cluster.container.versions._package_version", lambda package: None)
     monkeypatch.setenv("NCCL_VERSION", "2.27.3")
     assert "nccl" not in installed_versions()
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
@@ -40,7 +40,7 @@ def test_in_the_image_the_libraries_come_from_its_environment(
     ("number", "version"), [(91002, "9.10.2"), (8907, "8.9.7"), (92600, "9.26.0"), (None, "")]
 )
 def test_cudnns_number_is_read_as_its_version(number: int | None, version: str) -> None:
-    assert _dotted(number) == version
+    assert _format_cudnn_version(number) == version
 
 
 @pytest.mark.slow

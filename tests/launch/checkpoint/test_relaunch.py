@@ -6,13 +6,13 @@ import pytest
 from parakit.artifacts.run import DatasetIdentity, HostRecord, MegatronEntry, RunRecord
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
-from parakit.config.run import Backend, DeviceKind, spec_of_model
+from parakit.config.run import Backend, DeviceKind, spec_from_model
 from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
     StrategyError,
-    devices_of,
+    count_devices,
     parse_strategy,
 )
 from parakit.launch.checkpoints import resume_if_saved
@@ -164,7 +164,7 @@ def problems(
     backend: Backend = Backend.MEGATRON,
     device: DeviceKind = DeviceKind.CPU,
 ) -> list[str]:
-    spec = spec_of_model(load_model("gpt2-tiny"), parse_strategy(strategy, 2), Batch(1, 2))
+    spec = spec_from_model(load_model("gpt2-tiny"), parse_strategy(strategy, 2), Batch(1, 2))
     asked = replace(spec, strategy=strategy, backend=backend, device=device)
     return list(saving_problems(saving, asked))
 
@@ -192,7 +192,7 @@ def test_variables_say_how_often_how_many_and_how() -> None:
     ("text", "devices"), [("baseline", 1), ("tp2pp2dp2", 8), ("dp4-zero1", 4), ("zero1", 3)]
 )
 def test_a_strategy_names_its_ranks_where_it_has_degrees(text: str, devices: int) -> None:
-    assert devices_of(text, 3) == devices
+    assert count_devices(text, 3) == devices
 
 
 def test_a_model_that_was_changed_resumes_in_its_changed_form() -> None:

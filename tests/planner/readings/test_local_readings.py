@@ -10,7 +10,13 @@ import pytest
 from parakit.config.experts import ExpertLoad
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.run import (
+    DeviceKind,
+    RunSpec,
+    flags_from_spec,
+    spec_from_flags,
+    spec_from_model,
+)
 from parakit.config.strategy import Batch, parse_strategy
 from parakit.planner.readings.local_readings import (
     MeasurementRow,
@@ -37,16 +43,16 @@ def on(devices: int) -> Cluster:
 
 
 def spec(strategy: str, devices: int = 2, micro: int = 4) -> RunSpec:
-    planned = spec_of_model(MODEL, parse_strategy(strategy, devices), Batch(micro, 64))
-    return spec_of_flags(
-        (*MODEL.flags, *flags_of_spec(planned)), devices, planned.device, MODEL.name
+    planned = spec_from_model(MODEL, parse_strategy(strategy, devices), Batch(micro, 64))
+    return spec_from_flags(
+        (*MODEL.flags, *flags_from_spec(planned)), devices, planned.device, MODEL.name
     )
 
 
 def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> MeasurementRow:
     """A run that took so many times as long as predicted."""
     trained = spec(strategy, devices, micro)
-    argv = (*MODEL.flags, *flags_of_spec(trained))
+    argv = (*MODEL.flags, *flags_from_spec(trained))
     seconds = factor * iteration_seconds(trained, on(devices)).total
     return build_measurement_row(trained, argv, H200, f"run-{strategy}", seconds)
 
@@ -66,7 +72,7 @@ def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -
 def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> None:
     path, plain = tmp_path / "mine.csv", spec("dp2")
     patched = replace(plain, fused=("adamw", "norm"))
-    argv = (*MODEL.flags, *flags_of_spec(plain))
+    argv = (*MODEL.flags, *flags_from_spec(plain))
     add_rows(path, [build_measurement_row(one, argv, H200, "r", 1.0) for one in (plain, patched)])
     assert [
         convert_measurement(measurement).spec for measurement in read_measurements(path)[0]
@@ -78,7 +84,7 @@ def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> 
 
 def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
     trained = replace(spec("dp2"), dropout=0.5)
-    argv = (*MODEL.flags, *flags_of_spec(trained))
+    argv = (*MODEL.flags, *flags_from_spec(trained))
     build_measurement_row(trained, argv, H200, "r", 1.0)
     odd = replace(trained, fused_attention=False)
     with pytest.raises(RefusedError, match="r: its flags alone do not say what was trained"):
@@ -89,9 +95,9 @@ def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
     routed = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-expert-capacity-factor 1.5"
     model = load_model("mixtral-8x7b")
     argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
-    trained = spec_of_flags(argv, 1, DeviceKind.GPU, model.name)
+    trained = spec_from_flags(argv, 1, DeviceKind.GPU, model.name)
     row = build_measurement_row(trained, argv, H200, "r", 1.0)
-    again = spec_of_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
+    again = spec_from_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
     assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from tests.reporting.factory import log_text, run_record, write_run
 from tests.reporting.read.test_golden_logs import LOGS
 from tests.reporting.render.test_build import made
@@ -87,7 +87,7 @@ def numbers(text):
 def demo_page(tmp_path_factory):
     root = tmp_path_factory.mktemp("trace")
     logs = {}
-    for place, name in enumerate(NAMED):
+    for place, name in enumerate(PUBLISHED_STRATEGIES):
         times = [400.0, 260.0, *(80.3 + 7.1 * place + 1.7 * (k * k % 11) for k in range(23))]
         losses = [10.81 * 0.983**k for k in range(25)]
         parameters = OF_A_RANK.get(name, PARAMETERS)
@@ -98,7 +98,7 @@ def demo_page(tmp_path_factory):
     return tables_of(folder), logs, chart, parsed(folder).sentences
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
     tables, logs, chart, _ = demo_page
     (row,) = (r for r in tables["results"] if r["Strategy"].split()[0] == strategy)
@@ -132,7 +132,7 @@ def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
     assert f">{digits(median)}<" in chart
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_every_number_of_how_it_was_measured_is_recomputed(demo_page, strategy):
     tables, logs, _, _ = demo_page
     (row,) = (r for r in tables["measured"] if r["Strategy"].split()[0] == strategy)
@@ -148,7 +148,7 @@ def test_every_number_of_how_it_was_measured_is_recomputed(demo_page, strategy):
 def test_every_number_of_the_speed_comparison_is_recomputed(demo_page):
     tables, logs, _, _ = demo_page
     medians = {n: statistics.median([ms for ms, _ in lines_of(t)][2:]) for n, t in logs.items()}
-    assert len(tables["speed"]) == len(NAMED) - 1
+    assert len(tables["speed"]) == len(PUBLISHED_STRATEGIES) - 1
     for row in tables["speed"]:
         name = row["Strategy"].split()[0]
         ratio = medians[name] / medians["baseline"]

@@ -11,7 +11,7 @@ from parakit.artifacts.measurements import (
 )
 from parakit.config.model import LinearAttention
 from parakit.config.run import DeviceKind
-from parakit.costs.collectives.call import LATEST
+from parakit.costs.collectives.call import LATEST_MEGATRON
 from parakit.costs.operations import Phase
 from parakit.logs.runs import load_folder
 from parakit.reporting.explain.closed_form import (
@@ -101,7 +101,7 @@ def test_bytes_to_experts_are_not_matched_because_the_router_decides_them(tmp_pa
         parallelism=replace(dense.parallelism, expert=2),
         token_dispatcher="alltoall",
     )
-    comparison = compare_calls(configuration, RankCommunication(0, 1, 0, ()), LATEST)
+    comparison = compare_calls(configuration, RankCommunication(0, 1, 0, ()), LATEST_MEGATRON)
     missing = [item for item in comparison.unattributed if item.group == "ep"]
     assert [(item.payload_bytes, item.calls < 0) for item in missing] == [(0, True)]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parakit.logs import scrape
-from parakit.logs.dialects import find_iterations, line_formats
+from parakit.logs.dialects import find_iterations, load_line_formats
 from parakit.logs.layouts import LayoutReader
-from parakit.logs.scrape import other_news, scrape_runs
+from parakit.logs.scrape import make_event_pattern, scrape_runs
 from tests.reporting.factory import iteration_line
 
 PRIMUS = (
@@ -24,8 +24,8 @@ PRIMUS = (
 
 def columns_and_lines(text: str):
     """The iterations of a block's plain lines, and what each line gives by itself."""
-    reader = LayoutReader(other_news())
-    reader.format = line_formats()[0]
+    reader = LayoutReader(make_event_pattern())
+    reader.format = load_line_formats()[0]
     block = reader.block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]

@@ -16,7 +16,7 @@ from parakit.artifacts.run import CodeHashes, HostRecord, Status, StatusRecord
 from parakit.config.files import ROOT
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import BATCH_RULE, NAMED, Batch
+from parakit.config.strategy import BATCH_RULE, PUBLISHED_STRATEGIES, Batch
 from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.analyse.results import RESULTS
@@ -35,7 +35,7 @@ CONTRACT = (
 
 
 def demo(root, count=25):
-    for place, strategy in enumerate(NAMED):
+    for place, strategy in enumerate(PUBLISHED_STRATEGIES):
         times = [400.0, 250.0, *(90.0 + 5 * place + k % 4 for k in range(count - 2))]
         write_run(root, run_record(f"run-{strategy}", strategy), log_text(times, micro=True))
 
@@ -71,7 +71,7 @@ def test_demo_ends_in_six_rows_with_parity_and_every_file(tmp_path):
     rows = read_csv(folder)
     assert [row["parity"] for row in rows.values()] == ["reference", *["held"] * 5]
     assert {row["status"] for row in rows.values()} == {"ok"}
-    assert all(strategy in text for strategy in NAMED)
+    assert all(strategy in text for strategy in PUBLISHED_STRATEGIES)
     assert (tmp_path / "reports" / "latest").resolve() == folder.resolve()
 
 
@@ -197,7 +197,7 @@ def test_baseline_finds_regressions_and_improvements_and_strict_fails(tmp_path):
     assert "nothing changed" in text
     for strategy, factor in (("tp2", 1.5), ("cp2", 0.5)):
         log = tmp_path / "runs" / f"run-{strategy}" / "log.txt"
-        place = 90.0 + 5 * NAMED.index(strategy)
+        place = 90.0 + 5 * PUBLISHED_STRATEGIES.index(strategy)
         log.write_text(
             log_text([400.0, 250.0, *((place + k % 4) * factor for k in range(23))], micro=True)
         )
@@ -361,7 +361,9 @@ def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
 
 def test_a_report_of_a_hundred_runs_has_them_all_and_loads_no_torch(tmp_path):
     for k in range(100):
-        record = run_record(f"run-{k:03d}", NAMED[k % 6], seed=k, dtype=("fp32", "bf16")[k % 2])
+        record = run_record(
+            f"run-{k:03d}", PUBLISHED_STRATEGIES[k % 6], seed=k, dtype=("fp32", "bf16")[k % 2]
+        )
         record = replace(record, argv=(*record.argv, "--variant", str(k)))
         times = [300.0, 200.0, *(90.0 + (7 * k + n) % 5 for n in range(98))]
         write_run(tmp_path / "runs", record, log_text(times, micro=True))

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.run import RunSpec, Transport
 from parakit.costs.operations import Operation, Phase, wire_bytes
 
 
-class Megatron(StrEnum):
+class MegatronVersion(StrEnum):
     """The Megatron-LM versions whose calls are known, by what is checked out."""
 
     F4FA7D6B = "f4fa7d6b"
@@ -22,7 +22,7 @@ class Megatron(StrEnum):
     V0_19 = "core_v0.19.0"
 
 
-LATEST = Megatron.V0_19
+LATEST_MEGATRON = MegatronVersion.V0_19
 
 
 class CollectiveCall(NamedTuple):
@@ -32,14 +32,14 @@ class CollectiveCall(NamedTuple):
     ranks: int
     operation: Operation
     phase: Phase
-    what: str
+    description: str
     """What is moved, in a few words."""
     calls: int
     payload_bytes: int
     """Of one call: the whole tensor (gathered, before scattering, or as sent)."""
     source: str
     """Upstream file and function, or paper."""
-    hideable: bool = False
+    overlappable: bool = False
     """Whether Megatron starts it beside arithmetic that does not wait for it."""
     transport: Transport = Transport.NCCL
 
@@ -65,19 +65,19 @@ def collective(
     payload_bytes: int,
     source: str,
     *,
-    hideable: bool = False,
+    overlappable: bool = False,
 ) -> CollectiveCall:
     """Calls over a group of a run: as many ranks as its split has there, over its transport."""
     return CollectiveCall(
         group,
-        group_ranks(spec.parallelism, group),
+        group_size(spec.parallelism, group),
         operation,
         phase,
         what,
         calls,
         payload_bytes,
         source,
-        hideable,
+        overlappable,
         spec.transport,
     )
 
@@ -85,10 +85,10 @@ def collective(
 def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
     """Passes on one rank in an iteration through what these modules of a layer hold: forward (recomputed
     ones too), backward."""
-    layers = spec.layers_a_stage
-    again = layers if spec.recompute.again(*modules) else 0
-    if spec.recompute.some_layers:
-        again = sum(spec.recompute.checkpoints(layers))
+    layers = spec.layers_per_stage
+    again = layers if spec.recompute.recomputes(*modules) else 0
+    if spec.recompute.is_block_method:
+        again = sum(spec.recompute.layers_per_checkpoint(layers))
     return (layers + again) * spec.microbatches, layers * spec.microbatches
 
 

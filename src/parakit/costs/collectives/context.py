@@ -21,13 +21,13 @@ def context_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         yield from algorithm[spec.cp_comm_type](spec)
 
 
-def boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Multi-token prediction shifts tokens, positions, labels and mask by one at each depth: both chunks
     of a rank's sequence get a token from the ranks beside it. The first and the last rank send one of
     the two (`multi_token_prediction.py: roll_tensor`, in the default group)."""
     if spec.parallelism.context == 1:
         return
-    calls = min(2, spec.parallelism.context - 1) * spec.shape.depths * spec.microbatches
+    calls = min(2, spec.parallelism.context - 1) * spec.shape.total_mtp_layers * spec.microbatches
     samples = spec.batch.micro_batch_size
     source = "multi_token_prediction.py: roll_tensor"
     for what, tensors, width in (
@@ -50,7 +50,7 @@ def _ring(spec: RunSpec) -> Iterator[CollectiveCall]:
     ):
         calls, send = steps * passes, Operation.SEND
         yield collective(
-            spec, Group.CONTEXT, send, phase, what, calls, payload, _RING, hideable=True
+            spec, Group.CONTEXT, send, phase, what, calls, payload, _RING, overlappable=True
         )
 
 
@@ -85,4 +85,4 @@ def _exchanged(spec: RunSpec) -> Iterator[CollectiveCall]:
 def _heads_bytes(spec: RunSpec, heads: int) -> int:
     """Bytes of `heads` heads of one micro batch on one rank."""
     width = heads * spec.shape.head_width // spec.parallelism.tensor
-    return spec.element_bytes * spec.tokens * width
+    return spec.element_bytes * spec.micro_batch_tokens * width

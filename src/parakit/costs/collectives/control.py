@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import CollectiveCall, Megatron, collective
+from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, collective
 from parakit.costs.operations import Operation, Phase
 
 _NUMBER_BYTES = 4
@@ -22,7 +22,7 @@ _ROUTER = "transformer/moe: logging of auxiliary losses"
 
 
 def control_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     """Reductions of a few numbers; with a log line every iteration and gradient clipping on."""
     yield _reduced(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
@@ -33,12 +33,12 @@ def control_collectives(
     if pipeline_rank == spec.parallelism.pipeline - 1:
         step, loss = "training/training.py: train_step", "loss and its token count"
         yield _reduced(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
-        if depths := spec.shape.depths:
+        if depths := spec.shape.total_mtp_layers:
             ahead = "losses, right and all guesses of tokens ahead"
             yield _reduced(spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3)
     if spec.shape.experts:
         yield from _router_losses(spec, megatron)
-    if megatron is Megatron.F4FA7D6B:
+    if megatron is MegatronVersion.F4FA7D6B:
         yield _timers(spec)
 
 
@@ -60,17 +60,17 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
             yield _reduced(spec, group, "overflow flag", _OVERFLOW)
 
 
-def _router_losses(spec: RunSpec, megatron: Megatron) -> Iterator[CollectiveCall]:
+def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[CollectiveCall]:
     """The routers' losses of every layer, for the log; f4fa7d6b averages the z-loss over DP alone.
 
     The load-balancing loss is logged, as 0, also where it is no part of the loss.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
-    layers = (spec.shape.layers + spec.shape.mtp_depth) * max(1, len(spec.shape.blocks))
+    layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
     own = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
     logged = [("load-balancing loss of each layer", (*own, *everywhere))]
     if spec.shape.router_z_loss:
-        stage = () if megatron is Megatron.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
+        stage = () if megatron is MegatronVersion.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
         logged.append(("z-loss of each layer", (*stage, *everywhere)))
     for what, groups in logged:
         for group in groups:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.model import round_up
 from parakit.config.run import RunSpec
 from parakit.costs.collectives.call import CollectiveCall, collective
-from parakit.costs.memory import precision_of
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
 
@@ -34,7 +34,7 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """DDP: one all-reduce of each model chunk's whole buffer (buckets only split it in overlap)."""
-    width, source = precision_of(spec).gradients, f"{_BUCKETS}.start_grad_sync"
+    width, source = bytes_per_parameter(spec).gradients, f"{_BUCKETS}.start_grad_sync"
     for chunk in chunk_buffers(spec, pipeline_rank):
         for group, what, buffer in (
             (Group.DATA_CONTEXT, "gradients", chunk.untied + chunk.tied),
@@ -54,7 +54,7 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
     With expert parallelism two optimizers are chained and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
-    precision, gathers = precision_of(spec), 2 if spec.parallelism.expert > 1 else 1
+    precision, gathers = bytes_per_parameter(spec), 2 if spec.parallelism.expert > 1 else 1
     start_grad_sync, start_param_sync = (
         f"{_BUCKETS}.start_grad_sync",
         f"{_BUCKETS}.start_param_sync",
@@ -68,8 +68,8 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
 
 def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int]]:
     """Buckets that one call moves: their group, their elements."""
-    ranks = group_ranks(spec.parallelism, Group.DATA_CONTEXT)
-    expert_ranks = group_ranks(spec.parallelism, Group.EXPERT_DATA)
+    ranks = group_size(spec.parallelism, Group.DATA_CONTEXT)
+    expert_ranks = group_size(spec.parallelism, Group.EXPERT_DATA)
     for stage, chunk in enumerate(chunk_buffers(spec, pipeline_rank)):
         shared = [bucket_elements(buffer, ranks) for buffer in (chunk.untied, chunk.tied)]
         for elements in shared if stage == 0 else [sum(shared)]:
@@ -90,15 +90,15 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
     has in no layer, and everything under ZeRO-2, which has one bucket, is gathered once, after the
     update.
     """
-    parallelism, (dense, _) = spec.parallelism, spec.dense_layers_of(pipeline_rank)
-    layers = spec.stage_layers(pipeline_rank) - dense
+    parallelism, (dense, _) = spec.parallelism, spec.count_dense_layers(pipeline_rank)
+    layers = spec.num_layers_on_stage(pipeline_rank) - dense
     rank, layer = rank_parameters(spec, pipeline_rank), layer_parameters(spec)
-    among_experts = layer_parameters(spec.dense).total if dense else 0
+    among_experts = layer_parameters(spec.with_dense_layers).total if dense else 0
     experts = layer.experts if parallelism.expert > 1 else 0
     outside = rank.total - layers * layer.total - dense * among_experts
     shared = layer.total - experts
     if not parallelism.sharding.is_torch_fsdp and not spec.shape.experts:
-        ranks = group_ranks(parallelism, Group.DATA_CONTEXT)
+        ranks = group_size(parallelism, Group.DATA_CONTEXT)
         rows = ranks * _widest_row(spec)
         if not parallelism.sharding.shards_weights:
             layers, outside = 0, round_up(rank.total, rows)
@@ -119,7 +119,7 @@ def _unit(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
     """Weights in and gradients out of one unit, `passes` times in an iteration."""
-    precision = precision_of(spec)
+    precision = bytes_per_parameter(spec)
     keeps = not (spec.parallelism.sharding.shards_weights and layered)
     gathers = passes // spec.microbatches if keeps else 2 * passes
     phase = Phase.OPTIMIZER if keeps else Phase.FORWARD

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.run import RunSpec, TokenDispatcher, Transport
 from parakit.costs.collectives.call import CollectiveCall, collective, layer_passes
 from parakit.costs.operations import Operation, Phase
@@ -29,7 +29,7 @@ _Row = tuple[Operation, Phase, str, int]
 def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Calls over EP, and over the TP ranks that share each expert."""
     if len(spec.shape.blocks) > 1:
-        for times, kind in spec.kinds:
+        for times, kind in spec.block_specs:
             yield from (
                 call._replace(calls=times * call.calls) for call in expert_collectives(kind)
             )
@@ -41,7 +41,7 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
         yield from _layer_calls(spec, Group.TENSOR_EXPERT, _gathered(spec), _GATHERING)
         return
-    if not spec.expert_load.padded:  # Else every rank knows them.
+    if not spec.expert_load.pads_to_capacity:  # Else every rank knows them.
         yield from _layer_calls(
             spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
         )
@@ -51,21 +51,21 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     probabilities = _out_and_back("routing probabilities", chosen)
     yield from _layer_calls(spec, Group.EXPERT, tokens, _EXCHANGING, times=2)
     yield from _layer_calls(spec, Group.EXPERT, probabilities, _EXCHANGING)
-    if spec.parallelism.tensor_of_experts > 1:
+    if spec.parallelism.effective_expert_tensor > 1:
         yield from _layer_calls(spec, Group.EXPERT_TENSOR, _split_experts(spec), _EXCHANGING)
 
 
 def routed_tokens(spec: RunSpec) -> int:
     """Copies of tokens that a rank sends or receives in one micro batch, whichever is more."""
-    copies = spec.tokens // spec.sequence_shards * spec.shape.experts_per_token
-    return round(copies * max(spec.sent_to_experts, spec.received_by_experts))
+    copies = spec.micro_batch_tokens // spec.sequence_shards * spec.shape.experts_per_token
+    return round(copies * max(spec.expert_send_ratio, spec.expert_receive_ratio))
 
 
 def _layer_calls(
     spec: RunSpec, group: Group, rows: list[_Row], source: str, times: int = 1
 ) -> Iterator[CollectiveCall]:
     """Each row so many times a pass through a layer, in its direction; nothing over a single rank."""
-    if group_ranks(spec.parallelism, group) == 1:
+    if group_size(spec.parallelism, group) == 1:
         return
     forwards, backwards = layer_passes(spec, "moe")
     for operation, phase, what, payload in rows:
@@ -92,7 +92,7 @@ def _balance(spec: RunSpec) -> CollectiveCall:
 
 def _token_counts(spec: RunSpec) -> _Row:
     """Every rank reports to the others how many tokens it has for each expert."""
-    ranks = group_ranks(spec.parallelism, Group.TENSOR_EXPERT)
+    ranks = group_size(spec.parallelism, Group.TENSOR_EXPERT)
     payload = ranks * spec.shape.experts * _INT64
     return Operation.ALL_GATHER, Phase.FORWARD, "tokens for each expert", payload
 
@@ -105,8 +105,8 @@ def _out_and_back(what: str, payload: int) -> list[_Row]:
 
 def _gathered(spec: RunSpec) -> list[_Row]:
     """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
-    ranks, element = group_ranks(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
-    tokens = ranks * (spec.tokens // spec.sequence_shards)
+    ranks, element = group_size(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
+    tokens = ranks * (spec.micro_batch_tokens // spec.sequence_shards)
     states, choices = tokens * spec.shape.hidden * element, tokens * spec.shape.experts
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     return [
@@ -126,7 +126,7 @@ def _split_experts(spec: RunSpec) -> list[_Row]:
     gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
     (`megatron_patches/cpu/variable_size_collectives.py`).
     """
-    chosen = spec.parallelism.tensor_of_experts * routed_tokens(spec) * spec.element_bytes
+    chosen = spec.parallelism.effective_expert_tensor * routed_tokens(spec) * spec.element_bytes
     tokens = chosen * spec.shape.hidden
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     if spec.transport is Transport.GLOO:

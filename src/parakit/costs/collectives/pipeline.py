@@ -8,7 +8,7 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.costs.activations import residual_bytes
 from parakit.costs.collectives.call import CollectiveCall, collective
-from parakit.costs.memory import precision_of
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 
 _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
@@ -29,12 +29,12 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
         send, payload = Operation.SEND, residual_bytes(spec)
         yield collective(spec, Group.PIPELINE, send, phase, what, calls, payload, _P2P)
     if pipeline_rank in {0, pipeline - 1}:
-        yield from tied_embedding_gradients(spec)
+        yield from tied_embedding_collectives(spec)
 
 
-def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
+def tied_embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """The first and the last stage add up their gradients of the embedding that both hold."""
-    if not spec.embeds_twice:
+    if not spec.shares_embedding_across_stages:
         return
     elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
     yield collective(
@@ -44,6 +44,6 @@ def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
         Phase.GRADIENT_SYNC,
         "gradients of the tied embedding",
         1,
-        precision_of(spec).gradients * elements,
+        bytes_per_parameter(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_word_embedding_grads",
     )

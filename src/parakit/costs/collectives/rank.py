@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
-from parakit.costs.collectives.context import boundary_collectives, context_collectives
+from parakit.costs.collectives.call import (
+    LATEST_MEGATRON,
+    CollectiveCall,
+    MegatronVersion,
+    total_wire_bytes,
+)
+from parakit.costs.collectives.context import context_collectives, mtp_boundary_collectives
 from parakit.costs.collectives.control import control_collectives
 from parakit.costs.collectives.data import gradient_collectives
 from parakit.costs.collectives.experts import expert_collectives
@@ -18,8 +23,8 @@ from parakit.costs.collectives.pipeline import pipeline_collectives
 from parakit.costs.collectives.tensor import tensor_collectives
 
 
-def communication_of_rank(
-    spec: RunSpec, pipeline_rank: int = 0, megatron: Megatron = LATEST
+def rank_collectives(
+    spec: RunSpec, pipeline_rank: int = 0, megatron: MegatronVersion = LATEST_MEGATRON
 ) -> tuple[CollectiveCall, ...]:
     """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
 
@@ -34,18 +39,18 @@ def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
     """Calls of the pipeline rank that sends most: the first, the second or the last."""
     pipeline = spec.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
-    return max((communication_of_rank(spec, rank) for rank in ranks), key=total_wire_bytes)
+    return max((rank_collectives(spec, rank) for rank in ranks), key=total_wire_bytes)
 
 
 def _all_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     yield from tensor_collectives(spec, pipeline_rank, megatron)
-    for run in spec.stage_runs(pipeline_rank):
+    for run in spec.uniform_stage_specs(pipeline_rank):
         yield from context_collectives(run)
         yield from expert_collectives(run)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        yield from boundary_collectives(spec)
+        yield from mtp_boundary_collectives(spec)
     yield from pipeline_collectives(spec, pipeline_rank)
     yield from gradient_collectives(spec, pipeline_rank)
     yield from control_collectives(spec, pipeline_rank, megatron)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from parakit.config.groups import Group
 from parakit.config.model import EXPERTS, MLP, MTP, ModelShape
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import CollectiveCall, Megatron, collective, layer_passes
-from parakit.costs.memory import precision_of
+from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, collective, layer_passes
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import partial_gradient_elements
 
@@ -24,19 +24,19 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 def tensor_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     """Calls over TP of one pipeline rank in one iteration."""
     first, last = pipeline_rank == 0, pipeline_rank == spec.parallelism.pipeline - 1
     yield from batch_collectives(spec, first, last, megatron)
     if first:
         yield from embedding_collectives(spec)
-    for run in spec.stage_runs(pipeline_rank):
+    for run in spec.uniform_stage_specs(pipeline_rank):
         yield from layer_collectives(run)
     if last:
-        yield from depth_collectives(spec)
+        yield from mtp_collectives(spec)
         yield from head_collectives(spec)
-    yield from partial_gradients(spec, pipeline_rank)
+    yield from partial_gradient_collectives(spec, pipeline_rank)
 
 
 def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -49,7 +49,7 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.parallelism.tensor == 1:
         return
     if len(spec.shape.blocks) > 1:
-        for times, kind in spec.kinds:
+        for times, kind in spec.block_specs:
             yield from _times(times, layer_collectives(kind))
         return
     if spec.shape.blocks == MTP:
@@ -77,12 +77,12 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
 
 
-def depth_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
     and joins them with the hidden states."""
-    yield from _times(spec.shape.depths, embedding_collectives(spec))
-    if spec.shape.mtp_depth:
-        yield from _times(spec.shape.mtp_depth, layer_collectives(spec.joining))
+    yield from _times(spec.shape.total_mtp_layers, embedding_collectives(spec))
+    if spec.shape.mtp_layers:
+        yield from _times(spec.shape.mtp_layers, layer_collectives(spec.mtp_joining_spec))
 
 
 def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -151,35 +151,35 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
             (_GATHER, _BACKWARD, "input of the output layer again"),
             (_SCATTER, _BACKWARD, "input gradients of the output layer"),
         ]
-    calls, depths = spec.microbatches * spec.shape.predicted, spec.shape.depths
+    calls, depths = spec.microbatches * spec.shape.predicted_tokens, spec.shape.total_mtp_layers
     for operation, phase, what in rows:
         beside = phase is _BACKWARD
         yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), _LINEAR, beside)
     # Maximum, target's logit and sum of exponentials: three fp32 numbers a token.
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
-    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.tokens
+    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.micro_batch_tokens
     yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
     if not depths:
         return
     source = "transformer/multi_token_prediction.py: _vocab_parallel_argmax"
-    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.tokens
+    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.micro_batch_tokens
     for what, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
         yield _call(spec, _GATHER, _FORWARD, what, each, width * guesses, source)
 
 
 def batch_collectives(
-    spec: RunSpec, first: bool, last: bool, megatron: Megatron
+    spec: RunSpec, first: bool, last: bool, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
 
     0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks. Who predicts
     tokens ahead needs the tokens themselves.
     """
-    virtual = spec.parallelism.virtual_stages if megatron is Megatron.F4FA7D6B else 1
+    virtual = spec.parallelism.virtual_stages if megatron is MegatronVersion.F4FA7D6B else 1
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
     tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
-    if first or (last and spec.shape.mtp_depth):
+    if first or (last and spec.shape.mtp_layers):
         tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
     if last:
         tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
@@ -189,7 +189,7 @@ def batch_collectives(
         yield _call(spec, broadcast, Phase.DATA, moved, calls, payload, source)
 
 
-def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
     if not spec.parallelism.sequence_parallel:
         return
@@ -200,14 +200,14 @@ def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveC
         Phase.GRADIENT_SYNC,
         "gradients of norms, row-parallel biases and routers",
         1,
-        precision_of(spec).gradients * elements,
+        bytes_per_parameter(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_non_tensor_model_parallel_grads",
     )
 
 
 def hidden_bytes(spec: RunSpec) -> int:
     """U: the hidden states of one micro batch on one CP rank, whole over TP."""
-    return spec.element_bytes * spec.tokens * spec.shape.hidden
+    return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
 
 
 def _call(
@@ -218,9 +218,9 @@ def _call(
     calls: int,
     payload: int,
     source: str,
-    hideable: bool = False,
+    overlappable: bool = False,
 ) -> CollectiveCall:
     group = Group.TENSOR
     return collective(
-        spec, group, operation, phase, what, calls, payload, source, hideable=hideable
+        spec, group, operation, phase, what, calls, payload, source, overlappable=overlappable
     )

@@ -96,7 +96,7 @@ def render(model: str, runs: SeedRuns, notes: Sequence[str]) -> str:
     corrections = tuple(
         correction for correction in published.corrections if correction.source == SOURCE
     )
-    figures_table = markdown_table(Table(_PUBLISHED_COLUMNS, published.of(SOURCE)))
+    figures_table = markdown_table(Table(_PUBLISHED_COLUMNS, published.figures_of(SOURCE)))
     corrections_table = markdown_table(Table(_CORRECTION_COLUMNS, corrections))
     return format_page(
         "moe",

@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 from math import exp, log
 
 from parakit.config.run import Backend, DeviceKind
-from parakit.costs import parameters_total
+from parakit.costs import total_parameters
 from parakit.experiments.runner import CellResult
 from parakit.formatting.units import joined, parameters, plural
 from parakit.launch import Job
@@ -51,7 +51,7 @@ class SweptCell:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the model as it is trained."""
-        return parameters_total(self.result.launch.model.shape)
+        return total_parameters(self.result.launch.model.shape)
 
     @property
     def tokens_per_iteration(self) -> int:

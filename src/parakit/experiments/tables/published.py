@@ -43,7 +43,7 @@ def announce_published(launches: Sequence[Launch]) -> str:
 
     Minutes are those of the published hardware; a strategy without a published run counts as baseline.
     """
-    figures = {figure.strategy: figure for figure in load_published().of(MAIN_SOURCE)}
+    figures = {figure.strategy: figure for figure in load_published().figures_of(MAIN_SOURCE)}
     runs = launches[0].job.options.runs
     missing = [launch for launch in launches if not find_finished_runs(launch)]
     minutes = 0.0

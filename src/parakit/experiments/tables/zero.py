@@ -49,7 +49,7 @@ class _Method:
 
 def render(model: str, rows: Sequence[Entry]) -> str:
     """Return the page in Markdown: tables of performance, time fractions and traffic, with verdicts."""
-    published = load_published().of(SOURCE)
+    published = load_published().figures_of(SOURCE)
     figures = {figure.strategy: figure for figure in published if figure.model == model}
     models = joined(list(dict.fromkeys(figure.model for figure in published)))
     baseline = next((row for row in rows if row.strategy == _BASELINE), None)

@@ -49,6 +49,7 @@ from parakit.verify import (
     Judgement,
     VerifyError,
     confirm,
+    count_seeds,
     explain_by_parts,
     judge,
     measure_drift,
@@ -72,8 +73,10 @@ ROUNDING_PROBES = 3
 """Runs of the reference's iteration with inputs changed by rounding, which measure the tolerances."""
 DRIFT_RUNS = 2
 """Further runs of the reference that measure how rounding of earlier iterations carries over."""
-FIRST_DRIFT_ITERATION = 4
-"""First iteration for which drift is measured; before it, the rounding of one iteration suffices."""
+FIRST_DRIFT_ITERATION = 2
+"""First iteration for which drift is measured: before it, no iteration has rounded a state or a weight."""
+NEAR_SEEDS = 3
+"""Seeds with which an error near its tolerance is verified, the requested seed included."""
 FURTHER_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
 """Losses beside the model's own, by the flag whose value 0 switches each off."""
 _PART_NAMES = {"begun": "strategy with the reference's routing and weights"}
@@ -228,11 +231,14 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
     """Train the parts of a verification with `train` in `scratch`, and return the judgement.
 
     If all tensors held, the values that the logs print are compared, too. If the iteration begins with wrong
-    weights, the judgement is on an earlier one: the first that differs, found by bisection.
+    weights, the judgement is on an earlier one: the first that differs, found by bisection. An error near its
+    tolerance is verified with other seeds, too: rounding exceeds a measured tolerance in few of them, a fault in all.
     """
     judgement = _IterationVerification(
         verification.iteration, verification, scratch, train
     ).judge_iteration()
+    if judgement.is_near_tolerance and verification.saving is None:
+        return _count_wrong_seeds(judgement, verification, scratch, train)
     last_right, first_wrong = 0, verification.iteration
     while judgement.begins_before and verification.saving is None and first_wrong - last_right > 1:
         middle = (last_right + first_wrong) // 2
@@ -247,6 +253,26 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
     return judgement
 
 
+def _count_wrong_seeds(
+    judgement: Judgement, verification: Verification, scratch: Path, train: Train
+) -> Judgement:
+    """Return the judgement with the number of seeds in which some tensor is wrong.
+
+    Other seeds start from the same weights, with other batches. A seed that cannot be compared is not
+    counted.
+    """
+    num_wrong = num_seeds = 1
+    for number in range(1, NEAR_SEEDS):
+        other = verification.with_other_batches(number)
+        at_seed = _IterationVerification(
+            verification.iteration, other, scratch, train, label=f"-seed-{number}"
+        )
+        outcome = at_seed.judge_iteration().verdict.verdict
+        num_seeds += outcome is not VerifyOutcome.NOT_COMPARABLE
+        num_wrong += outcome is VerifyOutcome.DIFFERS
+    return count_seeds(judgement, num_wrong, num_seeds)
+
+
 @dataclass(frozen=True)
 class _IterationVerification:
     """Verification by the tensors of one iteration.
@@ -259,11 +285,14 @@ class _IterationVerification:
     verification: Verification
     scratch: Path
     train: Train
+    label: str = ""
+    """End of the parts' names for another seed than the requested one; empty for the requested seed."""
 
     @property
     def suffix(self) -> str:
-        """End of the parts' names; empty for the iteration that was asked for."""
-        return "" if self.iteration == self.verification.iteration else f"-{self.iteration}"
+        """End of the parts' names; empty for the requested iteration and seed."""
+        is_requested = self.iteration == self.verification.iteration
+        return self.label if is_requested else f"{self.label}-{self.iteration}"
 
     def judge_iteration(self) -> Judgement:
         """Train the parts and return the judgement; a run that fails gives `not comparable` with the reason."""

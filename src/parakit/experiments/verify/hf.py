@@ -20,9 +20,9 @@ from parakit.artifacts.run import LOG_FILE, Status, utc_stamp
 from parakit.artifacts.verdict import EXIT_CODES, VerifyOutcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.config.run import Backend
-from parakit.config.strategy import StrategyError, devices_of, parse_strategy
+from parakit.config.strategy import StrategyError, count_devices, parse_strategy
 from parakit.data import DocumentIndex, bin_path, idx_path, token_dtype, write_index
 from parakit.experiments.verify.command import SharedReferences, run_verification
 from parakit.experiments.verify.pairs import HF, LaunchPair, compose_pair
@@ -112,7 +112,7 @@ def _parse_strategies(strategies: str) -> list[tuple[str, int]]:
     layouts = []
     for strategy in strategies.split():
         try:
-            devices = devices_of(strategy)
+            devices = count_devices(strategy)
             parse_strategy(strategy, devices)
         except StrategyError as error:
             raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
@@ -221,7 +221,7 @@ def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
         list_differing_tensors,
     )
 
-    model = model_of(str(imported / f"{imported.name}.args"))
+    model = find_model(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"
     export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
     exported = TensorFolder(target)

@@ -21,7 +21,7 @@ from parakit.config.files import relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import UNTIED, devices_of, parse_strategy
+from parakit.config.strategy import UNTIED, count_devices, parse_strategy
 from parakit.formatting.units import plural
 from parakit.launch import (
     Job,
@@ -183,6 +183,17 @@ class Verification:
                 f"{self.saving.spec.name} against undisturbed"
             )
 
+    def with_other_batches(self, number: int) -> Verification:
+        """Return the verification from the same weights with a seed that is larger by `number`."""
+
+        def add_to_seed(launch: Launch) -> Launch:
+            seed = Flags(launch.flags).integer("--seed") + number
+            return replace(launch, flags=merge_flags(launch.flags, ("--seed", str(seed))))
+
+        return replace(
+            self, strategy=add_to_seed(self.strategy), reference=add_to_seed(self.reference)
+        )
+
     def add_saving_flags(self, launch: Launch, folder: Path) -> Launch:
         """Return the launch, ended one iteration earlier with a checkpoint in `folder`."""
         last_iteration = self.iteration - 1
@@ -330,7 +341,7 @@ def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
 
 def _count_devices(strategy: str, job: Job) -> int:
     """Return the number of ranks of another strategy than the job's; baseline has one."""
-    return 1 if strategy == "baseline" else devices_of(strategy, job.devices)
+    return 1 if strategy == "baseline" else count_devices(strategy, job.devices)
 
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:

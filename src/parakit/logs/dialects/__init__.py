@@ -38,7 +38,7 @@ class LineField(NamedTuple):
     """Of ten, by which the number as printed is multiplied."""
 
 
-class FoundIteration(NamedTuple):
+class ParsedIteration(NamedTuple):
     """An iteration as a line tells it."""
 
     iteration: Iteration
@@ -76,7 +76,7 @@ class LineFormat(ABC):
         self.word = self.mark.decode()
 
     @abstractmethod
-    def find(self, line: str) -> list[FoundIteration]:
+    def find(self, line: str) -> list[ParsedIteration]:
         """Every iteration of a line, in order."""
 
 
@@ -87,7 +87,7 @@ _PAIR = re.compile(
 _OF_A_POLICY = re.compile(r"reward|\bkl\b|advantage|polic|completion", re.IGNORECASE)
 
 
-def is_of_a_policy(names: Iterable[str]) -> bool:
+def are_policy_metrics(names: Iterable[str]) -> bool:
     """Whether numbers of these names are of reinforcement learning, whose loss is a policy's."""
     return any(map(_OF_A_POLICY.search, names))
 
@@ -103,7 +103,7 @@ class MetricsLine(LineFormat):
     end: ClassVar[str] = "}"
     """What ends its text before the line ends."""
 
-    def find(self, line: str) -> list[FoundIteration]:
+    def find(self, line: str) -> list[ParsedIteration]:
         """The steps of a line, each of its own text: several lines may be glued together."""
         starts = [match.start() for match in self.opening.finditer(line)]
         steps = []
@@ -116,7 +116,7 @@ class MetricsLine(LineFormat):
         """Every number of a step by its name."""
         return dict(self.metric.findall(text))
 
-    def _step(self, text: str, start: int) -> FoundIteration | None:
+    def _step(self, text: str, start: int) -> ParsedIteration | None:
         count, numbers = (self.number or self.opening).search(text), self.numbers(text)
         times = [
             LineField(field, float(numbers[name]) * 10**power)
@@ -128,14 +128,14 @@ class MetricsLine(LineFormat):
         found = [LineField(name, int(digits)) for name, digits in count.groupdict().items()]
         found.append(times[0])
         # Times are kept as printed too, and so is the loss of a policy, which is no language model's.
-        own = {"elapsed_ms", "lm_loss"} if is_of_a_policy(numbers) else {"elapsed_ms"}
+        own = {"elapsed_ms", "lm_loss"} if are_policy_metrics(numbers) else {"elapsed_ms"}
         for name, digits in islice(numbers.items(), _MAX_METRICS):
             field, power = self.names.get(name, (EXTRA_METRIC_PREFIX + name, 0))
             if field in own:
                 field, power = EXTRA_METRIC_PREFIX + name, 0
             found.append(LineField(field, float(digits) * 10**power))
         generation = Generation(self.trainer, "steps")
-        return FoundIteration(iteration_of(found), start, found, generation=generation)
+        return ParsedIteration(make_iteration(found), start, found, generation=generation)
 
 
 _MAX_METRICS = 200
@@ -143,7 +143,7 @@ _ReadFacts = Callable[[str], Iterable[Fact]]
 
 
 @dataclass(frozen=True)
-class News:
+class EventReader:
     """Lines that say something beside iterations."""
 
     mark: str
@@ -151,13 +151,13 @@ class News:
     read: _ReadFacts
 
 
-def every(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
+def read_every_match(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
     """Reads a fact of each match: lines of several ranks may be glued together."""
     compiled = re.compile(pattern)
     return lambda line: filter(None, map(fact, compiled.finditer(line)))
 
 
-def first(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
+def read_first_match(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
     """Reads a fact of the first match of a line."""
     compiled = re.compile(pattern)
     return lambda line: filter(None, map(fact, islice(compiled.finditer(line), 1)))
@@ -171,7 +171,7 @@ class Dialect:
     line: type[LineFormat] | None = None
     names: Names = field(default_factory=dict)
     """What it calls the numbers of that line."""
-    news: tuple[News, ...] = ()
+    events: tuple[EventReader, ...] = ()
     starts: tuple[str, ...] = ()
     """Patterns of lines with which training starts, also again."""
     arguments: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
@@ -181,23 +181,23 @@ class Dialect:
 
 
 @cache
-def dialects() -> tuple[Dialect, ...]:
+def load_dialects() -> tuple[Dialect, ...]:
     """What the files of this folder say."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return tuple(import_module(f"{__name__}.{name}").DIALECT for name in names)
 
 
 @cache
-def line_formats() -> tuple[LineFormat, ...]:
+def load_line_formats() -> tuple[LineFormat, ...]:
     """Every format with its names; of several in one log the first is read."""
-    lines = dict.fromkeys(each.line for each in dialects() if each.line)
+    lines = dict.fromkeys(each.line for each in load_dialects() if each.line)
     return tuple(
-        line({k: v for each in dialects() if each.line is line for k, v in each.names.items()})
+        line({k: v for each in load_dialects() if each.line is line for k, v in each.names.items()})
         for line in sorted(lines, key=lambda line: line.rank)
     )
 
 
-def iteration_of(fields: Iterable[LineField]) -> Iteration:
+def make_iteration(fields: Iterable[LineField]) -> Iteration:
     """The iteration that a line's numbers make."""
     values: dict[str, int | float | None] = {}
     others: dict[str, float] = {}
@@ -212,14 +212,14 @@ def iteration_of(fields: Iterable[LineField]) -> Iteration:
 
 def find_iterations(text: str) -> list[Iteration]:
     """Every iteration in a piece of a log, in order of appearance."""
-    for line in line_formats():
+    for line in load_line_formats():
         if line.word in text and (found := line.find(text)):
             return [each.iteration for each in found]
     return []
 
 
-def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
+def canonicalise_arguments(arguments: Mapping[str, str]) -> dict[str, str]:
     """Printed arguments under Megatron's present names."""
-    for dialect in dialects():
+    for dialect in load_dialects():
         arguments = dialect.arguments(arguments)
     return dict(arguments)

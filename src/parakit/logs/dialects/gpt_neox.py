@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from parakit.logs.dialects import Dialect
-from parakit.logs.dialects.megatron import BarLine, renamed
+from parakit.logs.dialects.megatron import BarLine, add_present_names
 
 _OWN = ("train_micro_batch_size_per_gpu", "pipe_parallel_size")
 _NAMES = {
@@ -35,7 +35,7 @@ def _arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
     if not all(name in printed for name in _OWN):
         return printed
     plain = {name: _ORIGIN.sub("", value.strip()) for name, value in printed.items()}
-    found = renamed(plain, _NAMES)
+    found = add_present_names(plain, _NAMES)
     found = {name: _VALUES.get((name, value), value) for name, value in found.items()}
     precision = _PRECISIONS.get(found.get("precision", ""))
     return found | {half: str(half == precision) for half in _PRECISIONS.values()}

@@ -14,17 +14,17 @@ from decimal import Decimal
 
 from parakit.logs.dialects import (
     Dialect,
-    FoundIteration,
+    EventReader,
     LineField,
     LineFormat,
     Names,
-    News,
-    every,
-    first,
-    is_of_a_policy,
-    iteration_of,
+    ParsedIteration,
+    are_policy_metrics,
+    make_iteration,
+    read_every_match,
+    read_first_match,
 )
-from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration, dtype_of
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration, find_dtype
 from parakit.logs.scraped import (
     ArgumentList,
     CheckpointEvent,
@@ -171,9 +171,9 @@ class BarLine(LineFormat):
         # As they are usually printed, so that most names are found without being rewritten.
         self._fields |= {f" {text}": known for text, known in names.items()}
 
-    def find(self, line: str) -> list[FoundIteration]:
+    def find(self, line: str) -> list[ParsedIteration]:
         """Every iteration of a line, in order."""
-        found: list[FoundIteration] = []
+        found: list[ParsedIteration] = []
         start = _START.search(line)
         while start is not None:
             # The quick look first: most lines hold one iteration, and a regex is slower to say so.
@@ -181,14 +181,14 @@ class BarLine(LineFormat):
             following = _START.search(line, start.end()) if more else None
             stop = following.start() if following else len(line)
             fields = [*_numbers_of(line, start), *self._parts(line, start.end(), stop)]
-            iteration = iteration_of(fields)
+            iteration = make_iteration(fields)
             if _is_whole(iteration):
                 # The first `[date time]` before it, and whose it is: some count microseconds.
                 before = max(0, start.start() - _STAMP_WITHIN)
                 stamp = _STAMP.search(line, before, start.start())
                 text = stamp[1] + (stamp[2] or "") if stamp else ""
                 of = (MICROSECONDS if stamp[2] else SECONDS) if stamp else Generation()
-                found.append(FoundIteration(iteration, start.start(), fields, text, of))
+                found.append(ParsedIteration(iteration, start.start(), fields, text, of))
             start = following
         return found
 
@@ -209,7 +209,7 @@ class BarLine(LineFormat):
                 parts.append(part if others <= _MAX_OTHER else LineField("", None, colon + 1, bar))
             start = bar + 1
         names = {part.field for part in parts}
-        if "lm_loss" not in names and not is_of_a_policy(names):
+        if "lm_loss" not in names and not are_policy_metrics(names):
             own = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
             parts = [p._replace(field="lm_loss") if p.field == own else p for p in parts]
         return parts
@@ -226,7 +226,7 @@ class BarLine(LineFormat):
         if match is None or not field:
             return LineField(field, None, start, stop)
         power += _UNITS[match[2] and match[2].upper()]
-        whole = dtype_of(field) is dtype_of("iteration")
+        whole = find_dtype(field) is find_dtype("iteration")
         return LineField(
             field, (_integer if whole else _number)(match[1], power), start, stop, power
         )
@@ -238,7 +238,7 @@ def _key(name: str) -> str:
 
 def _numbers_of(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
     """The iteration, behind "iteration" or "iteration=", and of how many it is."""
-    first = start.start() + len(_MARK) + (line[start.start() + len(_MARK)] == "=")
+    read_first_match = start.start() + len(_MARK) + (line[start.start() + len(_MARK)] == "=")
     slash = line.index("/", start.end(1))
     epoch = _EPOCH.search(line[max(0, start.start() - _WITHIN) : start.start()])
     if epoch and int(epoch[1]):
@@ -249,7 +249,7 @@ def _numbers_of(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
             LineField("total_iterations", None),
         )
     return (
-        LineField("iteration", int(start[1]), first, start.end(1)),
+        LineField("iteration", int(start[1]), read_first_match, start.end(1)),
         LineField("total_iterations", int(start[2]), slash + 1, start.end(2)),
     )
 
@@ -279,14 +279,16 @@ def _is_whole(found: Iteration) -> bool:
     return found.lm_loss is not None and found.global_batch_size is not None
 
 
-def reading(rank: str, after: str | None, sizes: Iterable[float]) -> MemoryReading | None:
+def make_memory_reading(
+    rank: str, after: str | None, sizes: Iterable[float]
+) -> MemoryReading | None:
     """A rank's memory in MiB; None where a size is none. NaN and inf are what some platforms print."""
     found = MemoryReading(int(rank), int(after) if after else None, *sizes)
     largest = (found.max_allocated_mib, found.max_reserved_mib, found.device_used_mib or 0.0)
     return None if any(_MAX_MIB < size < math.inf for size in largest) else found
 
 
-def renamed(arguments: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+def add_present_names(arguments: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """Arguments that also stand under the names of today; one that is printed so stays."""
     found = {new: arguments[old] for old, new in names.items() if old in arguments}
     unknown = (None, "None")
@@ -295,7 +297,7 @@ def renamed(arguments: Mapping[str, str], names: Mapping[str, str]) -> dict[str,
 
 
 def _memory(m: re.Match[str]) -> MemoryReading | None:
-    return reading(m[1], m[2], (float(size) for size in m.groups()[2:] if size))
+    return make_memory_reading(m[1], m[2], (float(size) for size in m.groups()[2:] if size))
 
 
 def _theoretical_memory(m: re.Match[str]) -> Fact:
@@ -340,32 +342,41 @@ def _argument(line: str) -> tuple[str, str] | None:
     return m[1], _IN_A_NOTEBOOK.sub("", value)
 
 
-_ENDING = first(_EXIT, lambda m: Ending(m[1] or m[2]))
+_ENDING = read_first_match(_EXIT, lambda m: Ending(m[1] or m[2]))
 
 DIALECT = Dialect(
     name="Megatron-LM",
     line=BarLine,
     names=_NAMES,
-    news=(
-        News("MB", every(_MEMORY, _memory)),
-        News("Theoretical memory", first(_THEORETICAL, _theoretical_memory)),
-        News(
+    events=(
+        EventReader("MB", read_every_match(_MEMORY, _memory)),
+        EventReader("Theoretical memory", read_first_match(_THEORETICAL, _theoretical_memory)),
+        EventReader(
             "parameters",
-            every(_PARAMETERS, lambda m: ParameterCount(int(m[1]), int(m[2]), int(m[3]))),
+            read_every_match(
+                _PARAMETERS, lambda m: ParameterCount(int(m[1]), int(m[2]), int(m[3]))
+            ),
         ),
-        News("(tensor, gtp", lambda _: (MICROSECONDS_GTP,)),
-        News("in billions", every(_BILLIONS, lambda m: TheoreticalParameters(m[1], float(m[2])))),
-        News(".:", _timer),
-        News(_OLD_TIMERS, _old_timers),
-        News("validation", first(_VALIDATION, _validation)),
-        News("checkpoint", first(_CHECKPOINT, _checkpoint)),
-        News("xiting", _ENDING),
-        News("after training is done", _ENDING),
-        News("--- ", first(_HEADING, lambda _: ArgumentList(_END_OF_ARGUMENTS, _argument))),
+        EventReader("(tensor, gtp", lambda _: (MICROSECONDS_GTP,)),
+        EventReader(
+            "in billions",
+            read_every_match(_BILLIONS, lambda m: TheoreticalParameters(m[1], float(m[2]))),
+        ),
+        EventReader(".:", _timer),
+        EventReader(_OLD_TIMERS, _old_timers),
+        EventReader("validation", read_first_match(_VALIDATION, _validation)),
+        EventReader("checkpoint", read_first_match(_CHECKPOINT, _checkpoint)),
+        EventReader("xiting", _ENDING),
+        EventReader("after training is done", _ENDING),
+        EventReader(
+            "--- ", read_first_match(_HEADING, lambda _: ArgumentList(_END_OF_ARGUMENTS, _argument))
+        ),
         # Of the tokenizer: arguments are printed before it is built, and may have none or another.
-        News("padded vocab", first(_PADDED, lambda m: MoreArgument("vocab_size", m[1]))),
-        News("", _telling),
+        EventReader(
+            "padded vocab", read_first_match(_PADDED, lambda m: MoreArgument("vocab_size", m[1]))
+        ),
+        EventReader("", _telling),
     ),
     starts=(_HEADING, "before the start of training step"),
-    arguments=lambda arguments: renamed(arguments, _OLD_ARGUMENTS),
+    arguments=lambda arguments: add_present_names(arguments, _OLD_ARGUMENTS),
 )

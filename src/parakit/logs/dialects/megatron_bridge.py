@@ -6,8 +6,14 @@ import re
 
 import msgspec
 
-from parakit.logs.dialects import Dialect, FoundIteration, News, every, first
-from parakit.logs.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, reading
+from parakit.logs.dialects import (
+    Dialect,
+    EventReader,
+    ParsedIteration,
+    read_every_match,
+    read_first_match,
+)
+from parakit.logs.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, make_memory_reading
 from parakit.logs.iterations import Iteration
 from parakit.logs.scraped import MemoryReading, NumbersAhead
 
@@ -28,14 +34,14 @@ def _memory(m: re.Match[str]) -> MemoryReading | None:
     """In units of 10**9 bytes."""
     found = [size.search(m[3]) for size in _SIZES]
     sizes = [float(size[1]) * _MIB_A_GIGABYTE for size in found if size]
-    return reading(m[1], m[2], sizes) if len(sizes) == len(_SIZES) else None
+    return make_memory_reading(m[1], m[2], sizes) if len(sizes) == len(_SIZES) else None
 
 
 def _rate(m: re.Match[str]) -> NumbersAhead:
     """Before an iteration's line, with the same time."""
     seconds, rate = float(m[1]), float(m[2])
 
-    def complete(line: FoundIteration, *_: object) -> Iteration:
+    def complete(line: ParsedIteration, *_: object) -> Iteration:
         found = line.iteration
         apart = (found.elapsed_ms or 0.0) / 1000 - seconds
         if found.throughput_tflops_per_gpu or not seconds or abs(apart) > _STEP_TIME_ROUNDING:
@@ -48,5 +54,8 @@ def _rate(m: re.Match[str]) -> NumbersAhead:
 DIALECT = Dialect(
     name="Megatron-Bridge",
     line=BarLine,
-    news=(News("(GB)", every(_GIGABYTES, _memory)), News("Step Time", first(_STEP_TIME, _rate))),
+    events=(
+        EventReader("(GB)", read_every_match(_GIGABYTES, _memory)),
+        EventReader("Step Time", read_first_match(_STEP_TIME, _rate)),
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from parakit.logs.dialects import Dialect, News, first
+from parakit.logs.dialects import Dialect, EventReader, read_first_match
 from parakit.logs.dialects.megatron import BarLine
 from parakit.logs.scraped import MoreArgument
 
@@ -44,6 +44,8 @@ DIALECT = Dialect(
         "elapsed time per iteration (s)": ("elapsed_ms", 3),
         "TFLOPs": ("throughput_tflops_per_gpu", 0),
     },
-    news=(News(_STAGE, first(_ZERO_STAGE, lambda m: MoreArgument(_STAGE, m[1]))),),
+    events=(
+        EventReader(_STAGE, read_first_match(_ZERO_STAGE, lambda m: MoreArgument(_STAGE, m[1]))),
+    ),
     arguments=_arguments,
 )

@@ -15,11 +15,11 @@ import msgspec
 
 from parakit.logs.dialects import (
     Dialect,
-    FoundIteration,
+    EventReader,
     LineField,
     LineFormat,
-    News,
-    iteration_of,
+    ParsedIteration,
+    make_iteration,
 )
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration
 from parakit.logs.scraped import ArgumentList, Ending, Fact, Generation, Validation
@@ -46,9 +46,9 @@ class Result(LineFormat):
     of_blocks: ClassVar = False
     """Whether its times are means of blocks."""
 
-    def find(self, line: str) -> list[FoundIteration]:
+    def find(self, line: str) -> list[ParsedIteration]:
         """The step of a line."""
-        found = event(line)
+        found = parse_event(line)
         value, about = found.get("value"), found.get("metadata")
         about = about if isinstance(about, dict) else {}
         if found.get("key") != "tracked_stats" or not isinstance(value, dict):
@@ -66,7 +66,7 @@ class Result(LineFormat):
         for name, number in numbers.items():
             if name not in _TIMES:
                 values["lm_loss" if name in _LOSSES else EXTRA_METRIC_PREFIX + name] = float(number)
-        one = found_iteration(line, values)
+        one = make_parsed_iteration(line, values)
         counted = partial(_counted, one.iteration, self.of_blocks)
         return [one if is_number(samples) else one._replace(by_arguments=counted)]
 
@@ -76,18 +76,18 @@ def _counted(found: Iteration, begins: bool, given: Mapping[str, str]) -> Iterat
 
     A count that begins a block is of what was trained before it.
     """
-    sizes = step_sizes(given)
+    sizes = find_step_sizes(given)
     size = sizes["first_epoch_num"] or sizes["samples_count"]
     number, rest = divmod(found.iteration - 1, size) if size else (0, 1)
     number += begins
     return msgspec.structs.replace(found, iteration=number) if number and not rest else None
 
 
-def found_iteration(line: str, values: Mapping[str, float]) -> FoundIteration:
+def make_parsed_iteration(line: str, values: Mapping[str, float]) -> ParsedIteration:
     """The iteration of a result with these numbers."""
     fields = [LineField(name, number) for name, number in values.items()]
     generation = Generation("MLPerf", "results")
-    return FoundIteration(iteration_of(fields), line.index(MARK), fields, generation=generation)
+    return ParsedIteration(make_iteration(fields), line.index(MARK), fields, generation=generation)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -95,7 +95,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and abs(value) < _TOO_LARGE
 
 
-def step_sizes(given: Mapping[str, str]) -> dict[str, int]:
+def find_step_sizes(given: Mapping[str, str]) -> dict[str, int]:
     """What a step adds to each count, by what the log has set; 0 where that is not known."""
     batch, length = (
         int(text) if (text := given.get(name, "")).isdecimal() and len(text) < _MAX_DIGITS else 0
@@ -105,7 +105,7 @@ def step_sizes(given: Mapping[str, str]) -> dict[str, int]:
     return {"step": 1, "samples_count": batch, "first_epoch_num": tokens}
 
 
-def event(line: str) -> dict[str, Any]:
+def parse_event(line: str) -> dict[str, Any]:
     """The JSON of a line; empty where it is none."""
     start = line.find("{", line.find(MARK))
     try:
@@ -115,7 +115,7 @@ def event(line: str) -> dict[str, Any]:
 
 
 def _setting(line: str) -> tuple[str, str] | None:
-    found = event(line) if MARK in line else {}
+    found = parse_event(line) if MARK in line else {}
     key, value = found.get("key"), found.get("value")
     if not isinstance(key, str) or value is None or isinstance(value, dict | list):
         return None
@@ -123,7 +123,7 @@ def _setting(line: str) -> tuple[str, str] | None:
 
 
 def _news(line: str) -> Iterator[Fact]:
-    found = event(line)
+    found = parse_event(line)
     value, about = found.get("value"), found.get("metadata")
     match found.get("key"):
         case "init_start":
@@ -137,6 +137,6 @@ def _news(line: str) -> Iterator[Fact]:
 DIALECT = Dialect(
     name="MLPerf",
     line=Result,
-    news=(News(MARK, _news),),
+    events=(EventReader(MARK, _news),),
     starts=(r':::MLLOG .*"key": "init_start"',),
 )

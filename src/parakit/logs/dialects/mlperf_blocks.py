@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from parakit.logs.dialects import Dialect, FoundIteration, News
+from parakit.logs.dialects import Dialect, EventReader, ParsedIteration
 from parakit.logs.dialects.mlperf import (
     Result,
-    event,
-    found_iteration,
+    find_step_sizes,
     is_number,
-    step_sizes,
+    make_parsed_iteration,
+    parse_event,
 )
 from parakit.logs.iterations import Iteration
 from parakit.logs.scraped import Fact, NumbersAhead
@@ -35,11 +35,11 @@ class _Block(Result):
     rank = 5
     of_blocks: ClassVar = True
 
-    def find(self, line: str) -> list[FoundIteration]:
+    def find(self, line: str) -> list[ParsedIteration]:
         """A block's last step, its first where its mean is printed, or a step with its loss alone."""
         if means := super().find(line):
             return means
-        found = event(line)
+        found = parse_event(line)
         value, counts = found.get("value"), _counts(found.get("metadata"))
         match found.get("key"):
             case "block_stop" if counts and is_number(found.get("time_ms")):
@@ -56,13 +56,15 @@ class _Block(Result):
             case _:
                 return []
         if found["key"] != "block_stop":
-            return [found_iteration(line, values)]
-        return [found_iteration(line, values)._replace(at_ms=found.get("time_ms"), counts=counts)]
+            return [make_parsed_iteration(line, values)]
+        return [
+            make_parsed_iteration(line, values)._replace(at_ms=found.get("time_ms"), counts=counts)
+        ]
 
 
 def _begin(line: str) -> Iterator[Fact]:
     """Where a block begins, to which its end is related."""
-    found = event(line)
+    found = parse_event(line)
     counts, begun = _counts(found.get("metadata")), found.get("time_ms")
     if found.get("key") != "block_start" or not counts or not is_number(begun):
         yield NumbersAhead(
@@ -71,7 +73,7 @@ def _begin(line: str) -> Iterator[Fact]:
         return
 
     def complete(
-        line: FoundIteration, given: Mapping[str, str], stored: dict[str, Any]
+        line: ParsedIteration, given: Mapping[str, str], stored: dict[str, Any]
     ) -> Iteration | None:
         """Return the block's last step with the mean time of its steps; None if it cannot be told."""
         at_ms, found = line.at_ms, line.iteration
@@ -80,7 +82,7 @@ def _begin(line: str) -> Iterator[Fact]:
         ends = dict(line.counts)
         if "epoch_count" in counts:
             ends["first_epoch_num"] = counts.get("first_epoch_num", 0) + counts["epoch_count"]
-        sizes = step_sizes(given)
+        sizes = find_step_sizes(given)
         batch = sizes["samples_count"]
         blocks = []
         for name, size in sizes.items():
@@ -161,4 +163,6 @@ def _counts(about: Any) -> _Counts:
     return {name: found[name] for name in names if is_number(found.get(name))}
 
 
-DIALECT = Dialect(name="MLPerf, by blocks", line=_Block, news=(News('"block_start"', _begin),))
+DIALECT = Dialect(
+    name="MLPerf, by blocks", line=_Block, events=(EventReader('"block_start"', _begin),)
+)

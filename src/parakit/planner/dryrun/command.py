@@ -14,15 +14,15 @@ import msgspec
 from rich.console import Console
 
 from parakit.artifacts.measurements import CallSummary
-from parakit.config.flags import refuse_misspelled
-from parakit.config.model import Model, model_of
+from parakit.config.flags import refuse_misspelled_flags
+from parakit.config.model import Model, find_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_name,
 )
@@ -51,8 +51,8 @@ def dryrun(given: Namespace) -> int:
     Raises:
         ValueError: What is asked for cannot be; one sentence.
     """
-    model = model_of(given.model)
-    refuse_misspelled(model.flags)
+    model = find_model(given.model)
+    refuse_misspelled_flags(model.flags)
     spec = _spec(given, model)
     ranks = parse_ranks(given.ranks, spec)
     refuse_unsupported(spec)
@@ -83,7 +83,7 @@ def _parallelism(given: Namespace, model: Model) -> Parallelism:
             raise DryRunError(
                 f"STRATEGY={given.strategy} names all degrees; leave --tensor and its like out."
             )
-        named = parse_strategy(given.strategy, devices_of(given.strategy))
+        named = parse_strategy(given.strategy, count_devices(given.strategy))
         # Experts under TP need it.
         is_sequence_parallel = named.tensor > 1 and bool(model.shape.experts)
         return replace(named, sequence_parallel=named.sequence_parallel or is_sequence_parallel)
@@ -108,7 +108,7 @@ def _spec(given: Namespace, model: Model) -> RunSpec:
     micro = given.micro_batch or model.batch.micro_batch_size
     # Twice as many micro batches as stages: the schedule reaches its steady state.
     whole = given.global_batch or micro * parallelism.data * 2 * parallelism.pipeline
-    plain = spec_of_model(model, parallelism, Batch(micro, whole))
+    plain = spec_from_model(model, parallelism, Batch(micro, whole))
     return replace(
         replace_sequence_length(plain, given.seq),
         dtype=dtype,

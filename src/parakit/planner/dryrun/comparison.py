@@ -12,8 +12,8 @@ from parakit.config.run import RunSpec
 from parakit.costs import (
     Operation,
     chunks_in_flight,
-    communication_of_rank,
-    memory_of_rank,
+    estimate_rank_memory,
+    rank_collectives,
     rank_parameters,
     total_wire_bytes,
 )
@@ -82,7 +82,7 @@ def compare_rank(spec: RunSpec, report: RankReport) -> CheckedRank:
     """Put the closed forms beside a rank's dry run."""
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = drop_transformer_engine(spec)
-    calls = communication_of_rank(as_run, stage)
+    calls = rank_collectives(as_run, stage)
     expected, found = Counter[_Key](), Counter[_Key]()
     for call in calls:
         expected[call.group, call.operation, call.payload_bytes] += call.calls
@@ -136,7 +136,7 @@ def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
 
 def _memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
     held = report.memory.categories
-    closed = memory_of_rank(spec, stage)
+    closed = estimate_rank_memory(spec, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)
     return {
         "weights": (held[MemoryCategory.WEIGHTS], closed.weights),

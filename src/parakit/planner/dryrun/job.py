@@ -16,12 +16,12 @@ import msgspec
 from parakit.artifacts.dry_run import RankAnswer, RankJob, RankReport
 from parakit.config import variables
 from parakit.config.files import PACKAGE, PYTHON_PATH, ROOT, read_args_file
-from parakit.config.flags import flag_words, merge_flags
-from parakit.config.model import Model, trained_flags
-from parakit.config.run import RunSpec, flags_of_spec
-from parakit.costs import violations
+from parakit.config.flags import format_flags, merge_flags
+from parakit.config.model import Model, merge_training_flags
+from parakit.config.run import RunSpec, flags_from_spec
+from parakit.costs import find_violations
 
-_WITHOUT_DEVICES = flag_words(
+_WITHOUT_DEVICES = format_flags(
     {
         "--fake-process-group": True,
         "--disable-gloo-process-groups": True,
@@ -55,7 +55,7 @@ def refuse_unsupported(spec: RunSpec) -> None:
         DryRunError: One sentence for each reason.
     """
     parallelism = spec.parallelism
-    problems = list(violations(drop_transformer_engine(spec)))
+    problems = list(find_violations(drop_transformer_engine(spec)))
     if parallelism.sharding.wraps_modules:
         problems.append(
             f"{parallelism.sharding} keeps its weights in DTensors that the dry run cannot fake; use "
@@ -83,8 +83,8 @@ def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
     shape = spec.shape
     on_host = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
-        trained_flags(model, in_half=False),
-        flags_of_spec(replace(spec, cp_comm_type="p2p")),
+        merge_training_flags(model, in_half=False),
+        flags_from_spec(replace(spec, cp_comm_type="p2p")),
         on_host,
         ("--seq-length", str(shape.seq_length)),
         ("--max-position-embeddings", str(max(shape.positions, shape.seq_length))),

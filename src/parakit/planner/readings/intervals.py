@@ -19,7 +19,7 @@ from math import exp, log, log2
 from pathlib import Path
 
 from parakit.config.run import RunSpec
-from parakit.costs import mfu, model_flops, parameters_total
+from parakit.costs import mfu, model_flops, total_parameters
 from parakit.planner.readings.residual import Residual
 from parakit.planner.time.cluster import Cluster
 
@@ -237,7 +237,7 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> ErrorFeatu
             "one node" if cluster.devices <= cluster.per_node else "nodes",
         ),
         device.key.split("-")[0],
-        round(log2(parameters_total(shape)), 1),
+        round(log2(total_parameters(shape)), 1),
         round(log2(cluster.devices), 1),
     )
 

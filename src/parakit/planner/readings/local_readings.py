@@ -19,12 +19,12 @@ from math import exp, log, log2
 from pathlib import Path
 
 from parakit.artifacts.io import lock_file, write_atomically
-from parakit.config.flag_table import planned
+from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import merge_flags, pick_flags
 from parakit.config.hardware import Device
 from parakit.config.model import SHAPE_FLAGS
-from parakit.config.run import RunSpec, flags_of_spec, spec_of_flags
-from parakit.costs import UnevenSplitError, parameters_total
+from parakit.config.run import RunSpec, flags_from_spec, spec_from_flags
+from parakit.costs import UnevenSplitError, total_parameters
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.residual import Residual, compute_residual
 from parakit.planner.readings.table import (
@@ -60,16 +60,16 @@ def build_measurement_row(
         RefusedError: The flags that a row keeps do not give the same run again.
     """
     split, shape = spec.parallelism, spec.shape
-    told = SHAPE_FLAGS | planned("counted")
-    flags = merge_flags(pick_flags(argv, told), flags_of_spec(spec))
-    again = spec_of_flags(flags, split.world_size, spec.device, spec.model)
+    told = SHAPE_FLAGS | flags_planned_as("counted")
+    flags = merge_flags(pick_flags(argv, told), flags_from_spec(spec))
+    again = spec_from_flags(flags, split.world_size, spec.device, spec.model)
     if _measured(replace(again, fused=spec.fused)) != _measured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
     known: dict[str, object] = {
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
         "model": spec.model,
-        "params_b": f"{parameters_total(shape) / 1e9:.4g}",
+        "params_b": f"{total_parameters(shape) / 1e9:.4g}",
         "layers": shape.layers,
         "hidden": shape.hidden,
         "heads": shape.heads,
@@ -221,7 +221,7 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
     sizes = (spec.batch.micro_batch_size, shape.seq_length)
     numbers = (spec.dtype, spec.fused_attention, spec.fp8_recipe, spec.fused)
     choices = (split.sharding, split.sequence_parallel, spec.recompute, *numbers)
-    return (parameters_total(shape), split.world_size, *degrees, *sizes), choices
+    return (total_parameters(shape), split.world_size, *degrees, *sizes), choices
 
 
 def _configuration(row: MeasurementRow) -> tuple[str, ...]:

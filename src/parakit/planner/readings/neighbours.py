@@ -13,7 +13,7 @@ from math import exp, log2
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import UnevenSplitError, parameters_total
+from parakit.costs import UnevenSplitError, total_parameters
 from parakit.formatting.units import duration, joined, plural
 from parakit.planner.readings.facts import model_facts, source_facts
 from parakit.planner.readings.intervals import TimeInterval, load_public_errors
@@ -140,7 +140,7 @@ def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncer
 
 def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """The nearest timed readings on the same device with their held-out residuals, nearest first."""
-    gpu, parameters = cluster.device.key.split("-")[0], parameters_total(spec.shape)
+    gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
     placed = [
         (distance, measurement.line, place)
         for place, (measurement, _) in enumerate(_readings())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.strategy import batch_for, devices_of, parse_strategy
-from parakit.costs import parameters_total
+from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.strategy import count_devices, parse_strategy, scale_batch
+from parakit.costs import total_parameters
 from parakit.planner.readings.reading_to_spec import MeasuredRun
 from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
@@ -18,13 +18,13 @@ KIT = "examples/gpt3/published.yaml"
 
 def h200_figures() -> tuple[Figure, ...]:
     """The published gpt2-large runs."""
-    return load_published().of(MAIN_SOURCE)
+    return load_published().figures_of(MAIN_SOURCE)
 
 
 def h200_spec(strategy: str) -> RunSpec:
     """A published gpt2-large run."""
-    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
-    return spec_of_model(model, split, batch_for(model.batch, split))
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
+    return spec_from_model(model, split, scale_batch(model.batch, split))
 
 
 def usual_cluster(gpu: str, devices: int) -> Cluster:
@@ -52,7 +52,7 @@ def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: fl
         metric="step_time_s",
         value=seconds,
         model=spec.model,
-        params_b=round(parameters_total(spec.shape) / 1e9, 2),
+        params_b=round(total_parameters(spec.shape) / 1e9, 2),
         seq=spec.shape.seq_length,
         gpu=cluster.device.key.upper(),
         gpus=split.world_size,

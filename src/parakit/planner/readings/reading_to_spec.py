@@ -29,11 +29,17 @@ from parakit.config.run import (
     RunSpec,
     StateTypes,
     TokenDispatcher,
-    spec_of_flags,
+    spec_from_flags,
 )
-from parakit.config.stages import EVEN, StageSplit, filled, spread, virtual_degrees
+from parakit.config.stages import (
+    EVEN_SPLIT,
+    StageSplit,
+    even_layout,
+    front_loaded_layout,
+    virtual_degrees,
+)
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs import NEWEST, PEERS, divisors, violations
+from parakit.costs import DEEP_EP_NVLINK_PEERS, NEWEST, divisors, find_violations
 from parakit.planner.readings.facts import (
     container_release,
     facts_for_fields,
@@ -82,7 +88,7 @@ class MeasuredRun:
         if VIRTUAL in self.unstated:
             is_even = layers % split.pipeline == 0
             each = range(1, -(-layers // split.pipeline) + 1)
-            degrees = virtual_degrees(EVEN, layers, split.pipeline) if is_even else each
+            degrees = virtual_degrees(EVEN_SPLIT, layers, split.pipeline) if is_even else each
             ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
         for size, (virtual, stages) in product(sizes, ways):
             batch = Batch(size, spec.batch.global_batch_size)
@@ -126,7 +132,7 @@ def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
     # are those of every Megatron, and today's gives experts biases.
     bias = spec.shape.bias and not spec.shape.experts
     unbiased = replace(spec, shape=replace(spec.shape, bias=bias))
-    if not case and (problems := violations(unbiased, NEWEST)):
+    if not case and (problems := find_violations(unbiased, NEWEST)):
         raise RefusedError(problems[0])
     links = (source.get("network_gb_per_second"), source.get("per_node"))
     cluster = _cluster(measurement.gpu, measurement.gpus or 1, *links, execution)
@@ -195,12 +201,15 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
         batch=batch,
         dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
         fp8_recipe=fp8_recipe,
-        half_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
+        unquantised_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
         state_types=_state_types(source, parallelism.sharding),
         stages=_stages_of_recipe(shape, parallelism.pipeline * parallelism.virtual_stages),
         expert_load=ExpertLoad(
-            capacity=capacity, padded=capacity is not None, groups=groups, groups_taken=taken
+            capacity=capacity,
+            pads_to_capacity=capacity is not None,
+            groups=groups,
+            groups_per_token=taken,
         ),
         token_dispatcher=_dispatcher(measurement, source),
         model=measurement.model,
@@ -212,7 +221,10 @@ def _dispatcher(measurement: PublishedMeasurement, source: dict[str, Any]) -> To
     DeepEP knows, else DeepEP."""
     if not source["deduplicated"] or measurement.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
-    is_hybrid = _cluster(measurement.gpu, 1).per_node > PEERS or "HybridEP" in measurement.notes
+    is_hybrid = (
+        _cluster(measurement.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS
+        or "HybridEP" in measurement.notes
+    )
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 
@@ -221,15 +233,15 @@ def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
     if not sharding:
         return StateTypes(gradients)
     moments = "bf16" if source["half_moments"] else ""
-    return StateTypes(gradients, "", moments, moments, aware=bool(source["aware"]))
+    return StateTypes(gradients, "", moments, moments, precision_aware=bool(source["aware"]))
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     """How layers are laid where a source does not say: with depths of multi-token prediction as in
     Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
-    if shape.mtp_depth and stages > 1:
-        return filled(shape.layers, stages, shape.mtp_depth)
-    return spread(shape.layers, stages) if shape.layers % stages else EVEN
+    if shape.mtp_layers and stages > 1:
+        return front_loaded_layout(shape.layers, stages, shape.mtp_layers)
+    return even_layout(shape.layers, stages) if shape.layers % stages else EVEN_SPLIT
 
 
 def _shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
@@ -319,7 +331,7 @@ def _layout(measurement: PublishedMeasurement, source: dict[str, Any]) -> tuple[
         sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
         sharding=sharding if data * context > 1 else Sharding.NONE,
     )
-    return parallelism.split_experts(expert_tensor), Batch(micro, batch)
+    return parallelism.with_expert_tensor(expert_tensor), Batch(micro, batch)
 
 
 def _recompute(stated: str, fused: bool) -> Recompute:
@@ -386,7 +398,7 @@ def _spec_of_flags(measurement: PublishedMeasurement, words: list[str]) -> RunSp
         raise RefusedError("the source does not state the number of GPUs")
     kind = DeviceKind.CPU if measurement.gpu == "cpu" else DeviceKind.GPU
     try:
-        spec = spec_of_flags(words, measurement.gpus, kind, measurement.model)
+        spec = spec_from_flags(words, measurement.gpus, kind, measurement.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     return replace(spec, fused=tuple(filter(None, measurement.fused.split(","))))

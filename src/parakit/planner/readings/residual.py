@@ -9,12 +9,12 @@ from functools import lru_cache
 from parakit.config.hardware import Device
 from parakit.config.run import RunSpec
 from parakit.costs import (
-    RECOMPUTED,
+    WITH_RECOMPUTE,
     PredictedMemory,
     UnevenSplitError,
-    counted_flops,
-    fullest_rank,
-    memory_of_rank,
+    estimate_rank_memory,
+    find_peak_rank,
+    flops_by_convention,
     model_flops,
     placeholder_bytes,
     residual_bytes,
@@ -162,7 +162,7 @@ def compute_residual(measured_run: MeasuredRun, flops_a_token: float | None = No
 
 
 def _fits(measured_run: MeasuredRun) -> bool:
-    memory = fullest_rank(measured_run.spec)[1]
+    memory = find_peak_rank(measured_run.spec)[1]
     return leaves_reserve(measured_run.spec, memory, measured_run.cluster)
 
 
@@ -176,8 +176,8 @@ def _rate(measured_run: MeasuredRun, seconds: float, flops_a_token: float | None
     if flops_a_token is None or of_hardware:  # What a source prints beside tokens is the model's.
         counts = set((measurement.counts or source_facts(measurement)["counts"]).split())
         if of_hardware:
-            counts.add(RECOMPUTED)
-        flops_a_token = counted_flops(spec, counts)
+            counts.add(WITH_RECOMPUTE)
+        flops_a_token = flops_by_convention(spec, counts)
     if measurement.metric == "mfu_percent":
         return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
     return tokens * flops_a_token / 1e12
@@ -187,8 +187,8 @@ def _rate(measured_run: MeasuredRun, seconds: float, flops_a_token: float | None
 def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
     """Of the rank that a metric is read on: Megatron logs the last one's bytes, others the fullest's."""
     if metric.endswith("_bytes"):
-        return memory_of_rank(spec, spec.parallelism.pipeline - 1)
-    return fullest_rank(spec)[1]
+        return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
+    return find_peak_rank(spec)[1]
 
 
 def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import COMPONENTS, fullest_rank
+from parakit.costs import COMPONENTS, find_peak_rank
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
 from parakit.planner.readings.facts import container_release, source_facts
@@ -221,7 +221,7 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
         if len(times) < 2:
             continue
         seconds = {item.measured_run.spec: item.seconds or 0.0 for item in items}
-        spec = choose_preferred(seconds, lambda spec: fullest_rank(spec)[1].total)
+        spec = choose_preferred(seconds, lambda spec: find_peak_rank(spec)[1].total)
         chosen = next(item for item in items if item.measured_run.spec == spec)
         medians = {spec: statistics.median(measured) for spec, measured in times.items()}
         regret = medians[spec] / min(medians.values()) - 1
@@ -310,7 +310,7 @@ def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.measurement)["unjudged"]
-    memory = fullest_rank(spec)[1]
+    memory = find_peak_rank(spec)[1]
     return {
         "line": item.measurement.line,
         "published": item.measurement.value,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from parakit.config.files import UnreadableFileError, csv_rows, read_text
-from parakit.costs import COUNTS
+from parakit.config.files import UnreadableFileError, read_csv_rows, read_text
+from parakit.costs import FLOP_CONVENTIONS
 
 MEASUREMENTS_FILE = Path(__file__).with_name("readings.csv.gz")
 
@@ -147,7 +147,7 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
         MeasurementsError: It cannot be read, or lacks a column or names one twice.
     """
     try:
-        rows = list(csv_rows(read_text(path), path))
+        rows = list(read_csv_rows(read_text(path), path))
     except UnreadableFileError as error:
         raise MeasurementsError(str(error)) from None
     columns = rows[0][1] if rows else []
@@ -200,8 +200,10 @@ def _reading(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
         raise wrong("metric", f"one of {', '.join(METRICS)}")
     ffn, _, of_experts = cells["ffn"].partition("/")
     columns = whole("ffn", ffn)
-    if unknown := sorted(set(cells["counts"].split()) - set(COUNTS)):
-        raise wrong("counts", f"made of {', '.join(COUNTS)}, but also of {', '.join(unknown)}")
+    if unknown := sorted(set(cells["counts"].split()) - set(FLOP_CONVENTIONS)):
+        raise wrong(
+            "counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}"
+        )
     words: Any = {name: cells[name] for name in (*_WORDS, *OPTIONAL_COLUMNS)}
     wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
     return PublishedMeasurement(

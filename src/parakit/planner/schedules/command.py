@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.costs import (
-    COMPARED,
+    COMPARED_SCHEDULES,
     Pass,
     ScheduleFigures,
     SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
-    figures,
-    simulate,
+    measure_schedule,
+    simulate_schedule,
 )
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
@@ -43,7 +43,7 @@ def schedules(given: Namespace) -> int:
         ValueError: What cannot be; one sentence.
     """
     timelines = [
-        simulate(
+        simulate_schedule(
             schedule,
             given.pp,
             given.microbatches,
@@ -53,7 +53,7 @@ def schedules(given: Namespace) -> int:
             backward=given.backward,
             transfer=given.transfer,
         )
-        for schedule in COMPARED
+        for schedule in COMPARED_SCHEDULES
         # One micro batch is too few for two versions, and enough to see what the others do.
         if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
     ]
@@ -76,13 +76,13 @@ def schedules_arguments(parser: ArgumentParser) -> None:
 
 def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
     """Figures, measured and in closed form."""
-    measured = figures(timeline)
+    measured = measure_schedule(timeline)
     return {
         "schedule": timeline.schedule.paper_name,
         "length": timeline.length,
         "bubble": measured.bubble,
         "bubble_closed_form": closed_form_bubble(timeline),
-        "idle_share": measured.idle_share,
+        "idle_share": measured.idle_fraction,
         "activations": list(measured.activations),
         "activations_closed_form": list(closed_form_activations(timeline)),
         "weight_versions": list(measured.weight_versions),
@@ -99,14 +99,14 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
     columns = (
         Column[_Measured]("schedule", lambda row: row[0].schedule.paper_name, right=False),
         Column[_Measured]("time", lambda row: row[0].length, "{:g}".format),
-        Column[_Measured]("idle", lambda row: row[1].idle_share, percent),
+        Column[_Measured]("idle", lambda row: row[1].idle_fraction, percent),
         Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
         Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
         Column[_Measured]("held, by stage", lambda row: _listed(row[1].activations), wraps=True),
         Column[_Measured]("versions", lambda row: _listed(row[1].weight_versions), wraps=True),
         Column[_Measured]("staleness", lambda row: _listed(row[1].staleness), wraps=True),
     )
-    rows = tuple((timeline, figures(timeline)) for timeline in timelines)
+    rows = tuple((timeline, measure_schedule(timeline)) for timeline in timelines)
     console = wide_console()
     console.print(rich_table(Table(columns, rows, title), console.width))
 
@@ -169,10 +169,10 @@ def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
 
 
 def _caption(timeline: SimulatedSchedule) -> str:
-    measured = figures(timeline)
+    measured = measure_schedule(timeline)
     held = max(measured.activations)
     text = (
-        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_share:.0f}% of the time, at most "
+        f"{timeline.schedule.paper_name}: idle {100 * measured.idle_fraction:.0f}% of the time, at most "
         f"{held:g} micro batches held by a stage"
     )
     versions = max(measured.weight_versions)

@@ -18,10 +18,10 @@ from parakit.config.replacing import replace
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.costs import (
     FP8_RECIPE_BYTES,
+    bytes_per_parameter,
     held_parameters,
     logit_elements,
     offloaded_parameters,
-    precision_of,
     rank_tensors,
 )
 from parakit.planner.time.rates import DeviceRates
@@ -104,7 +104,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
     forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
     if not backward:
         return alone
-    again = forward if spec.recompute.again("core_attn") else 0.0
+    again = forward if spec.recompute.recomputes("core_attn") else 0.0
     return replace(
         alone,
         forward_memory=alone.forward_memory + forward,
@@ -119,13 +119,18 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
     moved = layer_bytes(spec, rate)
     scores_forward, scores_backward = scores_bytes(spec)
     products = tuple(_products(spec))
-    again = [spec.recompute.again(*p.modules) for p in products]
+    again = [spec.recompute.recomputes(*p.modules) for p in products]
     cast_forward, cast_backward = _cast_bytes(products, rate)
     cast_again, _ = _cast_bytes(compress(products, again), rate)
     attention, attention_backward = _attention_seconds(spec, rate)
     attention += scores_forward / rate.bytes_per_second
     # Random numbers of both hidden dropouts; backward reads the masks.
-    numbers = spec.tokens * spec.shape.hidden // spec.sequence_shards * spec.shape.residuals
+    numbers = (
+        spec.micro_batch_tokens
+        * spec.shape.hidden
+        // spec.sequence_shards
+        * spec.shape.residual_additions
+    )
     drawn = spec.dropout and rate.compiled
     drawing = numbers * _DRAWING_SECONDS / rate.processors if drawn else 0.0
     trained = () if frozen else products
@@ -142,10 +147,10 @@ def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSec
         input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
         weight_gradients=sum(seconds(p, p.inner, p.rows, p.columns, fuses) for p in trained),
         forward_attention=attention,
-        attention_recompute=attention if spec.recompute.again("core_attn") else 0.0,
+        attention_recompute=attention if spec.recompute.recomputes("core_attn") else 0.0,
         forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
         memory_recompute=(moved.again + cast_again) / rate.bytes_per_second
-        + (drawing if spec.recompute.again() else 0.0),
+        + (drawing if spec.recompute.recomputes() else 0.0),
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
         backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + added,
     )
@@ -155,13 +160,13 @@ def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Of an element of a weight's gradient, where no product adds it to those of other micro batches: it
     is read, and so are they, and written."""
     measured = rate.measured.gradient_seconds / rate.core_fraction
-    moved = spec.element_bytes + 2 * precision_of(spec).gradients
+    moved = spec.element_bytes + 2 * bytes_per_parameter(spec).gradients
     return measured + (moved / rate.bytes_per_second if rate.execution.unfused_gradients else 0.0)
 
 
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
-    elements = spec.tokens * spec.shape.hidden
+    elements = spec.micro_batch_tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
     return seconds + _table_elements(spec) * rate.measured.gradient_seconds / rate.core_fraction
 
@@ -172,27 +177,27 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     Both once more for each depth of tokens ahead, whose logits are read for the best guess as well
     (`multi_token_prediction.py: _compute_mtp_acceptance_counts`).
     """
-    shape, tokens = spec.shape, spec.tokens
+    shape, tokens = spec.shape, spec.micro_batch_tokens
     width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor
     hidden, element = shape.hidden, spec.element_bytes
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
     fuses = not rate.execution.unfused_gradients
     matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=fuses)
-    matmul *= shape.predicted
+    matmul *= shape.predicted_tokens
     passes: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
     if spec.dtype != "fp32":
         passes += 2 * spec.element_bytes
     if spec.fused_loss or "cross_entropy" in spec.fused:
         passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
-    logits = shape.predicted * logit_elements(spec)
-    guessed = shape.depths * logit_elements(spec) * spec.element_bytes
+    logits = shape.predicted_tokens * logit_elements(spec)
+    guessed = shape.total_mtp_layers * logit_elements(spec) * spec.element_bytes
     loss = (passes * logits + guessed) / rate.bytes_per_second
     each = rate.measured.logit_seconds
     if each is not None:
-        matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted
+        matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted_tokens
         loss = logits * each / rate.core_fraction
-    added = shape.predicted * _table_elements(spec) * _adding_seconds(spec, rate)
+    added = shape.predicted_tokens * _table_elements(spec) * _adding_seconds(spec, rate)
     return matmul, loss + added
 
 
@@ -208,7 +213,7 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
     Raises:
         NoPeakError: What joins the device to a host that something is offloaded to is not known.
     """
-    precision = precision_of(spec)
+    precision = bytes_per_parameter(spec)
     held, gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
     if measured.parameter_seconds is not None:
@@ -316,7 +321,7 @@ def _tiled(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
 def _products(spec: RunSpec) -> Iterator[_Product]:
     """Forward products of one layer: attention's projections, and the MLP or the routed experts."""
     shape, tensor = spec.shape, spec.parallelism.tensor
-    tokens, hidden = spec.tokens, shape.hidden
+    tokens, hidden = spec.micro_batch_tokens, shape.hidden
     if shape.blocks == MAMBA and shape.mamba:
         yield from _mamba_products(spec, shape.mamba)
         return
@@ -339,13 +344,13 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     if not shape.experts:
         return
     inside = ("moe",)
-    own = spec.tokens // spec.sequence_shards
+    own = spec.micro_batch_tokens // spec.sequence_shards
     yield _Product(own, hidden, shape.experts, quantized=False, modules=inside)
     copies = shape.experts // spec.parallelism.expert
-    split = spec.parallelism.tensor_of_experts
+    split = spec.parallelism.effective_expert_tensor
     ffn = shape.expert_ffn_hidden // split
     routed = tokens * split // tensor * shape.experts_per_token // copies
-    routed = max(1, round(routed * spec.received_by_experts))
+    routed = max(1, round(routed * spec.expert_receive_ratio))
     if shape.latent_experts:
         yield _Product(own, hidden, shape.latent_experts, modules=inside)
         yield _Product(own, shape.latent_experts, hidden, modules=inside)
@@ -358,8 +363,8 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
 def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
     """Projections, and the scan as matrix products (arXiv:2405.21060 section 6): in a chunk a group's
     scores and each head's sum by them, across chunks each head's state and what it adds."""
-    tensor, tokens, hidden = spec.parallelism.tensor, spec.tokens, spec.shape.hidden
-    yield _Product(tokens, hidden, mamba.projected // tensor)
+    tensor, tokens, hidden = spec.parallelism.tensor, spec.micro_batch_tokens, spec.shape.hidden
+    yield _Product(tokens, hidden, mamba.projected_columns // tensor)
     yield _Product(tokens, mamba.width // tensor, hidden)
     chunks = -(-tokens // CHUNK)
     groups, heads = chunks * mamba.groups // tensor, chunks * mamba.heads // tensor
@@ -372,7 +377,7 @@ def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
 
 def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
     """Down-projections of a rank's own tokens, up-projections of its heads."""
-    hidden, tokens = spec.shape.hidden, spec.tokens
+    hidden, tokens = spec.shape.hidden, spec.micro_batch_tokens
     heads, own = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
     queries, up = heads * (latent.head_width + latent.rotary_width), ("mla_up_proj",)
     if latent.query_rank:
@@ -423,13 +428,13 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """
     shape = spec.shape
     heads, length = shape.heads // spec.parallelism.tensor, shape.seq_length
-    attended = shape.attended(length)
+    attended = shape.effective_attention_length(length)
     width = value = shape.head_width
     if shape.latent:
         width = shape.latent.head_width + shape.latent.rotary_width
         value = shape.latent.value_width
     if spec.fused_attention:
-        flops = spec.tokens * attended * heads * (width + value)
+        flops = spec.micro_batch_tokens * attended * heads * (width + value)
         padded = -(-width // 32) * 32 / width
         narrow = min(1.0, padded * width / _WIDE_HEAD) ** _NARROW_HEAD if rate.narrow_heads else 1.0
         short = attended / (attended + _SHORT_SEQUENCE)

@@ -46,7 +46,7 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
     if cluster.device.key == "cpu":
         return (loop or 0.0) / cluster.core_fraction
-    layers = spec.stage_layers(0) * max(1.0, len(spec.shape.blocks) / 2)
+    layers = spec.num_layers_on_stage(0) * max(1.0, len(spec.shape.blocks) / 2)
     apart = cluster.execution.torch_kernels and "multi_tensor" not in spec.fused
     update = _UPDATE + _NORMS_ONE_BY_ONE * apart
     return (_LOOP * layer if loop is None else loop) + update * layer * layers
@@ -77,7 +77,7 @@ def runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
     Routing tells it how many tokens each expert gets, for which it waits; padded to a capacity they
     are known (`token_dispatcher.py: cuda_sync_point`).
     """
-    told = bool(spec.shape.experts) and not spec.expert_load.padded
+    told = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
     return cluster.calibration.launch_beside_work and not (told or cluster.execution.blocking)
 
 
@@ -93,7 +93,7 @@ def _kernels_of_experts(spec: RunSpec, cluster: Cluster) -> float:
 def _launched_again(spec: RunSpec) -> float:
     """Of a layer's forward kernels, those that are launched once more in backward: an MLP's or experts',
     in the shares above. Other modules have one to six, which are not counted."""
-    shape, again = spec.shape, spec.recompute.again
+    shape, again = spec.shape, spec.recompute.recomputes
     if again():
         return 1.0
     inside, share = ("moe", 2 / 3) if shape.experts else ("mlp", 0.5)

@@ -14,18 +14,19 @@ from operator import add, attrgetter
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
-from parakit.config.replacing import replace, replace_shared
+from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch
 from parakit.costs import (
     FP8_RECIPE_BYTES,
-    LATEST,
+    LATEST_MEGATRON,
     CollectiveCall,
     Operation,
     Phase,
     batch_collectives,
     context_collectives,
     control_collectives,
+    distinct_ranks,
     embedding_collectives,
     expert_collectives,
     gradient_collectives,
@@ -33,11 +34,10 @@ from parakit.costs import (
     keeps_quantised_weights,
     layer_collectives,
     middle_ranks,
-    partial_gradients,
+    partial_gradient_collectives,
     pipeline_collectives,
     rank_parameters,
     rank_tensors,
-    ranks_apart,
 )
 from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.compute import (
@@ -215,22 +215,22 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
 
 def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
     """What all stages are made of, and the same where layers are not computed again."""
-    pieces = _pieces(spec.one_layer, cluster)
-    if not spec.recompute.some_layers:
+    pieces = _pieces(spec.one_layer_per_stage, cluster)
+    if not spec.recompute.is_block_method:
         return pieces, pieces
-    return pieces, _pieces(spec.kept.one_layer, cluster)
+    return pieces, _pieces(spec.without_recompute.one_layer_per_stage, cluster)
 
 
 def _stage(
     spec: RunSpec, cluster: Cluster, pipeline_rank: int, made_of: tuple[_Pieces, _Pieces]
 ) -> _Parts:
     """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
-    (pieces, kept), layers = made_of, spec.stage_layers(pipeline_rank)
-    dense = sum(spec.chunk_dense_layers(pipeline_rank))
+    (pieces, kept), layers = made_of, spec.num_layers_on_stage(pipeline_rank)
+    dense = sum(spec.dense_layers_per_chunk(pipeline_rank))
     again, dense_again = layers, dense
-    if spec.recompute.some_layers:
-        again = spec.layers_again(pipeline_rank)
-        _, dense_again = spec.dense_layers_of(pipeline_rank)
+    if spec.recompute.is_block_method:
+        again = spec.num_recomputed_layers(pipeline_rank)
+        _, dense_again = spec.count_dense_layers(pipeline_rank)
     parts: list[tuple[int, MicroBatchSeconds]] = [(again - dense_again, pieces.layer)]
     if again < layers:
         parts.append((layers - again - dense + dense_again, kept.layer))
@@ -279,20 +279,22 @@ def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
 
 @lru_cache(maxsize=65536)
 def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    kinds = [(times, *_layer(kind, cluster)) for times, kind in spec.kinds]
+    kinds = [(times, *_layer(kind, cluster)) for times, kind in spec.block_specs]
     forward = sum(times * layer.forward for times, _, layer in kinds)
     backward = sum(times * layer.backward for times, _, layer in kinds)
     layers = (seconds * times for times, seconds, _ in kinds)
     own, shape = spec.parallelism, spec.shape
     if own.expert > 1:  # The rest does not depend on how experts are split.
-        samples, alone = spec.batch.micro_batch_size, replace_shared(own, data=1, expert=1)
+        samples, alone = spec.batch.micro_batch_size, replace_cached(own, data=1, expert=1)
         spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
     embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
-    if shape.mtp_depth:
-        head += _layer(spec.joining, cluster)[0] * shape.mtp_depth
+    if shape.mtp_layers:
+        head += _layer(spec.mtp_joining_spec, cluster)[0] * shape.mtp_layers
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
-        dense=_layer(spec.dense, cluster)[0] if shape.dense_layers else MicroBatchSeconds(),
+        dense=_layer(spec.with_dense_layers, cluster)[0]
+        if shape.dense_layers
+        else MicroBatchSeconds(),
         forward_share=forward / (forward + backward) if forward else 0.0,
         embedding=embedding,
         head=head,
@@ -304,12 +306,12 @@ def _ends(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, MicroBatc
     """The embedding, and the output layer with the loss."""
     rate = _rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST))
+    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))
     embedding = _seconds(spec, cluster, embedding_collectives(spec))
     head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
     embedded = MicroBatchSeconds(0.0, 0.0, embedding_seconds(spec, rate), embedding)
     own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch)
-    own += embedded * spec.shape.depths
+    own += embedded * spec.shape.total_mtp_layers
     return embedded + MicroBatchSeconds(tensor_parallel=batch), own
 
 
@@ -341,14 +343,14 @@ def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
     hides = layer.weight_gradients
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
         hides += _products(layer)
-        tensor_calls = [call._replace(hideable=True) for call in tensor_calls]
+        tensor_calls = [call._replace(overlappable=True) for call in tensor_calls]
     launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.core_fraction
     exchanged = _seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:
         # A token goes once to a rank, or once over the network to a node, that has any of its experts.
         nodes = -(-spec.parallelism.expert // cluster.per_node)
         places = nodes if nodes > 1 else spec.parallelism.expert
-        reached = spec.expert_load.reached(spec.shape, places)
+        reached = spec.expert_load.expected_destinations(spec.shape, places)
         exchanged *= min(1.0, reached / spec.shape.experts_per_token)
     return _tensor_seconds(spec, cluster, tensor_calls, hides), launches, exchanged
 
@@ -362,16 +364,16 @@ def _tensor_seconds(
 ) -> float:
     """Forward's calls are waited for; backward's run beside the weights' gradients."""
     calls = list(calls)
-    hideable = _seconds(spec, cluster, (call for call in calls if call.hideable))
-    visible = _seconds(spec, cluster, (call for call in calls if not call.hideable))
-    return visible + exposed_seconds(hideable, beside, cluster.constants.contention)
+    overlappable = _seconds(spec, cluster, (call for call in calls if call.overlappable))
+    visible = _seconds(spec, cluster, (call for call in calls if not call.overlappable))
+    return visible + exposed_seconds(overlappable, beside, cluster.constants.contention)
 
 
 def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
     """The ring's messages run beside attention on what has arrived; other algorithms wait."""
     calls = list(context_collectives(spec))
     seconds = _seconds(spec, cluster, calls)
-    if not (calls and calls[0].hideable):
+    if not (calls and calls[0].overlappable):
         return seconds
     context = spec.parallelism.context
     attention = layer.forward_attention + layer.backward_attention
@@ -401,8 +403,8 @@ def synchronisation_seconds(
     # them fewer layouts are looked at.
     parallelism = spec.parallelism
     if not spec.stages.layout:
-        parallelism = replace_shared(parallelism, virtual_stages=1)
-    overlapped = parallelism.sharding.overlaps
+        parallelism = replace_cached(parallelism, virtual_stages=1)
+    overlapped = parallelism.sharding.overlaps_by_default
     samples = (spec.microbatches if overlapped else 1) * parallelism.data
     plain = replace(
         spec,
@@ -428,7 +430,7 @@ def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, floa
     ranks = spec.parallelism.data * spec.parallelism.context
     bucket = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
     share = min(1.0, bucket / max(1, rank_parameters(spec).total))
-    ends = ranks_apart(spec)
+    ends = distinct_ranks(spec)
     return share, *max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
 
 
@@ -438,8 +440,12 @@ def _after_backward(
     """Gradients over the data-parallel ranks, updated weights over them, what else is reduced after
     backward, and the optimizer with its reductions."""
     sync = _calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
-    sync += partial_gradients(spec, rank)
-    moved = [] if spec.parallelism.sharding.overlaps else list(gradient_collectives(spec, rank))
+    sync += partial_gradient_collectives(spec, rank)
+    moved = (
+        []
+        if spec.parallelism.sharding.overlaps_by_default
+        else list(gradient_collectives(spec, rank))
+    )
     reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
     gathered = _weights_moved(spec) * _seconds(
         spec, cluster, _calls_in_phase(moved, Phase.OPTIMIZER)
@@ -449,7 +455,7 @@ def _after_backward(
         calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
         way = find_route(cluster, spec.parallelism, Group.DATA_CONTEXT)
         gathered += calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
-    reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST))
+    reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST_MEGATRON))
     update = optimizer_seconds(spec, _rates(spec, cluster), rank)
     return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
 
@@ -465,7 +471,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
 
     They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
     """
-    if not spec.parallelism.sharding.overlaps:
+    if not spec.parallelism.sharding.overlaps_by_default:
         return 0.0
     calls, of_weights = list(gradient_collectives(spec, 0)), _weights_moved(spec)
     reduced, gathered = (
@@ -479,7 +485,7 @@ def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) ->
     copying = copied / _rates(spec, cluster).bytes_per_second
     moving = _seconds(spec, cluster, reduced) + of_weights * _seconds(spec, cluster, gathered)
     # The first unit that is gathered and the last that is reduced have nothing beside them.
-    alone = moving / max(1, spec.shape.layers + spec.shape.mtp_depth)
+    alone = moving / max(1, spec.shape.layers + spec.shape.mtp_layers)
     hidden = exposed_seconds(moving - alone, compute, cluster.constants.contention)
     return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
 

@@ -16,7 +16,7 @@ def exposed_copy_seconds(
     spec: RunSpec, pipeline_rank: int, passes: tuple[float, float], host: HostRates
 ) -> float:
     """Of one micro batch on one rank, whose layers take `passes` seconds forward and backward."""
-    chunks = spec.chunk_layers(pipeline_rank)
+    chunks = spec.layers_per_chunk(pipeline_rank)
     copied = sum(offloaded_bytes(spec, layers).copied for layers in chunks)
     rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
     if copied and spec.offload.layers:

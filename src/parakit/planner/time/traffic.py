@@ -80,7 +80,7 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
     return LayerBytes(
         int(sum(part.forward for part in parts)),
         int(sum(part.backward for part in parts)),
-        int(sum(part.forward for part in parts if spec.recompute.again(*part.modules))),
+        int(sum(part.forward for part in parts if spec.recompute.recomputes(*part.modules))),
     )
 
 
@@ -89,17 +89,17 @@ def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     shape = spec.shape
     if not shape.experts:
         return 0, 0
-    own = spec.tokens // spec.sequence_shards
+    own = spec.micro_batch_tokens // spec.sequence_shards
     hidden = shape.latent_experts or shape.hidden
     copies = own * shape.experts_per_token * hidden * spec.element_bytes
     gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
-    permuted = spec.received_by_experts if gathered else spec.sent_to_experts
+    permuted = spec.expert_receive_ratio if gathered else spec.expert_send_ratio
     sorts = not rate.execution.deduplicated and shape.experts > spec.parallelism.expert
     wide = rate.execution.deduplicated or rate.execution.wide_probabilities
     adds = shape.bias and not rate.execution.fused_experts
     scores = 6 * 4 * own * shape.experts
     forward, backward = (
-        round(copies * (_PERMUTED * permuted + received * spec.received_by_experts)) + scores
+        round(copies * (_PERMUTED * permuted + received * spec.expert_receive_ratio)) + scores
         for received in (
             _SORTED * sorts + more * adds for more in (_WIDELY_BIASED if wide else _BIASED)
         )
@@ -127,7 +127,7 @@ def scores_bytes(spec: RunSpec) -> tuple[int, int]:
         return 0, 0
     shape, element = spec.shape, spec.element_bytes
     heads = shape.heads // spec.parallelism.tensor
-    scores = heads * spec.tokens * shape.seq_length
+    scores = heads * spec.micro_batch_tokens * shape.seq_length
     dropout = 2 * element + 1 if spec.dropout else 0
     more = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
     forward, backward = 4 * element + dropout + more[0], 6 * element + dropout + more[1]
@@ -143,20 +143,25 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     """Memory traffic of norms, dropouts, residuals, activations and bias gradients; experts' activations
     and biases may be parts of their products."""
     shape, element = spec.shape, spec.element_bytes
-    hidden = spec.tokens * shape.hidden // spec.sequence_shards
+    hidden = spec.micro_batch_tokens * shape.hidden // spec.sequence_shards
     forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
     again_forward, again_backward = _TORCH_NORM if _is_torchs(spec, rate, "norm") else (1.0, 1.0)
     more = 3 * (again_backward - 1) * element * hidden  # A fused one's three passes are below.
     for modules in norm_modules(spec):
         yield _Part(2 * again_forward * element * hidden, 0, modules)
-    yield _Part(0, shape.norms * more)
+    yield _Part(0, shape.norms_per_layer * more)
     if shape.blocks == MTP:
-        yield _Part(_JOINED * element * hidden, (_JOINED + 3 * shape.norms) * element * hidden)
+        yield _Part(
+            _JOINED * element * hidden, (_JOINED + 3 * shape.norms_per_layer) * element * hidden
+        )
         return
     residual = 3 * element + forward_masks / 2
     backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
-    yield _Part(shape.residuals * residual * hidden, shape.residuals * backward_hidden / 2 * hidden)
-    wide = element * spec.tokens / spec.parallelism.tensor
+    yield _Part(
+        shape.residual_additions * residual * hidden,
+        shape.residual_additions * backward_hidden / 2 * hidden,
+    )
+    wide = element * spec.micro_batch_tokens / spec.parallelism.tensor
     gate = 2 if shape.gated else 1
     summed = shape.bias and (shape.gated or "bias_gelu" not in spec.fused)
     forward, backward = gate + 1, 2 * gate + 1 + (gate if summed else 0)
@@ -168,9 +173,9 @@ def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     if shape.experts:
         fused = rate.execution.fused_experts
         routed = 0 if fused else shape.experts_per_token * shape.expert_ffn_hidden
-        routed, shared = round(routed * spec.received_by_experts), shape.shared_expert_ffn
+        routed, shared = round(routed * spec.expert_receive_ratio), shape.shared_expert_ffn
         activated = [(routed, ("moe", "moe_act")), (shared, ("moe", "shared_experts"))]
-        clamped = routed if shape.clamped else 0
+        clamped = routed if shape.clamps_activations else 0
     yield _Part(wide * clamped * _CLAMPED[0], wide * clamped * _CLAMPED[1], ("moe", "moe_act"))
     for ffn, modules in activated:
         yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
@@ -191,7 +196,7 @@ def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     grouped, attends = shape.query_groups < shape.heads, shape.heads and shape.blocks != MAMBA
     if not attends or not (rotary or grouped or rate.execution.torch_kernels):
         return 0, 0
-    moved = 2 * spec.element_bytes * spec.tokens // spec.parallelism.tensor
+    moved = 2 * spec.element_bytes * spec.micro_batch_tokens // spec.parallelism.tensor
     if latent := shape.latent:
         # Queries in place, keys and values out of one tensor, each head's key with the same rotary part.
         rotated = latent.rotary_width + latent.rotary_width // 2
@@ -216,7 +221,7 @@ def context_bytes(spec: RunSpec) -> tuple[int, int]:
     ranks = parallelism.context
     if ranks == 1 or not spec.cp_comm_type:
         return 0, 0
-    element = spec.element_bytes * spec.tokens
+    element = spec.element_bytes * spec.micro_batch_tokens
     queries = element * shape.heads * shape.head_width // parallelism.tensor
     keys = 2 * element * shape.query_groups * shape.head_width // parallelism.tensor
     if spec.cp_comm_type == "all_gather":
@@ -238,8 +243,8 @@ def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
     mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
     if spec.shape.blocks != MAMBA or mamba is None:
         return 0, 0
-    element, tokens = spec.element_bytes, spec.tokens // tensor
-    convolution = 2 * element * tokens * mamba.convolved
+    element, tokens = spec.element_bytes, spec.micro_batch_tokens // tensor
+    convolution = 2 * element * tokens * mamba.convolved_channels
     states = 4 * 4 * tokens * mamba.width * mamba.state // CHUNK
     scanned = element * tokens * mamba.width
     forward = convolution + states + (4 + 3) * scanned

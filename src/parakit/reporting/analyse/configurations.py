@@ -10,7 +10,7 @@ from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
-from parakit.config.strategy import EXAMPLES
+from parakit.config.strategy import EXAMPLE_STRATEGIES
 from parakit.formatting.units import bit_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.disturbance import why_disturbed
@@ -179,7 +179,11 @@ def _conditions(run: Run) -> tuple[object, ...]:
 
 def _order(row: Configuration) -> tuple[object, ...]:
     run, spec = row.newest, row.newest.spec
-    place = EXAMPLES.index(run.strategy) if run.strategy in EXAMPLES else len(EXAMPLES)
+    place = (
+        EXAMPLE_STRATEGIES.index(run.strategy)
+        if run.strategy in EXAMPLE_STRATEGIES
+        else len(EXAMPLE_STRATEGIES)
+    )
     dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
     return run.model or "~", run.device, dtype, place, ranks, run.strategy, run.name
 

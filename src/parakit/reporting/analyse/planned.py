@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parakit.artifacts.run import Status
 from parakit.config.hardware import Device, device_by_key, find_device
-from parakit.config.run import Backend, flags_of_printed
+from parakit.config.run import Backend, flags_from_printed_arguments
 from parakit.logs import Run
 from parakit.planner import (
     MeasurementRow,
@@ -64,7 +64,7 @@ def predict_rows(
         recorded = RecordedRun(
             run.spec,
             device,
-            run.record.argv if run.record else flags_of_printed(run.arguments),
+            run.record.argv if run.record else flags_from_printed_arguments(run.arguments),
             len(run.record.host.nodes) or 1 if run.record else None,
         )
         known = predict_recorded_run(recorded, runs_root, own)

@@ -123,10 +123,13 @@ def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 def _recomputed(spec: RunSpec) -> float:
     """FLOPs that recomputation adds: forward passes of layers, or of their scores, MLPs and experts."""
     forward = token_flops(spec.shape, spec.shape.seq_length)
-    if spec.recompute.whole_layers:
-        again = sum(map(spec.layers_again, range(spec.parallelism.pipeline))) / spec.shape.layers
+    if spec.recompute.is_full:
+        again = (
+            sum(map(spec.num_recomputed_layers, range(spec.parallelism.pipeline)))
+            / spec.shape.layers
+        )
         return again * (forward.total - forward.logits) * spec.tokens_per_iteration
     inside = ("moe", forward.mlp + forward.router) if spec.shape.experts else ("mlp", forward.mlp)
     parts = ("core_attn", forward.attention_scores), inside
-    flops = sum(flops for module, flops in parts if spec.recompute.again(module))
+    flops = sum(flops for module, flops in parts if spec.recompute.recomputes(module))
     return float(flops * spec.tokens_per_iteration)

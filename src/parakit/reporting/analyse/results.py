@@ -8,7 +8,7 @@ from typing import Any
 
 from parakit.config.run import Backend, RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import UnevenSplitError, parameters_total, rank_parameters
+from parakit.costs import UnevenSplitError, rank_parameters, total_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
 from parakit.logs import Run
@@ -51,7 +51,7 @@ def _parameters_total(entry: Entry) -> int | None:
         return None
     if _printed_otherwise(entry.run, spec):
         return None
-    return parameters_total(spec.shape, spec.parallelism.tensor)
+    return total_parameters(spec.shape, spec.parallelism.tensor)
 
 
 def _printed_otherwise(run: Run, spec: RunSpec) -> str:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from parakit.config.run import Backend
-from parakit.costs import NODES, at_other_rate, link_seconds
+from parakit.costs import NUM_NODES, link_seconds, seconds_at_other_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
@@ -38,7 +38,9 @@ class RateCurve:
         if self.sent_seconds is None:
             return None
         rate, fastest = self.points[-1]
-        return 1e3 * at_other_rate(fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second)
+        return 1e3 * seconds_at_other_rate(
+            fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second
+        )
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
@@ -68,7 +70,7 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 def busy_seconds_at_one_bit(run: Run) -> float | None:
     """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
     record, spec = run.measurements.communication, run.spec
-    if record is None or spec is None or spec.parallelism.world_size % NODES:
+    if record is None or spec is None or spec.parallelism.world_size % NUM_NODES:
         return None
     counted = [rank for rank in record.ranks if rank.steady_iterations]
     return max((link_seconds(r.calls, spec.parallelism, 1.0) for r in counted), default=None)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from parakit.artifacts.measurements import MemoryCategory, RankMemory
 from parakit.config.run import Backend, RunSpec
 from parakit.costs import (
-    LATEST,
-    Megatron,
+    LATEST_MEGATRON,
+    MegatronVersion,
     communication_bytes,
+    estimate_rank_memory,
     held_parameters,
     logits_bytes,
-    memory_of_rank,
     rank_parameters,
 )
 from parakit.formatting.units import amount
@@ -109,9 +109,9 @@ def find_peak_candidate(configuration: RunSpec, stage: int, kernels: Kernels) ->
     return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
 
 
-def detect_megatron_version(run: Run) -> Megatron:
+def detect_megatron_version(run: Run) -> MegatronVersion:
     """The version whose calls the run makes; the newest where that is not known."""
-    return Megatron.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST
+    return MegatronVersion.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST_MEGATRON
 
 
 def compare_memory(
@@ -119,7 +119,7 @@ def compare_memory(
 ) -> Iterator[ComponentResidual]:
     """Components in the order they are allocated, then their sum."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    model = memory_of_rank(configuration, stage)
+    model = estimate_rank_memory(configuration, stage)
     candidate = find_peak_candidate(configuration, stage, kernels)
     held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
     temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
@@ -161,7 +161,7 @@ def compare_memory(
 
 
 def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
-    model, split = memory_of_rank(configuration, stage), configuration.parallelism
+    model, split = estimate_rank_memory(configuration, stage), configuration.parallelism
     last = stage == split.pipeline - 1
     yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
     held = rank_parameters(configuration, stage)

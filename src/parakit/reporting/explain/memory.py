@@ -83,7 +83,7 @@ def _tied(spec: RunSpec, stage: int) -> str:
 
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
     stage = spec.parallelism.pipeline_rank(rank.rank)
-    flights = layers_in_flight(spec, stage) / spec.stage_layers(stage)
+    flights = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
     forward = rank.phase_peak_bytes.get(Phase.FORWARD)
     state = sum(rank.categories.get(category, 0) for category in _STATE)
     seen = ""
@@ -121,7 +121,9 @@ def _saving(subject: Subject, plain: Subject) -> str:
         head_bytes(each)
         + sum(
             chunk_activation_bytes(each, *of_kinds)
-            for of_kinds in zip(each.chunk_layers(0), each.chunk_dense_layers(0), strict=True)
+            for of_kinds in zip(
+                each.layers_per_chunk(0), each.dense_layers_per_chunk(0), strict=True
+            )
         )
         for each in (reference, spec)
     ]

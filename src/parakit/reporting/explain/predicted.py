@@ -16,10 +16,10 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.costs import (
-    Megatron,
+    MegatronVersion,
     Operation,
     UnevenSplitError,
-    communication_of_rank,
+    rank_collectives,
     rank_parameters,
 )
 from parakit.formatting.units import ms
@@ -101,7 +101,7 @@ class CallComparison:
 
 
 def compare_calls(
-    configuration: RunSpec, rank: RankCommunication, megatron: Megatron
+    configuration: RunSpec, rank: RankCommunication, megatron: MegatronVersion
 ) -> CallComparison:
     """Compare a rank's steady iteration with the closed form, call by call."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
@@ -112,14 +112,14 @@ def compare_calls(
             key = call.group, call.operation.value
             made[key].append(call)
             left[*key, 0 if call.group in _ROUTED else call.payload_bytes] += call.calls
-    for item in communication_of_rank(configuration, stage, megatron):
+    for item in rank_collectives(configuration, stage, megatron):
         key = item.group.value, item.operation.value
         named[key].append(item)
         left[*key, 0 if key[0] in _ROUTED else item.payload_bytes] -= item.calls
     rows = tuple(
         CallRow(
             *key,
-            what="; ".join(dict.fromkeys(item.what for item in named[key])),
+            what="; ".join(dict.fromkeys(item.description for item in named[key])),
             measured_calls=sum(call.calls for call in made[key]),
             predicted_calls=sum(item.calls for item in named[key]),
             measured_wire_bytes=sum(call.wire_bytes for call in made[key]),

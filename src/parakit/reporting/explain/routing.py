@@ -117,8 +117,8 @@ def compute_rank_loads(
     own = max((len(row.tokens_per_expert) for row in rows), default=0) // split.expert
     work, result = _work(record, split), []
     for number in sorted(rank.rank for rank in record.ranks):
-        block, within = divmod(number, split.expert * split.tensor_of_experts)
-        place = within // split.tensor_of_experts
+        block, within = divmod(number, split.expert * split.effective_expert_tensor)
+        place = within // split.effective_expert_tensor
         # A stage may have no router.
         iterations = len({iteration for iteration, _ in work[block]}) or 1
         by_place = list(map(sum, zip(*work[block].values(), strict=True))) or [0] * split.expert
@@ -143,7 +143,7 @@ def _work(record: RoutingRecord, split: Parallelism) -> dict[int, dict[tuple[int
     """Tokens of each place's experts, by block of ranks that exchange them, iteration and layer."""
     work: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(dict)
     for rank in record.ranks:
-        found = work[rank.rank // (split.expert * split.tensor_of_experts)]
+        found = work[rank.rank // (split.expert * split.effective_expert_tensor)]
         for row in rank.layers:
             own = len(row.tokens_per_expert) // split.expert
             by_place = found.setdefault((row.iteration, row.layer), [0] * split.expert)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import TRACE_FILE
 from parakit.config.strategy import Parallelism
-from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate
+from parakit.costs import Pass, Phase, SimulatedSchedule, Step, simulate_schedule
 from parakit.formatting.terminal import say
 from parakit.logs import Run, find_run_folders, load_folder, read_trace_events
 from parakit.reporting.analyse.entry import Entry
@@ -98,8 +98,12 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
 def _steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
     if split.pipeline == 1:
         return {way: [Step(way, n) for n in range(microbatches)] for way in _PASSES.values()}
-    worker, schedule, virtual = split.pipeline_rank(rank), split.run_schedule, split.virtual_stages
-    timeline = simulate(schedule, split.pipeline, microbatches, virtual=virtual)
+    worker, schedule, virtual = (
+        split.pipeline_rank(rank),
+        split.executed_schedule,
+        split.virtual_stages,
+    )
+    timeline = simulate_schedule(schedule, split.pipeline, microbatches, virtual=virtual)
     events = sorted(timeline.events, key=lambda event: event.start)
     own = [event.step for event in events if event.worker == worker]
     return {way: [step for step in own if step.direction is way] for way in _PASSES.values()}
@@ -146,8 +150,8 @@ class Scene:
             split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
             for way in (Pass.FORWARD, Pass.BACKWARD)
         )
-        return simulate(
-            *(split.run_schedule, split.pipeline, self.microbatches),
+        return simulate_schedule(
+            *(split.executed_schedule, split.pipeline, self.microbatches),
             virtual=split.virtual_stages,
             forward=forward,
             backward=backward,

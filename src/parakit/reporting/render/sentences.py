@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from parakit.artifacts.run import Status
 from parakit.config.run import RunSpec
-from parakit.config.strategy import BATCH_RULE, Parallelism, batch_for
+from parakit.config.strategy import BATCH_RULE, Parallelism, scale_batch
 from parakit.formatting.units import joined, number, plural, signed_percent
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import (
@@ -296,7 +296,7 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
     if reference is None or other is None or reference.batch == other.batch:
         return ""
     text = f" (batch {reference.batch} | {other.batch}"
-    if reference.parallelism == Parallelism() and other.batch == batch_for(
+    if reference.parallelism == Parallelism() and other.batch == scale_batch(
         reference.batch, other.parallelism
     ):
         text += (
