@@ -136,7 +136,7 @@ def test_a_column_has_a_winner_or_those_within_noise_and_the_lightest_of_them_is
     ]
     assert compare_zero.describe_winners(runs) == [
         "Least memory: ZeRO-3, 100.0 MB.",
-        "Least sent: ZeRO-3, 3.0 MB an iteration.",
+        "Least sent: ZeRO-3, 3.0 MB per iteration.",
         "Fastest: Baseline; within noise of it: ZeRO-1.",
         "Use ZeRO-1: of Baseline and those within noise of it, it takes the least memory.",
     ]
