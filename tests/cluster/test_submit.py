@@ -22,7 +22,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
 from parakit.launch.status import read_run_statuses
-from parakit.launch.submit import _hand_over
+from parakit.launch.submit import _write_and_submit
 from tests.cluster.conftest import program, run_folders
 from tests.reporting.factory import run_record
 
@@ -116,7 +116,7 @@ def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
         "dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (ArrayTask(str(folder), ("run",), {}),), "python"
     )
     with pytest.raises(LaunchError, match=f"may have taken the job: look for dp2 .*{folder}"):
-        _hand_over(job, (folder,), None)
+        _write_and_submit(job, (folder,), None)
     assert (folder / "job.sbatch").exists()
 
 
@@ -125,7 +125,7 @@ def test_ranks_that_nodes_cannot_share_are_refused(
 ) -> None:
     answer = submit(tmp_path / "runs", sample_prefix, NODES="4")
     assert answer.returncode == 2
-    assert "2 ranks cannot be shared evenly by 4 nodes" in answer.stdout
+    assert "2 ranks cannot be split evenly over 4 nodes" in answer.stdout
     assert run_folders(tmp_path / "runs") == []
 
 

@@ -1,4 +1,4 @@
-"""Process groups by what they split, and how many ranks each has: one definition for ledger and plan."""
+"""Megatron's process groups: how many ranks each has, and their names in logs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group(StrEnum):
 
 
 def group_size(parallelism: Parallelism, group: Group) -> int:
-    """Ranks of one group of this kind (`megatron/core/parallel_state.py`)."""
+    """Return the number of ranks in one group of this kind (`megatron/core/parallel_state.py`)."""
     return _RANKS[group](parallelism)
 
 
@@ -85,7 +85,11 @@ _GROUP_SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
 @functools.cache
 def group_name(description: str) -> str:
-    """`tp`, `dp_cp`, …; a description that is not Megatron's is returned as it is."""
+    """Return the `Group` value of Megatron's description of a process group, such as `tp` or
+    `dp_cp`.
+
+    A description that is not Megatron's is returned unchanged.
+    """
     plain = description
     for suffix in _GROUP_SUFFIXES:
         plain = plain.removesuffix(suffix)

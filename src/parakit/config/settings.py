@@ -14,18 +14,24 @@ PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
 
 
 class Setting(NamedTuple):
-    """One variable. Where a command means something else by it, it has its own (`_replace`)."""
+    """One variable of make. A command that uses a variable in another sense has its own copy
+    (`_replace`).
+    """
 
     name: str
     kind: str
-    """As a refusal names it: `ITERS=x is not a whole number above 0.`; `a, b or c` is a choice."""
+    """Kind of value, as an error names it (`ITERS=x is not a whole number above 0.`). `a, b or c`
+    is a choice.
+    """
     help: str
     default: object = None
-    """A value, or text that is read as one."""
+    """Default value, or a text that is parsed as the kind says."""
     option: str = ""
-    """On a command line; empty is the name, `--global-batch`."""
+    """Option on a command line; empty means the name, such as `--global-batch`."""
     make_equivalent: str = ""
-    """What make is given in its place, where it is an option of `parakit` and no variable of make."""
+    """What make takes instead, for an option of `parakit` that is no variable of make; empty for a
+    variable.
+    """
 
 
 # What is trained.
@@ -350,7 +356,7 @@ ARGS = Setting(
 
 NODE_SETTINGS = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
 SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
-"""sbatch's options, by their names without `SLURM_`."""
+"""Options of sbatch, named without `SLURM_`."""
 SLURM_SETTINGS = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
 
 _ALL = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
@@ -359,7 +365,7 @@ SETTINGS = tuple(setting for setting in _ALL if not setting.make_equivalent)
 """Every variable of make, in the order of `make help-all`."""
 
 OPTIONS = tuple(setting for setting in _ALL if setting.make_equivalent)
-"""What `parakit` has an option for and make no variable."""
+"""Options of `parakit` that are no variables of make."""
 
 RENAMED = {
     "FILE": "INPUT",
@@ -368,10 +374,11 @@ RENAMED = {
     "PLANT": "PATCH_FILE",
     "UNTRIED": "ALLOW_UNKNOWN_MEGATRON",
 }
-"""Variables as older versions named them: refused, with the name of now."""
+"""Old names of variables, with the present names; the old names are refused."""
 
 REPLACED = {
     **{setting.name: setting.make_equivalent for setting in OPTIONS},
     "TABLE": "READINGS=figures.csv of validate",
 }
-"""Variables of older versions without a variable that takes their place: refused, with what does."""
+"""Old variables that no variable replaces, with what to use instead; the old variables are refused.
+"""

@@ -1,8 +1,8 @@
-"""Which combinations Megatron refuses, each in one sentence that names a fix.
+"""Combinations that Megatron refuses; each gives one sentence that names a fix.
 
 The rules are those of `megatron/training/arguments.py: validate_args`, `TransformerConfig`, the
-pipeline schedules and the FSDP adapters, read at f4fa7d6b and at core_v0.19.0; where the two differ
-the stricter one counts and its sentence says so.
+pipeline schedules and the FSDP adapters, at f4fa7d6b and core_v0.19.0. If the two differ, the
+stricter rule counts and its sentence names the version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parakit.config.strategy import PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-"""Context-parallel attention that the planner knows (`--cp-comm-type`)."""
+"""Context-parallel algorithms that the planner knows (`--cp-comm-type`)."""
 
 _EXPERTS_IN_FP16 = (0, 16)
 """First release without `Expert parallelism is not supported with fp16 training`."""
@@ -27,7 +27,7 @@ _SHARED_GROUPS = (0, 16)
 """First release whose `num_query_groups` may divide TP instead of being divided by it."""
 
 NEWEST = (0, 16)
-"""The release from which on the rules are the fewest."""
+"""The release from which on the fewest rules apply."""
 
 _LARGEST_NAMED = 64
 
@@ -35,12 +35,12 @@ _LARGEST_NAMED = 64
 def find_violations(
     spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
-    """Every reason why Megatron refuses a run; empty if it would train.
+    """Return every reason why Megatron refuses a run, one sentence each; empty if it would train.
 
     Args:
         spec: The run.
-        release: Megatron's major and minor version, whose own rules alone are asked; None asks all.
-        patched: A patch file changes the run: what Megatron does wrong without refusing it is left out.
+        release: Megatron's major and minor version, so that only its rules apply; None applies the rules of all.
+        patched: True if a patch file changes Megatron; errors that Megatron makes silently are then left out.
     """
     parallelism, batch, shape = spec.parallelism, spec.batch, spec.shape
     sizes = {
@@ -82,19 +82,20 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 
 def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    """Yield why TP does not divide heads, columns or positions, one sentence per reason."""
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor = parallelism.tensor
     splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
     # From 0.16 on ranks may share a group, such as the one of multi-query attention.
     shared = release is not None and release >= _SHARED_GROUPS and tensor % shape.query_groups == 0
     if shape.query_groups != shape.heads and not shared:
         splits["query groups"] = shape.query_groups
-    for what, value in splits.items():
+    for dimension, value in splits.items():
         if value % tensor:
-            ways = _choices(_degrees(gcd(*splits.values())))
+            degrees = _choices(_degrees(gcd(*splits.values())))
             yield (
-                f"{model} has {value} {what}, which TP {tensor} does not divide; "
-                f"use a TP of {ways}."
+                f"{model} has {value} {dimension}, which TP {tensor} does not divide; "
+                f"use a TP of {degrees}."
             )
     part = shape.seq_length // parallelism.context
     if parallelism.sequence_parallel and part % tensor:
@@ -105,7 +106,8 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 
 def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    """Yield why the model's layers do not fit the pipeline stages, one sentence per reason."""
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     if parallelism.schedule and spec.backend == Backend.MEGATRON:
         yield (
@@ -146,7 +148,8 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:
-    shape, model = spec.shape, _called(spec)
+    """Yield why the sequence does not fit CP or the position table, one sentence per reason."""
+    shape, model = spec.shape, _model_name(spec)
     context, cp_comm_type = spec.parallelism.context, spec.cp_comm_type
     if shape.blocks and context > 1:
         yield (
@@ -180,6 +183,9 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _batch_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why the global batch does not fit micro batch, DP and schedule, one sentence per
+    reason.
+    """
     parallelism, batch = spec.parallelism, spec.batch
     step = batch.micro_batch_size * parallelism.data
     if batch.global_batch_size % step:
@@ -211,7 +217,8 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
-    shape, expert, model = spec.shape, spec.parallelism.expert, _called(spec)
+    """Yield why the experts do not fit EP, ETP and TP, one sentence per reason."""
+    shape, expert, model = spec.shape, spec.parallelism.expert, _model_name(spec)
     yield from _expert_tensor_rules(spec)
     if not shape.experts:
         if expert > 1:
@@ -236,7 +243,9 @@ def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 
 def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
-    """Yield why ETP fits no stage. Megatron makes the groups of experts for a dense model too."""
+    """Yield why ETP does not divide a stage's ranks. Megatron makes expert groups for a dense model
+    too.
+    """
     parallelism, split = spec.parallelism, spec.parallelism.effective_expert_tensor
     ranks = parallelism.world_size // parallelism.pipeline
     if ranks % split:
@@ -247,7 +256,8 @@ def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    """Yield why EP and ETP do not fit the experts or the ranks, one sentence per reason."""
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor, split = parallelism.tensor, parallelism.effective_expert_tensor
     if parallelism.tensor > 1 and not parallelism.sequence_parallel:
         yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
@@ -269,6 +279,7 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why the sharding is impossible with the other choices, one sentence per reason."""
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
     if spec.state_types.precision_aware and not sharding:
@@ -299,6 +310,9 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
 def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
     # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
     # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
+    """Yield why the recomputation is impossible or not planned; `patched` allows Megatron's endless
+    backward.
+    """
     again = not spec.recompute.is_full and spec.recompute.recomputes("mlp")
     if again and spec.shape.bias and not spec.shape.experts and not patched:
         yield (
@@ -309,17 +323,18 @@ def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
     partly = spec.recompute.is_full and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
-            f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
     if spec.shape.mtp_layers and partly:
         yield (
-            f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
+            f"{_model_name(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."
         )
 
 
 def _offload_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why the offload is impossible or not planned, one sentence per reason."""
     offload, recompute = spec.offload, spec.recompute
     whole, fine = "--cpu-offloading-num-layers", "--fine-grained-activation-offloading"
     flag = whole if offload.layers else fine
@@ -329,13 +344,13 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
         yield f"{flag} needs a GPU and Transformer Engine; leave it out here."
     if spec.shape.blocks:
         yield (
-            f"{_called(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
             f"planned; leave {flag} out."
         )
     if offload.layers:
         if offload.layers >= spec.shape.layers:
             yield (
-                f"{whole} {offload.layers} leaves none of {_called(spec)}'s {spec.shape.layers} layers; "
+                f"{whole} {offload.layers} leaves none of {_model_name(spec)}'s {spec.shape.layers} layers; "
                 f"use at most {spec.shape.layers - 1}."
             )
         if spec.parallelism.pipeline > 1:
@@ -366,15 +381,16 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _degrees(number: int) -> list[int]:
-    """Degrees that divide `number`, as far as a fix names them."""
+    """Return the divisors of `number` that an error sentence may suggest as degrees."""
     return divisors(number, _LARGEST_NAMED)
 
 
-def _called(spec: RunSpec) -> str:
+def _model_name(spec: RunSpec) -> str:
+    """Return the model's name, or 'the model' without one."""
     return spec.model or "the model"
 
 
 def _choices(values: Sequence[object]) -> str:
-    """`1`, `1 or 5`, `1, 5 or 25`."""
-    words = [str(value) for value in values] or ["1"]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    """Return the values as text: `1`, `1 or 5`, `1, 5 or 25`."""
+    texts = [str(value) for value in values] or ["1"]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

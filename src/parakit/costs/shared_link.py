@@ -1,4 +1,6 @@
-"""Seconds that one link between two nodes is busy, when all process groups that cross it share it."""
+"""Seconds that one link between two nodes is busy if all process groups that cross the link share
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from parakit.config.groups import Group, group_size
 from parakit.config.strategy import Parallelism
 
 NUM_NODES = 2
+"""Number of nodes, each with half of the ranks."""
 
 
 class Sent(Protocol):
-    """Calls of one rank: the planner's `CollectiveCall` or a ledger's `Calls`."""
+    """Equal calls of one rank: a `CollectiveCall`, or calls recorded in a communication log."""
 
     @property
     def group(self) -> str:
@@ -20,14 +23,15 @@ class Sent(Protocol):
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank over all these calls."""
+        """Bytes that this rank sends over all these calls."""
 
 
 def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_second: float) -> float:
-    """Seconds of an iteration that the link is busy, each way, if nothing runs beside it.
+    """Return the seconds per iteration that the link is busy in each direction.
 
-    Half of the ranks, in order, sit on each side. Every ring that crosses the link carries there what
-    each of its ranks sends; groups that lie on one side do not use it. All rings share the link.
+    Nothing overlaps with the transfers. Half of the ranks, in order, are on each side. A ring that
+    crosses the link sends over the link what each of its ranks sends; groups on one side do not use
+    the link. All rings share the link's rate.
     """
     per_node, sent = parallelism.world_size // NUM_NODES, 0
     for call in calls:
@@ -40,11 +44,11 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
 
 
 def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
-    """An iteration measured at one rate, as it would be at another: only the link's part changes.
+    """Return the seconds of an iteration at another link rate; only the link's part changes.
 
     Args:
         seconds: The measured iteration.
-        link: `link_seconds` at the rate it was measured at.
+        link: `link_seconds` at the rate of the measurement.
         measured_at: That rate in bit/s.
         rate: The other rate in bit/s.
     """
@@ -52,9 +56,9 @@ def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate:
 
 
 def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
-    """Distance between neighbours of a group in global ranks, and its size.
+    """Return the distance between neighbours of a group in global ranks, and the group's size.
 
-    Groups that no single stride describes move a few numbers only; they count as the whole world.
+    Groups without a single stride move only a few numbers; they count as the whole world.
     """
     tensor, context = parallelism.tensor, parallelism.context
     replicas = tensor * context * parallelism.data

@@ -132,7 +132,7 @@ class ErrorCollector:
         self._task_failed = False
 
     def feed(self, line: str) -> None:
-        """Read one line."""
+        """Read one line of the run, and collect the failure that it reports."""
         if self._frames:
             self._follow_traceback(line)
         if not self._in_epilogue and not any(word in line for word in _WORDS):

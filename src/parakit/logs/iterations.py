@@ -184,7 +184,7 @@ class IterationTable(Sequence[Iteration]):
             return column.copy()
         return self._columns.known.get(name, np.ones(len(self), np.bool_)).copy()
 
-    def with_times(self) -> IterationTable:
+    def derive_times(self) -> IterationTable:
         """Return the table with iteration times, computed from mean times if the log has only these."""
         if self.known("elapsed_ms").any() or MEAN_SECONDS not in self._columns.values:
             return self

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -54,6 +55,29 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
     assert hidden() == {"0.0"}
     assert hidden(reference="tp2") == {""}  # Megatron's 0.1: the same masks.
     assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
+
+
+@pytest.mark.parametrize("where", ["extra", "flags"])
+def test_both_logs_print_every_iteration_so_that_every_reported_loss_is_compared(
+    composed: Composer, where: str
+) -> None:
+    interval = "--log-interval 100"
+    variables_of_make: dict[str, Any] = {
+        where: interval if where == "extra" else tuple(interval.split())
+    }
+    verified = composed("tp2-gpt2-tiny-2cpu", **variables_of_make)
+    intervals = {Flags(launch.flags).text("--log-interval") for launch in verified.launches}
+    assert intervals == {"1"}
+
+
+@pytest.mark.parametrize("comm_type", ["a2a", "a2a+p2p"])
+def test_context_parallelism_that_cpu_attention_ignores_is_refused_wherever_a_pair_is_composed(
+    composed: Composer, comm_type: str
+) -> None:
+    with pytest.raises(LaunchError, match=r"^--cp-comm-type a2a.* chooses how Transformer Engine"):
+        composed("cp2-gpt2-tiny-2cpu", extra=f"--cp-comm-type {comm_type}")
+    with pytest.raises(LaunchError, match=r"^--cp-comm-type a2a.* chooses how Transformer Engine"):
+        composed("cp2-gpt2-tiny-2cpu", flags=("--cp-comm-type", comm_type))
 
 
 def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_one(

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from parakit.config.strategy import PUBLISHED_STRATEGIES
+from tests.logs.test_golden_logs import LOGS
 from tests.reporting.factory import log_text, run_record, write_run
-from tests.reporting.read.test_golden_logs import LOGS
 from tests.reporting.render.test_build import made
 
 SHAPE = {"layers": 4, "hidden": 64, "seq": 64, "ffn": 256}

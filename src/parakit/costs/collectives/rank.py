@@ -1,7 +1,8 @@
-"""Every call that one rank makes in one training iteration, from closed forms.
+"""All collective calls of one rank in one training iteration, from closed forms.
 
-Each entry names its upstream function. Groups of one rank are left out: Megatron calls them, nothing
-moves. Barriers and calls outside a training iteration (evaluation, checkpoints, start-up) are not here.
+Each call names its upstream function. Groups of one rank are left out, because their calls move
+nothing. Barriers and calls outside a training iteration (evaluation, checkpoints, start-up) are not
+included.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from parakit.costs.collectives.tensor import tensor_collectives
 def rank_collectives(
     spec: RunSpec, pipeline_rank: int = 0, megatron: MegatronVersion = LATEST_MEGATRON
 ) -> tuple[CollectiveCall, ...]:
-    """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
+    """Return the calls of one pipeline rank in a steady iteration. All of its TP, CP and DP ranks
+    make the same.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
@@ -36,7 +38,7 @@ def rank_collectives(
 
 
 def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
-    """Calls of the pipeline rank that sends most: the first, the second or the last."""
+    """Return the calls of the pipeline rank that sends most of the first, second and last ranks."""
     pipeline = spec.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
     return max((rank_collectives(spec, rank) for rank in ranks), key=total_wire_bytes)
@@ -45,6 +47,7 @@ def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
 def _all_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
+    """Yield the calls of one pipeline rank, those of groups of one rank included."""
     yield from tensor_collectives(spec, pipeline_rank, megatron)
     for run in spec.uniform_stage_specs(pipeline_rank):
         yield from context_collectives(run)

@@ -29,6 +29,7 @@ from parakit.launch import (
     Options,
     Saving,
     WarmPool,
+    attention_problems,
     compose_job,
     parse_target,
     saving_flags,
@@ -45,6 +46,8 @@ MICRO_BATCH, MICRO_BATCHES = 2, 3
 
 Both are above 1, and 3 is no usual degree of parallelism, so that a wrong number of either shows.
 """
+LOG_EVERY_ITERATION = ("--log-interval", "1")
+"""Flags of every run: what the loss function reports is compared per iteration, as the log prints it."""
 NATIVE, HF = "native", "hf"
 REIMPLEMENTATIONS = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 """Backends of references that are another implementation of the model, on one rank, by the value of REFERENCE=."""
@@ -229,7 +232,7 @@ def compose_pair(pair: LaunchPair) -> Verification:
     strategy_job = shared_job.with_options(
         replace(
             shared_job.options,
-            extra=(*shared_job.options.extra, *pair.flags),
+            extra=(*shared_job.options.extra, *pair.flags, *LOG_EVERY_ITERATION),
             megatron_lm=pair.megatron_lm or options.megatron_lm,
         )
     )
@@ -244,6 +247,8 @@ def compose_pair(pair: LaunchPair) -> Verification:
         pair, strategy, reference=_pad_vocabulary(strategy, reference), saving=saving
     )
     for launch in verification.launches:
+        for problem in attention_problems(launch):
+            raise LaunchError(problem)
         degrees = launch.spec.parallelism
         if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
             raise LaunchError(
@@ -288,7 +293,7 @@ def _make_shared_options(pair: LaunchPair) -> Options:
         noisy_start=True,
         ledger=False,
         saving=None,
-        extra=(*untied, *dtype, *options.extra),
+        extra=(*untied, *dtype, *options.extra, *LOG_EVERY_ITERATION),
     )
 
 

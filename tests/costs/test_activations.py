@@ -44,8 +44,8 @@ def tiny(offload: Offload, split: Parallelism | None = None, **changes: object) 
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def fine(*modules: str, smallest: int = 0, fraction: float = 1.0, kept: int = 0) -> Offload:
-    return Offload(0, modules, smallest, fraction, kept)
+def fine(*modules: str, min_elements: int = 0, fraction: float = 1.0, kept: int = 0) -> Offload:
+    return Offload(0, modules, min_elements, fraction, kept)
 
 
 @pytest.mark.parametrize(
