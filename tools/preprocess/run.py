@@ -310,6 +310,6 @@ class ProgressLine:
             self._printed = now
             task = self._shown.tasks[0]
             if task.time_remaining is not None:
-                left = timedelta(seconds=round(task.time_remaining))
-                line += f" · {task.percentage:.0f}% · {left} left"
+                remaining = timedelta(seconds=round(task.time_remaining))
+                line += f" · {task.percentage:.0f}% · {remaining} left"
             self.say(line)

@@ -33,7 +33,7 @@ from parakit.planner import (
 
 @dataclass(frozen=True)
 class ZeroPredictionFile:
-    """Keys of `zero_prediction.yaml`."""
+    """Keys of the file `zero_prediction.yaml`."""
 
     links: Mapping[str, str]
     """Names for people, by the link's key."""
@@ -64,7 +64,7 @@ class PredictedMethod:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per iteration."""
+        """Predicted seconds per iteration; None if the model cannot have the strategy."""
         return self.timed.candidate.seconds.total if self.timed else None
 
     @property

@@ -88,7 +88,7 @@ class MatrixCell:
 
     @property
     def samples(self) -> int:
-        """Samples per iteration."""
+        """Samples per iteration, over all ranks."""
         micro_batches = [level.micro_batches for level in self.levels if level.micro_batches]
         if not micro_batches:
             return self.layout.samples

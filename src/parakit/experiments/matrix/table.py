@@ -44,7 +44,7 @@ class LevelResult:
 
     @property
     def short(self) -> str:
-        """Text of the HTML table's cell, where columns are narrow."""
+        """Short text for the HTML table: the ratio of cells that held, such as `.42`, else the sign of the status."""
         if self.record and self.record.is_right:
             ratio = "0" if not self.ratio else f"{self.ratio:.2f}".lstrip("0")
             return f"{ratio}ᵖ" if self.record.patch else ratio

@@ -40,7 +40,7 @@ def list_component_names(cell: MatrixCell) -> list[str]:
 def add_executed_files(
     executed: ExecutedFiles, name: str, files: frozenset[str]
 ) -> dict[str, frozenset[str]]:
-    """Return the executed files with those of one more component.
+    """Return `executed` with one more component, `name`, which executes `files`.
 
     Files that all components of its family execute are moved to the family's entry.
     """

@@ -263,7 +263,7 @@ def _count_wrong_seeds(
     """
     num_wrong = num_seeds = 1
     for number in range(1, NEAR_SEEDS):
-        other = verification.with_other_batches(number)
+        other = verification.shift_seed(number)
         at_seed = _IterationVerification(
             verification.iteration, other, scratch, train, label=f"-seed-{number}"
         )
@@ -325,7 +325,10 @@ class _IterationVerification:
         )
 
     def _judge_tensors(self) -> Judgement:
-        """Train reference and strategy, compare their tensors, and train further parts where that is unclear.
+        """Train reference and strategy, and return the judgement on their tensors.
+
+        Further parts are trained if errors of earlier iterations carry over, if routing or initial weights differ, or
+        if errors may have spread from one module to others.
 
         Raises:
             VerifyError: A run failed, or the tensors cannot be compared.

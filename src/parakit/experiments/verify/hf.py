@@ -176,7 +176,7 @@ class _Prover:
         yield self._prove_training(job)
 
     def _prove_strategy(self, job: Job) -> Proof:
-        """Verify a strategy against transformers."""
+        """Verify a strategy against transformers tensor by tensor; return the verdict as a proof."""
         pair = LaunchPair(job, HF, self.extra_b)
         verification, folder = compose_pair(pair), self.folder / job.name
         self.console.print(f"{job.name}: {verification.mode}", highlight=False)

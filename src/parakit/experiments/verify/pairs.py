@@ -186,7 +186,7 @@ class Verification:
                 f"{self.saving.spec.name} against undisturbed"
             )
 
-    def with_other_batches(self, number: int) -> Verification:
+    def shift_seed(self, number: int) -> Verification:
         """Return the verification from the same weights with a seed that is larger by `number`."""
 
         def add_to_seed(launch: Launch) -> Launch:
