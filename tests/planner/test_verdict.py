@@ -9,7 +9,7 @@ from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import gib
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.verdict import Fit, explain_close_fit, judge_fit_on_cluster, needed_bytes
-from tests.planner.test_memory import tiny
+from tests.costs.test_memory import tiny
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,23 @@ class ExpertLoad:
         received = min(self.imbalance, max_imbalance(shape, ranks))
         return received if self.capacity is None else min(received, self.capacity)
 
-    def expected_destinations(self, shape: ModelShape, places: int) -> float:
+    def expected_destinations(self, shape: ModelShape, destinations: int) -> float:
         """Return the mean number of destinations that one token is sent to.
 
         `places` is the number of ranks or nodes, each of which holds the same number of experts.
         The token's experts are drawn at random, in random groups if the router has groups.
         """
-        chosen, taken = shape.experts_per_token, self.groups_per_token
-        if places >= self.groups:
-            return _filled(chosen, taken * places / self.groups)
-        return _filled(_filled(chosen, taken), places)
+        experts_per_token, groups_per_token = shape.experts_per_token, self.groups_per_token
+        if destinations >= self.groups:
+            return _mean_filled_boxes(
+                experts_per_token, groups_per_token * destinations / self.groups
+            )
+        return _mean_filled_boxes(
+            _mean_filled_boxes(experts_per_token, groups_per_token), destinations
+        )
 
 
-def _filled(balls: float, boxes: float) -> float:
+def _mean_filled_boxes(balls: float, boxes: float) -> float:
     """Return the mean number of boxes that hold a ball if each ball falls into a random box."""
     return float(boxes * (1 - (1 - 1 / boxes) ** balls))
 
@@ -94,8 +98,8 @@ def max_imbalance(shape: ModelShape, ranks: int) -> float:
     """
     if not shape.experts:
         return 1.0
-    own = shape.experts // ranks
-    return ranks * min(shape.experts_per_token, own) / shape.experts_per_token
+    experts_per_rank = shape.experts // ranks
+    return ranks * min(shape.experts_per_token, experts_per_rank) / shape.experts_per_token
 
 
 def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
@@ -110,13 +114,13 @@ def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
     if imbalance != 1 and flags.has(_FORCED):
         raise ValueError(f"IMBALANCE={imbalance:g} contradicts {_FORCED}; leave one of them out.")
     load = ExpertLoad(imbalance)
-    if (taken := flags.integer(_GROUPS_TAKEN)) != 0:
+    if (groups_per_token := flags.integer(_GROUPS_TAKEN)) != 0:
         groups = flags.integer(_GROUPS)
-        if not 0 < taken <= groups:
+        if not 0 < groups_per_token <= groups:
             raise ValueError(
-                f"{_GROUPS_TAKEN} {taken} needs a {_GROUPS} of as many or more; it is {groups}."
+                f"{_GROUPS_TAKEN} {groups_per_token} needs a {_GROUPS} of as many or more; it is {groups}."
             )
-        load = replace(load, groups=groups, groups_per_token=taken)
+        load = replace(load, groups=groups, groups_per_token=groups_per_token)
     capacity = flags.number(_CAPACITY, -1.0)
     if capacity < 0:
         return load

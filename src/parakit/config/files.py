@@ -93,23 +93,23 @@ def read_args_file(path: Path) -> tuple[str, ...]:
     Raises:
         ValueError: A line has an unclosed quote; the message names file and line.
     """
-    words: list[str] = []
+    arguments: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            words += shlex.split(line, comments=True)
+            arguments += shlex.split(line, comments=True)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}; close the quote.") from None
-    return tuple(words)
+    return tuple(arguments)
 
 
-def format_args_file(comments: Iterable[str], words: Iterable[str]) -> str:
+def format_args_file(comments: Iterable[str], arguments: Iterable[str]) -> str:
     """Return the text of an `.args` file: the comments, then one line per flag with its values."""
     lines = [f"# {comment}" for comment in comments]
-    for word in words:
-        if word.startswith("--"):
-            lines.append(word)
+    for argument in arguments:
+        if argument.startswith("--"):
+            lines.append(argument)
         else:
-            lines[-1] += f" {shlex.quote(word)}"
+            lines[-1] += f" {shlex.quote(argument)}"
     return "\n".join(lines) + "\n"
 
 

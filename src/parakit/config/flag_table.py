@@ -97,15 +97,15 @@ class KnownFlag:
         return not newer and not (self.until and version > parse_release(self.until))
 
 
-def _read() -> dict[str, KnownFlag]:
+def _read_table() -> dict[str, KnownFlag]:
     with (Path(__file__).parent / "flags.csv").open(newline="") as file:
-        return {line["name"]: _known(line) for line in csv.DictReader(file, restval="")}
+        return {line["name"]: _parse_row(line) for line in csv.DictReader(file, restval="")}
 
 
-def _known(line: dict[str, str]) -> KnownFlag:
+def _parse_row(line: dict[str, str]) -> KnownFlag:
     group, _, field = line["field"].partition(".")
     read: dict[str, Any] = {
-        "default": _default(line["kind"], line["default"]),
+        "default": _parse_default(line["kind"], line["default"]),
         "only_with": tuple(filter(None, line["only_with"].split("|"))),
         "recipe": tuple(line["recipe"].split()),
         "of_device": bool(line["of_device"]),
@@ -115,7 +115,7 @@ def _known(line: dict[str, str]) -> KnownFlag:
     return KnownFlag(**(line | read))
 
 
-def _default(kind: str, text: str) -> Default:
+def _parse_default(kind: str, text: str) -> Default:
     if not text:
         return None
     if kind in ("on", "off"):
@@ -129,7 +129,7 @@ def parse_release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-FLAGS: Mapping[str, KnownFlag] = _read()
+FLAGS: Mapping[str, KnownFlag] = _read_table()
 """The rows of `flags.csv` by flag name, in the file's order."""
 
 FLAGS_WITHOUT_ROW = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])

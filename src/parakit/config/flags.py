@@ -25,13 +25,13 @@ def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
     """Return a dict of flags as a list of arguments. True gives the flag without a value; None and
     False leave it out.
     """
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in flags.items():
         if value is True:
-            words.append(name)
+            arguments.append(name)
         elif value is not None and value is not False:
-            words += [name, str(value)]
-    return tuple(words)
+            arguments += [name, str(value)]
+    return tuple(arguments)
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
@@ -40,50 +40,54 @@ def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
     argparse takes the last one as well; a command that names each flag once is easier to read.
     """
     merged: dict[str, list[str]] = {}
-    for words in groups:
-        merged |= values_by_flag(words)
+    for arguments in groups:
+        merged |= values_by_flag(arguments)
     return tuple(word for name, values in merged.items() for word in (name, *values))
 
 
-def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
+def pick_flags(arguments: Sequence[str], names: Container[str]) -> tuple[str, ...]:
     """Return the flags in `words` that `names` contains, with their values."""
-    given = values_by_flag(words).items()
-    return tuple(word for name, values in given if name in names for word in (name, *values))
+    values_of_flags = values_by_flag(arguments).items()
+    return tuple(
+        word for name, values in values_of_flags if name in names for word in (name, *values)
+    )
 
 
-def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
+def drop_flags(arguments: Sequence[str], names: Container[str]) -> tuple[str, ...]:
     """Return the flags in `words` that `names` does not contain, with their values."""
-    given = values_by_flag(words).items()
-    return tuple(word for name, values in given if name not in names for word in (name, *values))
+    values_of_flags = values_by_flag(arguments).items()
+    return tuple(
+        word for name, values in values_of_flags if name not in names for word in (name, *values)
+    )
 
 
-def unlisted_flags(words: Sequence[str]) -> tuple[str, ...]:
+def unlisted_flags(arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the flags in `words` that `flags.csv` has no row for."""
-    return tuple(name for name in values_by_flag(words) if name not in FLAGS)
+    return tuple(name for name in values_by_flag(arguments) if name not in FLAGS)
 
 
-def find_misspelled_flags(words: Sequence[str]) -> dict[str, str]:
+def find_misspelled_flags(arguments: Sequence[str]) -> dict[str, str]:
     """Return the flags that no supported Megatron has, each with a sentence that suggests a similar
     flag.
     """
-    found = {}
-    for name in unlisted_flags(words):
+    sentences = {}
+    for name in unlisted_flags(arguments):
         if name not in FLAGS_WITHOUT_ROW:
             megatrons = FLAGS_WITHOUT_ROW | FLAGS.keys() - flags_with_role("kit")
-            near = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]}?" if near else "leave it out."
-            found[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
-    return found
+            similar = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
+            hint = f"did you mean {similar[0]}?" if similar else "leave it out."
+            sentences[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
+    return sentences
 
 
-def refuse_misspelled_flags(words: Sequence[str]) -> None:
+def refuse_misspelled_flags(arguments: Sequence[str]) -> None:
     """Raise an error if `words` has flags that no supported Megatron has.
 
     Raises:
         ValueError: There are such flags; the message has one line per flag.
     """
-    if found := find_misspelled_flags(words):
-        raise ValueError("\n".join(found.values()))
+    if sentences := find_misspelled_flags(arguments):
+        raise ValueError("\n".join(sentences.values()))
 
 
 def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> None:
@@ -94,10 +98,12 @@ def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> 
         raise ValueError(f"{name} {unknown[0]} is not one of Megatron's; use {', '.join(known)}.")
 
 
-def drop_flags_newer_than(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+def drop_flags_newer_than(arguments: Sequence[str], megatron_version: str) -> tuple[str, ...]:
     """Return the flags in `words` without those that this Megatron version does not have."""
-    here = parse_release(megatron_version)
-    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.exists_in(here)})
+    release = parse_release(megatron_version)
+    return drop_flags(
+        arguments, {name for name, flag in FLAGS.items() if not flag.exists_in(release)}
+    )
 
 
 def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
@@ -106,18 +112,20 @@ def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
 
     `group` is the name of the object in the table of flags, such as `shape` or `recompute`.
     """
-    usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
-    words: list[str] = []
+    defaults = {
+        field.name: field.default for field in fields(value) if field.default is not MISSING
+    }
+    arguments: list[str] = []
     for flag in flags_in_group(group):
-        held = getattr(value, flag.field)
-        if held == usual.get(flag.field):
+        field_value = getattr(value, flag.field)
+        if field_value == defaults.get(flag.field):
             continue
-        words.append(flag.name)
+        arguments.append(flag.name)
         if flag.kind == "texts":
-            words += sorted(held) if isinstance(held, frozenset) else held
+            arguments += sorted(field_value) if isinstance(field_value, frozenset) else field_value
         elif flag.kind not in ("on", "off"):
-            words.append(f"{held:g}" if flag.kind == "decimal" else str(held))
-    return tuple(words)
+            arguments.append(f"{field_value:g}" if flag.kind == "decimal" else str(field_value))
+    return tuple(arguments)
 
 
 class Flags:
@@ -127,8 +135,8 @@ class Flags:
     default.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._values = values_by_flag(words)
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._values = values_by_flag(arguments)
 
     def __eq__(self, other: object) -> bool:
         """Return True if the other has the same flags with the same values, in any order."""
@@ -163,11 +171,11 @@ class Flags:
         Raises:
             ValueError: The value is not an integer; the message names flag and value.
         """
-        return self._parsed(name, default, int, "a whole number")
+        return self._parse_first_value(name, default, int, "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return the flag's first value as a float; raises as `integer` does."""
-        return self._parsed(name, default, float, "a number")
+        return self._parse_first_value(name, default, float, "a number")
 
     def applies(self, flag: KnownFlag) -> bool:
         """Return True if the flags that `flag` depends on (`only_with`) are present."""
@@ -184,12 +192,12 @@ class Flags:
             ValueError: A value is not of its flag's kind.
         """
         return {
-            flag.field: self._value(flag)
+            flag.field: self._typed_value(flag)
             for flag in flags_in_group(group)
             if (flag.default is not None or self.has(flag.name)) and self.applies(flag)
         }
 
-    def _value(self, flag: KnownFlag) -> Any:
+    def _typed_value(self, flag: KnownFlag) -> Any:
         """Return the value of a flag in the type of its kind; a switch gives True or False."""
         match flag.kind:
             case "on" | "off":
@@ -207,7 +215,7 @@ class Flags:
         name, is_value, value = condition.partition("=")
         return self.text(name) == value if is_value else self.has(name)
 
-    def _parsed[T: (int, float)](
+    def _parse_first_value[T: (int, float)](
         self, name: str, default: T | None, parse: Callable[[Any], T], wanted: str
     ) -> T:
         """Return the flag's first value parsed by `parse`, or the default; `wanted` describes a
@@ -226,29 +234,29 @@ def null_tokenizer_flags(entries: int, megatron_version: str) -> tuple[str, ...]
 
     The last entry is the end-of-document token.
     """
-    given = entries - _uncounted(megatron_version)
-    return ("--tokenizer-type", _NULL, "--vocab-size", str(given))
+    counted_entries = entries - _num_uncounted_entries(megatron_version)
+    return ("--tokenizer-type", _NULL, "--vocab-size", str(counted_entries))
 
 
 def count_end_of_document_in_vocabulary(
-    words: Sequence[str], megatron_version: str
+    arguments: Sequence[str], megatron_version: str
 ) -> tuple[str, ...]:
     """Return the flags with a `--vocab-size` that counts every entry of a NullTokenizer.
 
     Megatron up to 0.17 adds the end-of-document token to `--vocab-size`; other flags stay
     unchanged.
     """
-    flags = Flags(words)
+    flags = Flags(arguments)
     if flags.text("--tokenizer-type") != _NULL or not flags.has("--vocab-size"):
-        return tuple(words)
-    entries = flags.integer("--vocab-size", 0) + _uncounted(megatron_version)
-    return merge_flags(words, ("--vocab-size", str(entries)))
+        return tuple(arguments)
+    entries = flags.integer("--vocab-size", 0) + _num_uncounted_entries(megatron_version)
+    return merge_flags(arguments, ("--vocab-size", str(entries)))
 
 
 _NULL = "NullTokenizer"
 
 
-def _uncounted(megatron_version: str) -> int:
+def _num_uncounted_entries(megatron_version: str) -> int:
     """Return the number of NullTokenizer entries that `--vocab-size` does not count.
 
     Megatron up to 0.17 adds the end-of-document token to the given size; from 0.18 on that token is
@@ -257,14 +265,14 @@ def _uncounted(megatron_version: str) -> int:
     return 1 if parse_release(megatron_version) < (0, 18) else 0
 
 
-def values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
+def values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return each flag's values; of a flag that occurs twice, the last occurrence counts."""
     values: dict[str, list[str]] = {}
     current: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, joined, value = word.partition("=")
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, joined, value = argument.partition("=")
             current = values[name] = [value] if joined else []
         else:
-            current.append(word)
+            current.append(argument)
     return values

@@ -97,7 +97,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Contents of `hardware.yaml`."""
+    """Devices and links in `hardware.yaml`, by key."""
 
     devices: Mapping[str, Device]
     links: Mapping[str, Link]
@@ -111,8 +111,10 @@ class UnknownHardwareError(ValueError):
 def load_hardware() -> Hardware:
     """Return the devices and links of `hardware.yaml`; the file is read once."""
     data = {
-        what: {key: {"key": key} | _convert_to_base_units(entry) for key, entry in entries.items()}
-        for what, entries in read_yaml(_FILE).items()
+        section: {
+            key: {"key": key} | _convert_to_base_units(entry) for key, entry in entries.items()
+        }
+        for section, entries in read_yaml(_FILE).items()
     }
     return msgspec.convert(data, Hardware)
 
@@ -122,8 +124,15 @@ def find_device(name: str) -> Device | None:
 
     Only full names match: an H100 PCIe is not an H100 SXM.
     """
-    wanted, devices = _plain(name), load_hardware().devices.values()
-    return next((each for each in devices if wanted in map(_plain, each.nvml_names)), None)
+    plain_name, devices = _normalise_driver_name(name), load_hardware().devices.values()
+    return next(
+        (
+            device
+            for device in devices
+            if plain_name in map(_normalise_driver_name, device.nvml_names)
+        ),
+        None,
+    )
 
 
 def device_by_key(key: str) -> Device:
@@ -133,13 +142,13 @@ def device_by_key(key: str) -> Device:
         UnknownHardwareError: No device has that key or name.
     """
     devices = load_hardware().devices
-    wanted = _words(key)
+    words_of_key = _key_words(key)
     for device in devices.values():
-        if wanted in map(_words, (device.key, *device.aliases)):
+        if words_of_key in map(_key_words, (device.key, *device.aliases)):
             return device
-    if (found := find_device(key)) is None:
-        raise UnknownHardwareError(_hint("GPU", key, devices))
-    return found
+    if (device_of_driver := find_device(key)) is None:
+        raise UnknownHardwareError(_format_hint("GPU", key, devices))
+    return device_of_driver
 
 
 def link_by_key(key: str) -> Link:
@@ -152,7 +161,7 @@ def link_by_key(key: str) -> Link:
     for link in links.values():
         if key.lower() in (link.key, *link.aliases):
             return link
-    raise UnknownHardwareError(_hint("link", key, links))
+    raise UnknownHardwareError(_format_hint("link", key, links))
 
 
 def calibration_file_name(key: str) -> str:
@@ -163,18 +172,18 @@ def calibration_file_name(key: str) -> str:
     return f"calibration-{platform.node()}-{key}.json"
 
 
-def _hint(what: str, key: str, known: Mapping[str, object]) -> str:
+def _format_hint(kind: str, key: str, known: Mapping[str, object]) -> str:
     """Return the error sentence for an unknown key, with up to three similar keys."""
-    near = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.4) or list(known)
-    return f"There is no {what} '{key}'; did you mean {' or '.join(near)}?"
+    similar = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.4) or list(known)
+    return f"There is no {kind} '{key}'; did you mean {' or '.join(similar)}?"
 
 
-def _words(key: str) -> frozenset[str]:
+def _key_words(key: str) -> frozenset[str]:
     """Return the words of a key in lower case, so that their order and separators do not matter."""
     return frozenset(re.split(r"[-_\s]+", key.casefold().strip()))
 
 
-def _plain(name: str) -> str:
+def _normalise_driver_name(name: str) -> str:
     """Return a driver's device name in lower case without the vendor."""
     return name.casefold().removeprefix("nvidia").strip()
 
@@ -185,11 +194,11 @@ def _convert_to_base_units(entry: Any) -> Any:
     """
     if not isinstance(entry, dict):
         return entry
-    found = {}
+    converted = {}
     for name, value in entry.items():
         unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
         base, factor = _UNITS.get(unit, ("", 1))
-        found[name.removesuffix(unit) + base] = (
+        converted[name.removesuffix(unit) + base] = (
             value * factor if unit else _convert_to_base_units(value)
         )
-    return found
+    return converted

@@ -237,12 +237,12 @@ class ModelShape:
     @lru_cache(maxsize=256)  # noqa: B019  (shapes are few)
     def with_only_block(self, block: str) -> ModelShape:
         """Return the shape of a model whose layers consist of one block."""
-        kept = replace(self, blocks=block)
+        shape = replace(self, blocks=block)
         if block != ATTENTION:
-            kept = replace(kept, heads=0, query_groups=0, latent=None)
+            shape = replace(shape, heads=0, query_groups=0, latent=None)
         if block != EXPERTS:
-            kept = kept.without_experts
-        return kept if block == MLP else replace(kept, ffn_hidden=0)
+            shape = shape.without_experts
+        return shape if block == MLP else replace(shape, ffn_hidden=0)
 
     @cached_property
     def without_experts(self) -> ModelShape:
@@ -259,11 +259,11 @@ class ModelShape:
         dense, linear = frozenset(self.dense_layers), frozenset(self.linear_layers)
         if not (dense or linear):
             return ((self, range(self.layers)),)
-        rest = frozenset(range(self.layers)) - linear
+        with_attention = frozenset(range(self.layers)) - linear
         plain = replace(self, linear_layers=()) if linear else self
         kinds = (
-            (True, plain, rest - dense),
-            (dense, plain.without_experts, rest & dense),
+            (True, plain, with_attention - dense),
+            (dense, plain.without_experts, with_attention & dense),
             (linear, plain.with_linear_attention, linear - dense),
             (dense and linear, plain.without_experts.with_linear_attention, linear & dense),
         )
@@ -429,27 +429,27 @@ def find_model(text: str) -> Model:
     if not is_model_file(text):
         return load_model(text)
     path, name = Path(text).expanduser(), model_name_of_file(text)
-    words = read_config_flags(path) if path.suffix == ".json" else read_args_file(path)
-    family = "moe" if Flags(words).has("--num-experts") else "gpt3"
-    return replace(model_from_flags(name, family, words), source=text)
+    arguments = read_config_flags(path) if path.suffix == ".json" else read_args_file(path)
+    family = "moe" if Flags(arguments).has("--num-experts") else "gpt3"
+    return replace(model_from_flags(name, family, arguments), source=text)
 
 
-def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
+def model_from_flags(name: str, family: str, arguments: Sequence[str]) -> Model:
     """Build a model from Megatron flags, wherever they come from (a file, a run's argv).
 
     Raises:
         ValueError: A flag that defines the shape is missing; the message names it.
     """
-    flags = Flags(words)
+    flags = Flags(arguments)
     return Model(
         name=name,
         family=family,
-        flags=tuple(words),
+        flags=tuple(arguments),
         shape=shape_from_flags(name, flags),
         batch=parse_batch(flags),
         dtype=parse_dtype(flags),
         # A family may train all its models without.
-        dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout"),
+        dropout=Flags((*training_flags(family), *arguments)).number("--hidden-dropout"),
     )
 
 
@@ -496,13 +496,13 @@ def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
 
 
 def apply_flags_to_model(
-    model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS
+    model: Model, arguments: Sequence[str], names: Container[str] = SHAPE_FLAGS
 ) -> Model:
     """Return the model with another shape or precision, under its name.
 
     Only the flags of `words` in `names` are applied. Raises as `model_from_flags` does.
     """
-    changes = pick_flags(words, names)
+    changes = pick_flags(arguments, names)
     if not changes:
         return model
     other_half = any(half in changes for half in HALF_PRECISION_FLAGS)
@@ -519,29 +519,35 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
-    said = flags.fields("shape")
+    stated = flags.fields("shape")
     for flag in flags_in_group("shape", "latent", "mamba", "linear"):
         counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
         if counted and (value := flags.integer(flag.name)) < 0:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
-    hidden, heads, layers = said["hidden"], said["heads"], said["layers"]
+    hidden, heads, layers = stated["hidden"], stated["heads"], stated["layers"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
     latent = flags.has("--multi-latent-attention")
-    columns = said.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
+    columns = stated.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
         "head_width": hidden // max(1, heads),
         "ffn_hidden": columns,
         "expert_ffn_hidden": columns,
     }
-    experts = said.get("experts", 0)
-    with_experts = _marked(flags, "--moe-layer-freq", layers, _each) if experts else range(layers)
+    experts = stated.get("experts", 0)
+    with_experts = (
+        _parse_layer_pattern(flags, "--moe-layer-freq", layers, _is_multiple)
+        if experts
+        else range(layers)
+    )
     linear = flags.text("--experimental-attention-variant") == GATED_DELTA_NET
-    window, windowed_fraction = _window(flags), 1.0
+    window, windowed_fraction = _parse_window(flags), 1.0
     if window and flags.has(_SKIPPED):
-        windowed_fraction = len(_marked(flags, _SKIPPED, layers, _others)) / layers
+        windowed_fraction = (
+            len(_parse_layer_pattern(flags, _SKIPPED, layers, _is_no_last_of_group)) / layers
+        )
     shape = ModelShape(
-        **(derived | said),
+        **(derived | stated),
         positions=flags.integer("--max-position-embeddings") if learned else 0,
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
         rms_norm=flags.text("--normalization") == "RMSNorm",
@@ -555,7 +561,11 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         router_z_loss=flags.has("--moe-z-loss-coeff"),
         dense_layers=tuple(layer for layer in range(layers) if layer not in with_experts),
         linear=LinearAttention(**flags.fields("linear")) if linear else None,
-        linear_layers=_marked(flags, "--linear-attention-freq", layers, _others) if linear else (),
+        linear_layers=_parse_layer_pattern(
+            flags, "--linear-attention-freq", layers, _is_no_last_of_group
+        )
+        if linear
+        else (),
         window=window,
         windowed_fraction=windowed_fraction if window else 0.0,
     )
@@ -573,17 +583,17 @@ _OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 _SKIPPED = "--window-attn-skip-freq"
 
 
-def _window(flags: Flags) -> int:
+def _parse_window(flags: Flags) -> int:
     """Return the tokens of `--window-size`, whose second number a causal mask leaves at 0; 0
     without a window.
 
     Raises:
         ValueError: The value is not a pair of numbers.
     """
-    said = flags.text("--window-size")
-    pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", said.replace(" ", ""))
-    if said and not pair:
-        raise ValueError(f"--window-size {said} is no pair of numbers, such as 127,0; correct it.")
+    text = flags.text("--window-size")
+    pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", text.replace(" ", ""))
+    if text and not pair:
+        raise ValueError(f"--window-size {text} is no pair of numbers, such as 127,0; correct it.")
     return max(0, int(pair[1]) + 1) if pair else 0
 
 
@@ -611,17 +621,17 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
         )
 
 
-def _each(layer: int, every: int) -> bool:
+def _is_multiple(layer: int, every: int) -> bool:
     """Return True for layers 0, `every`, 2 × `every`, …"""
     return layer % every == 0
 
 
-def _others(layer: int, every: int) -> bool:
+def _is_no_last_of_group(layer: int, every: int) -> bool:
     """Return True for all layers but each `every`-th one."""
     return (layer + 1) % every > 0
 
 
-def _marked(
+def _parse_layer_pattern(
     flags: Flags, name: str, layers: int, by_number: Callable[[int, int], bool]
 ) -> tuple[int, ...]:
     """Return the indices, from 0, of the layers that a flag selects.
@@ -634,7 +644,7 @@ def _marked(
     """
     text = " ".join(flags.texts(name)) or str(FLAGS[name].default or "")
     try:
-        pattern = _evaluated(ast.parse(text, mode="eval").body)
+        pattern = _evaluate_pattern(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError):
         pattern = None
     if isinstance(pattern, int) and pattern > 0:
@@ -647,7 +657,7 @@ def _marked(
     return tuple(layer for layer, mark in enumerate(pattern) if mark)
 
 
-def _evaluated(node: ast.expr) -> Any:
+def _evaluate_pattern(node: ast.expr) -> Any:
     """Return a number, a list of numbers, or sums and multiples of them; raises TypeError for
     anything else.
     """
@@ -655,11 +665,11 @@ def _evaluated(node: ast.expr) -> Any:
         case ast.Constant(value=int()):
             return node.value
         case ast.List():
-            return [_evaluated(element) for element in node.elts]
+            return [_evaluate_pattern(element) for element in node.elts]
         case ast.BinOp(op=ast.Add()):
-            return _evaluated(node.left) + _evaluated(node.right)
+            return _evaluate_pattern(node.left) + _evaluate_pattern(node.right)
         case ast.BinOp(op=ast.Mult()):
-            return _evaluated(node.left) * min(_evaluated(node.right), _MOST_LAYERS)
+            return _evaluate_pattern(node.left) * min(_evaluate_pattern(node.right), _MOST_LAYERS)
     raise TypeError
 
 
@@ -673,16 +683,16 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         ValueError: The pattern has a block that the formulas do not know.
     """
     blocks = flags.text("--hybrid-layer-pattern")
-    if strange := sorted(set(blocks) - {*BLOCKS, LINEAR}):
+    if unknown := sorted(set(blocks) - {*BLOCKS, LINEAR}):
         raise ValueError(
-            f"--hybrid-layer-pattern {blocks} has the block '{strange[0]}', which is not known; "
+            f"--hybrid-layer-pattern {blocks} has the block '{unknown[0]}', which is not known; "
             f"use blocks of {' '.join((*BLOCKS, LINEAR))}."
         )
-    said = flags.fields("mamba")
-    mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
+    stated = flags.fields("mamba")
+    mamba = Mamba(**({"heads": 2 * shape.hidden // stated["head_width"]} | stated))
     linear = LinearAttention(**flags.fields("linear"))
-    whole = replace(shape, mtp_layers=0, dense_layers=(), linear_layers=())
-    return replace(whole, layers=1, blocks=blocks, mamba=mamba, linear=linear)
+    single_layer = replace(shape, mtp_layers=0, dense_layers=(), linear_layers=())
+    return replace(single_layer, layers=1, blocks=blocks, mamba=mamba, linear=linear)
 
 
 def _known_files() -> Iterator[tuple[str, Path]]:

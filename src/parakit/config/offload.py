@@ -66,20 +66,23 @@ def parse_offload(flags: Flags) -> Offload:
     Raises:
         ValueError: Megatron does not accept a module, a number or a combination.
     """
-    found = Offload(**flags.fields("offload"))
-    if found.layers < 0:
-        raise ValueError(f"{_LAYERS} is {found.layers}; use 0 or more.")
+    offload = Offload(**flags.fields("offload"))
+    if offload.layers < 0:
+        raise ValueError(f"{_LAYERS} is {offload.layers}; use 0 or more.")
     if not flags.has(_FINE):
-        return found
-    words = flags.names(_MODULES)
-    if not words:
+        return offload
+    modules = flags.names(_MODULES)
+    if not modules:
         raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(OFFLOAD_MODULES)}.")
-    refuse_unknown(_MODULES, words, OFFLOAD_MODULES)
-    if _FUSED in words and not flags.has(_FUSER):
+    refuse_unknown(_MODULES, modules, OFFLOAD_MODULES)
+    if _FUSED in modules and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
-    if min(found.min_elements, found.kept_bytes_per_stage) < 0 or not 0 <= found.fraction <= 1:
+    if (
+        min(offload.min_elements, offload.kept_bytes_per_stage) < 0
+        or not 0 <= offload.fraction <= 1
+    ):
         raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
-    return replace(found, modules=tuple(name for name in OFFLOAD_MODULES if name in words))
+    return replace(offload, modules=tuple(name for name in OFFLOAD_MODULES if name in modules))
 
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:

@@ -55,19 +55,21 @@ class Recompute:
         Raises:
             ValueError: The text has none of these forms.
         """
-        words = text.split()
-        if named := _NAMED.get(" ".join(words)):
-            return named
-        if words[:1] == ["full"]:
-            if len(words) == 3 and words[1] in _METHODS and words[2].isdecimal() and int(words[2]):
-                return cls(method=words[1], layers=int(words[2]))
-        elif words and RECOMPUTED_MODULES.issuperset(words):
-            return cls(frozenset(words))
+        parts = text.split()
+        if known := _NAMED.get(" ".join(parts)):
+            return known
+        if parts[:1] == ["full"]:
+            if len(parts) == 3 and parts[1] in _METHODS and parts[2].isdecimal() and int(parts[2]):
+                return cls(method=parts[1], layers=int(parts[2]))
+        elif parts and RECOMPUTED_MODULES.issuperset(parts):
+            return cls(frozenset(parts))
         raise ValueError(f"'{text}' is no way to recompute")
 
     def __str__(self) -> str:
-        own = f"full {self.method} {self.layers}" if self.method else " ".join(sorted(self.modules))
-        return next((name for name, known in _NAMED.items() if known == self), own)
+        details = (
+            f"full {self.method} {self.layers}" if self.method else " ".join(sorted(self.modules))
+        )
+        return next((name for name, known in _NAMED.items() if known == self), details)
 
     @property
     def granularity(self) -> str:
@@ -101,8 +103,8 @@ class Recompute:
             return ()
         if self.is_block_method:
             return (1,) * min(self.layers, layers)
-        whole, left = divmod(layers, self.layers)
-        return (self.layers,) * whole + (left,) * (left > 0)
+        full_groups, remaining_layers = divmod(layers, self.layers)
+        return (self.layers,) * full_groups + (remaining_layers,) * (remaining_layers > 0)
 
 
 Recompute.NONE = Recompute()
@@ -119,9 +121,9 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
     """Return Megatron's flags for this recomputation; empty for none."""
     if recompute == Recompute.NONE:
         return ()
-    alone = recompute == Recompute.SELECTIVE
-    own = () if alone else format_fields_as_flags(recompute, "recompute")
-    return (_GRANULARITY, recompute.granularity, *own)
+    is_selective = recompute == Recompute.SELECTIVE
+    details = () if is_selective else format_fields_as_flags(recompute, "recompute")
+    return (_GRANULARITY, recompute.granularity, *details)
 
 
 def parse_recompute(flags: Flags) -> Recompute:

@@ -50,8 +50,8 @@ def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset(), frozenset()
     cached = {
         name
-        for each in kind.__mro__
-        for name, value in vars(each).items()
+        for ancestor in kind.__mro__
+        for name, value in vars(ancestor).items()
         if isinstance(value, cached_property)
     }
     return frozenset(field.name for field in dataclasses.fields(kind)), frozenset(cached)

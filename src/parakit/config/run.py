@@ -45,7 +45,7 @@ class Backend(StrEnum):
 
 
 class RuntimeName(StrEnum):
-    """Where GPU ranks run: in NVIDIA's container, or on this machine."""
+    """Software environment of GPU ranks: NVIDIA's container, or this machine's."""
 
     DOCKER = "docker"
     HOST = "host"
@@ -114,8 +114,8 @@ class Transport(StrEnum):
 
 
 class TokenDispatcher(StrEnum):
-    """How tokens reach their experts (`--moe-token-dispatcher-type`, and the backend of the type
-    `flex`).
+    """Algorithm that sends tokens to their experts (`--moe-token-dispatcher-type`, or the backend
+    of its `flex`).
     """
 
     ALL_TO_ALL = "alltoall"
@@ -251,11 +251,11 @@ class RunSpec:
         shape = self.shape
         if len(shape.blocks) <= 1:
             return ((1, self),)
-        found = []
-        halves = Counter(self.unquantised_blocks)
+        specs = []
+        unquantised = Counter(self.unquantised_blocks)
         for blocks, fp8_recipe in (
-            (Counter(shape.blocks) - halves, self.fp8_recipe),
-            (halves, Fp8Recipe.NONE),
+            (Counter(shape.blocks) - unquantised, self.fp8_recipe),
+            (unquantised, Fp8Recipe.NONE),
         ):
             for block, times in blocks.items():
                 kind = replace(
@@ -264,8 +264,8 @@ class RunSpec:
                     fp8_recipe=fp8_recipe,
                     unquantised_blocks="",
                 )
-                found.append((times, kind))
-        return tuple(found)
+                specs.append((times, kind))
+        return tuple(specs)
 
     @property
     def microbatches(self) -> int:
@@ -299,8 +299,8 @@ class RunSpec:
         """
         if self.expert_load == BALANCED:
             return 1.0
-        own, ranks = self.micro_batch_tokens // self.sequence_shards, self.parallelism.expert
-        return self.expert_load.receive_ratio(self.shape, own, ranks)
+        tokens, ranks = self.micro_batch_tokens // self.sequence_shards, self.parallelism.expert
+        return self.expert_load.receive_ratio(self.shape, tokens, ranks)
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -332,25 +332,25 @@ class RunSpec:
 
         Layers of multi-token prediction count for the last virtual stage of the last rank.
         """
-        return self._with_depths(range(self.shape.layers), pipeline_rank)
+        return self._add_mtp_layers(range(self.shape.layers), pipeline_rank)
 
     def dense_layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
         """Return the dense layers of each virtual stage of a pipeline rank, in a model with
         experts.
         """
-        return self._with_depths(self.shape.dense_layers, pipeline_rank)
+        return self._add_mtp_layers(self.shape.dense_layers, pipeline_rank)
 
-    def _with_depths(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
+    def _add_mtp_layers(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
         """Return the given layers per virtual stage, with the layers of multi-token prediction if
         they are alike.
 
         They have the form of the last layer, so they are added if `layers` contains the last layer.
         """
-        found, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
+        counts, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
         if shape.mtp_layers and is_last and shape.layers - 1 in layers:
-            return (*found[:-1], found[-1] + shape.mtp_layers)
-        return found
+            return (*counts[:-1], counts[-1] + shape.mtp_layers)
+        return counts
 
     def count_layers_per_chunk(
         self, layers: Collection[int], pipeline_rank: int
@@ -362,7 +362,9 @@ class RunSpec:
             return (0,) * split.virtual_stages
         if len(layers) == all_layers:
             return self.stages.layers_per_chunk(all_layers, *degrees, pipeline_rank)
-        return _laid(self.stages, all_layers, frozenset(layers), *degrees)[pipeline_rank]
+        return _count_layers_per_chunk(self.stages, all_layers, frozenset(layers), *degrees)[
+            pipeline_rank
+        ]
 
     def num_layers_on_stage(self, pipeline_rank: int) -> int:
         """Return the number of layers on one pipeline rank, over its virtual stages."""
@@ -383,32 +385,31 @@ class RunSpec:
 
     @cached_property
     def without_recompute(self) -> RunSpec:
-        """The same run without recomputation."""
+        """This run without recomputation."""
         return replace(self, recompute=Recompute.NONE)
 
     @cached_property
     def without_cp_comm_type(self) -> RunSpec:
-        """The same run without a context-parallel algorithm, as a cache key for what does not
-        depend on it.
+        """This run without a context-parallel algorithm, as a cache key for what does not depend on
+        it.
         """
         return replace(self, cp_comm_type="") if self.cp_comm_type else self
 
     @cached_property
     def one_layer_per_stage(self) -> RunSpec:
-        """The same micro batch with one layer per stage and the smallest data parallelism that EP
-        allows.
+        """This run with one layer per stage and the smallest data parallelism that EP allows.
 
         Time and stored bytes of one layer depend on nothing else. The layer is recomputed if any
         layer of the run is.
         """
-        own, samples = self.parallelism, self.batch.micro_batch_size
-        data = max(1, own.expert // own.context)
-        one = replace_cached(
-            own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
+        split, samples = self.parallelism, self.batch.micro_batch_size
+        data = max(1, split.expert // split.context)
+        single_stage_split = replace_cached(
+            split, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
         )
         return replace(
             self,
-            parallelism=one,
+            parallelism=single_stage_split,
             batch=Batch(samples, samples * data),
             recompute=Recompute.FULL if self.recompute.is_full else self.recompute,
             stages=EVEN_SPLIT,
@@ -417,7 +418,7 @@ class RunSpec:
 
     @cached_property
     def with_dense_layers(self) -> RunSpec:
-        """The same run with dense layers only."""
+        """This run with dense layers only."""
         return replace(self, shape=self.shape.without_experts)
 
     def count_dense_layers(self, pipeline_rank: int) -> tuple[int, int]:
@@ -454,13 +455,13 @@ class RunSpec:
         """Return a run with `layers` layers of one kind on every stage, of which `again` are
         recomputed.
         """
-        whole = layers * self.parallelism.pipeline
-        shape = replace(self.shape, layers=whole, mtp_layers=0, dense_layers=())
-        found = replace(self, stages=EVEN_SPLIT, shape=shape)
+        total_layers = layers * self.parallelism.pipeline
+        shape = replace(self.shape, layers=total_layers, mtp_layers=0, dense_layers=())
+        even_spec = replace(self, stages=EVEN_SPLIT, shape=shape)
         if not self.recompute.is_block_method:
-            return found
+            return even_spec
         return replace(
-            found,
+            even_spec,
             parallelism=replace(self.parallelism, virtual_stages=1),
             recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
         )
@@ -495,19 +496,21 @@ def _on_stages(shape: ModelShape, stages: StageSplit, pipeline: int, virtual: in
 
 
 @lru_cache(maxsize=4096)
-def _laid(
-    stages: StageSplit, layers: int, some: frozenset[int], pipeline: int, virtual: int
+def _count_layers_per_chunk(
+    stages: StageSplit, layers: int, selected_layers: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return, per pipeline rank, how many of the layers `some` each of its virtual stages has."""
     counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
-    found: list[list[int]] = [[] for _ in counts]
+    counts_by_rank: list[list[int]] = [[] for _ in counts]
     first = 0
     for stage in range(virtual):
         for rank, chunks in enumerate(counts):
-            behind = first + chunks[stage]
-            found[rank].append(sum(first <= layer < behind for layer in some))
-            first = behind
-    return tuple(tuple(chunks) for chunks in found)
+            next_first = first + chunks[stage]
+            counts_by_rank[rank].append(
+                sum(first <= layer < next_first for layer in selected_layers)
+            )
+            first = next_first
+    return tuple(tuple(chunks) for chunks in counts_by_rank)
 
 
 def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
@@ -527,7 +530,7 @@ def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> Run
 
 
 def spec_from_flags(
-    words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
+    arguments: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
     """Return the run that Megatron trains with these flags, the model's own included, on `devices`
     ranks.
@@ -536,8 +539,8 @@ def spec_from_flags(
         ValueError: A flag that defines the shape is missing; the message names it.
         StrategyError: The degrees do not divide `devices`.
     """
-    flags = Flags(words)
-    parallelism = parallelism_from_flags(words, devices)
+    flags = Flags(arguments)
+    parallelism = parallelism_from_flags(arguments, devices)
     # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep scores and
     # GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
     on_cpu = device is DeviceKind.CPU
@@ -550,7 +553,7 @@ def spec_from_flags(
         dtype=parse_dtype(flags),
         fp8_recipe=parse_fp8_recipe(flags),
         state_types=parse_state_types(flags),
-        dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
+        dropout=max(flags.number(f"--{kind}-dropout") for kind in ("hidden", "attention")),
         recompute=parse_recompute(flags),
         offload=parse_offload(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
@@ -568,13 +571,15 @@ def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
     """Return the run that a log's printed arguments (`num_layers`) describe; None if they are
     incomplete.
     """
-    words = flags_from_printed_arguments(arguments)
-    flags = Flags(words)
+    printed_flags = flags_from_printed_arguments(arguments)
+    flags = Flags(printed_flags)
     degrees = flags.fields("parallelism")
     devices = flags.integer("--data-parallel-size", 1)
     devices *= degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     try:
-        spec = spec_from_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
+        spec = spec_from_flags(
+            printed_flags, flags.integer("--world-size", devices), DeviceKind.GPU
+        )
     except (ValueError, ZeroDivisionError):
         return None
     # Somebody else's Megatron has no patches: its own layers keep the scores.
@@ -584,16 +589,16 @@ def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
 
 def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...]:
     """Return the flags that set the arguments that a log prints."""
-    words: list[str] = []
+    flags: list[str] = []
     for name, value in arguments.items():
         if name == "add_bias_linear":
-            words += ["--disable-bias-linear"] if value == "False" else []
+            flags += ["--disable-bias-linear"] if value == "False" else []
         elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
             continue
         elif value not in ("None", "False", ""):
             flag = _FLAGS_OF.get(name, "--" + name.replace("_", "-"))
-            words += [flag] if value == "True" else [flag, value]
-    return tuple(words)
+            flags += [flag] if value == "True" else [flag, value]
+    return tuple(flags)
 
 
 _FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
@@ -602,7 +607,7 @@ _FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
     """Return Megatron's flags for a spec, without those of the model's shape and of the device."""
-    rest = {
+    precision_flags = {
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
@@ -610,7 +615,7 @@ def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
     layout = (*strategy_flags(spec.flagged_parallelism), *searched_flags(spec))
     run = (
         *format_fields_as_flags(spec.batch, "batch"),
-        *format_flags(rest),
+        *format_flags(precision_flags),
         *format_fields_as_flags(spec, "run"),
     )
     return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
@@ -638,21 +643,21 @@ def parse_state_types(flags: Flags) -> StateTypes:
     Raises:
         ValueError: Megatron does not have a type, or refuses the offload.
     """
-    given = flags.fields("state_types")
-    aware, offloaded = given["precision_aware"], given.get("offloaded_fraction", 0.0)
+    stated = flags.fields("state_types")
+    aware, offloaded = stated["precision_aware"], stated.get("offloaded_fraction", 0.0)
     if not 0 <= offloaded <= 1:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
     texts = (flag for flag in flags_in_group("state_types") if flag.kind == "text")
-    for flag in (each for each in texts if each.field in given):
-        kind = given[flag.field].removeprefix("torch.")
+    for flag in (each for each in texts if each.field in stated):
+        kind = stated[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)
         refuse_unknown(flag.name, [kind], _STATE_TYPES)
-        given[flag.field] = kind if kind != "fp32" else ""
+        stated[flag.field] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
-        given["gradients"] = "bf16"
-    return StateTypes(**given)
+        stated["gradients"] = "bf16"
+    return StateTypes(**stated)
 
 
 def searched_flags(spec: RunSpec) -> tuple[str, ...]:

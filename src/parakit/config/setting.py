@@ -81,16 +81,16 @@ def _reader(kind: str) -> Callable[[str], Any]:
     """Return the function that parses texts of a kind."""
     if kind in _READERS:
         return _READERS[kind]
-    if found := _NUMBER.fullmatch(kind):
-        return partial(_number, *found.groups())
+    if bounds := _NUMBER.fullmatch(kind):
+        return partial(_number, *bounds.groups())
     return partial(_one_of, re.split(", | or ", kind))
 
 
 def _number(
     whole: str | None,
     begins: str | None,
-    least: str | None,
-    most: str | None,
+    lower: str | None,
+    upper: str | None,
     below: str | None,
     text: str,
 ) -> int | float:
@@ -99,9 +99,9 @@ def _number(
     If there is an upper bound `most`, the text must consist of digits.
     """
     number = int(text) if whole else float(text)
-    first, last = float(least or "-inf"), float(below or "inf")
+    first, last = float(lower or "-inf"), float(below or "inf")
     is_in = (first < number if begins == "above" else first <= number) and number < last
-    if not is_in or (most and not (text.isdecimal() and number <= int(most))):
+    if not is_in or (upper and not (text.isdecimal() and number <= int(upper))):
         raise ValueError(text)
     return number
 
@@ -154,7 +154,7 @@ def _prefix(text: str) -> str:
     named = plain if "/" in plain else _DATA + plain
     known = (plain, plain + _MADE, named, named + _MADE)
     unmade = plain if "/" in plain or plain.endswith(_MADE) else named + _MADE
-    return next((each for each in known if Path(f"{ROOT / each}.idx").is_file()), unmade)
+    return next((prefix for prefix in known if Path(f"{ROOT / prefix}.idx").is_file()), unmade)
 
 
 _NO_MEGATRON_DEEPSPEED = (

@@ -38,7 +38,7 @@ class StageSplit:
 
     @property
     def counted_ends(self) -> int:
-        """How many of embedding and loss count as a layer: 0, 1 or 2."""
+        """Number of ends that count as a layer: embedding and loss, 0 to 2."""
         return self.embedding + self.loss
 
     @property
@@ -65,7 +65,7 @@ class StageSplit:
             return (layers // pipeline // virtual,) * virtual
         if self.layout:
             return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
-        whole = self._of_stage(layers, pipeline, rank)
+        whole = self._count_stage_layers(layers, pipeline, rank)
         chunks = [whole // virtual] * virtual
         if self.embedding and rank == 0:
             chunks[0] -= 1
@@ -91,7 +91,7 @@ class StageSplit:
         last = self.layers_per_chunk(layers, pipeline, virtual, pipeline - 1)[-1]
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
 
-    def _layout_problem(self, layers: int, wanted: int) -> str:
+    def _layout_problem(self, layers: int, num_stages: int) -> str:
         """Return why Megatron refuses the layout for `wanted` stages; empty if it accepts."""
         stages = _stages_of_layout(self.layout)
         text = "".join(stages)
@@ -102,30 +102,33 @@ class StageSplit:
             "it is not E, layers t, depths m of multi-token prediction and L": not re.fullmatch(
                 "Et*m*L", text
             ),
-            f"it has {len(stages)} stages": len(stages) != wanted,
+            f"it has {len(stages)} stages": len(stages) != num_stages,
             f"it has {text.count('t')} layers": text.count("t") != layers,
             "depths are planned on the last stage alone": any("m" in s for s in stages[:-1]),
             # A stage of its own may have the embedding, and one the loss.
             "they do not fill the stages": not all("t" in stage for stage in stages[1:-1]),
         }
-        return next((words for words, found in wrong.items() if found), "")
+        return next((reason for reason, applies in wrong.items() if applies), "")
 
     def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Return why Megatron refuses the first or last stage's own number of layers; empty if it
         accepts.
         """
-        left, stages = layers - self.first - self.last, pipeline - (self.first > 0)
+        remaining_layers, stages = layers - self.first - self.last, pipeline - (self.first > 0)
         stages -= self.last > 0
-        if stages < 0 or left < 0 or (left == 0) != (stages == 0):
-            return f"{left} layers are left for {max(0, stages)} other stages"
-        if stages and left % stages:
-            return f"the {left} layers left do not divide over {stages} other stages"
-        own = [count for count in (self.first, self.last) if count]
-        if any(count % virtual for count in (*own, *([left // stages] if stages else []))):
+        if stages < 0 or remaining_layers < 0 or (remaining_layers == 0) != (stages == 0):
+            return f"{remaining_layers} layers are left for {max(0, stages)} other stages"
+        if stages and remaining_layers % stages:
+            return f"the {remaining_layers} layers left do not divide over {stages} other stages"
+        end_stages = [count for count in (self.first, self.last) if count]
+        if any(
+            count % virtual
+            for count in (*end_stages, *([remaining_layers // stages] if stages else []))
+        ):
             return f"{virtual} virtual stages do not divide a stage's layers"
         return ""
 
-    def _of_stage(self, layers: int, pipeline: int, rank: int) -> int:
+    def _count_stage_layers(self, layers: int, pipeline: int, rank: int) -> int:
         """Return the layers of one pipeline rank; embedding and loss are included if they count as
         layers.
         """
@@ -142,8 +145,8 @@ EVEN_SPLIT = StageSplit()
 
 def even_layout(layers: int, stages: int) -> StageSplit:
     """Return a layout that is as even as possible; the stages at both ends have fewer layers."""
-    few, more = divmod(layers, stages)
-    return _layout([few + (1 <= place <= more) for place in range(stages)])
+    fewest, num_larger = divmod(layers, stages)
+    return _layout([fewest + (1 <= stage <= num_larger) for stage in range(stages)])
 
 
 def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
@@ -153,8 +156,10 @@ def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
     This makes room on the last stage for `depths` layers of multi-token prediction and for the
     loss.
     """
-    each = -(-layers // stages)
-    return _layout([min(each, max(0, layers - place * each)) for place in range(stages)], depths)
+    full_count = -(-layers // stages)
+    return _layout(
+        [min(full_count, max(0, layers - stage * full_count)) for stage in range(stages)], depths
+    )
 
 
 def _layout(counts: Sequence[int], depths: int = 0) -> StageSplit:
@@ -173,9 +178,9 @@ def _stages_of_layout(layout: str) -> tuple[str, ...]:
     Commas are dropped. A `*` that repeats nothing is kept, so the layout is refused later.
     """
     text = layout.replace(",", "")
-    while found := _REPEATED.search(text):
-        whole = (found[1] or found[2]) * int(found[3])
-        text = text[: found.start()] + whole + text[found.end() :]
+    while match := _REPEATED.search(text):
+        repeated = (match[1] or match[2]) * int(match[3])
+        text = text[: match.start()] + repeated + text[match.end() :]
     return tuple(text.split("|"))
 
 
@@ -197,8 +202,12 @@ def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
 @lru_cache(maxsize=4096)
 def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
     """Return the numbers of virtual stages per rank that are possible with this split."""
-    most = -(-(layers + stages.counted_ends) // pipeline)
-    return tuple(v for v in range(1, most + 1) if not stages.find_problem(layers, pipeline, v))
+    max_degree = -(-(layers + stages.counted_ends) // pipeline)
+    return tuple(
+        degree
+        for degree in range(1, max_degree + 1)
+        if not stages.find_problem(layers, pipeline, degree)
+    )
 
 
 def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
@@ -215,8 +224,8 @@ def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | 
         ends = (counted.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
         if not counted.find_problem(layers, pipeline, virtual) and all(map(sum, ends)):
             return counted
-    others = -(-layers // (pipeline * virtual)) * virtual
-    shorter = StageSplit(last=layers - (pipeline - 1) * others)
+    other_layers = -(-layers // (pipeline * virtual)) * virtual
+    shorter = StageSplit(last=layers - (pipeline - 1) * other_layers)
     if shorter.last > 0 and not shorter.find_problem(layers, pipeline, virtual):
         return shorter
     return None

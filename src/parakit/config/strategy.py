@@ -22,7 +22,7 @@ from parakit.config.stages import parse_stage_split
 
 
 class Sharding(StrEnum):
-    """How the data-parallel part of a strategy is sharded."""
+    """The sharding of the data-parallel part of a strategy."""
 
     NONE = ""
     ZERO1 = "zero1"
@@ -166,7 +166,7 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks over all dimensions."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
@@ -288,7 +288,7 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
     Raises:
         StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
     """
-    parallelism = _parsed(text, devices, expert_tensor)
+    parallelism = _parse_grammar(text, devices, expert_tensor)
     if parallelism.world_size != devices:
         raise StrategyError(
             f"Strategy '{text}' uses {parallelism.world_size} devices, but {devices} were named; "
@@ -335,7 +335,7 @@ def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
     Raises:
         StrategyError: It is not in the grammar.
     """
-    return _parsed(text, otherwise, expert_tensor).world_size
+    return _parse_grammar(text, otherwise, expert_tensor).world_size
 
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
@@ -346,7 +346,7 @@ def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     return (*format_fields_as_flags(parallelism, "parallelism"), *more)
 
 
-def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
+def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelism:
     """Return the parallelism that Megatron derives from flags on `devices` ranks.
 
     Data parallelism is `devices` divided by the other degrees.
@@ -354,9 +354,9 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
     Raises:
         StrategyError: The degrees do not divide `devices`.
     """
-    flags = Flags(words)
-    said = flags.fields("parallelism")
-    tensor, pipeline, context = said["tensor"], said["pipeline"], said["context"]
+    flags = Flags(arguments)
+    degrees = flags.fields("parallelism")
+    tensor, pipeline, context = degrees["tensor"], degrees["pipeline"], degrees["context"]
     model_ranks = tensor * pipeline * context
     if model_ranks < 1 or devices % model_ranks:
         raise StrategyError(
@@ -371,21 +371,21 @@ def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
         "--virtual-pipeline-model-parallel-size", stages.virtual_stages_in_layout(pipeline)
     )
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
-    said.setdefault("virtual_stages", virtual)
-    found = Parallelism(
-        **said,
+    degrees.setdefault("virtual_stages", virtual)
+    parallelism = Parallelism(
+        **degrees,
         data=devices // model_ranks,
-        sharding=_sharding(flags),
+        sharding=_parse_sharding(flags),
     )
     return replace(
-        found.with_expert_tensor(found.expert_tensor),
+        parallelism.with_expert_tensor(parallelism.expert_tensor),
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
-        sequence_parallel=found.sequence_parallel and tensor > 1,
-        schedule=PipelineSchedule(found.schedule),
+        sequence_parallel=parallelism.sequence_parallel and tensor > 1,
+        schedule=PipelineSchedule(parallelism.schedule),
     )
 
 
-def scale_batch(own: Batch, parallelism: Parallelism) -> Batch:
+def scale_batch(model_batch: Batch, parallelism: Parallelism) -> Batch:
     """Return a model's own batch scaled for a strategy, as in the published runs.
 
     The global batch grows with all ranks, and the micro batch with the ranks that share one
@@ -396,8 +396,8 @@ def scale_batch(own: Batch, parallelism: Parallelism) -> Batch:
     if parallelism.needs_micro_batch_per_stage:
         sharing //= parallelism.pipeline
     return Batch(
-        micro_batch_size=own.micro_batch_size * sharing,
-        global_batch_size=own.global_batch_size * parallelism.world_size,
+        micro_batch_size=model_batch.micro_batch_size * sharing,
+        global_batch_size=model_batch.global_batch_size * parallelism.world_size,
     )
 
 
@@ -408,14 +408,14 @@ BATCH_RULE = (
 """The rule of `scale_batch` as text for users."""
 
 
-def describe_batch_scaling(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
+def describe_batch_scaling(model_batch: Batch, batch: Batch, parallelism: Parallelism) -> str:
     """Return a sentence that the model file's batch was scaled; empty if `batch` is not the scaled
     one.
     """
-    if batch == own or batch != scale_batch(own, parallelism):
+    if batch == model_batch or batch != scale_batch(model_batch, parallelism):
         return ""
     return (
-        f"Batch {batch} (micro/global), not the model file's {own}: as in the published runs a "
+        f"Batch {batch} (micro/global), not the model file's {model_batch}: as in the published runs a "
         f"strategy scales it, {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= give a baseline the same."
     )
 
@@ -434,7 +434,7 @@ _SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
 }
 
 
-def _sharding(flags: Flags) -> Sharding:
+def _parse_sharding(flags: Flags) -> Sharding:
     """Return the sharding that the flags choose."""
     if flags.has("--use-torch-fsdp2"):
         return Sharding.FSDP2
@@ -447,15 +447,15 @@ def _sharding(flags: Flags) -> Sharding:
     return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
 
 
-def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
+def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
     """Return the parallelism of a strategy; `devices` is used if it names no degrees (`zero1`)."""
-    if scheduled := _scheduled(text):
+    if scheduled := _parse_scheduled_pipeline(text):
         return scheduled
     product, *suffixes = text.split("-")
-    named, sharding = _suffixes(text, suffixes)
+    named, sharding = _parse_suffixes(text, suffixes)
     if product in _SHARDED and not sharding:
         product, sharding = f"dp{devices}" if devices > 1 else "baseline", product
-    degrees = {} if product == "baseline" else _degrees(product, text)
+    degrees = {} if product == "baseline" else _parse_degrees(product, text)
     expert = degrees.get("ep", 1)
     parallelism = Parallelism(
         data=degrees.get("dp", 1) * expert,
@@ -471,7 +471,7 @@ def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
     return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
 
 
-def _suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
+def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
     """Return the ETP that a strategy names, 0 if it names none, and its sharding, which may be empty.
 
     Raises:
@@ -506,7 +506,7 @@ def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Paralleli
     return parallelism
 
 
-def _scheduled(text: str) -> Parallelism | None:
+def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
     """Return the pipeline that a name such as `gpipe2` means; None if the name is not of this form."""
     match = _SCHEDULED.fullmatch(text)
     if match is None:
@@ -526,7 +526,7 @@ def _scheduled(text: str) -> Parallelism | None:
     )
 
 
-def _degrees(product: str, text: str) -> dict[str, int]:
+def _parse_degrees(product: str, text: str) -> dict[str, int]:
     """Return the degrees of a product such as `tp2pp2`, by dimension.
 
     The keys `is_sp`, `is_tp`, … tell which names occur, and `virtual` is the virtual stages of
@@ -535,7 +535,7 @@ def _degrees(product: str, text: str) -> dict[str, int]:
     factors = _FACTOR.findall(product)
     if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
-            _sharding_inside(product)
+            _explain_inner_sharding(product)
             or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLE_STRATEGIES)} and products of them."
         )
     degrees: dict[str, int] = {}
@@ -552,20 +552,22 @@ def _degrees(product: str, text: str) -> dict[str, int]:
     return degrees
 
 
-def _sharding_inside(product: str) -> str:
+def _explain_inner_sharding(product: str) -> str:
     """Return an error sentence with the right spelling of `zero3tp2`, whose sharding is a factor;
     empty for other products.
     """
-    sharding = next((Sharding(each) for each in _SHARDED if each in product), Sharding.NONE)
-    rest = product.replace(sharding, "", 1) if sharding else ""
-    if not _FACTOR.match(rest):
+    sharding = next((Sharding(name) for name in _SHARDED if name in product), Sharding.NONE)
+    product_without_sharding = product.replace(sharding, "", 1) if sharding else ""
+    if not _FACTOR.match(product_without_sharding):
         return ""
-    shown = rest if "dp" in rest else f"{rest}dp2"
-    told = (
+    example = (
+        product_without_sharding
+        if "dp" in product_without_sharding
+        else f"{product_without_sharding}dp2"
+    )
+    explanation = (
         f"'{product}' has its sharding inside the product; it stands last, over the ranks of DP: "
     )
-    if "pp" in rest and sharding.wraps_modules:
-        return (
-            f"{told}with PP that is {shown}-zero1, because no FSDP of Megatron's takes a pipeline."
-        )
-    return f"{told}{shown}-{sharding}."
+    if "pp" in product_without_sharding and sharding.wraps_modules:
+        return f"{explanation}with PP that is {example}-zero1, because no FSDP of Megatron's takes a pipeline."
+    return f"{explanation}{example}-{sharding}."

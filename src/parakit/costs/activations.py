@@ -64,15 +64,15 @@ def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
     experts.
     """
     checkpoints = spec.recompute.layers_per_checkpoint(layers)
-    again = sum(checkpoints)
-    found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    dense_kept = max(0, dense - again)
-    whole = spec.without_recompute if spec.recompute.is_full else spec
-    if others := layers - again - dense_kept:
-        found += others * layer_activation_bytes(whole)
+    recomputed = sum(checkpoints)
+    stored = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
+    dense_kept = max(0, dense - recomputed)
+    without_recompute = spec.without_recompute if spec.recompute.is_full else spec
+    if layers_with_experts := layers - recomputed - dense_kept:
+        stored += layers_with_experts * layer_activation_bytes(without_recompute)
     if dense_kept:
-        found += dense_kept * layer_activation_bytes(whole.with_dense_layers)
-    return found - offloaded_bytes(spec, layers).freed if spec.offload else found
+        stored += dense_kept * layer_activation_bytes(without_recompute.with_dense_layers)
+    return stored - offloaded_bytes(spec, layers).freed if spec.offload else stored
 
 
 def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
@@ -85,14 +85,14 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
         return 0
     if len(spec.shape.blocks) > 1:
         return max(recomputed_bytes(kind) for _, kind in spec.block_specs)
-    whole = layer_activation_bytes(spec.without_recompute)
-    kept, checkpoints = layer_activation_bytes(spec), spec.recompute.layers_per_checkpoint(layers)
+    full = layer_activation_bytes(spec.without_recompute)
+    stored, checkpoints = layer_activation_bytes(spec), spec.recompute.layers_per_checkpoint(layers)
     if not checkpoints:
-        return 0 if spec.recompute.is_full else whole - kept
-    freed = (layers - sum(checkpoints)) * whole
+        return 0 if spec.recompute.is_full else full - stored
+    freed = (layers - sum(checkpoints)) * full
     # Of checkpoints of one size the last needs most: nothing of the others is free then.
     backward = checkpoints[::-1]
-    needed = (size * whole - (1 + backward.index(size)) * kept for size in set(checkpoints))
+    needed = (size * full - (1 + backward.index(size)) * stored for size in set(checkpoints))
     return max(0, max(needed) - freed)
 
 
@@ -117,7 +117,7 @@ def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloade
     (`PipelineOffloadManager.post_warmup_callback`). If full layers are offloaded, they go from the
     first layer on (Transformer Engine, `cpu_offload.py`).
     """
-    groups = _groups(spec)
+    groups = _offloaded_modules(spec)
     if not groups:
         return Offloaded()
     if spec.offload.layers:
@@ -125,27 +125,36 @@ def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloade
     else:
         count = (layers - first) * len(groups)
         count -= int(count * (1 - spec.offload.fraction))
-    whole, rest = divmod(max(0, count), len(groups))
-    return Offloaded(*(whole * sum(each) + sum(each[:rest]) for each in zip(*groups, strict=True)))
+    full_layers, remaining_groups = divmod(max(0, count), len(groups))
+    return Offloaded(
+        *(
+            full_layers * sum(sizes) + sum(sizes[:remaining_groups])
+            for sizes in zip(*groups, strict=True)
+        )
+    )
 
 
-def _groups(spec: RunSpec) -> list[Offloaded]:
+def _offloaded_modules(spec: RunSpec) -> list[Offloaded]:
     """Return the offloaded bytes of one layer by module, in forward's order."""
     offload = spec.offload
     if not offload:
         return []
-    left, copied = Counter[str](), Counter[str]()
+    freed, copied = Counter[str](), Counter[str]()
     for tensor in _tensors(spec):
         if tensor.elements < offload.min_elements:
             continue
         # Whatever is saved in a whole layer goes with it.
         savers = tensor.savers if not offload.layers else (OFFLOAD_MODULES[0],)
-        going = [name for name in savers if offload.layers or name in offload.modules]
-        for name in going:
+        offloading = [name for name in savers if offload.layers or name in offload.modules]
+        for name in offloading:
             copied[name] += tensor.size
-        if savers and len(going) == len(savers) and not spec.recompute.recomputes(*tensor.modules):
-            left[going[-1]] += tensor.size
-    return [Offloaded(left[name], copied[name]) for name in OFFLOAD_MODULES if copied[name]]
+        if (
+            savers
+            and len(offloading) == len(savers)
+            and not spec.recompute.recomputes(*tensor.modules)
+        ):
+            freed[offloading[-1]] += tensor.size
+    return [Offloaded(freed[name], copied[name]) for name in OFFLOAD_MODULES if copied[name]]
 
 
 def residual_bytes(spec: RunSpec) -> int:
@@ -171,28 +180,32 @@ class _Tensor(NamedTuple):
     """
 
 
-def _saved(spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str) -> _Tensor:
+def _stored_tensor(
+    spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str
+) -> _Tensor:
     """Return a stored tensor in the type of activations."""
     return _Tensor(spec.element_bytes * elements, elements, modules, savers)
 
 
-def _operand(spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str) -> _Tensor:
+def _linear_input(
+    spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str
+) -> _Tensor:
     """Return the input of a linear layer as stored for the gradient of its weight.
 
     A quantised input is stored only in the layout that backward reads (Transformer Engine,
     `pytorch/module/linear.py`).
     """
     if not spec.fp8_recipe:
-        return _saved(spec, elements, modules, *savers)
+        return _stored_tensor(spec, elements, modules, *savers)
     return _Tensor(int(FP8_RECIPE_BYTES[spec.fp8_recipe] * elements), elements, modules, savers)
 
 
 def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored tensors of a layer of one kind, its input first."""
     if spec.shape.blocks == MTP:
-        yield from _joining(spec)
+        yield from _mtp_joining_tensors(spec)
         return
-    yield from _outside_tensor_parallel(spec)
+    yield from _norm_and_dropout_tensors(spec)
     if spec.shape.mamba and spec.shape.blocks == MAMBA:
         yield from _mamba_tensors(spec, spec.shape.mamba)
         return
@@ -236,7 +249,7 @@ def norm_steps(spec: RunSpec) -> int:
     return 2 if spec.shape.rms_norm and spec.device is DeviceKind.CPU else 1
 
 
-def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
+def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield inputs and outputs of norms and masks of dropouts, which SP splits and TP does not.
 
     Outputs are inputs of linear layers and may be quantised; the input of a router is not.
@@ -244,20 +257,20 @@ def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
     elements = spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
     steps = norm_steps(spec)
     norms = norm_modules(spec)
-    for place, modules in enumerate(norms):
-        attends = place == 0 and spec.shape.blocks in ("", ATTENTION)
+    for index, modules in enumerate(norms):
+        attends = index == 0 and spec.shape.blocks in ("", ATTENTION)
         inside = ("qkv_linear",) if attends else ()
         alone = ("attn_norm",) if attends else ("mlp_norm",)
-        yield _saved(spec, elements, (), *(alone if modules == _ALONE else inside))
-        routed = spec.shape.experts and place == len(norms) - 1
-        yield (_saved if routed else _operand)(spec, elements, modules, *inside)
+        yield _stored_tensor(spec, elements, (), *(alone if modules == _ALONE else inside))
+        routed = spec.shape.experts and index == len(norms) - 1
+        yield (_stored_tensor if routed else _linear_input)(spec, elements, modules, *inside)
         if steps > 1:
-            yield _saved(spec, elements, modules)
+            yield _stored_tensor(spec, elements, modules)
     if spec.dropout:
         yield _Tensor(spec.shape.residual_additions * elements, elements)
 
 
-def _joining(spec: RunSpec) -> Iterator[_Tensor]:
+def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored tensors of a layer of multi-token prediction besides those of its
     transformer layer.
 
@@ -271,10 +284,10 @@ def _joining(spec: RunSpec) -> Iterator[_Tensor]:
     split.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden
-    own = elements // spec.sequence_shards
-    yield _saved(spec, 4 * own)
-    yield _operand(spec, 2 * own)
-    yield _saved(spec, elements - own)
+    elements_per_rank = elements // spec.sequence_shards
+    yield _stored_tensor(spec, 4 * elements_per_rank)
+    yield _linear_input(spec, 2 * elements_per_rank)
+    yield _stored_tensor(spec, elements - elements_per_rank)
 
 
 def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
@@ -284,8 +297,10 @@ def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
     Backward recomputes convolution and states (`mamba_ssm: mamba_split_conv1d_scan_combined`).
     """
     tensor = spec.parallelism.tensor
-    yield _saved(spec, spec.micro_batch_tokens * (mamba.projected_columns + mamba.width) // tensor)
-    yield _operand(spec, spec.micro_batch_tokens * mamba.width // tensor)
+    yield _stored_tensor(
+        spec, spec.micro_batch_tokens * (mamba.projected_columns + mamba.width) // tensor
+    )
+    yield _linear_input(spec, spec.micro_batch_tokens * mamba.width // tensor)
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -296,17 +311,17 @@ def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     keys = shape.heads if repeats else shape.query_groups
     tensor = spec.parallelism.tensor
     for heads in (shape.heads, keys, keys):
-        yield _saved(
+        yield _stored_tensor(
             spec, spec.micro_batch_tokens * heads * shape.head_width // tensor, (), "core_attn"
         )
     if _keeps_whole_projection(spec) and keys == shape.query_groups:
         replaced = (shape.heads + keys) * shape.head_width
-        yield _saved(spec, spec.micro_batch_tokens * replaced // tensor, (), "core_attn")
+        yield _stored_tensor(spec, spec.micro_batch_tokens * replaced // tensor, (), "core_attn")
     attended = spec.micro_batch_tokens * shape.heads * shape.head_width // tensor
-    yield from _attended(spec, attended)
+    yield from _attention_output(spec, attended)
     if spec.parallelism.context > 1 and spec.cp_comm_type == "a2a":
         # As heads have it, before it goes back to where its tokens are (`context_parallel.py`).
-        yield _saved(spec, attended, (), "core_attn")
+        yield _stored_tensor(spec, attended, (), "core_attn")
 
 
 def _keeps_whole_projection(spec: RunSpec) -> bool:
@@ -322,16 +337,16 @@ def _keeps_whole_projection(spec: RunSpec) -> bool:
     return torchs and rotary and not spec.fused_norms and spec.parallelism.context == 1
 
 
-def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
+def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
     """Yield attention's output, which fused attention stores, and the output projection's quantised
     copy.
     """
-    own = ("core_attn",) if spec.fused_attention else ()
+    storing_modules = ("core_attn",) if spec.fused_attention else ()
     if not spec.fp8_recipe:
-        yield _saved(spec, elements, (), *own, "attn_proj")
+        yield _stored_tensor(spec, elements, (), *storing_modules, "attn_proj")
         return
-    yield _saved(spec, elements, ("core_attn",), *own)
-    yield _operand(spec, elements, (), "attn_proj")
+    yield _stored_tensor(spec, elements, ("core_attn",), *storing_modules)
+    yield _linear_input(spec, elements, (), "attn_proj")
 
 
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
@@ -341,39 +356,39 @@ def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterato
     keys and values with the rotary part repeated per head, as they are multiplied
     (`multi_latent_attention.py`).
     """
-    own, again = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
+    tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     for rank in (latent.query_rank, latent.key_value_rank):
-        yield _saved(spec, own * rank, (), "qkv_linear")
-        yield _operand(spec, own * rank, again if spec.fused_norms else (), "qkv_linear")
-    yield _saved(spec, own * latent.rotary_width, (), "qkv_linear")
+        yield _stored_tensor(spec, tokens * rank, (), "qkv_linear")
+        yield _linear_input(spec, tokens * rank, modules if spec.fused_norms else (), "qkv_linear")
+    yield _stored_tensor(spec, tokens * latent.rotary_width, (), "qkv_linear")
     heads = spec.micro_batch_tokens * spec.shape.heads // spec.parallelism.tensor
     key = latent.head_width + latent.rotary_width
     for width in (key, key, latent.value_width):
-        yield _saved(spec, heads * width, again, "core_attn")
-    yield from _attended(spec, heads * latent.value_width)
+        yield _stored_tensor(spec, heads * width, modules, "core_attn")
+    yield from _attention_output(spec, heads * latent.value_width)
 
 
 def _scores(spec: RunSpec) -> _Tensor:
     """Return the softmax statistics of fused attention, or else softmax, dropout mask and dropout
     output.
     """
-    heads, own = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
+    heads, modules = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
     if spec.fused_attention:
         statistics = heads * spec.micro_batch_tokens
-        return _Tensor(_FP32_BYTES * statistics, statistics, own, own)
+        return _Tensor(_FP32_BYTES * statistics, statistics, modules, modules)
     element = spec.element_bytes
-    bytes_a_score = 2 * element + 1 if spec.dropout else element
+    bytes_per_score = 2 * element + 1 if spec.dropout else element
     scores = heads * spec.micro_batch_tokens * spec.shape.seq_length
-    return _Tensor(bytes_a_score * scores, scores, own, own)
+    return _Tensor(bytes_per_score * scores, scores, modules, modules)
 
 
 def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
     """Yield both wide tensors of an MLP: the input and the output of its activation."""
     shape, tensor = spec.shape, spec.parallelism.tensor
-    yield _saved(
+    yield _stored_tensor(
         spec, spec.micro_batch_tokens * (ffn * (2 if shape.gated else 1) // tensor), modules
     )
-    yield _operand(spec, spec.micro_batch_tokens * ffn // tensor, modules)
+    yield _linear_input(spec, spec.micro_batch_tokens * ffn // tensor, modules)
 
 
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -386,23 +401,23 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     activation is stored before and after clamping.
     """
     shape, split = spec.shape, spec.parallelism.effective_expert_tensor
-    own, inside = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)
-    routed = round(own * split * shape.experts_per_token * spec.expert_receive_ratio)
+    tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)
+    routed = round(tokens * split * shape.experts_per_token * spec.expert_receive_ratio)
     ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     hidden = shape.latent_experts or shape.hidden  # Whole, as column-parallel layers read it.
     fused = "fused_group_mlp"
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
-    yield _operand(spec, routed * hidden, inside, permuted)
-    yield _saved(spec, routed * first, inside, wide)
+    yield _linear_input(spec, routed * hidden, modules, permuted)
+    yield _stored_tensor(spec, routed * first, modules, wide)
     if shape.clamps_activations:
-        yield _saved(spec, routed * first, ("moe", "moe_act"))
+        yield _stored_tensor(spec, routed * first, ("moe", "moe_act"))
     if not shape.gated:
-        yield _saved(spec, routed * ffn, ("moe", "moe_act"))
-    yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
+        yield _stored_tensor(spec, routed * ffn, ("moe", "moe_act"))
+    yield _linear_input(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:
-        yield _saved(spec, own * shape.latent_experts, inside)
+        yield _stored_tensor(spec, tokens * shape.latent_experts, modules)
     scores = spec.micro_batch_tokens * shape.experts // spec.sequence_shards
-    yield _Tensor(2 * _FP32_BYTES * scores, scores, inside)
+    yield _Tensor(2 * _FP32_BYTES * scores, scores, modules)
     if shape.shared_expert_ffn:
         yield from _mlp_tensors(spec, shape.shared_expert_ffn, ("moe", "shared_experts"))

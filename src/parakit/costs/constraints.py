@@ -83,19 +83,19 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
     """Yield why TP does not divide heads, columns or positions, one sentence per reason."""
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor = parallelism.tensor
     splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
     # From 0.16 on ranks may share a group, such as the one of multi-query attention.
     shared = release is not None and release >= _SHARED_GROUPS and tensor % shape.query_groups == 0
     if shape.query_groups != shape.heads and not shared:
         splits["query groups"] = shape.query_groups
-    for what, value in splits.items():
+    for dimension, value in splits.items():
         if value % tensor:
-            ways = _choices(_degrees(gcd(*splits.values())))
+            degrees = _choices(_degrees(gcd(*splits.values())))
             yield (
-                f"{model} has {value} {what}, which TP {tensor} does not divide; "
-                f"use a TP of {ways}."
+                f"{model} has {value} {dimension}, which TP {tensor} does not divide; "
+                f"use a TP of {degrees}."
             )
     part = shape.seq_length // parallelism.context
     if parallelism.sequence_parallel and part % tensor:
@@ -107,7 +107,7 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why the model's layers do not fit the pipeline stages, one sentence per reason."""
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     if parallelism.schedule and spec.backend == Backend.MEGATRON:
         yield (
@@ -149,7 +149,7 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why the sequence does not fit CP or the position table, one sentence per reason."""
-    shape, model = spec.shape, _called(spec)
+    shape, model = spec.shape, _model_name(spec)
     context, cp_comm_type = spec.parallelism.context, spec.cp_comm_type
     if shape.blocks and context > 1:
         yield (
@@ -218,7 +218,7 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
 
 def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
     """Yield why the experts do not fit EP, ETP and TP, one sentence per reason."""
-    shape, expert, model = spec.shape, spec.parallelism.expert, _called(spec)
+    shape, expert, model = spec.shape, spec.parallelism.expert, _model_name(spec)
     yield from _expert_tensor_rules(spec)
     if not shape.experts:
         if expert > 1:
@@ -257,7 +257,7 @@ def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
 
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why EP and ETP do not fit the experts or the ranks, one sentence per reason."""
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor, split = parallelism.tensor, parallelism.effective_expert_tensor
     if parallelism.tensor > 1 and not parallelism.sequence_parallel:
         yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
@@ -323,12 +323,12 @@ def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
     partly = spec.recompute.is_full and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
-            f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
     if spec.shape.mtp_layers and partly:
         yield (
-            f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
+            f"{_model_name(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."
         )
 
@@ -344,13 +344,13 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
         yield f"{flag} needs a GPU and Transformer Engine; leave it out here."
     if spec.shape.blocks:
         yield (
-            f"{_called(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
             f"planned; leave {flag} out."
         )
     if offload.layers:
         if offload.layers >= spec.shape.layers:
             yield (
-                f"{whole} {offload.layers} leaves none of {_called(spec)}'s {spec.shape.layers} layers; "
+                f"{whole} {offload.layers} leaves none of {_model_name(spec)}'s {spec.shape.layers} layers; "
                 f"use at most {spec.shape.layers - 1}."
             )
         if spec.parallelism.pipeline > 1:
@@ -385,12 +385,12 @@ def _degrees(number: int) -> list[int]:
     return divisors(number, _LARGEST_NAMED)
 
 
-def _called(spec: RunSpec) -> str:
+def _model_name(spec: RunSpec) -> str:
     """Return the model's name, or 'the model' without one."""
     return spec.model or "the model"
 
 
 def _choices(values: Sequence[object]) -> str:
     """Return the values as text: `1`, `1 or 5`, `1, 5 or 25`."""
-    words = [str(value) for value in values] or ["1"]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    texts = [str(value) for value in values] or ["1"]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

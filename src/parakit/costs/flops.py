@@ -121,20 +121,22 @@ def flops_by_convention(spec: RunSpec, counts: Collection[str]) -> float:
 
     `counts` are words of `FLOP_CONVENTIONS`; empty means the model's own FLOPs.
     """
-    found, again = token_flops(spec.shape), 0.0
-    scores = found.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
-    logits = 0 if NO_VOCABULARY in counts else found.logits
-    mlp = found.mlp + found.router
+    flops, recomputed = token_flops(spec.shape), 0.0
+    scores = flops.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
+    logits = 0 if NO_VOCABULARY in counts else flops.logits
+    mlp = flops.mlp + flops.router
     if WITH_RECOMPUTE in counts:
         repeats, ranks = spec.recompute.recomputes, range(spec.parallelism.pipeline)
-        again += scores if repeats("core_attn") else 0
-        again += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0
-        again += found.attention_projections if repeats() else 0
+        recomputed += scores if repeats("core_attn") else 0
+        recomputed += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0
+        recomputed += flops.attention_projections if repeats() else 0
         if spec.recompute.is_block_method:
-            again *= sum(map(spec.num_recomputed_layers, ranks)) / sum(
+            recomputed *= sum(map(spec.num_recomputed_layers, ranks)) / sum(
                 map(spec.num_layers_on_stage, ranks)
             )
-    return _BACKWARD_AND_FORWARD * (found.attention_projections + scores + mlp + logits) + again
+    return (
+        _BACKWARD_AND_FORWARD * (flops.attention_projections + scores + mlp + logits) + recomputed
+    )
 
 
 def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:

@@ -87,33 +87,40 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     return _bytes_in_flight(spec, pipeline_rank, spec.layers_per_chunk(pipeline_rank))
 
 
-def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:
+def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[int, ...]) -> int:
     """Return the peak of the bytes in flight on a rank; `each` is the bytes per micro batch of each
     chunk.
     """
     chunks = chunks_in_flight(spec, pipeline_rank)
-    if len(set(each)) == 1:
-        return chunks * each[0]
+    if len(set(bytes_per_chunk)) == 1:
+        return chunks * bytes_per_chunk[0]
     # What is begun and ended repeats after a group of micro batches.
-    steps = min(spec.microbatches * len(each), chunks + spec.parallelism.pipeline * len(each))
-    return _most_held(each, spec.parallelism.pipeline, chunks, steps)
+    steps = min(
+        spec.microbatches * len(bytes_per_chunk),
+        chunks + spec.parallelism.pipeline * len(bytes_per_chunk),
+    )
+    return _peak_bytes_in_flight(bytes_per_chunk, spec.parallelism.pipeline, chunks, steps)
 
 
 @lru_cache(maxsize=4096)
-def _most_held(each: tuple[int, ...], pipeline: int, chunks: int, steps: int) -> int:
+def _peak_bytes_in_flight(
+    bytes_per_chunk: tuple[int, ...], pipeline: int, chunks: int, steps: int
+) -> int:
     """Return the peak of the bytes in flight for unequal chunks; forward and backward alternate
     after warm-up.
 
     Megatron runs PP micro batches through one chunk and then through the next; backward begins with
     the last chunk (`get_schedule_table`).
     """
-    forwards = [each[step // pipeline % len(each)] for step in range(steps)]
-    held = most = sum(forwards[:chunks])
-    backwards = (each[-1 - step // pipeline % len(each)] for step in range(steps))
+    forwards = [bytes_per_chunk[step // pipeline % len(bytes_per_chunk)] for step in range(steps)]
+    current = peak = sum(forwards[:chunks])
+    backwards = (
+        bytes_per_chunk[-1 - step // pipeline % len(bytes_per_chunk)] for step in range(steps)
+    )
     for begun, ended in zip(forwards[chunks:], backwards, strict=False):
-        held += begun - ended
-        most = max(most, held)
-    return most
+        current += begun - ended
+        peak = max(peak, current)
+    return peak
 
 
 def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
@@ -154,8 +161,8 @@ def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
     """
     usual = _WORKSPACE_BYTES.get(generation, _OLDER_WORKSPACE_BYTES)
     handle = _FIXED_WORKSPACE_BYTES if deterministic else usual
-    fused = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
-    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * fused
+    transformer_engine = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
+    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * transformer_engine
 
 
 CPU_PROCESS_BYTES = 900 * MIB
@@ -213,7 +220,9 @@ def bytes_per_parameter(spec: RunSpec) -> Precision:
         usual,
         gradients=gradients,
         main_parameters=2 if remainders else _TYPE_BYTES[types.main_parameters or "fp32"],
-        adam=sum(_TYPE_BYTES[each or "fp32"] for each in (types.first_moment, types.second_moment)),
+        adam=sum(
+            _TYPE_BYTES[moment or "fp32"] for moment in (types.first_moment, types.second_moment)
+        ),
     )
 
 
@@ -285,9 +294,9 @@ def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemo
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
-    found = _memory_within(spec, pipeline_rank, inf)
-    assert found is not None
-    return found
+    memory = _memory_within(spec, pipeline_rank, inf)
+    assert memory is not None
+    return memory
 
 
 def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> PredictedMemory | None:
@@ -296,7 +305,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     The first components often exceed the limit already; the others are then not computed.
     """
     parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
-    updated = _updated_here(parameters, spec)
+    updated = _count_updated_parameters(parameters, spec)
     state = _state_bytes(spec, parameters, precision, updated)
     last = pipeline_rank == spec.parallelism.pipeline - 1
     base, blocks = _allocator_bytes(spec, precision.gradient_copies * updated, last)
@@ -320,9 +329,11 @@ def _state_bytes(
 ) -> tuple[int, int, int, int]:
     """Return the bytes of weights, gradients, main parameters and optimizer state."""
     sharding = spec.parallelism.sharding
-    weights = precision.weights * _held(parameters, spec, sharding.shards_weights)
+    weights = precision.weights * _count_stored_elements(parameters, spec, sharding.shards_weights)
     weights += _quantised_weight_bytes(spec, parameters, precision.weights)
-    gradients = precision.gradients * _held(parameters, spec, sharding.shards_gradients)
+    gradients = precision.gradients * _count_stored_elements(
+        parameters, spec, sharding.shards_gradients
+    )
     # Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
     # (`param_and_grad_buffer.py: main_weight_buffer`).
     main_parameters = precision.main_parameters or 4 * sharding.is_megatron_fsdp
@@ -357,21 +368,21 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Return the peak of the activation bytes that a pipeline rank stores for backward."""
     chunks = spec.layers_per_chunk(pipeline_rank)
     kinds = tuple(zip(chunks, spec.dense_layers_per_chunk(pipeline_rank), strict=True))
-    each = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
-    kept = _bytes_in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
+    bytes_by_kind = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
+    stored = _bytes_in_flight(spec, pipeline_rank, tuple(bytes_by_kind[kind] for kind in kinds))
     if spec.offload:
-        kept += _not_yet_gone(spec, pipeline_rank)
+        stored += _bytes_still_on_device(spec, pipeline_rank)
     flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
     if pipeline_rank == 0:
-        kept += flights * embedding_bytes(spec)
+        stored += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        kept += head_bytes(spec) + spec.shape.total_mtp_layers * embedding_bytes(spec)
+        stored += head_bytes(spec) + spec.shape.total_mtp_layers * embedding_bytes(spec)
         if spec.shape.mtp_layers:
-            kept += spec.shape.mtp_layers * layer_activation_bytes(spec.mtp_joining_spec)
-    return kept
+            stored += spec.shape.mtp_layers * layer_activation_bytes(spec.mtp_joining_spec)
+    return stored
 
 
-def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
+def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
     They are the last group of each module, later replaced by the groups that backward reads next,
@@ -396,12 +407,12 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     optimizer.
     """
     held, _ = held_parameters(spec, pipeline_rank)
-    found = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
+    optimizer_bytes = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
     if not spec.offload:
-        return found
+        return optimizer_bytes
     chunks = spec.layers_per_chunk(pipeline_rank)
     copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
-    return found + _bytes_in_flight(spec, pipeline_rank, copies)
+    return optimizer_bytes + _bytes_in_flight(spec, pipeline_rank, copies)
 
 
 def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
@@ -410,9 +421,9 @@ def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     It is the first rank, or the last one with its logits; if stages are unequal, it may be one
     between.
     """
-    found = find_peak_rank_within(spec, inf)
-    assert found is not None
-    return found
+    peak = find_peak_rank_within(spec, inf)
+    assert peak is not None
+    return peak
 
 
 def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
@@ -446,11 +457,11 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    return _unlike_ranks(spec.stage_layout_spec)
+    return _find_distinct_ranks(spec.stage_layout_spec)
 
 
 @lru_cache(maxsize=4096)
-def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
+def _find_distinct_ranks(spec: RunSpec) -> dict[int, int]:
     """Return the first rank of each kind between both ends, and the number of ranks of that kind."""
     between = range(1, spec.parallelism.pipeline - 1)
     layers = [
@@ -462,8 +473,8 @@ def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
     """Return the numbers of parameters whose optimizer state and whose gradients a rank stores."""
     parameters, sharding = rank_parameters(spec, pipeline_rank), spec.parallelism.sharding
-    gradients = _held(parameters, spec, sharding.shards_gradients)
-    return _held(parameters, spec, bool(sharding)), gradients
+    gradients = _count_stored_elements(parameters, spec, sharding.shards_gradients)
+    return _count_stored_elements(parameters, spec, bool(sharding)), gradients
 
 
 def offloaded_parameters(spec: RunSpec, held: int) -> int:
@@ -474,9 +485,9 @@ def offloaded_parameters(spec: RunSpec, held: int) -> int:
     return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded_fraction * held)
 
 
-def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
+def _count_updated_parameters(parameters: Parameters, spec: RunSpec) -> int:
     """Return the number of parameters that the rank's device updates."""
-    held = _held(parameters, spec, bool(spec.parallelism.sharding))
+    held = _count_stored_elements(parameters, spec, bool(spec.parallelism.sharding))
     return held - offloaded_parameters(spec, held)
 
 
@@ -489,11 +500,13 @@ def _update_bytes(spec: RunSpec, updated: int) -> int:
     types = spec.state_types
     if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return 0
-    kept = (types.main_parameters, types.first_moment, types.second_moment)
-    return _FP32_BYTES * sum(each not in ("", "fp32") for each in kept) * updated
+    stored_types = (types.main_parameters, types.first_moment, types.second_moment)
+    return (
+        _FP32_BYTES * sum(state_type not in ("", "fp32") for state_type in stored_types) * updated
+    )
 
 
-def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
+def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
     """Return the elements that a rank stores, sharded or not.
 
     Megatron shards over DP×CP, and experts over expert data parallelism, within each instance of
@@ -518,19 +531,19 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     if shape.experts:
         ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.expert_receive_ratio)
     width = ffn * (3 if shape.gated else 2) // spec.parallelism.tensor
-    again = max(
+    recomputed = max(
         recomputed_bytes(spec, layers) for layers in set(spec.layers_per_chunk(pipeline_rank))
     )
-    most = element * spec.micro_batch_tokens * width + again
+    peak = element * spec.micro_batch_tokens * width + recomputed
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        most = max(most, logits_bytes(spec))
+        peak = max(peak, logits_bytes(spec))
         if spec.fused_norms:  # Without, what a dry run holds is exact so.
-            most = max(most, head_backward_bytes(spec))
+            peak = max(peak, head_backward_bytes(spec))
             # Where the output layer gathers its input under SP, kept for good.
-            most += (
+            peak += (
                 element * spec.micro_batch_tokens * shape.hidden if spec.sequence_shards > 1 else 0
             )
-    return most
+    return peak
 
 
 def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
@@ -551,7 +564,7 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
     output layer and its gradient at the loss.
 
     No layer is gathered at the loss. Megatron-FSDP gathers the weights once per iteration
-    (`collectives/data.py: _fully_sharded`).
+    (`collectives/data.py: _fsdp_calls`).
     """
     parallelism, sharding = spec.parallelism, spec.parallelism.sharding
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0

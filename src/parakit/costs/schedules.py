@@ -157,11 +157,11 @@ def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> S
     """Return the `index`-th step in Megatron's order: groups of PP micro batches pass each chunk in
     turn.
     """
-    group, place = divmod(index, pipeline * virtual)
-    chunk = place // pipeline
+    group, position = divmod(index, pipeline * virtual)
+    chunk = position // pipeline
     if direction is Pass.BACKWARD:
         chunk = virtual - 1 - chunk
-    return Step(direction, group * pipeline + place % pipeline, chunk)
+    return Step(direction, group * pipeline + position % pipeline, chunk)
 
 
 def _run(
@@ -238,13 +238,15 @@ def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
     by_worker = [[e for e in timeline.events if e.worker == worker] for worker in workers]
     working = sum(event.end - event.start for event in timeline.events) / timeline.pipeline
     idle = timeline.length - working
-    stale = [_staleness(events, timeline) for events in by_worker]
+    staleness = [_staleness(events, timeline) for events in by_worker]
     return ScheduleFigures(
         bubble=idle / working,
         idle_fraction=idle / timeline.length,
-        activations=tuple(_most_held(events) / timeline.virtual for events in by_worker),
-        weight_versions=tuple(most + 1 for most in stale),
-        staleness=tuple(stale),
+        activations=tuple(
+            _count_stored_forwards(events) / timeline.virtual for events in by_worker
+        ),
+        weight_versions=tuple(updates + 1 for updates in staleness),
+        staleness=tuple(staleness),
     )
 
 
@@ -271,14 +273,14 @@ def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
     return tuple(min(count, microbatches * virtual) / virtual for count in chunks)
 
 
-def _most_held(events: list[Event]) -> int:
+def _count_stored_forwards(events: list[Event]) -> int:
     """Return the maximum number of forwards whose backward has not ended."""
-    held = most = 0
+    current = peak = 0
     for event in sorted(events, key=lambda e: e.start):
-        held += 1 if event.step.direction is Pass.FORWARD else 0
-        most = max(most, held)
-        held -= 1 if event.step.direction is Pass.BACKWARD else 0
-    return most
+        current += 1 if event.step.direction is Pass.FORWARD else 0
+        peak = max(peak, current)
+        current -= 1 if event.step.direction is Pass.BACKWARD else 0
+    return peak
 
 
 def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
@@ -296,6 +298,6 @@ def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
     starts = {e.step.microbatch: e.start for e in events if e.step.direction is Pass.FORWARD}
     ends = sorted(e.end for e in backwards)
     return max(
-        bisect_right(ends, own.start) - bisect_right(ends, starts[own.step.microbatch])
-        for own in backwards
+        bisect_right(ends, backward.start) - bisect_right(ends, starts[backward.step.microbatch])
+        for backward in backwards
     )

@@ -195,13 +195,13 @@ def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
 @lru_cache(maxsize=256)
 def _unlike_elements(kinds: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
     """Return the elements of one tensor per distinct shape of linear layers of these kinds."""
-    unlike: Counter[tuple[str, int]] = Counter()
+    distinct: Counter[tuple[str, int]] = Counter()
     for kind in kinds:
         tensors = _layer_tensors(kind, *degrees)
-        unlike |= Counter(
-            (one.component, one.elements) for one in tensors if one.component in _LINEAR
+        distinct |= Counter(
+            (item.component, item.elements) for item in tensors if item.component in _LINEAR
         )
-    return sum(elements * times for (_, elements), times in unlike.items())
+    return sum(elements * times for (_, elements), times in distinct.items())
 
 
 _LINEAR = ("attention", "dense_mlp", "experts")
@@ -298,21 +298,23 @@ def _layer_tensors(
             _layer_tensors(kind, tensor, expert, expert_tensor) * times
             for times, kind in shape.block_shapes
         )
-        return tuple(found for kind in kinds for found in kind if found.elements)
-    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms_per_layer]
+        return tuple(tensors for kind in kinds for tensors in kind if tensors.elements)
+    tensors = [
+        _Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms_per_layer
+    ]
     if shape.blocks == MAMBA and shape.mamba:
-        found += _mamba_tensors(shape, shape.mamba, tensor)
+        tensors += _mamba_tensors(shape, shape.mamba, tensor)
     elif shape.blocks == LINEAR and shape.linear:
-        found += _linear_tensors(shape, shape.linear, tensor)
+        tensors += _linear_tensors(shape, shape.linear, tensor)
     elif shape.blocks == MTP:
-        found.append(_Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
+        tensors.append(_Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
     elif shape.blocks not in (MLP, EXPERTS):
-        found += _attention_tensors(shape, tensor)
+        tensors += _attention_tensors(shape, tensor)
     if shape.blocks in ("", EXPERTS) and shape.experts:
-        found += _expert_tensors(shape, tensor, expert, expert_tensor)
+        tensors += _expert_tensors(shape, tensor, expert, expert_tensor)
     elif shape.blocks in ("", MLP):
-        found += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
-    return tuple(found)
+        tensors += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
+    return tuple(tensors)
 
 
 def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
@@ -348,8 +350,8 @@ def _expert_tensors(
             yield _Tensor("dense_mlp", shape.hidden, partial=True)
     if shape.latent_experts:
         yield from [_Tensor("router", shape.hidden * shape.latent_experts, partial=True)] * 2
-    own, ffn = shape.experts // expert, shape.expert_ffn_hidden
-    yield from _mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, own)
+    experts_per_rank, ffn = shape.experts // expert, shape.expert_ffn_hidden
+    yield from _mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, experts_per_rank)
 
 
 def _routed(shape: ModelShape) -> ModelShape:
@@ -479,16 +481,20 @@ def _stage_of(
     """Return the tensors of a stage; the arguments are all that they depend on, as a cache key."""
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    found = (
+    tensors = (
         *_end_tensors(shape, table, tensor, pipeline, first, last),
         *(
-            item._replace(copies=count * item.copies)
+            layer_tensor._replace(copies=count * layer_tensor.copies)
             for count, (kind, _) in zip(held, shape.layer_kinds, strict=True)
-            for item in _layer_tensors(kind, tensor, expert, expert_tensor)
+            for layer_tensor in _layer_tensors(kind, tensor, expert, expert_tensor)
         ),
     )
-    partial = sum(item.copies * item.elements for item in found if item.partial)
-    return _Stage(found, _parameters(found), partial)
+    partial = sum(
+        layer_tensor.copies * layer_tensor.elements
+        for layer_tensor in tensors
+        if layer_tensor.partial
+    )
+    return _Stage(tensors, _parameters(tensors), partial)
 
 
 @lru_cache(maxsize=256)
@@ -513,7 +519,7 @@ def _refuse_uneven(spec: RunSpec) -> None:
         raise UnevenSplitError(
             f"{shape.layers} layers cannot be split evenly over PP x virtual stages {stages}."
         )
-    for what, value, degree, size in (
+    for dimension, value, degree, size in (
         ("attention heads", shape.heads, "TP", split.tensor),
         ("query groups", groups, "TP", split.tensor),
         ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
@@ -523,4 +529,6 @@ def _refuse_uneven(spec: RunSpec) -> None:
         ("heads of keys", shape.linear.key_heads if shape.linear else 0, "TP", split.tensor),
     ):
         if value % size:
-            raise UnevenSplitError(f"{value} {what} cannot be split evenly over {degree} {size}.")
+            raise UnevenSplitError(
+                f"{value} {dimension} cannot be split evenly over {degree} {size}."
+            )

@@ -25,17 +25,19 @@ def control_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
     """Yield the reductions of a few numbers, for a log line per iteration and gradient clipping."""
-    yield _reduced(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
+    yield _all_reduce_numbers(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
     yield from _gradient_statistics(spec)
-    yield _reduced(spec, Group.MODEL, "was the update made everywhere", _AGREED)
+    yield _all_reduce_numbers(spec, Group.MODEL, "was the update made everywhere", _AGREED)
     statistics = "gradient norm, and learning rate, for ranks that have none"
-    yield _reduced(spec, Group.MODEL, statistics, _MAXIMUM, calls=2)
+    yield _all_reduce_numbers(spec, Group.MODEL, statistics, _MAXIMUM, calls=2)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         step, loss = "training/training.py: train_step", "loss and its token count"
-        yield _reduced(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
+        yield _all_reduce_numbers(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
         if depths := spec.shape.total_mtp_layers:
             ahead = "losses, right and all guesses of tokens ahead"
-            yield _reduced(spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3)
+            yield _all_reduce_numbers(
+                spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3
+            )
     if spec.shape.experts:
         yield from _router_losses(spec, megatron)
     if megatron is MegatronVersion.F4FA7D6B:
@@ -55,9 +57,9 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
     elif sharding:
         groups = [Group.WORLD]
     for group in groups:
-        yield _reduced(spec, group, "squared gradient norm", _NORM)
+        yield _all_reduce_numbers(spec, group, "squared gradient norm", _NORM)
         if spec.dtype == "fp16":
-            yield _reduced(spec, group, "overflow flag", _OVERFLOW)
+            yield _all_reduce_numbers(spec, group, "overflow flag", _OVERFLOW)
 
 
 def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[CollectiveCall]:
@@ -68,14 +70,14 @@ def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[Collect
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
     layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
-    own = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
-    logged = [("load-balancing loss of each layer", (*own, *everywhere))]
+    own_groups = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
+    logged = [("load-balancing loss of each layer", (*own_groups, *everywhere))]
     if spec.shape.router_z_loss:
         stage = () if megatron is MegatronVersion.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
         logged.append(("z-loss of each layer", (*stage, *everywhere)))
-    for what, groups in logged:
+    for description, groups in logged:
         for group in groups:
-            yield _reduced(spec, group, what, _ROUTER, numbers=layers)
+            yield _all_reduce_numbers(spec, group, description, _ROUTER, numbers=layers)
 
 
 def _timers(spec: RunSpec) -> CollectiveCall:
@@ -94,9 +96,9 @@ def _timers(spec: RunSpec) -> CollectiveCall:
     )
 
 
-def _reduced(
-    spec: RunSpec, group: Group, what: str, source: str, *, numbers: int = 1, calls: int = 1
+def _all_reduce_numbers(
+    spec: RunSpec, group: Group, description: str, source: str, *, numbers: int = 1, calls: int = 1
 ) -> CollectiveCall:
     """Return all-reduces of a few numbers over a group."""
     payload, reduce = numbers * _NUMBER_BYTES, Operation.ALL_REDUCE
-    return collective(spec, group, reduce, Phase.OPTIMIZER, what, calls, payload, source)
+    return collective(spec, group, reduce, Phase.OPTIMIZER, description, calls, payload, source)

@@ -25,29 +25,29 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
     """Yield the gradient and weight calls of one pipeline rank in one iteration."""
     sharding = spec.parallelism.sharding
     if sharding.wraps_modules:
-        yield from _fully_sharded(spec, pipeline_rank)
+        yield from _fsdp_calls(spec, pipeline_rank)
     elif sharding:
-        yield from _distributed_optimizer(spec, pipeline_rank)
+        yield from _distributed_optimizer_calls(spec, pipeline_rank)
     else:
-        yield from _all_reduced(spec, pipeline_rank)
+        yield from _ddp_calls(spec, pipeline_rank)
 
 
-def _all_reduced(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+def _ddp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Yield DDP's calls: one all-reduce per model chunk's full buffer.
 
     Overlapping splits the same bytes into buckets.
     """
     width, source = bytes_per_parameter(spec).gradients, f"{_BUCKETS}.start_grad_sync"
     for chunk in chunk_buffers(spec, pipeline_rank):
-        for group, what, buffer in (
+        for group, description, buffer in (
             (Group.DATA_CONTEXT, "gradients", chunk.untied + chunk.tied),
             (Group.EXPERT_DATA, "gradients of experts", chunk.experts),
         ):
             payload = width * buffer.elements
-            yield collective(spec, group, _REDUCE, _SYNC, what, 1, payload, source)
+            yield collective(spec, group, _REDUCE, _SYNC, description, 1, payload, source)
 
 
-def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+def _distributed_optimizer_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Yield the reduce-scatters of gradients and all-gathers of updated weights, over padded
     buckets.
 
@@ -66,8 +66,10 @@ def _distributed_optimizer(spec: RunSpec, pipeline_rank: int) -> Iterator[Collec
     for group, elements in _bucket_groups(spec, pipeline_rank):
         gradients, weights = precision.gradients * elements, precision.weights * elements
         yield collective(spec, group, _SCATTER, _SYNC, "gradients", 1, gradients, start_grad_sync)
-        what, phase = "updated weights", Phase.OPTIMIZER
-        yield collective(spec, group, _GATHER, phase, what, gathers, weights, start_param_sync)
+        description, phase = "updated weights", Phase.OPTIMIZER
+        yield collective(
+            spec, group, _GATHER, phase, description, gathers, weights, start_param_sync
+        )
 
 
 def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int]]:
@@ -86,7 +88,7 @@ def bucket_elements(buffer: Buffer, ranks: int) -> int:
     return round_up(buffer.aligned_elements, lcm(ranks, _BUCKET_ALIGNMENT))
 
 
-def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+def _fsdp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Yield the calls of ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models are
     padded.
 
@@ -108,18 +110,18 @@ def _fully_sharded(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall
             layers, outside = 0, round_up(rank.total, rows)
         shared, outside = round_up(shared, rows), round_up(outside, ranks * spec.shape.hidden)
     passes = layers * spec.microbatches
-    yield from _unit(spec, Group.DATA_CONTEXT, shared, passes)
-    yield from _unit(spec, Group.EXPERT_DATA, experts, passes)
-    yield from _unit(spec, Group.DATA_CONTEXT, among_experts, dense * spec.microbatches)
+    yield from _unit_calls(spec, Group.DATA_CONTEXT, shared, passes)
+    yield from _unit_calls(spec, Group.EXPERT_DATA, experts, passes)
+    yield from _unit_calls(spec, Group.DATA_CONTEXT, among_experts, dense * spec.microbatches)
     if parallelism.sharding.is_torch_fsdp:
         embedding = rank.word_embedding + rank.position_embedding
         for unit in (embedding, outside - embedding):
-            yield from _unit(spec, Group.DATA_CONTEXT, unit, spec.microbatches)
+            yield from _unit_calls(spec, Group.DATA_CONTEXT, unit, spec.microbatches)
     else:
-        yield from _unit(spec, Group.DATA_CONTEXT, outside, spec.microbatches, layered=False)
+        yield from _unit_calls(spec, Group.DATA_CONTEXT, outside, spec.microbatches, layered=False)
 
 
-def _unit(
+def _unit_calls(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
     """Yield the weight gathers and gradient reduce-scatters of one unit with `passes` passes per
@@ -131,8 +133,8 @@ def _unit(
     phase = Phase.OPTIMIZER if keeps else Phase.FORWARD
     weights, gradients = precision.weights * elements, precision.gradients * elements
     yield collective(spec, group, _GATHER, phase, "weights", gathers, weights, _FSDP)
-    what, backward = "gradients", Phase.BACKWARD
-    yield collective(spec, group, _SCATTER, backward, what, passes, gradients, _FSDP)
+    description, backward = "gradients", Phase.BACKWARD
+    yield collective(spec, group, _SCATTER, backward, description, passes, gradients, _FSDP)
 
 
 def _widest_row(spec: RunSpec) -> int:

@@ -37,9 +37,9 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if not spec.shape.experts:
         return
     if spec.shape.load_balancing:
-        yield _balance(spec)
+        yield _auxiliary_loss_call(spec)
     if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
-        yield from _layer_calls(spec, Group.TENSOR_EXPERT, _gathered(spec), _GATHERING)
+        yield from _layer_calls(spec, Group.TENSOR_EXPERT, _all_gather_rows(spec), _GATHERING)
         return
     if not spec.expert_load.pads_to_capacity:  # Else every rank knows them.
         yield from _layer_calls(
@@ -47,12 +47,12 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         )
     chosen = routed_tokens(spec) * spec.element_bytes
     width = spec.shape.latent_experts or spec.shape.hidden
-    tokens = _out_and_back("tokens to their experts and back", chosen * width)
-    probabilities = _out_and_back("routing probabilities", chosen)
+    tokens = _all_to_all_rows("tokens to their experts and back", chosen * width)
+    probabilities = _all_to_all_rows("routing probabilities", chosen)
     yield from _layer_calls(spec, Group.EXPERT, tokens, _EXCHANGING, times=2)
     yield from _layer_calls(spec, Group.EXPERT, probabilities, _EXCHANGING)
     if spec.parallelism.effective_expert_tensor > 1:
-        yield from _layer_calls(spec, Group.EXPERT_TENSOR, _split_experts(spec), _EXCHANGING)
+        yield from _layer_calls(spec, Group.EXPERT_TENSOR, _expert_tensor_rows(spec), _EXCHANGING)
 
 
 def routed_tokens(spec: RunSpec) -> int:
@@ -68,12 +68,12 @@ def _layer_calls(
     if group_size(spec.parallelism, group) == 1:
         return
     forwards, backwards = layer_passes(spec, "moe")
-    for operation, phase, what, payload in rows:
+    for operation, phase, description, payload in rows:
         calls = times * (forwards if phase is Phase.FORWARD else backwards)
-        yield collective(spec, group, operation, phase, what, calls, payload, source)
+        yield collective(spec, group, operation, phase, description, calls, payload, source)
 
 
-def _balance(spec: RunSpec) -> CollectiveCall:
+def _auxiliary_loss_call(spec: RunSpec) -> CollectiveCall:
     """Return the all-reduce of the auxiliary loss: tokens per expert, over the ranks that hold one
     sample.
 
@@ -99,13 +99,13 @@ def _token_counts(spec: RunSpec) -> _Row:
     return Operation.ALL_GATHER, Phase.FORWARD, "tokens for each expert", payload
 
 
-def _out_and_back(what: str, payload: int) -> list[_Row]:
+def _all_to_all_rows(description: str, payload: int) -> list[_Row]:
     """Return the all-to-alls of a tensor in forward, and of its gradients in backward."""
     exchange = Operation.ALL_TO_ALL
-    return [(exchange, phase, what, payload) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    return [(exchange, phase, description, payload) for phase in (Phase.FORWARD, Phase.BACKWARD)]
 
 
-def _gathered(spec: RunSpec) -> list[_Row]:
+def _all_gather_rows(spec: RunSpec) -> list[_Row]:
     """Return the calls of the all-gather dispatcher: all tokens on each rank of ETP×EP, outputs
     summed back.
     """
@@ -124,7 +124,7 @@ def _gathered(spec: RunSpec) -> list[_Row]:
     ]
 
 
-def _split_experts(spec: RunSpec) -> list[_Row]:
+def _expert_tensor_rows(spec: RunSpec) -> list[_Row]:
     """Return the calls over ETP: an expert's inputs are gathered, its outputs reduce-scattered.
 
     gloo needs equal parts for these operations, so on CPU ranks both are all-to-alls of the same

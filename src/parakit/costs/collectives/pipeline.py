@@ -24,12 +24,12 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
     chunks = spec.microbatches * spec.parallelism.virtual_stages
     forward = chunks - (ends if pipeline_rank == pipeline - 1 else 0)
     backward = chunks - (ends if pipeline_rank == 0 else 0)
-    for phase, what, calls in (
+    for phase, description, calls in (
         (Phase.FORWARD, "activations to the next stage", forward),
         (Phase.BACKWARD, "gradients to the stage before", backward),
     ):
         send, payload = Operation.SEND, residual_bytes(spec)
-        yield collective(spec, Group.PIPELINE, send, phase, what, calls, payload, _P2P)
+        yield collective(spec, Group.PIPELINE, send, phase, description, calls, payload, _P2P)
     if pipeline_rank in {0, pipeline - 1}:
         yield from tied_embedding_collectives(spec)
 

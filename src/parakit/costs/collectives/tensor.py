@@ -51,10 +51,10 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         return
     if len(spec.shape.blocks) > 1:
         for times, kind in spec.block_specs:
-            yield from _times(times, layer_collectives(kind))
+            yield from _repeat_calls(times, layer_collectives(kind))
         return
     if spec.shape.blocks == MTP:
-        yield from _joining(spec)
+        yield from _mtp_joining_calls(spec)
         return
     rows = [
         (_REDUCE, _FORWARD, "partial sums of row-parallel outputs", _REDUCING),
@@ -72,22 +72,22 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if not pairs:
         return
     forwards, backwards = (sum(passes) for passes in zip(*pairs, strict=True))
-    for operation, phase, what, source in rows:
+    for operation, phase, description, source in rows:
         calls = forwards if phase is _FORWARD else backwards
         beside = phase is _BACKWARD and source.startswith(_LINEAR)
-        yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
+        yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), source, beside)
 
 
 def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the calls of multi-token prediction on the last stage: embeddings and joining of each
     layer.
     """
-    yield from _times(spec.shape.total_mtp_layers, embedding_collectives(spec))
+    yield from _repeat_calls(spec.shape.total_mtp_layers, embedding_collectives(spec))
     if spec.shape.mtp_layers:
-        yield from _times(spec.shape.mtp_layers, layer_collectives(spec.mtp_joining_spec))
+        yield from _repeat_calls(spec.shape.mtp_layers, layer_collectives(spec.mtp_joining_spec))
 
 
-def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
+def _mtp_joining_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the calls of the projection that joins hidden states with the embeddings of following
     tokens.
 
@@ -97,7 +97,7 @@ def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
     """
     forwards, backwards = layer_passes(spec)
     whole = hidden_bytes(spec)
-    reduced, what = _REDUCE, "input gradients of the projection of tokens ahead"
+    reduced, description = _REDUCE, "input gradients of the projection of tokens ahead"
     if spec.parallelism.sequence_parallel:
         reduced, source = _SCATTER, f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward"
         joined = "hidden states joined with tokens ahead"
@@ -116,10 +116,10 @@ def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
         whole,
         f"{_MAPPINGS}: _GatherFromModelParallelRegion",
     )
-    yield _call(spec, reduced, _BACKWARD, what, backwards, 2 * whole, _LINEAR, True)
+    yield _call(spec, reduced, _BACKWARD, description, backwards, 2 * whole, _LINEAR, True)
 
 
-def _times(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
+def _repeat_calls(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
     """Return the calls, each `times` times as often."""
     return (call._replace(calls=times * call.calls) for call in calls)
 
@@ -150,8 +150,8 @@ def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     yield _call(spec, operation, _FORWARD, "word embeddings", calls, whole, source)
     if sequence_parallel:
         source = f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward"
-        what = "gradients of the embeddings"
-        yield _call(spec, _GATHER, _BACKWARD, what, calls, whole, source)
+        description = "gradients of the embeddings"
+        yield _call(spec, _GATHER, _BACKWARD, description, calls, whole, source)
 
 
 def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -169,19 +169,24 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
             (_SCATTER, _BACKWARD, "input gradients of the output layer"),
         ]
     calls, depths = spec.microbatches * spec.shape.predicted_tokens, spec.shape.total_mtp_layers
-    for operation, phase, what in rows:
+    for operation, phase, description in rows:
         beside = phase is _BACKWARD
-        yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), _LINEAR, beside)
+        yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), _LINEAR, beside)
     # Maximum, target's logit and sum of exponentials: three fp32 numbers a token.
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
-    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.micro_batch_tokens
-    yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
+    description, payload = "vocabulary-parallel cross entropy", _FP32 * spec.micro_batch_tokens
+    yield _call(spec, _REDUCE, _FORWARD, description, 3 * calls, payload, source)
     if not depths:
         return
     source = "transformer/multi_token_prediction.py: _vocab_parallel_argmax"
-    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.micro_batch_tokens
-    for what, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
-        yield _call(spec, _GATHER, _FORWARD, what, each, width * guesses, source)
+    calls_per_mtp_layer, guesses = (
+        spec.microbatches * depths,
+        spec.parallelism.tensor * spec.micro_batch_tokens,
+    )
+    for description, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
+        yield _call(
+            spec, _GATHER, _FORWARD, description, calls_per_mtp_layer, width * guesses, source
+        )
 
 
 def batch_collectives(
@@ -200,9 +205,9 @@ def batch_collectives(
         tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
     if last:
         tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
-    for what, payload in tensors:
+    for description, payload in tensors:
         calls, source = virtual * spec.microbatches, "get_batch_on_this_tp_rank"
-        broadcast, moved = Operation.BROADCAST, f"batch: {what}"
+        broadcast, moved = Operation.BROADCAST, f"batch: {description}"
         yield _call(spec, broadcast, Phase.DATA, moved, calls, payload, source)
 
 
@@ -233,7 +238,7 @@ def _call(
     spec: RunSpec,
     operation: Operation,
     phase: Phase,
-    what: str,
+    description: str,
     calls: int,
     payload: int,
     source: str,
@@ -242,5 +247,13 @@ def _call(
     """Return calls over the TP group."""
     group = Group.TENSOR
     return collective(
-        spec, group, operation, phase, what, calls, payload, source, overlappable=overlappable
+        spec,
+        group,
+        operation,
+        phase,
+        description,
+        calls,
+        payload,
+        source,
+        overlappable=overlappable,
     )

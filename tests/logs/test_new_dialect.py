@@ -12,9 +12,9 @@ from parakit.logs.scrape import make_event_pattern, scrape_log
 from parakit.logs.scraped import CheckpointEvent
 from tests.reporting.factory import iteration_line
 
-MADE_UP = Path(__file__).parents[1] / "dialects" / "made_up"
+MADE_UP = Path(__file__).parents[1] / "reporting" / "dialects" / "made_up"
 LOG = MADE_UP / "abacus.log"
-LOGS = Path(__file__).parents[1] / "logs"
+LOGS = Path(__file__).parents[1] / "reporting" / "logs"
 
 
 @pytest.fixture

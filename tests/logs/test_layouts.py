@@ -115,7 +115,9 @@ def test_a_line_with_one_other_byte_is_of_another_kind(old, new):
         assert [one] == alone
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "logs").glob("*.log")))
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "reporting" / "logs").glob("*.log"))
+)
 def test_a_whole_log_is_the_same_read_in_columns_and_line_by_line(path, tmp_path, monkeypatch):
     generator = random.Random(path.stem)
     original = path.read_bytes()

@@ -20,8 +20,8 @@ from parakit.logs.runs import load_log
 from parakit.logs.scrape import scrape_log, scrape_runs
 from tests.reporting.factory import iteration_line
 
-DIALECTS = Path(__file__).parents[1] / "dialects"
-LOGS = Path(__file__).parents[1] / "logs"
+DIALECTS = Path(__file__).parents[1] / "reporting" / "dialects"
+LOGS = Path(__file__).parents[1] / "reporting" / "logs"
 FIELDS = ("iteration", "elapsed_ms", "lm_loss", "throughput_tflops_per_gpu", "global_batch_size")
 EXPECTED = {
     "megatron-1": [
