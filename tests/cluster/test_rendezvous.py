@@ -172,7 +172,7 @@ def test_torchrun_gets_a_free_port_which_is_the_same_on_all_nodes(
         pass
 
 
-def test_what_the_others_log_comes_into_node_0s_log_whole(
+def test_log_lines_of_other_nodes_are_appended_to_node_0s_log(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     other = started(first, join, tmp_path)
@@ -189,7 +189,7 @@ def test_what_the_others_log_comes_into_node_0s_log_whole(
     assert (tmp_path / "samples.csv").read_text() == "seconds,rank\n1,0\n1,1\n"
 
 
-def test_what_another_node_logged_in_an_attempt_before_is_not_added_again(
+def test_log_of_an_earlier_attempt_is_not_appended_again(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     log = node_folder(tmp_path, 1) / "log.txt"
@@ -508,7 +508,7 @@ def test_foreign_connections_do_not_disturb_the_rendezvous(strangers: list[bytes
             assert first.gather().hosts == ("a", "b")
 
 
-def test_what_a_stranger_writes_in_the_place_of_a_record_is_no_node(
+def test_invalid_record_in_the_store_counts_as_no_node(
     first: Coordinator, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bytes] = []

@@ -95,7 +95,7 @@ def test_a_key_is_passed_by_name_and_only_to_a_run_that_uses_it(
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
 
 
-def test_what_slurm_refuses_leaves_no_run_folder(
+def test_job_that_slurm_refuses_leaves_no_run_folder(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:
     program(programs, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
@@ -152,7 +152,7 @@ def job_folder(runs: Path, job: str, iterations: int = 0) -> Path:
     return folder
 
 
-def test_status_shows_what_waits_and_what_runs_as_slurm_says(
+def test_status_shows_queued_and_running_jobs_as_slurm_reports_them(
     programs: Path, tmp_path: Path
 ) -> None:
     job_folder(tmp_path, "12")
@@ -285,7 +285,7 @@ def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: 
     assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
 
 
-def test_what_the_queue_forgot_is_asked_of_accounting(programs: Path) -> None:
+def test_jobs_missing_in_the_queue_are_looked_up_in_accounting(programs: Path) -> None:
     program(programs, "squeue", "echo '12_1|RUNNING|None'")
     program(programs, "sacct", "echo '11|CANCELLED by 1000|None'")
     assert query_job_states(["11", "12_1", "13"]) == {
