@@ -30,7 +30,7 @@ from typing import Any, TextIO
 from parakit.artifacts.io import write_atomically
 from parakit.artifacts.run import CALLS_SUFFIX, STACKS_SIGNAL
 from parakit.config import variables
-from parakit.config.flag_table import release
+from parakit.config.flag_table import parse_release
 
 RECORDED_CALLS = "1000"
 """Number of last calls that each rank's flight recorder keeps, enough for some iterations."""
@@ -76,7 +76,7 @@ def _recorder_variables(dumps: Path) -> dict[str, str]:
 
     On GPUs they include those of NCCL's watchdog, which writes the recorder to `dumps<N>` on a timeout.
     """
-    is_new = release(importlib.metadata.version("torch")) >= _FIRST_WITH_NEW_NAMES
+    is_new = parse_release(importlib.metadata.version("torch")) >= _FIRST_WITH_NEW_NAMES
     size_variable = "TORCH_FR_BUFFER_SIZE" if is_new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     settings = {size_variable: RECORDED_CALLS}
     if os.environ.get(variables.DEVICE) == "gpu":

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from parakit.cli.commands import Command
 from parakit.cli.dispatch import call_handler
 from parakit.cli.options import find_bench, find_command, parse_arguments, parse_make_variables
-from parakit.config.setting import values
+from parakit.config.setting import parse_settings
 from parakit.config.settings import Setting
 from parakit.experiments.definition import SWEEP, Experiment
 from parakit.experiments.load import AXES, load_sweep
@@ -43,7 +43,7 @@ def asked_of_plan(words: Sequence[str]) -> PlanOptions:
 
 def read_of(known: Iterable[Setting], variables: Mapping[str, str]) -> Namespace:
     """The values of some variables."""
-    return Namespace(**values(known, variables), texts=dict(variables))
+    return Namespace(**parse_settings(known, variables), texts=dict(variables))
 
 
 def swept(variables: Mapping[str, str], options: Options = NO_OPTIONS) -> Experiment:

@@ -57,7 +57,7 @@ def _can_be_imported(module: str, name: str) -> bool:
     [
         ("parakit.config.files", "ROOT", True),
         ("parakit.config", "files", True),
-        ("parakit.costs", "memory_of_rank", True),
+        ("parakit.costs", "estimate_rank_memory", True),
         ("parakit.config.files", "NOTHING", False),
         ("parakit.nothing", "ROOT", False),
     ],

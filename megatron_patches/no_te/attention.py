@@ -1,4 +1,4 @@
-"""Compute causal attention with torch's SDPA, also over a sequence that is split between ranks.
+"""Compute causal attention over a sequence that is split between ranks, and on GPUs with torch's SDPA.
 
 Targets: `DotProductAttention.__init__` and `DotProductAttention.forward`, Megatron's attention without
 Transformer Engine. Without the patch, it would refuse context parallelism and multi-latent attention, and
@@ -177,10 +177,31 @@ def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: in
     return mask.to(hidden.device) & ~hidden[..., keys.to(hidden.device)]
 
 
+def hidden_keys(rank: int, ranks: int, local_length: int) -> Tensor:
+    """Return the causal mask as Megatron writes it, [1, 1, local_length, local_length·ranks].
+
+    It is True where a query may not attend to a key. Rows are the positions of `rank`, columns are in the
+    order of the sequence.
+    """
+    queries = rank_positions(rank, ranks, local_length)
+    keys = torch.arange(local_length * ranks)
+    return (queries[:, None] < keys[None, :])[None, None]
+
+
 def _attend_gathered(
-    attention: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None
+    attention: Any,
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks in its group.
+
+    On a CPU Megatron's own `forward` (`original`) computes it. With SDPA, context parallelism would round
+    otherwise than all other strategies: SDPA subtracts dO·O from each row of the softmax's gradient, the
+    softmax subtracts the sum of its own products. Where that row sum is much larger than the differences
+    that remain, the rounding of dQ is ten times that of the explicit softmax.
 
     `hidden` is Megatron's mask as in `gathered_mask`.
     """
@@ -188,16 +209,21 @@ def _attend_gathered(
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     group = parallel_state.get_context_parallel_group()
+    rank, ranks, local_length = group.rank(), group.size(), query.size(0)
     # This function gathers along the sequence; its backward is the reduce-scatter of dK and dV.
     gather = functools.partial(gather_from_sequence_parallel_region, group=group)
-    mask = gathered_mask(hidden, group.rank(), group.size(), query.size(0)).to(query.device)
-    return _attend_with_settings(attention, query, gather(key), gather(value), mask)
+    key, value = gather(key), gather(value)
+    if query.is_cuda:
+        mask = gathered_mask(hidden, rank, ranks, local_length).to(query.device)
+        return _attend_with_settings(attention, query, key, value, mask)
+    # Keys and values in the order of the sequence give each row the sums that one rank computes.
+    order = gathered_positions(ranks, local_length).argsort()
+    mask = hidden_keys(rank, ranks, local_length) if hidden is None else hidden
+    return original(attention, query, key[order], value[order], mask)
 
 
-def _find_document_mask(
-    attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
-    """Return Megatron's mask under `--reset-attention-mask`; None if attention does not end at documents.
+def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return Megatron's mask for this rank's queries; None if Megatron gives none.
 
     `args` and `kwargs` are the arguments of `forward` after query, key and value.
 
@@ -205,12 +231,9 @@ def _find_document_mask(
         NotImplementedError: The attention is not plain causal, it gets a bias or packed sequences, or
             it should end at documents and gets no mask.
     """
-    hidden: Tensor | None = None
-    lacks_mask = False
-    if _ends_at_documents():
-        hidden = args[0] if args else kwargs.get("attention_mask")
-        # Later pipeline stages get no mask, so they could not end attention at documents.
-        lacks_mask = hidden is None
+    hidden: Tensor | None = args[0] if args else kwargs.get("attention_mask")
+    # Later pipeline stages get no mask, so they could not end attention at documents.
+    lacks_mask = _ends_at_documents() and hidden is None
     if not _is_causal(attention) or lacks_mask or has_bias_or_packing(args, kwargs):
         raise NotImplementedError(
             f"Context parallelism without Transformer Engine knows plain causal attention, not "
@@ -231,7 +254,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute attention: by SDPA under context parallelism and on GPUs, else by Megatron's own code."""
+    """Compute attention: by SDPA on GPUs, by Megatron's own code on CPUs, over gathered keys under CP."""
     from megatron.core import tensor_parallel
 
     if self.config.context_parallel_size == 1:
@@ -242,10 +265,10 @@ def _forward(
             # Key and value are parts of one tensor there, but Megatron views each as contiguous rows.
             key, value = key.contiguous(), value.contiguous()
         return original(self, query, key, value, *args, **kwargs)
-    hidden = _find_document_mask(self, args, kwargs)
+    hidden = _find_mask(self, args, kwargs)
     # The checkpoint recomputes this part in backward, which gathers K and V a second time.
     out: Tensor = tensor_parallel.checkpoint(
-        functools.partial(_attend_gathered, self), False, query, key, value, hidden
+        functools.partial(_attend_gathered, self, original), False, query, key, value, hidden
     )
     return out
 

@@ -1,4 +1,4 @@
-"""parakit: what each way of splitting a model over devices costs, planned, trained, measured and verified.
+"""parakit: plan, train, measure and verify ways to split a model over devices.
 
 The names in `__all__` are the public Python API. Each name is imported on first use, so that `import parakit`
 loads neither torch nor numpy.

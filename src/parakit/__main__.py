@@ -4,7 +4,10 @@ from parakit.formatting.terminal import exit_with
 
 
 def main() -> int:
-    """Run the command line; the import is here, so that Ctrl-C ends imports as it ends a command."""
+    """Run the command line and return its exit code.
+
+    The import is inside of the function, so that Ctrl-C ends the imports in the same way as a command.
+    """
     from parakit.cli import main as run
 
     return run()

@@ -1,4 +1,4 @@
-"""The public functions of `parakit` for programs and notebooks, beside `parakit.capture`.
+"""The public functions of `parakit` for programs and notebooks; `parakit.capture` is in another module.
 
     import parakit
 
@@ -6,16 +6,16 @@
     parakit.estimate("llama3-8b", "tp4dp2", gpu="h100", micro_batch=1)
     parakit.read_logs("run.log")
 
-Each function calls what the command of that name calls, and returns the value that the command prints. Every
-value has a text (`print`), HTML for notebooks, `to_dict()`, and where it holds a table `to_pandas()` and
-`to_polars()`. What cannot be is refused by a ValueError with one sentence.
+Each function does what the command of its name does, and returns the value that the command prints. Every value has
+a text (`print`), HTML for notebooks and `to_dict()`. A value that holds a table also has `to_pandas()` and
+`to_polars()`. A refusal is a ValueError with one sentence.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -55,60 +55,40 @@ def plan(
     calibrate: str | None = None,
     readings: AnyPath | None = None,
 ) -> PlanResult:
-    """Rank every legal way to split a model over devices by predicted time.
+    """Rank every legal strategy for a model on a number of devices by predicted time.
 
     Args:
         model: Name of a model, or the path of an `.args` file or of a Hugging Face `config.json`.
-        gpus: Devices in all. Without it: nodes times devices per node, or one device.
+        gpus: The total number of devices. Without it: nodes times devices per node, or one device.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
-        nodes: Machines.
+        nodes: The number of machines.
         gpus_per_node: Devices per machine; without it those of an NVLink domain.
-        intra: Key of the link inside a machine; without it the device's own.
+        intra: Key of the link inside a machine; without it the device's usual link.
         inter: Key of the network between machines; without it the device's usual one.
         nics: Network ports per machine; without it one per device.
-        oversubscription: Factor by which the network's core is narrower than its edge, from 1.
-        imbalance: Tokens of the busiest rank of experts over the mean, from 1; of models with experts.
-        global_batch: Samples per iteration of all devices; without it the model's own.
-        seq: Tokens per sample; without it the model's own.
+        oversubscription: Bandwidth of the network's edge over that of its core, at least 1.
+        imbalance: Tokens of the busiest expert rank over the mean, at least 1. Only for models with experts.
+        global_batch: Samples per iteration on all devices; without it the model's own number.
+        seq: Tokens per sample; without it the model's own number.
         dtype: `bf16`, `fp16`, `fp32` or `fp8`; without it the model's own.
-        tokens: Tokens to train on; the result then has the days that this takes.
-        recipe: `tuned` also tries flags that change how an iteration is computed and sent; `all` also
-            tries fewer bits. Without it Megatron's defaults stay.
-        extra: Further flags of Megatron for the model, as one text or as words.
-        calibration: File of constants that were measured on the machine.
+        tokens: Number of tokens to train on. The result then has the days that training takes.
+        recipe: `tuned` also tries flags that change how an iteration is computed and communicated; `all`
+            also tries fewer bits. Without it Megatron's defaults stay.
+        extra: Further flags of Megatron for the model, as one text or as a list of arguments.
+        calibration: File of constants that were measured on the machine, by `make calibrate`.
         calibrate: Rates that the devices reach, such as "700 TFLOP/s on 4k x 4k x 4k".
-        readings: CSV file of one's own measurements, which correct every time.
+        readings: CSV file of your own measurements, by which every predicted time is corrected.
 
     Raises:
         ValueError: There is no such model or device, the numbers contradict each other, or nothing fits
             (`parakit.planner.NothingFitsError`, which says how many devices are needed).
     """
+    # The arguments by name. This is the first line, because locals() holds every name that is bound so far.
+    arguments = locals()
     from parakit.planner import plan_strategies
 
-    with _python_words():
-        return plan_strategies(
-            _plan_options(
-                model=model,
-                gpus=gpus,
-                gpu=gpu,
-                nodes=nodes,
-                gpus_per_node=gpus_per_node,
-                intra=intra,
-                inter=inter,
-                nics=nics,
-                oversubscription=oversubscription,
-                imbalance=imbalance,
-                global_batch=global_batch,
-                seq=seq,
-                dtype=dtype,
-                tokens=tokens,
-                recipe=recipe,
-                extra=extra,
-                calibration=calibration,
-                calibrate=calibrate,
-                readings=readings,
-            )
-        )
+    with _refusals_name_arguments():
+        return plan_strategies(_parse_plan_options(arguments))
 
 
 def estimate(
@@ -134,64 +114,43 @@ def estimate(
     calibrate: str | None = None,
     readings: AnyPath | None = None,
 ) -> TimedStrategy:
-    """Estimate memory and time of one strategy.
+    """Estimate the memory and the time per iteration of one strategy.
 
     Args:
         model: Name of a model, or the path of an `.args` file or of a Hugging Face `config.json`.
         strategy: A strategy's name, such as `tp4pp2dp2-zero1`.
-        gpus: Devices in all; without it as many as the strategy's degrees multiply to.
+        gpus: The total number of devices; without it the product of the strategy's parallel sizes.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
-        nodes: As in `plan`, like all arguments that are not listed here.
-        micro_batch: Samples per micro batch; without it the model's own.
+        nodes: The number of machines. This and all arguments that are not listed are those of `plan`.
+        micro_batch: Samples per micro batch; without it the model's own number.
         recompute: `none`, `selective` or `full`; without it as the model's flags state.
 
     Raises:
         ValueError: There is no such model, device or strategy, Megatron refuses the strategy, or the
             numbers contradict each other. A strategy that needs too much memory is no error.
     """
+    # The arguments by name. This is the first line, because locals() holds every name that is bound so far.
+    arguments = locals()
     from parakit.planner import time_strategy
 
-    with _python_words():
-        return time_strategy(
-            _plan_options(
-                model=model,
-                strategy=strategy,
-                gpus=gpus,
-                gpu=gpu,
-                nodes=nodes,
-                gpus_per_node=gpus_per_node,
-                intra=intra,
-                inter=inter,
-                nics=nics,
-                oversubscription=oversubscription,
-                imbalance=imbalance,
-                global_batch=global_batch,
-                micro_batch=micro_batch,
-                recompute=recompute,
-                seq=seq,
-                dtype=dtype,
-                extra=extra,
-                calibration=calibration,
-                calibrate=calibrate,
-                readings=readings,
-            )
-        )
+    with _refusals_name_arguments():
+        return time_strategy(_parse_plan_options(arguments))
 
 
 def read_logs(paths: Paths) -> tuple[TrainingLog, ...]:
-    """Read the training runs of log files of any trainer that the report knows.
+    """Read the training runs in log files of any trainer that the report knows.
 
     Returns:
-        A log for each run, in order; a file with several runs gives several. Its `to_pandas()` has a row
-        per iteration, with times in milliseconds.
+        A log per run, in the order of the files. A file with several runs gives several logs. `to_pandas()` of
+        a log has a row per iteration, with times in milliseconds.
 
     Raises:
         ValueError: A file cannot be read.
     """
     from parakit.logs import read_training_logs
 
-    with _python_words():
-        return tuple(log for path in _paths(paths) for log in read_training_logs(path))
+    with _refusals_name_arguments():
+        return tuple(log for path in _list_paths(paths) for log in read_training_logs(path))
 
 
 def report(
@@ -203,16 +162,16 @@ def report(
     all_conditions: bool = False,
     readings: AnyPath | None = None,
 ) -> FinishedReport:
-    """Compare runs and logs with one another; write nothing (the result's `write` writes the folder).
+    """Compare runs and logs with one another. Nothing is written until you call the result's `write`.
 
     Args:
         paths: Run folders, logs and patterns; `name=1.log,2.log` makes two logs repeats of one run.
-            None of them means every run folder in `runs`.
+            If empty, every run folder in `runs` is compared.
         runs: The folder that holds run folders.
-        baseline: Folder of an earlier report, or its `results.json`, with which rows are compared.
-        device: Key of the device of logs that do not name theirs, such as `h100`.
-        all_conditions: Also rows of older versions and other machines.
-        readings: CSV file of one's own measurements, which correct the predicted times.
+        baseline: Folder of an earlier report, or its `results.json`, with which the rows are compared.
+        device: Key of the device, such as `h100`, for logs that do not name a device.
+        all_conditions: True to include rows of older versions and of other machines.
+        readings: CSV file of your own measurements, by which the predicted times are corrected.
 
     Raises:
         ValueError: There is no such device, or the baseline cannot be read.
@@ -221,9 +180,9 @@ def report(
 
     from parakit.reporting import finish_report, report_options
 
-    with _python_words():
+    with _refusals_name_arguments():
         options = replace(
-            report_options([str(path) for path in _paths(paths)], device),
+            report_options([str(path) for path in _list_paths(paths)], device),
             runs_root=Path(runs),
             baseline=Path(baseline) if baseline else None,
             all_conditions=all_conditions,
@@ -233,18 +192,18 @@ def report(
 
 
 def why_hang(paths: Paths) -> HangDiagnosis:
-    """Judge which rank of a training job stopped, and where, from what the job left.
+    """Find the rank that stopped a training job, and where it stopped, from the files that the job left.
 
     Args:
-        paths: Flight recorder dumps, stacks of py-spy, logs, and folders of them.
+        paths: Flight recorder dumps, stacks of py-spy, logs, and folders of such files.
 
     Raises:
-        ValueError: Nothing there says anything of a rank.
+        ValueError: No file has evidence of a rank.
     """
     from parakit.hang import diagnose_hang
 
-    with _python_words():
-        return diagnose_hang(_paths(paths))
+    with _refusals_name_arguments():
+        return diagnose_hang(_list_paths(paths))
 
 
 def inspect_checkpoint(
@@ -254,22 +213,22 @@ def inspect_checkpoint(
     strategy: str | None = None,
     verify: bool = False,
 ) -> CheckpointInspection:
-    """Read what a checkpoint holds and what is wrong with it; execute nothing that it holds.
+    """Describe a checkpoint and find its faults. Nothing that the checkpoint holds is executed.
 
     Args:
-        path: A checkpoint's folder, or a folder of checkpoints or a run, of which the newest is read.
+        path: A checkpoint's folder, or a folder of checkpoints or a run, whose newest checkpoint is read.
         compare: Another checkpoint, with which every tensor is compared.
-        strategy: A strategy of which the result says whether it can load the checkpoint.
-        verify: Whether every piece is read and compared with its checksum, which takes longer.
+        strategy: A strategy to judge: can it load the checkpoint?
+        verify: True to read every piece and compare it with its checksum, which takes longer.
 
     Raises:
-        ValueError: A path is no checkpoint, or of a format that is not read.
+        ValueError: A path holds no checkpoint, or one of a format that is not read.
     """
     from parakit.checkpoint import inspect_folder
 
-    (folder,) = _paths(path)
+    (folder,) = _list_paths(path)
     other = Path(compare).expanduser() if compare else None
-    with _python_words():
+    with _refusals_name_arguments():
         return inspect_folder(folder, compare=other, strategy=strategy, verify=verify)
 
 
@@ -277,26 +236,28 @@ def compare_captures(reference: AnyPath, other: AnyPath) -> VerifyVerdict:
     """Find the first tensor of a training step that differs from a reference by more than rounding.
 
     Args:
-        reference: Folder of a capture that measured how far rounding moves tensors, as `capture` does.
-        other: Folder of the capture that is judged.
+        reference: Folder of the reference's capture, which also measured the effect of rounding, as `capture` does.
+        other: Folder of the capture to judge.
 
     Returns:
-        The verdict: held, the first wrong tensor, or not comparable with the reason.
+        The verdict: no tensor is wrong, the first wrong tensor, or the reason why the captures are not comparable.
     """
     from parakit.experiments import judge_captures
 
-    with _python_words():
+    with _refusals_name_arguments():
         return judge_captures(Path(reference).expanduser(), Path(other).expanduser()).verdict
 
 
-def _plan_options(**arguments: Any) -> PlanOptions:
-    """Return the options of the planner, each value checked as that of the command's variable is.
+def _parse_plan_options(arguments: Mapping[str, Any]) -> PlanOptions:
+    """Return the planner's options from the arguments of `plan` or `estimate`, by name.
+
+    Each value is checked as the command's variable of that name is. Arguments that are None are left out.
 
     Raises:
         ValueError: A value is not of its kind.
     """
     from parakit.config import settings
-    from parakit.config.setting import read, text_of
+    from parakit.config.setting import format_setting, parse_setting
     from parakit.planner import PlanOptions
 
     options: dict[str, Any] = {}
@@ -308,19 +269,19 @@ def _plan_options(**arguments: Any) -> PlanOptions:
         elif name == "calibrate":
             options[name] = value
         else:
-            options[name] = read(getattr(settings, name.upper()), text_of(value))
+            options[name] = parse_setting(getattr(settings, name.upper()), format_setting(value))
     return PlanOptions(**options)
 
 
-def _paths(paths: Paths) -> list[Path]:
-    """Return one path or several as a list."""
-    several = [paths] if isinstance(paths, str | PathLike) else paths
-    return [Path(path).expanduser() for path in several]
+def _list_paths(paths: Paths) -> list[Path]:
+    """Return a path, or several, as a list with the user's home expanded."""
+    path_list = [paths] if isinstance(paths, str | PathLike) else paths
+    return [Path(path).expanduser() for path in path_list]
 
 
 @contextmanager
-def _python_words() -> Iterator[None]:
-    """Raise refusals again in Python's words: arguments for make's variables, and how to install torch."""
+def _refusals_name_arguments() -> Iterator[None]:
+    """Raise refusals again with arguments in place of make's variables, and missing torch with how to install it."""
     try:
         yield
     except ValueError as error:
@@ -338,7 +299,7 @@ def _python_words() -> Iterator[None]:
 
 
 def name_arguments(text: str) -> str:
-    """Return a sentence with arguments of this module in place of make's variables.
+    """Return a sentence with the arguments of this module in place of make's variables.
 
     `GPUS=8` becomes `gpus=8` and `STRATEGY=tp2` becomes `strategy="tp2"`. Commands in single quotes, such as
     'make report', stay.
@@ -347,26 +308,26 @@ def name_arguments(text: str) -> str:
 
     known = {setting.name for setting in SETTINGS}
 
-    def argument(match: re.Match[str]) -> str:
+    def to_argument(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]
         if name not in known:
             return match[0]
-        lower = _ARGUMENTS.get(name, name.lower())
+        argument = _ARGUMENT_NAMES.get(name, name.lower())
         if value is None:
-            return lower
+            return argument
         end = "." if value.endswith(".") else ""
         value = value.removesuffix(".")
         is_plain = not value or value.startswith('"') or _NUMBER.fullmatch(value)
-        return f"{lower}={value}{end}" if is_plain else f'{lower}="{value}"{end}'
+        return f"{argument}={value}{end}" if is_plain else f'{argument}="{value}"{end}'
 
     for setting in OPTIONS:
         option = "--" + setting.name.lower().replace("_", "-")
         text = text.replace(f"{option} ", f"{setting.name.lower()}= ")
-    return _VARIABLE.sub(argument, text)
+    return _VARIABLE.sub(to_argument, text)
 
 
-_ARGUMENTS = {"DUMPS": "paths", "LOGS": "paths", "CKPT": "path"}
-"""Names of arguments that are not those of the variables in lower case."""
+_ARGUMENT_NAMES = {"DUMPS": "paths", "LOGS": "paths", "CKPT": "path"}
+"""Arguments whose name is not the variable's name in lower case, by variable."""
 _NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?")
 _VARIABLE = re.compile(
     r"'make [^']*'"

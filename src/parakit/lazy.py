@@ -1,4 +1,4 @@
-"""Public names of a package, imported from their modules on first use.
+"""Import the public names of a package from their modules on first use.
 
 A package's `__init__.py` lists its public names twice: in `__all__`, and as imports below `if TYPE_CHECKING:`,
 where type checkers find them. `lazy_names` reads the imports, so that importing a package, or one of its
@@ -17,7 +17,7 @@ def lazy_names(package: str, file: str) -> "Callable[[str], Any]":
 
     Args:
         package: `__name__` of the package.
-        file: `__file__` of its `__init__.py`; the imports below its first `if` are the public names.
+        file: `__file__` of its `__init__.py`. The imports inside of its `if` are the public names.
 
     Returns:
         The function. It raises AttributeError for a name that the package does not import there.
@@ -35,8 +35,8 @@ def lazy_names(package: str, file: str) -> "Callable[[str], Any]":
 
 
 def _read_imports(file: str) -> "dict[str, str]":
-    """Return the module that each name comes from, by name."""
-    # Not at the top, where both would take half of the time of `import parakit`.
+    """Return the module of each name that the file imports inside of an `if`, by name."""
+    # These imports would take half of the time of `import parakit` at the top.
     import ast
     from pathlib import Path
 

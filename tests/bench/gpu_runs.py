@@ -18,7 +18,7 @@ from parakit.config.run import DeviceKind
 from parakit.formatting.table import TextTable
 from parakit.formatting.units import DASH, size
 from parakit.logs.runs import Run, find_run_folders, load_runs
-from parakit.logs.traces import split_of
+from parakit.logs.traces import read_group_milliseconds
 from parakit.logs.window import Window
 from parakit.reporting.analyse.configurations import build_row_identity
 from parakit.reporting.analyse.entry import Entry, build_entries
@@ -228,7 +228,7 @@ def _kernels(runs: Sequence[Run]) -> tuple[Mapping[str, float], str]:
         if run.record is None or not Flags(run.record.argv).has("--profile"):
             continue
         on_gpu = run.spec is not None and run.spec.device is DeviceKind.GPU
-        found, said = split_of(run.path, on_gpu)
+        found, said = read_group_milliseconds(run.path, on_gpu)
         problem = problem or said
         if found:
             return found, problem

@@ -22,8 +22,8 @@ from rich.console import Console
 from parakit.artifacts import run as records
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import Model, load_model
-from parakit.config.run import flags_of_spec, spec_of_model
-from parakit.config.strategy import NAMED, Batch, Parallelism, parse_strategy
+from parakit.config.run import flags_from_spec, spec_from_model
+from parakit.config.strategy import PUBLISHED_STRATEGIES, Batch, Parallelism, parse_strategy
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 from parakit.reporting.build import BuildOptions, build
@@ -45,7 +45,7 @@ def of_search(model: Model, devices: int, gpu: str, global_batch: int) -> Work:
     """A search for a model's fastest strategies."""
     device = device_by_key(gpu)
     cluster = Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
-    template = spec_of_model(model, Parallelism(), Batch(1, global_batch))
+    template = spec_from_model(model, Parallelism(), Batch(1, global_batch))
     return lambda: search_configurations(Request(model, cluster, global_batch, template))
 
 
@@ -96,10 +96,14 @@ def _of_child(program: str, environment: Mapping[str, str]) -> float:
 
 
 def _write_run(runs: Path, number: int) -> None:
-    model, strategy, name = load_model("gpt2-tiny"), NAMED[number % len(NAMED)], f"run-{number:03d}"
-    split = parse_strategy(strategy, 1 if strategy == NAMED[0] else 2)
-    spec = replace(spec_of_model(model, split, Batch(2, 8)), strategy=strategy)
-    argv = (*model.flags, *flags_of_spec(spec), "--variant", str(number))
+    model, strategy, name = (
+        load_model("gpt2-tiny"),
+        PUBLISHED_STRATEGIES[number % len(PUBLISHED_STRATEGIES)],
+        f"run-{number:03d}",
+    )
+    split = parse_strategy(strategy, 1 if strategy == PUBLISHED_STRATEGIES[0] else 2)
+    spec = replace(spec_from_model(model, split, Batch(2, 8)), strategy=strategy)
+    argv = (*model.flags, *flags_from_spec(spec), "--variant", str(number))
     host = records.HostRecord("here", "a processor", 2, 2**34, ("a processor",) * split.world_size)
     entry = records.MegatronEntry("pretrain_gpt.py", "0.19.0")
     (runs / name).mkdir(parents=True)

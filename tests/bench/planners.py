@@ -63,7 +63,7 @@ def calculon_job(row: MeasuredRun) -> Job | None:
     """
     spec, cluster = row.spec, row.cluster
     shape, split = spec.shape, spec.parallelism
-    plain = not (shape.gated or shape.experts or shape.blocks or shape.latent or shape.mtp_depth)
+    plain = not (shape.gated or shape.experts or shape.blocks or shape.latent or shape.mtp_layers)
     if (
         not plain
         or spec.fp8_recipe
@@ -134,7 +134,7 @@ def simumax_job(row: MeasuredRun) -> Job | None:
         or spec.dtype != "bf16"
         or spec.fp8_recipe
         or shape.blocks
-        or shape.mtp_depth
+        or shape.mtp_layers
         or spec.recompute != Recompute.NONE
         or spec.offload
         or split.sharding not in _SHARDINGS
@@ -151,7 +151,7 @@ def simumax_job(row: MeasuredRun) -> Job | None:
         "cp_size": split.context,
         "pp_size": split.pipeline,
         "ep_size": split.expert,
-        "etp_size": split.tensor_of_experts if shape.experts else 1,
+        "etp_size": split.effective_expert_tensor if shape.experts else 1,
         "interleaving_size": split.virtual_stages,
         "enable_sequence_parallel": split.sequence_parallel,
         "zero_state": int(bool(split.sharding)),

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.config.setting import SettingError, values
+from parakit.config.setting import SettingError, parse_settings
 from parakit.config.settings import MEGATRON_LM
 from parakit.data.indexed import DatasetError
 from tests.bench.synthetic_text import TEXTS, write_synthetic
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str], program: str = "python -m tests.bench.preproc
     """Measure and print; the exit status."""
     flags = command_line(program).parse_args(arguments)
     try:
-        given = values((MEGATRON_LM,), os.environ)["megatron_lm"]
+        given = parse_settings((MEGATRON_LM,), os.environ)["megatron_lm"]
         checkout = flags.megatron_lm or given
         if flags.mb <= 0:
             raise DatasetError(f"--mb {flags.mb:g} is not positive.")

@@ -1,7 +1,7 @@
 import pytest
 
 from parakit.cluster.nodes import Nodes, Rendezvous, parse_nodes
-from parakit.config.settings import OF_NODES
+from parakit.config.settings import NODE_SETTINGS
 from parakit.launch.compose import torchrun_command
 from tests.given import read_of
 
@@ -10,11 +10,13 @@ TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 @pytest.mark.parametrize("environment", [{}, {"NNODES": "1"}, {"MASTER_ADDR": "10.0.0.1"}])
 def test_without_nnodes_a_run_is_on_one_machine(environment: dict[str, str]) -> None:
-    assert parse_nodes(read_of(OF_NODES, environment)) is None
+    assert parse_nodes(read_of(NODE_SETTINGS, environment)) is None
 
 
 def test_a_node_gets_the_address_of_the_first_one() -> None:
-    assert parse_nodes(read_of(OF_NODES, TWO)) == Nodes(2, 1, "10.0.0.1", 29500, Rendezvous.STATIC)
+    assert parse_nodes(read_of(NODE_SETTINGS, TWO)) == Nodes(
+        2, 1, "10.0.0.1", 29500, Rendezvous.STATIC
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_a_node_gets_the_address_of_the_first_one() -> None:
 )
 def test_a_wrong_variable_is_named_with_its_value(change: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_nodes(read_of(OF_NODES, TWO | change))
+        parse_nodes(read_of(NODE_SETTINGS, TWO | change))
 
 
 def test_torchrun_starts_this_nodes_ranks_only_and_joins_the_others() -> None:

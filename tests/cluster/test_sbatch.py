@@ -15,7 +15,7 @@ from parakit.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, rende
 from parakit.cluster.slurm import Slurm, parse_slurm_options, split_directives
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
-from parakit.config.settings import OF_SLURM
+from parakit.config.settings import SLURM_SETTINGS
 from tests.given import read_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,7 +56,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_script_is_the_golden_one(name: str) -> None:
+def test_batch_script_equals_its_golden_file(name: str) -> None:
     assert (
         render_batch_script(JOBS[name]).replace(str(ROOT), "/kit")
         == (GOLDEN / f"{name}.sbatch").read_text()
@@ -106,15 +106,15 @@ def run_script(text: str, folder: Path, **slurm: str) -> tuple[list[str], dict[s
         check=True,
         cwd=folder,
     )
-    words, seen = json.loads(answer.stdout)
-    return words, seen
+    arguments, seen = json.loads(answer.stdout)
+    return arguments, seen
 
 
 def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes_address(
     tmp_path: Path,
 ) -> None:
-    words, seen = run_script(render_batch_script(job(python="python")), tmp_path)
-    assert words == ["-m", "parakit", *CELL.argv]
+    arguments, seen = run_script(render_batch_script(job(python="python")), tmp_path)
+    assert arguments == ["-m", "parakit", *CELL.argv]
     told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "NNODES": "2",
@@ -125,18 +125,18 @@ def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes
     assert (seen["RENDEZVOUS"], seen["ITERS"], seen["RUN_FOLDER"]) == ("c10d", "5", "runs/R1")
 
 
-def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
+def test_array_element_runs_the_task_of_its_number(tmp_path: Path) -> None:
     (tmp_path / "runs" / "R2").mkdir(parents=True)
     two = job(CELL, ArrayTask("runs/R2", ("run", "pp2"), {"SEED": "2"}), python="python")
     with pytest.raises(json.JSONDecodeError):  # its output goes to its own run folder
         run_script(render_batch_script(two), tmp_path, SLURM_ARRAY_TASK_ID="1")
-    words, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
-    assert words[2:] == ["run", "pp2"]
+    arguments, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
+    assert arguments[2:] == ["run", "pp2"]
     assert (seen["SEED"], seen["RUN_FOLDER"]) == ("2", "runs/R2")
 
 
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=40))
-def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
+def test_values_in_the_script_are_quoted(value: str) -> None:
     text = render_batch_script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))
     start = text.index("export EXTRA=")
     chosen = text[start : text.index("\nexport PYTHONPATH", start)]
@@ -151,7 +151,7 @@ def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
 
 def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": "--comment='a \"b\" c' --mem=0"}
-    slurm = parse_slurm_options(read_of(OF_SLURM, asked))
+    slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
     assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
 
@@ -183,7 +183,7 @@ def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
 
 
 def test_without_launcher_slurm_nothing_is_submitted() -> None:
-    assert parse_slurm_options(read_of(OF_SLURM, {"NODES": "2"})) is None
+    assert parse_slurm_options(read_of(SLURM_SETTINGS, {"NODES": "2"})) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
     value: str, line: str
 ) -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
-    slurm = parse_slurm_options(read_of(OF_SLURM, asked))
+    slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
     assert slurm.directives == (line,)
     assert split_directives(slurm.directives) == (f"--comment={value}",)
@@ -211,7 +211,7 @@ def test_a_site_line_whose_quotes_do_not_end_is_named(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.write_text("#SBATCH --comment='a b\n")
     with pytest.raises(ValueError, match=r"site has a wrong #SBATCH line \(No closing quotation"):
-        parse_slurm_options(read_of(OF_SLURM, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
+        parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", "SLURM_SITE": str(site)}))
 
 
 def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
     )
     slurm = parse_slurm_options(
         read_of(
-            OF_SLURM,
+            SLURM_SETTINGS,
             {
                 "LAUNCHER": "slurm",
                 "NODES": "3",
@@ -254,7 +254,7 @@ def test_variables_add_to_the_site_file_and_come_after_it(tmp_path: Path) -> Non
 )
 def test_a_wrong_variable_is_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_slurm_options(read_of(OF_SLURM, {"LAUNCHER": "slurm", name: value}))
+        parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm", name: value}))
 
 
 def test_a_folder_that_pyxis_would_misread_is_refused() -> None:

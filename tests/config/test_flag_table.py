@@ -7,8 +7,19 @@ import pytest
 
 from parakit.config.experts import ExpertLoad
 from parakit.config.files import ROOT
-from parakit.config.flag_table import FLAGS, __doc__, flags_in_group, flags_with_role, planned
-from parakit.config.flags import Flags, flags_in, unlisted_flags, words_of
+from parakit.config.flag_table import (
+    FLAGS,
+    __doc__,
+    flags_in_group,
+    flags_planned_as,
+    flags_with_role,
+)
+from parakit.config.flags import (
+    Flags,
+    drop_flags_newer_than,
+    format_fields_as_flags,
+    unlisted_flags,
+)
 from parakit.config.model import LatentAttention, LinearAttention, Mamba, ModelShape
 from parakit.config.offload import Offload
 from parakit.config.recompute import Recompute
@@ -78,15 +89,15 @@ def test_the_kit_knows_every_flag_that_its_own_files_have(pattern: str) -> None:
 def test_sets_of_flags_are_queries() -> None:
     assert flags_with_role("start") < flags_with_role("start", "attempt")
     assert "--load" in flags_with_role("start")
-    assert "--lr" in planned("neither")
-    assert not planned("counted") & planned("parameters")
+    assert "--lr" in flags_planned_as("neither")
+    assert not flags_planned_as("counted") & flags_planned_as("parameters")
 
 
 def test_flags_are_read_and_written_through_their_fields() -> None:
     words = ("--account-for-loss-in-pipeline-split", "--decoder-last-pipeline-num-layers", "3")
     read = StageSplit(**Flags(words).fields("stages"))
     assert read == StageSplit(last=3, loss=True)
-    assert sorted(words_of(read, "stages")) == sorted(words)
+    assert sorted(format_fields_as_flags(read, "stages")) == sorted(words)
     assert Flags(()).fields("latent") == {}
     assert Flags(["--multi-latent-attention"]).fields("latent")["key_value_rank"] == 32
     offload = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn", "moe_act")
@@ -95,6 +106,12 @@ def test_flags_are_read_and_written_through_their_fields() -> None:
 
 def test_a_flag_is_of_some_releases() -> None:
     words = ("--lr", "1", "--muon-nesterov", "--muon-use-nesterov", "--mine", "2")
-    assert flags_in(words, "0.15.0rc2") == ("--lr", "1", "--mine", "2")
-    assert flags_in(words, "0.17.1") == ("--lr", "1", "--muon-use-nesterov", "--mine", "2")
-    assert flags_in(words, "0.20.0") == ("--lr", "1", "--muon-nesterov", "--mine", "2")
+    assert drop_flags_newer_than(words, "0.15.0rc2") == ("--lr", "1", "--mine", "2")
+    assert drop_flags_newer_than(words, "0.17.1") == (
+        "--lr",
+        "1",
+        "--muon-use-nesterov",
+        "--mine",
+        "2",
+    )
+    assert drop_flags_newer_than(words, "0.20.0") == ("--lr", "1", "--muon-nesterov", "--mine", "2")

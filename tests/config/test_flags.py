@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parakit.config.files import read_args_file
-from parakit.config.flags import Flags, drop_flags, flag_words, merge_flags
+from parakit.config.flags import Flags, drop_flags, format_flags, merge_flags
 
 WORDS = st.text("abc0", min_size=1, max_size=4)
 GROUP = st.lists(st.tuples(WORDS.map("--{}".format), st.lists(WORDS, max_size=3)), max_size=6)
@@ -63,4 +63,4 @@ def test_look_ups_fall_back_to_the_default() -> None:
 
 def test_flags_of_a_dictionary_keep_zero_and_leave_out_what_is_not_given() -> None:
     given = {"--lr": 0, "--bf16": True, "--fp16": False, "--seed": None, "--dropout": 0.0}
-    assert flag_words(given) == ("--lr", "0", "--bf16", "--dropout", "0.0")
+    assert format_flags(given) == ("--lr", "0", "--bf16", "--dropout", "0.0")

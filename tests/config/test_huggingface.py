@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from parakit.config.experts import ExpertLoad, expert_load_of
-from parakit.config.flag_table import planned
+from parakit.config.experts import ExpertLoad, parse_expert_load
+from parakit.config.flag_table import flags_planned_as
 from parakit.config.flags import Flags, drop_flags, merge_flags
-from parakit.config.huggingface import config_of_flags, exact_flags, flags_of_config
-from parakit.config.model import model_of
-from parakit.costs.tensors import parameters_total
+from parakit.config.huggingface import build_config, read_config_flags, read_exact_config_flags
+from parakit.config.model import find_model
+from parakit.costs.tensors import total_parameters
 from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
 
 
@@ -22,7 +22,7 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def flags(folder: Path, config: dict[str, Any]) -> Flags:
-    return Flags(exact_flags(written(folder, config)))
+    return Flags(read_exact_config_flags(written(folder, config)))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def flags(folder: Path, config: dict[str, Any]) -> Flags:
     ],
 )
 def test_flags_of_a_config_give_it_back(tmp_path: Path, config: dict[str, Any]) -> None:
-    words = exact_flags(written(tmp_path, config))
-    assert config_of_flags(words, "float32").items() >= config.items()
+    words = read_exact_config_flags(written(tmp_path, config))
+    assert build_config(words, "float32").items() >= config.items()
 
 
 def test_transformers_5_says_rope_parameters_where_4_said_theta_and_scaling(tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_what_no_flag_expresses_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        exact_flags(written(tmp_path, config))
+        read_exact_config_flags(written(tmp_path, config))
 
 
 def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
     linear = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert Flags(flags_of_config(written(tmp_path, linear))).has("--swiglu")
+    assert Flags(read_config_flags(written(tmp_path, linear))).has("--swiglu")
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
 def test_flags_of_another_architecture_have_no_config(
     tmp_path: Path, more: tuple[str, ...], said: str
 ) -> None:
-    words = exact_flags(written(tmp_path, LLAMA))
+    words = read_exact_config_flags(written(tmp_path, LLAMA))
     with pytest.raises(ValueError, match=said):
-        config_of_flags(merge_flags(words, more), "float32")
+        build_config(merge_flags(words, more), "float32")
 
 
 QWEN3_MOE = {
@@ -167,8 +167,8 @@ GPT_OSS_20B = {
 
 
 def parameters(folder: Path, config: dict[str, Any]) -> int:
-    model = model_of(str(written(folder, config)))
-    return parameters_total(model.shape)
+    model = find_model(str(written(folder, config)))
+    return total_parameters(model.shape)
 
 
 def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints(
@@ -178,10 +178,10 @@ def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints
     # Without the biases of its routers, which Megatron keeps in buffers.
     alone = {**DEEPSEEK_V3, "num_nextn_predict_layers": 0}
     assert parameters(tmp_path, alone) == 671_026_419_200 - 58 * 256
-    flags = Flags(flags_of_config(written(tmp_path, DEEPSEEK_V3)))
+    flags = Flags(read_config_flags(written(tmp_path, DEEPSEEK_V3)))
     assert flags.text("--moe-layer-freq") == "([0]*3+[1]*58)"
     assert flags.text("--mtp-num-layers") == "1"
-    assert expert_load_of(flags) == ExpertLoad(groups=8, groups_taken=4)
+    assert parse_expert_load(flags) == ExpertLoad(groups=8, groups_per_token=4)
 
 
 def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
@@ -191,12 +191,12 @@ def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
 
 
 def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
-    words = flags_of_config(written(tmp_path, GPT_OSS_20B))
-    of_a_run = planned("MICRO_BATCH=")
-    left = drop_flags(words, planned("counted", "neither", "parameters") | of_a_run)
+    words = read_config_flags(written(tmp_path, GPT_OSS_20B))
+    of_a_run = flags_planned_as("MICRO_BATCH=")
+    left = drop_flags(words, flags_planned_as("counted", "neither", "parameters") | of_a_run)
     assert left == ()
-    shape = model_of(str(tmp_path / "config.json")).shape
-    assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, True)
+    shape = find_model(str(tmp_path / "config.json")).shape
+    assert (shape.window, shape.windowed_fraction, shape.clamps_activations) == (128, 0.5, True)
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_a_mixture_that_cannot_be_planned_is_refused_by_its_field(
     tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        flags_of_config(written(tmp_path, config))
+        read_config_flags(written(tmp_path, config))

@@ -7,15 +7,15 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.model import (
     UnknownModelError,
-    changed_model,
+    apply_flags_to_model,
     load_model,
     model_names,
     replace_vocabulary,
     shape_from_flags,
 )
-from parakit.config.run import fp8_recipe_of
+from parakit.config.run import parse_fp8_recipe
 from parakit.config.strategy import Batch
-from parakit.costs.tensors import active_parameters, parameters_total
+from parakit.costs.tensors import active_parameters, total_parameters
 
 DIMENSIONS = [
     "--num-layers",
@@ -51,7 +51,7 @@ def test_the_presets_are_what_they_say(
     name: str, parameters: int, batch: Batch, sequence: int
 ) -> None:
     model = load_model(name)
-    assert (parameters_total(model.shape), model.batch) == (parameters, batch)
+    assert (total_parameters(model.shape), model.batch) == (parameters, batch)
     assert model.shape.seq_length == sequence
 
 
@@ -73,7 +73,7 @@ def test_the_sizes_of_the_size_axis_are_exact(
 ) -> None:
     shape = load_model(name).shape
     embeddings = (shape.padded_vocabulary(1) + shape.positions) * shape.hidden
-    assert parameters_total(shape) == parameters
+    assert total_parameters(shape) == parameters
     assert parameters - embeddings == without_embeddings
     assert active_parameters(shape) - embeddings == active
     text = (ROOT / f"examples/{load_model(name).family}/models/{name}.args").read_text()
@@ -135,7 +135,7 @@ def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -
     with pytest.raises(ValueError, match="--mtp-num-layers is -2; use 0 or more"):
         shape_from_flags("m", Flags([*DIMENSIONS, "--mtp-num-layers", "-2"]))
     with pytest.raises(ValueError, match="--fp8-recipe foo is not one of Megatron's; use delayed"):
-        fp8_recipe_of(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
+        parse_fp8_recipe(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
 
 
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 50304), (2, 50432), (8, 51200)])
@@ -145,25 +145,25 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(tensor: int, rows: int) ->
 
 def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> None:
     tiny = load_model("gpt2-tiny")
-    shallow = changed_model(tiny, ("--num-layers=2", "--lr", "1e-3"))
+    shallow = apply_flags_to_model(tiny, ("--num-layers=2", "--lr", "1e-3"))
     assert shallow.shape == replace(tiny.shape, layers=2)
     assert Flags(shallow.flags).text("--lr") != "1e-3"
-    assert changed_model(tiny, ("--lr", "1e-3")) is tiny
+    assert apply_flags_to_model(tiny, ("--lr", "1e-3")) is tiny
 
 
 def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
     tiny = load_model("gpt2-tiny")
     given = ("--softmax-type", "learnable", "--init-method-std", "0.5", "--clip-grad", "0")
-    flags = Flags(changed_model(tiny, given).flags)
+    flags = Flags(apply_flags_to_model(tiny, given).flags)
     assert flags.text("--softmax-type") == "learnable"
     assert flags.text("--init-method-std") == "0.5"
     assert not flags.has("--clip-grad")
     gates = ("--attention-output-gate", "--moe-shared-expert-gate", "--moe-latent-size", "32")
-    assert all(Flags(changed_model(tiny, gates).flags).has(flag) for flag in gates[:-1])
+    assert all(Flags(apply_flags_to_model(tiny, gates).flags).has(flag) for flag in gates[:-1])
 
 
 def test_one_half_precision_takes_the_others_place() -> None:
-    large = changed_model(load_model("gpt2-large"), ("--bf16",))
+    large = apply_flags_to_model(load_model("gpt2-large"), ("--bf16",))
     assert large.dtype == "bf16"
     assert "--fp16" not in large.flags
 
@@ -188,7 +188,7 @@ def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
 def test_another_vocabulary_changes_the_embedding_and_the_flag_alone() -> None:
     own = load_model("blueberry-79m")
     larger = replace_vocabulary(own, 50257)
-    assert parameters_total(larger.shape) == 79_502_208
+    assert total_parameters(larger.shape) == 79_502_208
     assert Flags(larger.flags).integer("--vocab-size", 0) == 50257
     assert replace_vocabulary(own, 49152) is own
 
@@ -222,7 +222,7 @@ def test_a_routers_losses_are_read_from_its_coefficients(
 )
 def test_layers_have_a_window_by_megatron_s_flags(words: str, window: int, share: float) -> None:
     shape = shape_from_flags("m", Flags([*DIMENSIONS, *words.split()]))
-    assert (shape.window, shape.windowed) == (window, share)
+    assert (shape.window, shape.windowed_fraction) == (window, share)
 
 
 def test_a_window_of_no_two_numbers_is_refused() -> None:
@@ -233,9 +233,16 @@ def test_a_window_of_no_two_numbers_is_refused() -> None:
 def test_a_token_attends_to_those_of_its_window_alone() -> None:
     plain = shape_from_flags("m", Flags(DIMENSIONS))
     # Of 8 tokens with windows of 3 each sees 1, 2, 3, 3, ... tokens: 21, twice their mean is 5.25.
-    assert replace(plain, window=3, windowed=1.0).attended(8) == 5.25
-    assert replace(plain, window=3, windowed=0.5).attended(8) == (8 + 5.25) / 2
-    assert replace(plain, window=8, windowed=1.0).attended(8) == plain.attended(8) == 8
+    assert replace(plain, window=3, windowed_fraction=1.0).effective_attention_length(8) == 5.25
+    assert (
+        replace(plain, window=3, windowed_fraction=0.5).effective_attention_length(8)
+        == (8 + 5.25) / 2
+    )
+    assert (
+        replace(plain, window=8, windowed_fraction=1.0).effective_attention_length(8)
+        == plain.effective_attention_length(8)
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,4 +255,4 @@ def test_a_token_attends_to_those_of_its_window_alone() -> None:
     ],
 )
 def test_quick_geglu_is_clamped_by_kernels_of_its_own(words: str, clamped: bool) -> None:
-    assert shape_from_flags("m", Flags([*DIMENSIONS, *words.split()])).clamped is clamped
+    assert shape_from_flags("m", Flags([*DIMENSIONS, *words.split()])).clamps_activations is clamped

@@ -1,8 +1,13 @@
 import pytest
 
 from parakit.config.flags import Flags
-from parakit.config.offload import NOTHING, Offload, offload_flags, offload_of
-from parakit.config.run import DeviceKind, flags_of_printed, flags_of_spec, spec_of_flags
+from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
+from parakit.config.run import (
+    DeviceKind,
+    flags_from_printed_arguments,
+    flags_from_spec,
+    spec_from_flags,
+)
 
 FINE = "--fine-grained-activation-offloading"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
@@ -11,8 +16,11 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("", NOTHING),
-        ("--offload-modules core_attn", NOTHING),  # A log prints them where nothing is offloaded.
+        ("", NO_OFFLOAD),
+        (
+            "--offload-modules core_attn",
+            NO_OFFLOAD,
+        ),  # A log prints them where nothing is offloaded.
         ("--cpu-offloading-num-layers 3", Offload(layers=3)),
         # In the order in which forward comes to them, whatever the order they are said in.
         (
@@ -30,27 +38,27 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
         (
             f"{FINE} --offload-modules moe_act --min-offloaded-tensor-size 9 "
             "--activation-offload-fraction 0.5 --delta-offload-bytes-across-pp-ranks 7",
-            Offload(modules=("moe_act",), smallest=9, fraction=0.5, kept_by_stage=7),
+            Offload(modules=("moe_act",), min_elements=9, fraction=0.5, kept_bytes_per_stage=7),
         ),
     ],
 )
 def test_flags_offload_these_and_back(words: str, found: Offload) -> None:
-    offload = offload_of(Flags(words.split()))
+    offload = parse_offload(Flags(words.split()))
     assert offload == found
-    assert offload_of(Flags(offload_flags(offload))) == offload
-    assert bool(offload) == (offload != NOTHING)
+    assert parse_offload(Flags(offload_flags(offload))) == offload
+    assert bool(offload) == (offload != NO_OFFLOAD)
 
 
 def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
     words = [*SHAPE.split(), FINE, "--offload-modules", "qkv_linear", "core_attn"]
-    spec = spec_of_flags(words, 1, DeviceKind.GPU)
-    assert offload_of(Flags(flags_of_spec(spec))) == spec.offload
+    spec = spec_from_flags(words, 1, DeviceKind.GPU)
+    assert parse_offload(Flags(flags_from_spec(spec))) == spec.offload
     printed = {
         "fine_grained_activation_offloading": "True",
         "offload_modules": "['core_attn', 'qkv_linear']",
         "cpu_offloading_num_layers": "0",
     }
-    assert offload_of(Flags(flags_of_printed(printed))) == spec.offload
+    assert parse_offload(Flags(flags_from_printed_arguments(printed))) == spec.offload
 
 
 @pytest.mark.parametrize(
@@ -68,4 +76,4 @@ def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
 )
 def test_what_megatron_does_not_take_is_named(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        offload_of(Flags(words.split()))
+        parse_offload(Flags(words.split()))

@@ -4,16 +4,16 @@ import pytest
 
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
-from parakit.config.recompute import Recompute, recompute_flags, recompute_of
+from parakit.config.recompute import Recompute, parse_recompute, recompute_flags
 from parakit.config.run import (
     DeviceKind,
     RunSpec,
     StateTypes,
-    flags_of_printed,
-    flags_of_spec,
-    spec_of_flags,
-    spec_of_printed,
-    state_types_of,
+    flags_from_printed_arguments,
+    flags_from_spec,
+    parse_state_types,
+    spec_from_flags,
+    spec_from_printed_arguments,
 )
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism
@@ -23,15 +23,15 @@ LOCAL = [*SHAPE.split(), "--transformer-impl", "local"]
 
 
 def test_without_transformer_engine_a_gpu_attends_on_sdpa_and_a_cpu_rank_keeps_scores() -> None:
-    assert spec_of_flags(LOCAL, 1, DeviceKind.GPU).fused_attention
-    assert not spec_of_flags(LOCAL, 1, DeviceKind.CPU).fused_attention
+    assert spec_from_flags(LOCAL, 1, DeviceKind.GPU).fused_attention
+    assert not spec_from_flags(LOCAL, 1, DeviceKind.CPU).fused_attention
 
 
 def test_a_foreign_log_with_megatrons_own_layers_keeps_scores() -> None:
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     printed = dict(zip(names, ("2", "64", "4", "64"), strict=True))
     for implementation, fused in (("local", False), ("transformer_engine", True)):
-        spec = spec_of_printed(printed | {"transformer_impl": implementation})
+        spec = spec_from_printed_arguments(printed | {"transformer_impl": implementation})
         assert spec is not None
         assert spec.fused_attention is fused
 
@@ -40,11 +40,11 @@ def test_a_layout_of_stages_is_written_in_place_of_the_number_of_virtual_ones() 
     shape = [*SHAPE.split(), "--num-layers", "6"]
     layout = ["--pipeline-model-parallel-layout", "Ett|t|tt|tL"]
     words = [*shape, "--pipeline-model-parallel-size", "2", *layout]
-    spec = spec_of_flags(words, 2, DeviceKind.GPU)
-    assert [spec.chunk_layers(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
-    written = flags_of_spec(spec)
+    spec = spec_from_flags(words, 2, DeviceKind.GPU)
+    assert [spec.layers_per_chunk(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
+    written = flags_from_spec(spec)
     assert "--num-virtual-stages-per-pipeline-rank" not in written
-    assert spec_of_flags([*shape, *written], 2, DeviceKind.GPU) == spec
+    assert spec_from_flags([*shape, *written], 2, DeviceKind.GPU) == spec
 
 
 def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written_back() -> None:
@@ -55,24 +55,26 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
         "--exp-avg-dtype",
         "fp8",
     ]
-    spec = spec_of_flags([*SHAPE.split(), "--bf16", *words], 1, DeviceKind.GPU)
-    assert spec.state_types == StateTypes(gradients="bf16", first_moment="fp8", aware=True)
-    again = spec_of_flags([*SHAPE.split(), *flags_of_spec(spec)], 1, DeviceKind.GPU)
+    spec = spec_from_flags([*SHAPE.split(), "--bf16", *words], 1, DeviceKind.GPU)
+    assert spec.state_types == StateTypes(
+        gradients="bf16", first_moment="fp8", precision_aware=True
+    )
+    again = spec_from_flags([*SHAPE.split(), *flags_from_spec(spec)], 1, DeviceKind.GPU)
     assert again == spec
     printed = {"use_precision_aware_optimizer": "True", "exp_avg_dtype": "torch.bfloat16"}
-    logged = Flags(flags_of_printed({**printed, "exp_avg_sq_dtype": "torch.uint8"}))
-    assert state_types_of(logged) == StateTypes("", "", "bf16", "fp8", aware=True)
+    logged = Flags(flags_from_printed_arguments({**printed, "exp_avg_sq_dtype": "torch.uint8"}))
+    assert parse_state_types(logged) == StateTypes("", "", "bf16", "fp8", precision_aware=True)
     halved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
-    spec = spec_of_flags([*SHAPE.split(), "--bf16", *words, *halved], 1, DeviceKind.GPU)
-    assert spec.state_types.offloaded == 0.5
-    assert spec_of_flags([*SHAPE.split(), *flags_of_spec(spec)], 1, DeviceKind.GPU) == spec
-    assert state_types_of(Flags([*words, "--optimizer-cpu-offload"])).offloaded == 1
+    spec = spec_from_flags([*SHAPE.split(), "--bf16", *words, *halved], 1, DeviceKind.GPU)
+    assert spec.state_types.offloaded_fraction == 0.5
+    assert spec_from_flags([*SHAPE.split(), *flags_from_spec(spec)], 1, DeviceKind.GPU) == spec
+    assert parse_state_types(Flags([*words, "--optimizer-cpu-offload"])).offloaded_fraction == 1
     with pytest.raises(ValueError, match="offload-fraction nan is no share of the optimizer"):
-        state_types_of(Flags([*words, *halved[:2], "nan"]))
+        parse_state_types(Flags([*words, *halved[:2], "nan"]))
     with pytest.raises(ValueError, match="offload needs --use-precision-aware-optimizer"):
-        state_types_of(Flags(halved))
+        parse_state_types(Flags(halved))
     with pytest.raises(ValueError, match="--exp-avg-dtype int3 is not one of Megatron's"):
-        state_types_of(Flags([*words, "--exp-avg-dtype", "int3"]))
+        parse_state_types(Flags([*words, "--exp-avg-dtype", "int3"]))
 
 
 def test_modules_are_one_way_to_recompute_in_any_order() -> None:
@@ -113,9 +115,9 @@ def test_modules_are_one_way_to_recompute_in_any_order() -> None:
     ],
 )
 def test_flags_recompute_these_modules_and_back(words: str, found: str) -> None:
-    recompute = recompute_of(Flags(words.split()))
+    recompute = parse_recompute(Flags(words.split()))
     assert str(recompute) == found
-    assert recompute_of(Flags(recompute_flags(recompute))) == recompute
+    assert parse_recompute(Flags(recompute_flags(recompute))) == recompute
 
 
 def test_a_log_prints_modules_as_a_list() -> None:
@@ -123,7 +125,10 @@ def test_a_log_prints_modules_as_a_list() -> None:
         "recompute_granularity": "selective",
         "recompute_modules": "['layernorm', 'mla_up_proj']",
     }
-    assert str(recompute_of(Flags(flags_of_printed(printed)))) == "layernorm mla_up_proj"
+    assert (
+        str(parse_recompute(Flags(flags_from_printed_arguments(printed))))
+        == "layernorm mla_up_proj"
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,8 +147,8 @@ def test_a_log_prints_modules_as_a_list() -> None:
 def test_checkpoints_are_laid_from_the_first_layer_on(
     recompute: str, checkpoints: tuple[int, ...]
 ) -> None:
-    assert Recompute.parse(recompute).checkpoints(5) == checkpoints
-    assert Recompute.parse(recompute).checkpoints(0) == ()
+    assert Recompute.parse(recompute).layers_per_checkpoint(5) == checkpoints
+    assert Recompute.parse(recompute).layers_per_checkpoint(0) == ()
 
 
 def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None:
@@ -154,7 +159,7 @@ def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None
             Recompute.parse(wrong)
     words = "--recompute-granularity full --recompute-method even --recompute-num-layers 2"
     with pytest.raises(ValueError, match=r"--recompute-method even .* is not one of Megatron's"):
-        recompute_of(Flags(words.split()))
+        parse_recompute(Flags(words.split()))
 
 
 def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
@@ -162,15 +167,16 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
     shape = replace(load_model("gpt2-tiny").shape, layers=14)
     stages = StageSplit(embedding=True, loss=True)
     spec = RunSpec(shape, split, Batch(1, 4), stages=stages)
-    assert spec.chunk_layers(0) == (3, 4)
+    assert spec.layers_per_chunk(0) == (3, 4)
     again = [
-        replace(spec, recompute=Recompute.parse(f"full block {n}")).layers_again(0) for n in (1, 4)
+        replace(spec, recompute=Recompute.parse(f"full block {n}")).num_recomputed_layers(0)
+        for n in (1, 4)
     ]
     assert again == [2, 7]
-    assert replace(spec, recompute=Recompute.parse("full uniform 4")).layers_again(0) == 7
+    assert replace(spec, recompute=Recompute.parse("full uniform 4")).num_recomputed_layers(0) == 7
 
 
 def test_a_module_that_megatron_lacks_is_named() -> None:
     words = "--recompute-granularity selective --recompute-modules mlp norm"
     with pytest.raises(ValueError, match="norm is not one of Megatron's; use core_attn"):
-        recompute_of(Flags(words.split()))
+        parse_recompute(Flags(words.split()))

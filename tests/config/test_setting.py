@@ -6,21 +6,21 @@ import pytest
 from parakit.config import settings
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend
-from parakit.config.setting import SettingError, read, values
+from parakit.config.setting import SettingError, parse_setting, parse_settings
 
 
 def test_a_value_is_of_its_kind_or_the_refusal_names_variable_value_and_kind() -> None:
-    assert read(settings.ITERS, "5") == 5
-    assert read(settings.EXTRA, "--lr '1 e'") == ("--lr", "1 e")
-    assert read(settings.BACKEND, "native") is Backend.NATIVE
+    assert parse_setting(settings.ITERS, "5") == 5
+    assert parse_setting(settings.EXTRA, "--lr '1 e'") == ("--lr", "1 e")
+    assert parse_setting(settings.BACKEND, "native") is Backend.NATIVE
     with pytest.raises(SettingError, match="ITERS=0 is not a whole number above 0"):
-        read(settings.ITERS, "0")
+        parse_setting(settings.ITERS, "0")
     with pytest.raises(SettingError, match="LAUNCHER=pbs is not torchrun or slurm"):
-        read(settings.LAUNCHER, "pbs")
+        parse_setting(settings.LAUNCHER, "pbs")
     with pytest.raises(
         SettingError, match="MASTER_PORT=80 is not a whole number from 1024 to 65535"
     ):
-        read(settings.MASTER_PORT, "80")
+        parse_setting(settings.MASTER_PORT, "80")
 
 
 def test_megatron_deepspeed_is_refused_by_name_as_a_backend_and_as_a_checkout(
@@ -29,30 +29,32 @@ def test_megatron_deepspeed_is_refused_by_name_as_a_backend_and_as_a_checkout(
     with pytest.raises(
         SettingError, match=r"BACKEND=megatron-deepspeed is a fork .* BACKEND=deepspeed"
     ):
-        read(settings.BACKEND, "megatron-deepspeed")
+        parse_setting(settings.BACKEND, "megatron-deepspeed")
     with pytest.raises(
         SettingError, match=r"BACKEND=DataParallel is torch.nn.DataParallel, .*=native"
     ):
-        read(settings.BACKEND, "DataParallel")
+        parse_setting(settings.BACKEND, "DataParallel")
     entry = tmp_path / "pretrain_gpt.py"
     entry.write_text("import torch\nimport deepspeed\n")
     with pytest.raises(SettingError, match="is Megatron-DeepSpeed, a fork of an older Megatron-LM"):
-        read(settings.MEGATRON_LM, str(tmp_path))
+        parse_setting(settings.MEGATRON_LM, str(tmp_path))
     entry.write_text("import torch\n")
-    assert read(settings.MEGATRON_LM, str(tmp_path)) == tmp_path
+    assert parse_setting(settings.MEGATRON_LM, str(tmp_path)) == tmp_path
 
 
 def test_a_variable_that_is_not_set_has_its_default() -> None:
-    found = values((settings.SEED, settings.DATA, settings.RANKS), {"SEED": "", "DATA": "owt-ds/x"})
+    found = parse_settings(
+        (settings.SEED, settings.DATA, settings.RANKS), {"SEED": "", "DATA": "owt-ds/x"}
+    )
     assert found == {"seed": 1234, "data": "owt-ds/x", "ranks": "first,last"}
     recompute = settings.RECOMPUTE._replace(default="full")
-    assert values((recompute,), {}) == {"recompute": Recompute.FULL}
+    assert parse_settings((recompute,), {}) == {"recompute": Recompute.FULL}
 
 
 @pytest.mark.parametrize("setting", settings.SETTINGS, ids=lambda setting: setting.name)
 def test_every_kind_can_be_read_or_refused(setting: settings.Setting) -> None:
     with suppress(SettingError):
-        read(setting, "?")
+        parse_setting(setting, "?")
 
 
 def test_a_data_set_is_known_by_its_name_its_prefix_or_its_file(
@@ -65,8 +67,8 @@ def test_a_data_set_is_known_by_its_name_its_prefix_or_its_file(
     made = "owt-ds/mine_text_document"
     elsewhere = str(tmp_path / made)
     for text in ("mine", "owt-ds/mine", made, f"{made}.idx", f"{made}.bin", "mine_text_document"):
-        assert read(settings.DATA, text) == made
-    assert read(settings.DATA, elsewhere.removesuffix("_text_document")) == elsewhere
-    assert read(settings.DATA, "joined") == "owt-ds/joined"
-    assert read(settings.DATA, "sample") == "owt-ds/sample_text_document"
-    assert read(settings.DATA, "owt-ds/not-there") == "owt-ds/not-there"
+        assert parse_setting(settings.DATA, text) == made
+    assert parse_setting(settings.DATA, elsewhere.removesuffix("_text_document")) == elsewhere
+    assert parse_setting(settings.DATA, "joined") == "owt-ds/joined"
+    assert parse_setting(settings.DATA, "sample") == "owt-ds/sample_text_document"
+    assert parse_setting(settings.DATA, "owt-ds/not-there") == "owt-ds/not-there"

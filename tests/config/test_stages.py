@@ -2,13 +2,13 @@ import pytest
 
 from parakit.config.flags import Flags
 from parakit.config.stages import (
-    EVEN,
+    EVEN_SPLIT,
     StageSplit,
-    filled,
-    spread,
-    stage_split,
-    stages_of,
-    uneven_stages,
+    choose_stage_split,
+    even_layout,
+    find_uneven_split,
+    front_loaded_layout,
+    parse_stage_split,
 )
 from parakit.config.strategy import parallelism_from_flags
 
@@ -16,7 +16,7 @@ BOTH = StageSplit(embedding=True, loss=True)
 
 
 def laid(stages: StageSplit, layers: int, pipeline: int, virtual: int = 1) -> list[tuple[int, ...]]:
-    return [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
+    return [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
 
 
 def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() -> None:
@@ -24,13 +24,13 @@ def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() ->
     assert chunks[0] == (1, 2, 2, 2, 2, 2, 2, 2)
     assert chunks[7] == (2, 2, 2, 2, 2, 2, 2, 1)
     assert sum(map(sum, chunks)) == 126
-    assert uneven_stages(126, 8, 8) == stage_split(126, 8) == BOTH
+    assert find_uneven_split(126, 8, 8) == choose_stage_split(126, 8) == BOTH
 
 
 @pytest.mark.parametrize(
     ("stages", "layers", "pipeline", "virtual", "expected"),
     [
-        (EVEN, 8, 4, 2, [2, 2, 2, 2]),
+        (EVEN_SPLIT, 8, 4, 2, [2, 2, 2, 2]),
         (StageSplit(loss=True), 7, 4, 1, [2, 2, 2, 1]),
         (StageSplit(embedding=True), 7, 4, 1, [1, 2, 2, 2]),
         (StageSplit(first=1, last=3), 8, 4, 1, [1, 2, 2, 3]),
@@ -41,14 +41,14 @@ def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() ->
 def test_layers_of_each_stage(
     stages: StageSplit, layers: int, pipeline: int, virtual: int, expected: list[int]
 ) -> None:
-    assert stages.problem(layers, pipeline, virtual) == ""
+    assert stages.find_problem(layers, pipeline, virtual) == ""
     assert [sum(chunks) for chunks in laid(stages, layers, pipeline, virtual)] == expected
 
 
 @pytest.mark.parametrize(
     ("stages", "layers", "pipeline", "virtual", "words"),
     [
-        (EVEN, 126, 8, 1, "they do not divide"),
+        (EVEN_SPLIT, 126, 8, 1, "they do not divide"),
         (BOTH, 126, 6, 1, "128 with embedding or loss counted do not divide"),
         (StageSplit(first=1, loss=True), 8, 4, 1, "excludes counting"),
         (StageSplit(first=1), 9, 4, 1, "the 8 layers left do not divide over 3 other stages"),
@@ -67,19 +67,19 @@ def test_layers_of_each_stage(
 def test_what_megatron_refuses(
     stages: StageSplit, layers: int, pipeline: int, virtual: int, words: str
 ) -> None:
-    assert words in stages.problem(layers, pipeline, virtual)
+    assert words in stages.find_problem(layers, pipeline, virtual)
 
 
 def test_61_layers_on_16_stages_leave_the_last_one_short() -> None:
-    assert uneven_stages(61, 16, 1) == StageSplit(last=1)
-    assert stage_split(61, 61) == EVEN
-    assert stage_split(3, 8) is None
+    assert find_uneven_split(61, 16, 1) == StageSplit(last=1)
+    assert choose_stage_split(61, 61) == EVEN_SPLIT
+    assert choose_stage_split(3, 8) is None
 
 
 def test_flags_are_read_back_and_count_for_virtual_stages() -> None:
     words = ["--pipeline-model-parallel-size", "8", "--num-layers", "126", *BOTH.flags]
-    assert stages_of(Flags(words)) == BOTH
-    assert stages_of(Flags(BOTH.flags)) == EVEN  # Without stages they mean nothing.
+    assert parse_stage_split(Flags(words)) == BOTH
+    assert parse_stage_split(Flags(BOTH.flags)) == EVEN_SPLIT  # Without stages they mean nothing.
     words += ["--num-layers-per-virtual-pipeline-stage", "2"]
     assert parallelism_from_flags(words, 8).virtual_stages == 8
     assert StageSplit(first=3).flags == ("--decoder-first-pipeline-num-layers", "3")
@@ -89,15 +89,19 @@ def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_ther
     """The layout of a functional test of Megatron's: 16 layers and one ahead on PP 2."""
     words = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
     words = (*words, "Et*3|(tt|)*6,tmL")
-    stages = stages_of(Flags(words))
+    stages = parse_stage_split(Flags(words))
     assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
-    assert (stages.problem(16, 2, 4), stages.virtual(2), stages.depths) == ("", 4, 1)
+    assert (
+        stages.find_problem(16, 2, 4),
+        stages.virtual_stages_in_layout(2),
+        stages.mtp_layers_in_layout,
+    ) == ("", 4, 1)
     assert parallelism_from_flags(words, 2).virtual_stages == 4
-    assert stages_of(Flags((*words[:2], *stages.flags))) == stages
+    assert parse_stage_split(Flags((*words[:2], *stages.flags))) == stages
 
 
 def test_layouts_are_spread_with_fewer_layers_at_the_ends_or_filled_from_the_first() -> None:
-    assert spread(7, 4) == StageSplit(layout="Et|tt|tt|ttL")
-    assert spread(6, 4) == StageSplit(layout="Et|tt|tt|tL")
-    assert filled(61, 16, 1).layout.endswith("tttt|tmL")
-    assert filled(3, 3, 0) == StageSplit(layout="Et|t|tL")
+    assert even_layout(7, 4) == StageSplit(layout="Et|tt|tt|ttL")
+    assert even_layout(6, 4) == StageSplit(layout="Et|tt|tt|tL")
+    assert front_loaded_layout(61, 16, 1).layout.endswith("tttt|tmL")
+    assert front_loaded_layout(3, 3, 0) == StageSplit(layout="Et|t|tL")

@@ -10,9 +10,9 @@ from parakit.config.strategy import (
     PipelineSchedule,
     Sharding,
     StrategyError,
-    batch_for,
     parallelism_from_flags,
     parse_strategy,
+    scale_batch,
     strategy_flags,
     strategy_name,
 )
@@ -111,8 +111,8 @@ def test_the_name_of_a_parallelism_is_parsed_to_it_again(
     sharding: Sharding,
 ) -> None:
     plain = Parallelism(data, tensor, pipeline, context, expert, sequence_parallel=tensor > 1)
-    split = replace(plain, sharding=sharding).split_experts(expert_tensor)
-    assume(split.world_size % split.ranks_of_expert_copy == 0)
+    split = replace(plain, sharding=sharding).with_expert_tensor(expert_tensor)
+    assume(split.world_size % split.ranks_per_expert_copy == 0)
     assert parse_strategy(strategy_name(split), split.world_size) == split
     assert parallelism_from_flags(strategy_flags(split), split.world_size) == split
 
@@ -165,13 +165,13 @@ def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
     ],
 )
 def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:
-    assert batch_for(Batch(32, 32), parse_strategy(text, devices)) == batch
+    assert scale_batch(Batch(32, 32), parse_strategy(text, devices)) == batch
 
 
 def test_experts_over_tps_own_ranks_need_no_flag_and_over_others_one() -> None:
     words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     own = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "1"), 4)
-    assert (own.expert_tensor, own.tensor_of_experts, own.copies_of_experts) == (1, 1, 4)
+    assert (own.expert_tensor, own.effective_expert_tensor, own.expert_data) == (1, 1, 4)
     assert strategy_flags(own)[-3:] == ("--expert-tensor-parallel-size", "1", "--sequence-parallel")
     as_tensor = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "2"), 4)
     assert as_tensor == parallelism_from_flags(words, 4)
@@ -179,7 +179,7 @@ def test_experts_over_tps_own_ranks_need_no_flag_and_over_others_one() -> None:
 
 def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_devices() -> None:
     split = parse_strategy("tp2pp2ep2dp2", 16)
-    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
+    assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
     assert split.sequence_parallel, "experts under TP need it"
     with pytest.raises(StrategyError, match="uses 4 device"):
         parse_strategy("ep2dp2", 2)
@@ -198,5 +198,9 @@ def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_d
 def test_a_sharding_says_what_it_shards_and_how(
     sharding: Sharding, stage: int, wraps: bool, overlaps: bool
 ) -> None:
-    assert (sharding.stage, sharding.wraps_modules, sharding.overlaps) == (stage, wraps, overlaps)
+    assert (sharding.stage, sharding.wraps_modules, sharding.overlaps_by_default) == (
+        stage,
+        wraps,
+        overlaps,
+    )
     assert (sharding.shards_gradients, sharding.shards_weights) == (stage >= 2, stage == 3)

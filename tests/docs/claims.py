@@ -12,10 +12,10 @@ from functools import cache
 from parakit.config.files import read_yaml
 from parakit.config.hardware import device_by_key
 from parakit.config.model import load_model
-from parakit.config.published import FILE
+from parakit.config.published import PUBLISHED_FILE
 from parakit.config.recompute import Recompute
-from parakit.config.strategy import devices_of, parse_strategy
-from parakit.costs.tensors import parameters_total
+from parakit.config.strategy import count_devices, parse_strategy
+from parakit.costs.tensors import total_parameters
 from parakit.formatting.table import markdown_rows
 from parakit.planner.candidates import build_unsharded_spec
 from parakit.planner.search import Candidate, evaluate_configuration
@@ -56,7 +56,7 @@ def claims_table() -> str:
 @cache
 def load_claims() -> tuple[Claim, ...]:
     """Those of `published.yaml`."""
-    return tuple(map(Claim, read_yaml(FILE)["claims"]))
+    return tuple(map(Claim, read_yaml(PUBLISHED_FILE)["claims"]))
 
 
 def judge(claim: Claim) -> list[Said]:
@@ -106,7 +106,7 @@ def _time(claim: Claim) -> Iterator[Said]:
     elif states:
         days = TOKENS / _planned(claim, Recompute.FULL).tokens_per_second / _DAY
         # With full recomputation: 8 FLOPs a parameter and token.
-        counted = 8 * parameters_total(load_model(MODEL).shape) * TOKENS / (GPUS * 140e12) / _DAY
+        counted = 8 * total_parameters(load_model(MODEL).shape) * TOKENS / (GPUS * 140e12) / _DAY
         said = (
             f"predicted for {claim.layout} with full recomputation, batch {SAMPLES:,} and 300 billion "
             f"tokens: {days:.0f} (8·N·D at 140 TFLOP/s: {counted:.0f})"
@@ -130,7 +130,7 @@ def _memory(claim: Claim) -> Iterator[Said]:
         return
     alone = claim.gpus == 1
     whole = next(each for each in load_claims() if each.gpus == 1)
-    parameters = parameters_total(load_model(MODEL).shape) / 1e9
+    parameters = total_parameters(load_model(MODEL).shape) / 1e9
     for name, each in _STATE.items():
         if alone:
             found = each * parameters
@@ -214,7 +214,7 @@ def _planned(claim: Claim, recompute: Recompute) -> Candidate:
     replicas = f"dp{claim.data_parallel}-zero1" if claim.data_parallel else ""
     layout = f"{claim.layout}{replicas}"
     # Of replicas as the degrees multiply, which need not be the GPUs that it names.
-    gpus = devices_of(layout) if claim.data_parallel else GPUS
+    gpus = count_devices(layout) if claim.data_parallel else GPUS
     split = parse_strategy(layout, gpus)
     samples = 2 * gpus if SAMPLES % split.data else SAMPLES
     request = request_of(claim.model or MODEL, gpus, GPU, samples)

@@ -7,8 +7,8 @@ from functools import cache
 
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
-from parakit.config.run import spec_of_model
-from parakit.config.strategy import Batch, Parallelism, batch_for
+from parakit.config.run import spec_from_model
+from parakit.config.strategy import Batch, Parallelism, scale_batch
 from parakit.costs.collectives.tensor import layer_collectives
 from parakit.costs.operations import Operation, Phase
 from parakit.experiments.zero_prediction import (
@@ -58,8 +58,8 @@ def predictions() -> list[str]:
 def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> Request:
     """A model on usual nodes of one device, with its own batch for each unless another is given."""
     known, device = load_model(model), device_by_key(gpu)
-    batch = samples or batch_for(known.batch, Parallelism(data=gpus)).global_batch_size
-    template = spec_of_model(known, Parallelism(), Batch(1, batch))
+    batch = samples or scale_batch(known.batch, Parallelism(data=gpus)).global_batch_size
+    template = spec_from_model(known, Parallelism(), Batch(1, batch))
     intra, inter = link_by_key(device.link), link_by_key(device.network)
     return Request(
         known, Cluster(device, gpus, min(gpus, device.domain), intra, inter), batch, template
@@ -70,7 +70,7 @@ def tensor_parallel_sentence() -> str:
     """Return how many all-reduces TP makes per layer and micro batch, and which of them are exposed."""
     spec = h200_spec("tp2")
     per_layer = {
-        (call.phase, call.hideable): call.calls // (spec.shape.layers * spec.microbatches)
+        (call.phase, call.overlappable): call.calls // (spec.shape.layers * spec.microbatches)
         for call in layer_collectives(spec)
         if call.operation is Operation.ALL_REDUCE
     }
@@ -109,7 +109,7 @@ def _over_a_slow_link(model: str) -> str:
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
     return (
         f"{model} on 2 {REPORT_GPU.upper()} over {SETTINGS.links[SLOW_LINK]}: "
-        f"`{pipeline.timed.candidate.strategy}` {pipeline.time} ms; "
+        f"`{pipeline.timed.candidate.strategy}` {pipeline.time_text} ms; "
         f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
     )
 

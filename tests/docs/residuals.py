@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parakit.config.strategy import Batch, devices_of
-from parakit.costs.memory import memory_of_rank
+from parakit.config.strategy import Batch, count_devices
+from parakit.costs.memory import estimate_rank_memory
 from parakit.formatting.table import Column, Table, markdown_rows, markdown_table
 from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_figures, h200_spec, usual_cluster
@@ -45,7 +45,9 @@ def _parts_table() -> str:
     """Of runs with more than data parallelism, and of the pipeline with 16 micro batches."""
     found = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
     found = {
-        name: spec for name, spec in found.items() if spec.parallelism.data == 1 < devices_of(name)
+        name: spec
+        for name, spec in found.items()
+        if spec.parallelism.data == 1 < count_devices(name)
     }
     found["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
     rows = []
@@ -54,7 +56,7 @@ def _parts_table() -> str:
         exposed = seconds.tensor_parallel + seconds.context_parallel
         parts = (seconds.total, seconds.matmul, exposed, seconds.pipeline_messages, seconds.bubble)
         stages = range(spec.parallelism.pipeline)
-        held = (f"{memory_of_rank(spec, stage).total / MIB:,.0f}" for stage in stages)
+        held = (f"{estimate_rank_memory(spec, stage).total / MIB:,.0f}" for stage in stages)
         rows.append([name, *(f"{1e3 * part:.1f}" for part in parts), ", ".join(held)])
     names = (
         "iteration",
@@ -77,7 +79,9 @@ def memory_residuals() -> list[PublishedResidual]:
         for index, measured in enumerate(reversed(readings.values())):
             stage = index if stages > 1 else 0
             case = f"{figure.strategy}, stage {stage}" if stages > 1 else figure.strategy
-            found.append(PublishedResidual(case, measured, memory_of_rank(spec, stage).total / MIB))
+            found.append(
+                PublishedResidual(case, measured, estimate_rank_memory(spec, stage).total / MIB)
+            )
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parakit.config.hardware import device_by_key
-from parakit.costs.tensors import parameters_total
+from parakit.costs.tensors import total_parameters
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration, gib
 from parakit.planner.advice import StrategyFamily, find_best_of_each_family
@@ -51,7 +51,7 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     )
     sharded = find_best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None
-    billions = parameters_total(request.template.shape) / 1e9
+    billions = total_parameters(request.template.shape) / 1e9
     size = f"{model}, {billions:.2f}B" if billions < 10 else f"{model}, {billions:,.0f}B"
     loss = sharded.seconds.total / fastest.seconds.total - 1
     slower = f"{loss:.0%}" if sharded.is_recommended else "–"

@@ -9,7 +9,7 @@ import pytest
 
 from parakit.artifacts.run import Status
 from parakit.config.files import ROOT
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from parakit.launch.code import find_entry
 from tests.examples.runs import Run, Trainer
 
@@ -54,7 +54,7 @@ def test_a_checkouts_own_entry_trains_six_ways_alike(
         name: train(
             f"train-{name}-gpt2-tiny-{1 if name == 'baseline' else 2}cpu", megatron_lm=checkout
         )
-        for name in NAMED
+        for name in PUBLISHED_STRATEGIES
     }
     assert {run.status.status for run in runs.values()} == {Status.OK}
     for run in runs.values():

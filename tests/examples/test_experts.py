@@ -19,7 +19,7 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import Status
 from parakit.config.model import load_model
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.memory import activation_bytes
 from parakit.costs.operations import Operation
 from parakit.costs.tensors import rank_parameters
@@ -68,7 +68,7 @@ def sent(rank: RankCommunication) -> Counter[Key]:
 def predicted(run: Run, rank: int) -> Counter[Key]:
     expected: Counter[Key] = Counter()
     form = configuration(run)
-    for item in communication_of_rank(form, form.parallelism.pipeline_rank(rank)):
+    for item in rank_collectives(form, form.parallelism.pipeline_rank(rank)):
         if item.group not in ("ep", "expert_tp"):
             expected[item.group, item.operation, item.payload_bytes] += item.calls
     return expected
@@ -89,7 +89,7 @@ def routed(run: Run) -> dict[tuple[str, str, str], list[int]]:
 def routed_in_closed_form(run: Run) -> dict[tuple[str, str, str], list[int]]:
     form, found = configuration(run), {}
     for rank in range(form.parallelism.world_size):
-        for item in communication_of_rank(form, form.parallelism.pipeline_rank(rank)):
+        for item in rank_collectives(form, form.parallelism.pipeline_rank(rank)):
             if item.group in ("ep", "expert_tp"):
                 entry = found.setdefault((item.group, item.operation, item.phase), [0, 0])
                 entry[0] += item.calls

@@ -17,9 +17,9 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import LEDGER_FOLDER, TENSORBOARD_FOLDER, TRACE_FILE
 from parakit.config.flags import Flags
 from parakit.config.model import load_model
-from parakit.config.run import DeviceKind, RunSpec, spec_of_model
-from parakit.config.strategy import NAMED
-from parakit.costs.collectives.rank import communication_of_rank
+from parakit.config.run import DeviceKind, RunSpec, spec_from_model
+from parakit.config.strategy import PUBLISHED_STRATEGIES
+from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import rank_parameters
 from parakit.logs.sources import read_scalars
@@ -27,7 +27,7 @@ from tests.examples.runs import ITERATIONS, Run
 from tests.small import PADDED, VOCABULARY
 
 MORE = ("vpp2", "zero1")
-PARALLEL = (*NAMED[1:], *MORE)
+PARALLEL = (*PUBLISHED_STRATEGIES[1:], *MORE)
 Key = tuple[str, str, int]
 
 
@@ -44,7 +44,7 @@ def configuration(run: Run) -> RunSpec:
     shape = replace(model.shape, vocabulary=VOCABULARY, vocabulary_multiple=multiple)
     as_run = replace(model, shape=shape)
     return replace(
-        spec_of_model(as_run, run.record.spec.parallelism, run.record.spec.batch),
+        spec_from_model(as_run, run.record.spec.parallelism, run.record.spec.batch),
         dtype="fp32",
         cp_comm_type="all_gather",
         device=DeviceKind.CPU,
@@ -66,7 +66,7 @@ def measured(rank: RankCommunication) -> Counter[Key]:
 
 def predicted(run: Run, rank: int) -> Counter[Key]:
     expected: Counter[Key] = Counter()
-    for item in communication_of_rank(configuration(run), pipeline_rank(run, rank)):
+    for item in rank_collectives(configuration(run), pipeline_rank(run, rank)):
         expected[item.group, item.operation, item.payload_bytes] += item.calls
     return expected
 
@@ -82,9 +82,7 @@ def test_every_call_of_a_steady_iteration_is_in_the_closed_form(
 @pytest.mark.parametrize("name", PARALLEL)
 def test_bytes_on_the_wire_equal_the_closed_form(runs: dict[str, Run], name: str) -> None:
     for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
-        traffic = communication_of_rank(
-            configuration(runs[name]), pipeline_rank(runs[name], rank.rank)
-        )
+        traffic = rank_collectives(configuration(runs[name]), pipeline_rank(runs[name], rank.rank))
         assert rank.wire_bytes == sum(item.wire_bytes for item in traffic)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from parakit.artifacts import run as records
 from parakit.artifacts.run import Status
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from tests.examples.runs import ITERATIONS, Run
 
 WHOLE, HALF_TENSOR = 277_888, 141_824
@@ -28,7 +28,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_each_strategy_trains_to_the_last_iteration(six: dict[str, Run], name: str) -> None:
     run = six[name]
     assert (run.status.status, run.status.exit_code) == (Status.OK, 0)
@@ -36,7 +36,7 @@ def test_each_strategy_trains_to_the_last_iteration(six: dict[str, Run], name: s
     assert run.log.exit_reason is not None
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_each_rank_holds_its_part_of_the_parameters(six: dict[str, Run], name: str) -> None:
     assert six[name].parameters == PARAMETERS[name]
 
@@ -48,14 +48,14 @@ def test_megatron_itself_saw_the_degrees(six: dict[str, Run], name: str) -> None
     assert seen["transformer_impl"] == "local"
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_all_do_the_same_work(six: dict[str, Run], name: str) -> None:
     assert [line.consumed_samples for line in six[name].log.iterations] == [
         8 * iteration for iteration in range(1, ITERATIONS + 1)
     ]
 
 
-@pytest.mark.parametrize("name", NAMED[1:])
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES[1:])
 def test_losses_are_baselines_but_for_the_last_printed_digits(
     six: dict[str, Run], name: str
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_pipeline_had_four_micro_batches_and_uneven_stages(six: dict[str, Run]
     assert batch.global_batch_size // batch.micro_batch_size == 4
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_the_run_folder_is_complete(six: dict[str, Run], name: str) -> None:
     run = six[name]
     files = {path.name for path in run.folder.iterdir()}

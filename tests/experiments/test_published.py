@@ -13,7 +13,7 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.errors import LaunchError
 from parakit.config.run import RuntimeName
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from parakit.experiments import runner as runner_module
 from parakit.experiments.commands import run_named_experiment
 from parakit.experiments.load import load_experiment
@@ -83,7 +83,7 @@ def said(options: Options) -> tuple[int, str]:
 
 def test_six_runs_in_turn_then_a_report_of_them(machine: Machine, options: Options) -> None:
     code, text = said(options)
-    assert (code, machine.trained) == (0, list(NAMED))
+    assert (code, machine.trained) == (0, list(PUBLISHED_STRATEGIES))
     (command,) = machine.reported
     assert command[1:4] == ["-m", "parakit", "report"]
     assert len([word for word in command if word.startswith(str(options.runs))]) == 6
@@ -104,7 +104,7 @@ def test_a_failed_run_does_not_stop_the_rest_and_repeating_makes_it_alone(
 ) -> None:
     machine.ends["tp2"] = Status.OUT_OF_MEMORY
     code, text = said(options)
-    assert (code, machine.trained) == (1, list(NAMED))
+    assert (code, machine.trained) == (1, list(PUBLISHED_STRATEGIES))
     assert "5 of 6 runs ended well; repeat 'make reproduce'" in text
     machine.trained.clear()
     machine.ends.clear()

@@ -30,7 +30,7 @@ from parakit.artifacts.run import utc_stamp
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.run import Backend
-from parakit.config.strategy import devices_of, parse_strategy
+from parakit.config.strategy import count_devices, parse_strategy
 from parakit.formatting.terminal import say
 from parakit.launch.compose import Launch
 from parakit.launch.data import make_sample
@@ -132,7 +132,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
         LaunchError: Strategy and model do not fit each other.
     """
     model = model or ("moe-tiny" if "ep" in strategy else "gpt2-tiny")
-    devices = devices_of(strategy, otherwise=2)
+    devices = count_devices(strategy, otherwise=2)
     sharding = parse_strategy(strategy, devices).sharding
     if sharding.wraps_modules or options.backend != Backend.MEGATRON:
         raise LaunchError(

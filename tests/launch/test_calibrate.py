@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from parakit.config.errors import LaunchError
-from parakit.config.hardware import calibration_file, device_by_key
+from parakit.config.hardware import calibration_file_name, device_by_key
 from parakit.config.run import DeviceKind
 from parakit.launch import calibrate
 from parakit.launch.calibrate import WORKLOADS, calibrate_machine
@@ -47,21 +47,21 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
     )
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)
     assert calibrate_machine("1cpu", tmp_path, Console(width=100)) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     kept = load_device_calibration(tmp_path, CPU)
     assert kept.matmul is not None
-    assert [line.split()[:3] for line in said.splitlines() if "matmul" in line] == [
+    assert [line.split()[:3] for line in output.splitlines() if "matmul" in line] == [
         ["matmul", "0.50", f"{kept.matmul:.2f}"]
     ]
-    assert "link" not in said.partition("Kept in")[0]  # One rank sends nothing.
+    assert "link" not in output.partition("Kept in")[0]  # One rank sends nothing.
 
 
 def test_a_plan_finds_the_constants_by_an_alias_of_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("parakit.cli.clone.ROOT", tmp_path)
-    monkeypatch.setattr("parakit.cli.clone.OWN_READINGS", tmp_path / "mine.csv")
-    kept = tmp_path / "runs" / calibration_file("h100")
+    monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
+    kept = tmp_path / "runs" / calibration_file_name("h100")
     kept.parent.mkdir()
     kept.write_text("{}")
     asked = {"MODEL": "gpt2-large", "GPUS": "2"}

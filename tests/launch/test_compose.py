@@ -7,11 +7,11 @@ import pytest
 
 from parakit.artifacts.run import RUN_FILE, MegatronEntry, decode_run
 from parakit.config.files import ROOT
-from parakit.config.flags import Flags, counted_vocabulary, null_tokenizer
+from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, null_tokenizer_flags
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import (
-    NAMED,
+    PUBLISHED_STRATEGIES,
     Batch,
     Parallelism,
     StrategyError,
@@ -30,14 +30,14 @@ def composed(name: str, **options: object) -> Launch:
     return compose_job(target.with_options(replace(Options(), **options)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
     text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
     command = text.split("parakit run ", 1)[1].replace("\\\n", " ")
     devices = 1 if strategy == "baseline" else 2
-    words = command.split()
-    assert words[0] == strategy
-    flags = words[words.index("--") + 1 :] if "--" in words else []
+    arguments = command.split()
+    assert arguments[0] == strategy
+    flags = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     assert tuple(flags) == strategy_flags(parse_strategy(strategy, devices))
 
 
@@ -111,9 +111,12 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
     [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)],
 )
 def test_the_null_tokenizer_gets_the_size_that_gives_gpt2s(version: str, size: int) -> None:
-    words = null_tokenizer(50257, version)
-    assert words == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
-    assert Flags(counted_vocabulary(words, version)).integer("--vocab-size", 0) == 50257
+    flags = null_tokenizer_flags(50257, version)
+    assert flags == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
+    assert (
+        Flags(count_end_of_document_in_vocabulary(flags, version)).integer("--vocab-size", 0)
+        == 50257
+    )
 
 
 def test_a_run_of_an_older_megatron_has_the_models_vocabulary(

@@ -9,7 +9,7 @@ import pytest
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import OF_EXPERTS, devices_of, parse_strategy, strategy_flags
+from parakit.config.strategy import EXPERT_STRATEGIES, count_devices, parse_strategy, strategy_flags
 from parakit.launch.compose import Launch
 from parakit.launch.data import DEFAULT_DATA
 from parakit.launch.job import parse_target
@@ -41,19 +41,19 @@ def refusal(launch: Launch, runs: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", OF_EXPERTS)
+@pytest.mark.parametrize("strategy", EXPERT_STRATEGIES)
 def test_scripts_pass_the_flags_of_the_grammar(strategy: str) -> None:
-    target = parse_target(f"train-{strategy}-moe-tiny-{devices_of(strategy)}cpu")
+    target = parse_target(f"train-{strategy}-moe-tiny-{count_devices(strategy)}cpu")
     script = target.script
     assert script == f"examples/moe/train_{strategy}.sh"
-    flags = strategy_flags(parse_strategy(strategy, devices_of(strategy)))
+    flags = strategy_flags(parse_strategy(strategy, count_devices(strategy)))
     assert target.read_script_flags() == flags
 
 
 def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
     split = parse_strategy("ep2dp2", 4)
-    assert (split.data, split.expert, split.copies_of_experts) == (4, 2, 2)
-    assert parse_strategy("tp2ep2", 4).copies_of_experts == 1
+    assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
+    assert parse_strategy("tp2ep2", 4).expert_data == 1
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
         (
             "train-ep2-moe-tiny-2cpu",
             "--moe-expert-capacity-factor 1.5",
-            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on nothing.*SHARED_START=0",
+            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on no token.*SHARED_START=0",
         ),
         (
             "train-ep2-moe-tiny-2cpu",
             "--moe-grouped-gemm",
-            "--moe-grouped-gemm is Transformer Engine's, which does not work here; leave it out",
+            "--moe-grouped-gemm needs Transformer Engine, which does not work here; leave it out",
         ),
     ],
 )
@@ -93,8 +93,8 @@ def test_a_capacity_that_drops_nothing_or_a_start_of_its_own_is_allowed(
 ) -> None:
     factor = "--moe-expert-capacity-factor"
     check_launch(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"))
-    own = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
-    check_launch(own)
+    own_start = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
+    check_launch(own_start)
 
 
 def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
@@ -114,8 +114,8 @@ def test_experts_are_multiplied_together_where_transformer_engine_is() -> None:
         compose_job(target, runtime).flags
         for runtime in (Runtime(transformer_engine=True), Runtime())
     ]
-    assert ["--moe-grouped-gemm" in words for words in flags] == [True, False]
-    assert all("--bf16" in words for words in flags)
+    assert ["--moe-grouped-gemm" in arguments for arguments in flags] == [True, False]
+    assert all("--bf16" in arguments for arguments in flags)
 
 
 def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed: Composer) -> None:
@@ -136,11 +136,11 @@ def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed:
 
 def test_a_flag_that_the_kit_does_not_know_is_said_before_training(composed: Composer) -> None:
     known, unknown = (
-        list_differences(composed("train-baseline-moe-tiny-1cpu", extra=words))
-        for words in ("--window-size 16,0", "--app-tag-run-name 1 --adlr-autoresume-interval=2")
+        list_differences(composed("train-baseline-moe-tiny-1cpu", extra=extra))
+        for extra in ("--window-size 16,0", "--app-tag-run-name 1 --adlr-autoresume-interval=2")
     )
     assert known == ()
     assert unknown == (
-        "Not known to this kit: --app-tag-run-name, --adlr-autoresume-interval; Megatron gets what is "
-        "given, and no plan or report counts it.",
+        "This kit does not know --app-tag-run-name, --adlr-autoresume-interval: Megatron gets the flags "
+        "as they are, and no plan or report counts them.",
     )

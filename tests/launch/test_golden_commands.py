@@ -9,7 +9,7 @@ import pytest
 
 from parakit.cluster.container.image import ImagePair, find_pair
 from parakit.config.files import ROOT, read_args_file, relative_to_root
-from parakit.config.strategy import NAMED
+from parakit.config.strategy import PUBLISHED_STRATEGIES
 from parakit.launch.compose import Launch
 from parakit.launch.data import sample_index_folder
 from parakit.launch.job import parse_target
@@ -19,7 +19,9 @@ from parakit.launch.train import compose_job
 from tests.launch.megatron_parser import MegatronParser
 
 GOLDEN = Path(__file__).parent / "golden"
-TARGETS = [f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in NAMED]
+TARGETS = [
+    f"train-{name}-gpt2-large-{1 if name == 'baseline' else 2}gpu" for name in PUBLISHED_STRATEGIES
+]
 PUBLISHED_PAIR = find_pair("25.06-py3")
 NEWER_PAIR = ImagePair("26.08-py3", "5" * 40, "0.19.0")
 RUN = "runs/RUN"
@@ -58,9 +60,9 @@ def arguments_of(launch: Launch) -> tuple[str, ...]:
     return tuple("runs/.data" if word == folder else word for word in launch.arguments(RUN))
 
 
-def by_name(words: tuple[str, ...]) -> Flags:
+def by_name(arguments: tuple[str, ...]) -> Flags:
     flags: dict[str, list[str]] = {}
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             assert word not in flags, f"{word} stands twice"
             flags[word] = values = []

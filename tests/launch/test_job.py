@@ -7,7 +7,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import NAMED, parse_strategy, strategy_flags
+from parakit.config.strategy import PUBLISHED_STRATEGIES, parse_strategy, strategy_flags
 from parakit.launch.job import Job, parse_target
 from parakit.launch.options import Options, options_from_texts
 from parakit.launch.train import start_target
@@ -69,7 +69,7 @@ def test_only_the_published_strategies_have_scripts() -> None:
     assert scripts == ["examples/gpt3/train_sp2.sh", "examples/gpt3/train_tp2.sh", None]
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_a_target_takes_the_flags_of_its_launch_script(strategy: str) -> None:
     devices = 1 if strategy == "baseline" else 2
     job = parse_target(f"train-{strategy}-gpt2-tiny-{devices}cpu")
@@ -116,14 +116,14 @@ def test_a_target_is_read_once(
 def test_a_file_in_model_is_trained_under_its_own_name(
     tmp_path: Path,
 ) -> None:
-    own = tmp_path / "mytiny.args"
-    own.write_text((ROOT / "examples/gpt3/models/gpt2-tiny.args").read_text())
-    options = Options(model=str(own))
+    model_file = tmp_path / "mytiny.args"
+    model_file.write_text((ROOT / "examples/gpt3/models/gpt2-tiny.args").read_text())
+    options = Options(model=str(model_file))
     assert parse_target("train-tp2-mytiny-2cpu", options).model.name == "mytiny"
     with pytest.raises(LaunchError, match="is of gpt2-tiny, and MODEL= is a file of mytiny"):
         parse_target("train-tp2-gpt2-tiny-2cpu", options)
     given("train-tp2-mytiny-2cpu", {"MAKEFLAGS": "-- MODEL=x"})
-    assert options_from_texts({"MODEL": str(own)}) == options
+    assert options_from_texts({"MODEL": str(model_file)}) == options
 
 
 def test_a_model_s_file_that_is_not_there_is_named_whatever_it_ends_with() -> None:

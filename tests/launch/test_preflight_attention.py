@@ -42,7 +42,6 @@ def composed(tmp_path: Path) -> Composer:
         "--cp-comm-type p2p p2p a2a p2p",
         "--hierarchical-context-parallel-sizes 1 2",
         "--attention-backend flash",
-        "--attention-backend unfused",
         "--flash-attention-version 3",
     ],
 )
@@ -92,6 +91,15 @@ def test_on_one_part_of_the_sequence_megatron_itself_ignores_how_it_would_be_spl
     assert list(attention_problems(composed(target, "--attention-backend unfused"))) == []
     (problem,) = attention_problems(composed(target, "--attention-backend fused"))
     assert "by Megatron's own layers, with explicit scores" in problem
+
+
+def test_explicit_scores_over_a_split_sequence_are_computed_on_cpus_alone(
+    composed: Composer,
+) -> None:
+    unfused = "--attention-backend unfused"
+    assert list(attention_problems(composed(ON_CPU, unfused))) == []
+    (problem,) = attention_problems(composed(ON_GPU, unfused))
+    assert "keys and values are gathered, as all_gather does; by PyTorch's attention" in problem
 
 
 def test_other_backends_refuse_flags_themselves(composed: Composer) -> None:

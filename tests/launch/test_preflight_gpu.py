@@ -8,8 +8,8 @@ import pytest
 from parakit.cluster.container.docker import Container
 from parakit.cluster.container.image import find_pair
 from parakit.config.errors import LaunchError
-from parakit.config.strategy import NAMED
-from parakit.costs.memory import memory_of_rank, placeholder_bytes
+from parakit.config.strategy import PUBLISHED_STRATEGIES
+from parakit.costs.memory import estimate_rank_memory, placeholder_bytes
 from parakit.launch import devices, preflight_gpu
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
@@ -53,14 +53,14 @@ def composed(sample_prefix: Path, tmp_path: Path) -> Composer:
     return compose_named
 
 
-@pytest.mark.parametrize("strategy", NAMED)
+@pytest.mark.parametrize("strategy", PUBLISHED_STRATEGIES)
 def test_the_published_runs_pass_on_the_published_machine(
     composed: Composer, two_h200: FakeNvml, tmp_path: Path, strategy: str
 ) -> None:
     launch = composed(strategy)
     check_launch(launch)
     spec = replace(launch.spec, fused_attention=True)
-    shown = max(memory_of_rank(spec, rank).total for rank in range(spec.parallelism.pipeline))
+    shown = max(estimate_rank_memory(spec, rank).total for rank in range(spec.parallelism.pipeline))
     assert shown / 2**20 == pytest.approx(PUBLISHED_MIB[strategy], rel=0.03)
     # The allocator gives some of that back before memory runs out.
     assert predict_peak_bytes(launch, spec.batch) < shown

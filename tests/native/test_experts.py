@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parakit.config.model import load_model
-from parakit.costs.tensors import active_parameters, parameters_total
+from parakit.costs.tensors import active_parameters, total_parameters
 from parakit.native.model import (
     GPT,
     MixtureOfExperts,
@@ -113,7 +113,7 @@ def test_planner_and_native_model_have_the_same_number_of_parameters() -> None:
         shape = load_model(name).shape
         with torch.device("meta"):
             model = GPT(preset(name, "--vocab-size", str(shape.vocabulary)))
-        assert sum(p.numel() for p in model.parameters()) == parameters_total(shape)
+        assert sum(p.numel() for p in model.parameters()) == total_parameters(shape)
     assert active_parameters(load_model("blueberry-79m").shape) == 36_592_512
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import ModelShape, load_model
-from parakit.config.run import spec_of_model
+from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.dryrun.job import DryRunner
 from parakit.planner.search import Request
@@ -37,7 +37,7 @@ def make_request() -> MakeRequest:
         cluster = Cluster(
             device, devices, per_node, link_by_key(device.link), link_by_key(device.network)
         )
-        template = spec_of_model(model, Parallelism(), Batch(1, global_batch))
+        template = spec_from_model(model, Parallelism(), Batch(1, global_batch))
         return Request(model, cluster, global_batch, replace(template))
 
     return build

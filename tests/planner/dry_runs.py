@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from parakit.artifacts.dry_run import RankJob
 from parakit.config.model import Model, model_from_flags
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.dryrun.comparison import CheckedRank, compare_rank
 from parakit.planner.dryrun.job import DryRunner, encode_flags, refuse_unsupported
@@ -67,7 +67,7 @@ def cases(draw: st.DrawFn) -> Case:
     # Expert parallelism refuses fp16 at the published commit.
     halves = ["fp32", "bf16"] if kind == "moe" else ["fp32", "bf16", "fp16"]
     spec = replace(
-        spec_of_model(model, split, batch),
+        spec_from_model(model, split, batch),
         dtype=draw(st.sampled_from(halves)),
         recompute=draw(st.sampled_from([Recompute.NONE, Recompute.FULL])),
     )

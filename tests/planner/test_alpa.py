@@ -9,7 +9,7 @@ import pytest
 
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
-from parakit.config.run import spec_of_model
+from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.alpa import (
     StageCost,
@@ -86,7 +86,7 @@ def request(devices: int) -> Request:
     model = load_model("gpt2-tiny")
     h100, link = device_by_key("h100"), link_by_key("nvlink4")
     cluster = Cluster(h100, devices, devices, link, link)
-    template = spec_of_model(model, Parallelism(), Batch(1, 8))
+    template = spec_from_model(model, Parallelism(), Batch(1, 8))
     return Request(model, cluster, 8, template)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from parakit.config.groups import Group
 from parakit.config.strategy import Parallelism
-from parakit.costs.shared_link import at_other_rate, link_seconds
+from parakit.costs.shared_link import link_seconds, seconds_at_other_rate
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ def test_groups_with_ranks_on_both_sides(
 
 
 def test_only_the_links_part_of_an_iteration_changes_with_its_rate() -> None:
-    assert at_other_rate(0.5, 0.2, 1e9, 2e9) == pytest.approx(0.4)
-    assert at_other_rate(0.5, 0.2, 1e9, 1e9) == 0.5
+    assert seconds_at_other_rate(0.5, 0.2, 1e9, 2e9) == pytest.approx(0.4)
+    assert seconds_at_other_rate(0.5, 0.2, 1e9, 1e9) == 0.5

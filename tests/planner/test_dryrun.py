@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from parakit.artifacts.measurements import MemoryCategory
-from parakit.config.experts import expert_load_of
+from parakit.config.experts import parse_expert_load
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
-from parakit.config.model import SHAPE_FLAGS, Model, changed_model, load_model, model_of
+from parakit.config.model import SHAPE_FLAGS, Model, apply_flags_to_model, find_model, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.operations import Operation, Phase
 from parakit.dryrun.patches import even_loads
-from parakit.planner.dryrun.command import _spec as spec_of
+from parakit.planner.dryrun.command import _build_spec as spec_of
 from parakit.planner.dryrun.command import comparison_sentence, encode_dry_run, print_comparisons
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
 from parakit.planner.dryrun.job import (
@@ -36,7 +36,7 @@ TINY = load_model("gpt2-tiny")
 
 
 def configured(model: Model, split: Parallelism, batch: Batch, **changes: object) -> RunSpec:
-    plain = spec_of_model(model, split, batch)
+    plain = spec_from_model(model, split, batch)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -125,7 +125,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
 ) -> None:
     # So many logits that the peak is at the loss, where all activations are kept.
     flags = ("--vocab-size", "50000", *words.split())
-    model = changed_model(small_model(kind), flags, SHAPE_FLAGS | set(flags))
+    model = apply_flags_to_model(small_model(kind), flags, SHAPE_FLAGS | set(flags))
     spec = configured(model, split, Batch(2, 2 * split.data))
     spec = replace(spec, dtype="bf16")
     whole, recomputing = (
@@ -136,7 +136,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
     assert recomputing.agrees
     measured, closed = recomputing.memory["activations"]
     # Ids, masks and rotary tables, and a norm's statistics where it is not recomputed.
-    of_layers = 4 * spec.tokens // spec.sequence_shards * (2 * 4 + 2 * 2 * 32)
+    of_layers = 4 * spec.micro_batch_tokens // spec.sequence_shards * (2 * 4 + 2 * 2 * 32)
     assert 0 <= measured - closed <= of_layers
     # Attention over CP keeps what the kit's own, in place of Transformer Engine's, does.
     if modules != "layernorm moe" and split.context == 1:
@@ -147,7 +147,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
             )
         )
         # Norms' statistics, and sines and cosines of 8 columns: both are of four layers.
-        random_states, statistics = 16, 4 * 2 * 4 * spec.tokens
+        random_states, statistics = 16, 4 * 2 * 4 * spec.micro_batch_tokens
         tables = 4 * 2 * 2 * 8 * spec.shape.seq_length if spec.shape.latent else 0
         assert -random_states <= dropped - closed <= statistics + tables
 
@@ -214,7 +214,7 @@ def test_dense_layers_among_those_of_experts_send_and_keep_what_the_closed_form_
     dry_runner: DryRunner, dense: str, split: Parallelism, recompute: str, ranks: tuple[int, ...]
 ) -> None:
     flags = ("--moe-layer-freq", dense)
-    model = changed_model(small_model("moe", layers=8), flags, SHAPE_FLAGS | set(flags))
+    model = apply_flags_to_model(small_model("moe", layers=8), flags, SHAPE_FLAGS | set(flags))
     spec = configured(model, split, Batch(2, 8 * split.data), dtype="bf16")
     spec = replace(spec, recompute=Recompute.parse(recompute))
     for rank in ranks:
@@ -237,7 +237,7 @@ def test_rms_norm_rotary_and_grouped_queries_hold_what_the_closed_form_has(
 ) -> None:
     flags = ("--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope")
     grouped = ("--group-query-attention", "--num-query-groups", "2", "--disable-bias-linear")
-    model = changed_model(TINY, (*flags, *grouped))
+    model = apply_flags_to_model(TINY, (*flags, *grouped))
     (found,) = of_ranks(dry_runner, model, configured(model, Parallelism(), Batch(8, 8)), "first")
     measured, closed = found.memory["activations"]
     assert measured == pytest.approx(closed, rel=0.02)
@@ -382,7 +382,7 @@ def test_experts_with_a_padded_capacity_get_as_many_tokens_as_megatron_gives(
     model = replace(model, flags=(*model.flags, *words))
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
     spec = configured(model, split, Batch(1, 4), dtype="bf16")
-    spec = replace(spec, expert_load=expert_load_of(Flags(words)))
+    spec = replace(spec, expert_load=parse_expert_load(Flags(words)))
     (comparison,) = of_ranks(dry_runner, model, spec, "last")
     assert comparison.differences == ()
 
@@ -436,8 +436,8 @@ def test_the_command_prints_every_call_and_category(capsys: pytest.CaptureFixtur
 def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = changed_model(TINY, ("--vocab-size", "4096"))
-    print_comparisons(model, spec_of_model(model, Parallelism(), Batch(1, 1)), [])
+    model = apply_flags_to_model(TINY, ("--vocab-size", "4096"))
+    print_comparisons(model, spec_from_model(model, Parallelism(), Batch(1, 1)), [])
     second = capsys.readouterr().out.splitlines()[1]
     assert "vocabulary of 50,257 is trained and not the model's own 4,096" in second
 
@@ -461,7 +461,7 @@ def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
 
 
 def test_a_strategys_name_is_the_degrees_that_options_give_one_by_one() -> None:
-    model = model_of("gpt3-175b")
+    model = find_model("gpt3-175b")
     named = given("dryrun", {"MODEL": "gpt3-175b", "STRATEGY": "tp8pp16dp8-zero1"})
     degrees = "--tensor 8 --pipeline 16 --data 8 --distributed-optimizer"
     spelled = given("dryrun", {"MODEL": "gpt3-175b", "ARGS": degrees})

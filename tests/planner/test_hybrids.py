@@ -11,16 +11,16 @@ from parakit.config.model import Mamba, ModelShape
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism
 from parakit.costs.collectives.call import sum_bytes_by_group
-from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.collectives.tensor import layer_collectives
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 from parakit.costs.flops import token_flops
-from parakit.costs.memory import memory_of_rank
+from parakit.costs.memory import estimate_rank_memory
 from parakit.costs.tensors import (
     active_parameters,
-    parameters_total,
     rank_parameters,
     rank_tensors,
+    total_parameters,
 )
 from parakit.planner.readings.reading_to_spec import convert_measurement
 from parakit.planner.readings.table import read_measurements
@@ -69,16 +69,14 @@ def test_attention_then_an_mlp_or_experts_is_a_transformers_layer(
     plain = on_gpus(whole, tensor)
     for layers, blocks in ((6, "*E" if experts else "*-"), (1, 6 * ("*E" if experts else "*-"))):
         hybrid = on_gpus(replace(whole, layers=layers, blocks=blocks), tensor)
-        assert parameters_total(hybrid.shape) == parameters_total(plain.shape)
+        assert total_parameters(hybrid.shape) == total_parameters(plain.shape)
         assert active_parameters(hybrid.shape) == active_parameters(plain.shape)
         assert rank_parameters(hybrid) == rank_parameters(plain)
         assert sorted(rank_tensors(hybrid)) == sorted(rank_tensors(plain))
         assert sum(rank_tensors(plain)) == rank_parameters(plain).total
         assert token_flops(hybrid.shape) == token_flops(plain.shape)
-        assert memory_of_rank(hybrid) == memory_of_rank(plain)
-        sent, wanted_sent = (
-            sum_bytes_by_group(communication_of_rank(run)) for run in (hybrid, plain)
-        )
+        assert estimate_rank_memory(hybrid) == estimate_rank_memory(plain)
+        sent, wanted_sent = (sum_bytes_by_group(rank_collectives(run)) for run in (hybrid, plain))
         logged = Group.TENSOR_CONTEXT  # The router's losses: a number a block, not a layer.
         assert {**sent, logged: 0} == {**wanted_sent, logged: 0}
         found, wanted = (iteration_seconds(run, gpus(run)) for run in (hybrid, plain))
@@ -93,7 +91,7 @@ def test_a_mixer_has_the_parameters_of_megatrons() -> None:
     # and D (16), in_proj (4112, 512), norm (1024), out_proj (512, 1024); beside it the block's own norm.
     shape = replace(DENSE, blocks="M", layers=1, mamba=MIXER)
     without = replace(shape, layers=0)
-    assert parameters_total(shape) - parameters_total(without) == 2_646_064 + 512
+    assert total_parameters(shape) - total_parameters(without) == 2_646_064 + 512
 
 
 def test_a_mixer_is_split_by_heads_and_its_block_calls_tp_once_each_way() -> None:
@@ -120,7 +118,7 @@ def test_published_hybrids_have_their_parameters(model: str, total: int, active:
     measurement = next(r for r in read_measurements()[0] if r.model == model)
     shape = convert_measurement(measurement).spec.shape
     main = replace(shape, blocks=shape.blocks.partition("/")[0])
-    assert (parameters_total(main), active_parameters(main)) == (total, active)
+    assert (total_parameters(main), active_parameters(main)) == (total, active)
 
 
 def test_a_token_ahead_costs_its_blocks_a_projection_and_the_output_layer_again() -> None:
@@ -133,7 +131,7 @@ def test_a_token_ahead_costs_its_blocks_a_projection_and_the_output_layer_again(
 def test_blocks_that_stay_in_half_precision_take_the_time_of_such_blocks() -> None:
     shape = replace(DENSE, hidden=4096, ffn_hidden=16384, blocks="*-*-", layers=1)
     half, fp8_recipe = on_gpus(shape), replace(on_gpus(shape), fp8_recipe=Fp8Recipe.MXFP8)
-    mixed, all_half = (replace(fp8_recipe, half_blocks=blocks) for blocks in ("*-", "*-*-"))
+    mixed, all_half = (replace(fp8_recipe, unquantised_blocks=blocks) for blocks in ("*-", "*-*-"))
     times = [iteration_seconds(s, gpus(s)).matmul for s in (fp8_recipe, mixed, all_half, half)]
     assert times[0] < times[1] < times[2] == pytest.approx(times[3])
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
@@ -173,7 +171,7 @@ def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_pat
 def test_a_pattern_over_pp_or_cp_is_refused_by_name(tmp_path: Path) -> None:
     template = planned(tmp_path / "own.args").template
     for split, word in ((Parallelism(pipeline=2), "PP 1"), (Parallelism(context=2), "CP 1")):
-        refused = violations(replace(template, parallelism=split))
+        refused = find_violations(replace(template, parallelism=split))
         assert any(PATTERN in sentence and word in sentence for sentence in refused)
 
 

@@ -6,18 +6,18 @@ import pytest
 
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key, link_by_key
-from parakit.config.model import SHAPE_FLAGS, changed_model
+from parakit.config.model import SHAPE_FLAGS, apply_flags_to_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.stages import filled
+from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.stages import front_loaded_layout
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.activations import residual_bytes
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.constraints import violations
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.constraints import find_violations
 from parakit.costs.flops import token_flops
 from parakit.costs.memory import activation_bytes, embedding_bytes, logits_bytes
 from parakit.costs.operations import Operation
-from parakit.costs.tensors import parameters_total, rank_parameters
+from parakit.costs.tensors import rank_parameters, total_parameters
 from parakit.planner.dryrun.job import DryRunner
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import stage_seconds
@@ -35,13 +35,13 @@ ALONE = Parallelism()
 
 
 def run(depths: int = 1, split: Parallelism = ALONE, **changes: object) -> RunSpec:
-    shape = replace(TINY, mtp_depth=depths)
+    shape = replace(TINY, mtp_layers=depths)
     plain = RunSpec(shape, split, Batch(1, 4 * split.data), dropout=0.0)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def test_a_depth_is_a_layer_three_norms_and_a_projection_from_twice_the_width() -> None:
-    sizes = [parameters_total(run(depths).shape) for depths in (0, 1, 2)]
+    sizes = [total_parameters(run(depths).shape) for depths in (0, 1, 2)]
     assert sizes == [sizes[0], sizes[0] + LAYER + JOINING, sizes[0] + 2 * (LAYER + JOINING)]
 
 
@@ -55,12 +55,17 @@ def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_
 
 
 def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -> None:
-    assert [run(1, Parallelism(pipeline=2)).stage_layers(rank) for rank in (0, 1)] == [2, 3]
-    deep = replace(TINY, layers=61, mtp_depth=1)
-    laid = run(1, Parallelism(pipeline=4, virtual_stages=4), shape=deep, stages=filled(61, 16, 1))
-    assert [laid.chunk_layers(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
-    assert filled(61, 32, 1).problem(61, 8, 4) == ""
-    assert filled(61, 40, 1).problem(61, 40, 1) == "they do not fill the stages"
+    assert [run(1, Parallelism(pipeline=2)).num_layers_on_stage(rank) for rank in (0, 1)] == [2, 3]
+    deep = replace(TINY, layers=61, mtp_layers=1)
+    laid = run(
+        1,
+        Parallelism(pipeline=4, virtual_stages=4),
+        shape=deep,
+        stages=front_loaded_layout(61, 16, 1),
+    )
+    assert [laid.layers_per_chunk(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
+    assert front_loaded_layout(61, 32, 1).find_problem(61, 8, 4) == ""
+    assert front_loaded_layout(61, 40, 1).find_problem(61, 40, 1) == "they do not fill the stages"
 
 
 def test_a_depth_multiplies_its_layer_the_joined_projection_and_the_logits() -> None:
@@ -91,17 +96,17 @@ def test_its_embedding_is_the_only_dropout_of_a_depth_beside_its_layers() -> Non
 def test_first_and_last_stage_add_up_the_embeddings_gradients_tied_or_not() -> None:
     split = Parallelism(pipeline=2)
     for tied in (True, False):
-        spec = run(1, split, shape=replace(TINY, mtp_depth=1, tied_embeddings=tied))
-        calls = [c for c in communication_of_rank(spec, 1) if c.group is Group.EMBEDDING]
+        spec = run(1, split, shape=replace(TINY, mtp_layers=1, tied_embeddings=tied))
+        calls = [c for c in rank_collectives(spec, 1) if c.group is Group.EMBEDDING]
         assert [(c.operation, c.payload_bytes) for c in calls] == [
             (Operation.ALL_REDUCE, 4 * TABLE)
         ]
 
 
 def test_learned_positions_are_refused_as_megatron_does() -> None:
-    refused = violations(run(1, shape=replace(LEARNED, mtp_depth=1)))
+    refused = find_violations(run(1, shape=replace(LEARNED, mtp_layers=1)))
     assert [sentence for sentence in refused if "--position-embedding-type rope" in sentence]
-    assert not violations(run(1))
+    assert not find_violations(run(1))
 
 
 def test_the_last_stage_takes_longer_by_layer_joining_embedding_and_head() -> None:
@@ -111,7 +116,7 @@ def test_the_last_stage_takes_longer_by_layer_joining_embedding_and_head() -> No
     cluster = Cluster(device, 2, 8, link_by_key(device.link), link_by_key(device.network))
     times = []
     for depths in (0, 1, 2):
-        spec = run(depths, split, shape=replace(shape, mtp_depth=depths))
+        spec = run(depths, split, shape=replace(shape, mtp_layers=depths))
         times.append([stage_seconds(spec, cluster, rank)[0] for rank in (0, 1)])
     assert times[0][0] == times[1][0] == times[2][0]
     once, twice = times[1][1] - times[0][1], times[2][1] - times[1][1]
@@ -149,8 +154,8 @@ def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
 ) -> None:
     # So many logits that the peak is at the loss, where all activations are kept.
     words = f"--vocab-size 50000 --position-embedding-type rope --mtp-num-layers {depths}"
-    model = changed_model(small_model(kind), words.split(), SHAPE_FLAGS)
-    spec = spec_of_model(model, split, Batch(2, 2 * split.data * split.pipeline))
+    model = apply_flags_to_model(small_model(kind), words.split(), SHAPE_FLAGS)
+    spec = spec_from_model(model, split, Batch(2, 2 * split.data * split.pipeline))
     spec = replace(spec, dtype="bf16")
     for rank in {0, split.world_size - 1}:
         found = run_case(dry_runner, Case(model, spec, rank))
@@ -160,5 +165,5 @@ def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
     if kind != "moe":  # Experts are kept otherwise without Transformer Engine.
         measured, closed = found.memory["activations"]
         # Norms' statistics, rotary tables, and masks of attention, of as many layers as there are.
-        layers = spec.stage_layers(split.pipeline - 1)
+        layers = spec.num_layers_on_stage(split.pipeline - 1)
         assert 0 <= measured - closed <= 4500 * (layers + depths)

@@ -8,9 +8,9 @@ import pytest
 from parakit.config.hardware import HostRates
 from parakit.config.run import DeviceKind, RunSpec, StateTypes
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs.constraints import violations
-from parakit.costs.memory import memory_of_rank
-from parakit.costs.tensors import parameters_total, rank_tensors
+from parakit.costs.constraints import find_violations
+from parakit.costs.memory import estimate_rank_memory
+from parakit.costs.tensors import rank_tensors, total_parameters
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.compute import optimizer_seconds
 from parakit.planner.time.execution import Execution
@@ -18,12 +18,12 @@ from parakit.planner.time.rates import DeviceRates, NoPeakError, compute_device_
 from tests.planner.conftest import TINY
 
 SPLIT = Parallelism(sharding=Sharding.ZERO1)
-N = parameters_total(TINY)
+N = total_parameters(TINY)
 HOST = HostRates(link_bytes_per_second=1.0, memory_bytes_per_second=10.0, source="")
 
 
 def offloaded(share: float, **changes: object) -> RunSpec:
-    types = StateTypes(aware=True, offloaded=share)
+    types = StateTypes(precision_aware=True, offloaded_fraction=share)
     spec = RunSpec(TINY, SPLIT, Batch(1, 1), state_types=types)
     return replace(spec, **changes)  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def test_the_device_keeps_what_megatrons_optimizer_leaves_on_it(
         _, groups, *_ = HybridDeviceOptimizer._get_sub_optimizer_param_groups(asked, share)
         left = [tensor for group in groups for tensor in group["params"]]
     assert all(tensor.dtype is torch.float32 and tensor.is_cuda for tensor in left)
-    memory = memory_of_rank(offloaded(share))
+    memory = estimate_rank_memory(offloaded(share))
     kept = sum(tensor.nbytes for tensor in left)
     assert kept <= memory.main_parameters <= kept + 4 * max(sizes)
     assert memory.optimizer_state == 2 * memory.main_parameters
@@ -59,7 +59,7 @@ def test_the_device_keeps_what_megatrons_optimizer_leaves_on_it(
 
 
 def test_cpu_ranks_have_no_other_host() -> None:
-    memory = memory_of_rank(offloaded(1.0, device=DeviceKind.CPU))
+    memory = estimate_rank_memory(offloaded(1.0, device=DeviceKind.CPU))
     assert (memory.main_parameters, memory.optimizer_state) == (4 * N, 8 * N)
 
 
@@ -78,5 +78,5 @@ def test_an_unknown_host_and_another_sharding_are_refused() -> None:
         optimizer_seconds(offloaded(1.0), rate(None), 0)
     assert optimizer_seconds(offloaded(0.0), rate(None), 0) >= 0
     zero3 = replace(SPLIT, data=2, sharding=Sharding.ZERO3)
-    (problem,) = violations(offloaded(1.0, parallelism=zero3, batch=Batch(1, 2)))
+    (problem,) = find_violations(offloaded(1.0, parallelism=zero3, batch=Batch(1, 2)))
     assert "planned for the distributed optimizer alone; use zero1" in problem

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from parakit.config.model import SHAPE_FLAGS, changed_model
-from parakit.config.run import spec_of_model
+from parakit.config.model import SHAPE_FLAGS, apply_flags_to_model
+from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, Parallelism
 from parakit.costs.tensors import rank_parameters
 from parakit.planner.dryrun.job import DryRunner, drop_transformer_engine
@@ -96,8 +96,8 @@ def assert_counted(runner: DryRunner, words: tuple[str, ...], split: Parallelism
     else:
         split = replace(split, expert=1)
     given = " ".join(words).split()
-    model = changed_model(small_model(), given, SHAPE_FLAGS | set(given))
-    spec = spec_of_model(model, split, Batch(1, split.pipeline * split.data))
+    model = apply_flags_to_model(small_model(), given, SHAPE_FLAGS | set(given))
+    spec = spec_from_model(model, split, Batch(1, split.pipeline * split.data))
     for rank in sorted({0, split.world_size - split.world_size // split.pipeline}):
         found = run_case(runner, Case(model, spec, rank)).report.parameters
         counted = rank_parameters(drop_transformer_engine(spec), split.pipeline_rank(rank)).total

@@ -10,13 +10,13 @@ from rich.console import Console
 
 from parakit.config.groups import Group
 from parakit.config.hardware import device_by_key
-from parakit.config.model import load_model, model_names, model_of
+from parakit.config.model import find_model, load_model, model_names
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.run import DeviceKind, flags_from_spec, spec_from_flags, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.memory import fullest_rank
-from parakit.costs.tensors import parameters_total, rank_parameters
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.memory import find_peak_rank
+from parakit.costs.tensors import rank_parameters, total_parameters
 from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import RequestError
 from parakit.planner.readings.local_readings import add_rows, build_measurement_row
@@ -54,7 +54,7 @@ def test_one_layout_is_timed_as_the_search_would_time_it(
 ) -> None:
     found = answer(capsys, *STRATEGY, "--global-batch", "64", "--recompute", "full")
     request = make_request("gpt2-large", 2, "h200", 64)
-    spec = spec_of_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
+    spec = spec_from_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
     spec = replace(spec, recompute=Recompute.FULL)
     layout = found["layout"]
     assert isinstance(layout, dict)
@@ -179,7 +179,7 @@ def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str])
     timed = time_strategy(asked_of_plan(words))
     flags = [*timed.request.model.flags, "--transformer-impl", "local"]
     flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
-    trained = spec_of_flags(flags, 2, DeviceKind.CPU)
+    trained = spec_from_flags(flags, 2, DeviceKind.CPU)
     seconds = iteration_seconds(trained, timed.request.cluster).total
     assert timed.candidate.seconds.total == pytest.approx(seconds)
 
@@ -290,8 +290,8 @@ def test_why_a_flag_is_no_part_of_the_prediction_is_said(
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= says it), "
-        "--attention-softmax-in-fp32 (no formula has it), "
+        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= sets it), "
+        "--attention-softmax-in-fp32 (no formula counts it), "
         "--cp-comm-type (a search chooses it; STRATEGY= takes it), "
         "--app-tag-run-name (not known to this kit)."
     ) in said
@@ -302,7 +302,7 @@ def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
     make_request: Callable[..., Request], model: str
 ) -> None:
     request = make_request(model, 2, "h200", 64)
-    assert list_ignored_flags(request, laid=True) == ()
+    assert list_ignored_flags(request, is_one_strategy=True) == ()
 
 
 def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,18 +322,18 @@ def config(tmp_path: Path, **fields: object) -> str:
 
 
 def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: Path) -> None:
-    model = model_of(config(tmp_path, **LLAMA))
+    model = find_model(config(tmp_path, **LLAMA))
     assert (model.name, model.dtype, model.dropout) == ("some-model", "bf16", 0)
     assert model.shape == load_model("llama3-8b").shape
     gpt2 = {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024}
-    found = model_of(config(tmp_path, **gpt2, vocab_size=50257))
+    found = find_model(config(tmp_path, **gpt2, vocab_size=50257))
     assert (found.shape.positions, found.shape.tied_embeddings, found.dropout) == (1024, True, 0.1)
-    assert round(parameters_total(found.shape) / 1e6) == 774
-    qwen = model_of(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
+    assert round(total_parameters(found.shape) / 1e6) == 774
+    qwen = find_model(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
     assert qwen.shape.qkv_bias
     experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    mixtral = model_of(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
-    assert round(parameters_total(mixtral.shape) / 1e9, 1) == 46.7
+    mixtral = find_model(config(tmp_path, **{**LLAMA, **experts, "vocab_size": 32000}))
+    assert round(total_parameters(mixtral.shape) / 1e9, 1) == 46.7
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_other_configs_are_refused_by_name(
     tmp_path: Path, fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        model_of(config(tmp_path, **fields))
+        find_model(config(tmp_path, **fields))
 
 
 WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
@@ -387,8 +387,8 @@ def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
     timed = mixtral(strategy, extra)
     spec = timed.candidate.spec
     assert rank_parameters(spec).experts == experts
-    assert (spec.parallelism.copies_of_experts, timed.ignored) == (copies, ())
-    calls = communication_of_rank(spec)
+    assert (spec.parallelism.expert_data, timed.ignored_flags) == (copies, ())
+    calls = rank_collectives(spec)
     inside = [call.payload_bytes for call in calls if call.group is Group.EXPERT_TENSOR]
     assert max(inside, default=0) == gathered
     # A rank's 2,048 tokens go to two experts each: hidden states of 4,096 in bf16.
@@ -414,20 +414,24 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
     tmp_path: Path, strategy: str
 ) -> None:
     model, split = load_model("mixtral-8x7b"), parse_strategy(strategy, 8)
-    planned = replace(spec_of_model(model, split, Batch(1, 16)), dropout=0.0)
-    argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_of_spec(planned))
+    planned = replace(spec_from_model(model, split, Batch(1, 16)), dropout=0.0)
+    argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_from_spec(planned))
     row = build_measurement_row(
-        spec_of_flags(argv, 8, DeviceKind.GPU, model.name), argv, device_by_key("h100"), "run", 1.0
+        spec_from_flags(argv, 8, DeviceKind.GPU, model.name),
+        argv,
+        device_by_key("h100"),
+        "run",
+        1.0,
     )
     add_rows(tmp_path / "mine.csv", [row])
     (measurement,) = read_measurements(tmp_path / "mine.csv")[0]
     validated = convert_measurement(measurement)
-    flag = f"--expert-tensor-parallel-size {split.tensor_of_experts}"
+    flag = f"--expert-tensor-parallel-size {split.effective_expert_tensor}"
     plain = strategy.replace("-etp1", "").replace("-etp2", "")
     for timed in (mixtral(strategy), mixtral(plain, flag)):
         candidate = timed.candidate
         assert candidate.spec.parallelism == validated.spec.parallelism == split
-        assert candidate.memory == fullest_rank(validated.spec)[1]
+        assert candidate.memory == find_peak_rank(validated.spec)[1]
         # The kit's launcher groups experts, and `row_of` keeps no flag that says so.
         grouped = replace(validated.cluster.execution, grouped_experts=True)
         seconds = iteration_seconds(validated.spec, replace(validated.cluster, execution=grouped))
@@ -469,7 +473,7 @@ def test_a_search_splits_experts_as_the_flag_says(
     ranked = plan["ranked"]
     assert isinstance(ranked, list)
     splits = [Parallelism(**candidate["parallelism"]) for candidate in ranked]
-    assert all(split.tensor_of_experts == 1 for split in splits)
+    assert all(split.effective_expert_tensor == 1 for split in splits)
     over_tensor = [split for split in splits if split.data % split.expert]
     assert over_tensor, "EP lies over TP where experts are whole"
     for candidate, split in zip(ranked, splits, strict=True):
@@ -494,7 +498,7 @@ def test_memory_above_the_device_says_what_is_given_back(
     ]
     assert main([*words, "--gpu", "v100", "--dtype", "fp16"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    close = r"32\.6 GiB, 102% of the device, on its fullest rank, which is close: try it"
+    close = r"32\.6 GiB, 102% of the device, which is close: try it"
     reason = r"\(\d\.\d GiB are blocks that PyTorch gives back only when memory runs out, and"
     assert re.search(f"{close} {reason} predictions of its kind are missed by up to 3%", text)
     assert main([*words, "--gpu", "a100"]) == 0
@@ -507,7 +511,10 @@ def test_a_time_says_how_far_readings_like_it_were_missed(
     words = ["--model", "gpt3-175b", "--strategy", "tp8pp16dp8", "--micro-batch", "1"]
     assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"Expect .* to .* s \(80%; 95%: .* to .* s\), by \d+ published", text)
-    assert "A100" in text.split("measured near this: ")[1]
+    assert re.search(
+        r"Expect .* to .* s per iteration with 80% probability, or .* to .* s with 95%, by the",
+        text,
+    )
+    assert "A100" in text.split("The nearest measurements are ")[1]
     assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx6000-ada"]) == 0
     assert "No published measurement on" in " ".join(capsys.readouterr().out.split())

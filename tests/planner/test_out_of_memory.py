@@ -11,17 +11,17 @@ import pytest
 from parakit.config.hardware import device_by_key
 from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
-from parakit.config.stages import EVEN, spread
+from parakit.config.run import DeviceKind, RunSpec, spec_from_flags
+from parakit.config.stages import EVEN_SPLIT, even_layout
 from parakit.config.strategy import (
     Batch,
     Parallelism,
     Sharding,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
 )
-from parakit.costs.memory import fullest_rank
+from parakit.costs.memory import find_peak_rank
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import GIB
 from parakit.planner.readings.published import usual_cluster
@@ -45,13 +45,13 @@ def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: i
         dtype,
         recompute=Recompute.FULL,
         fused_attention=False,
-        stages=spread(layers, pipeline) if layers % pipeline else EVEN,
+        stages=even_layout(layers, pipeline) if layers % pipeline else EVEN_SPLIT,
     )
 
 
 def needed(spec: RunSpec) -> tuple[int, int]:
     """Bytes of the fullest rank by the planner, and the parameters that it holds."""
-    rank, memory = fullest_rank(spec)
+    rank, memory = find_peak_rank(spec)
     return memory.total, rank_parameters(spec, rank).total
 
 
@@ -142,7 +142,7 @@ ON_GH200 = (
 
 def on_gh200(model: str, strategy: str, samples: int, flags: str) -> RunSpec:
     layers, hidden, ffn, heads, groups, *experts = _SHAPES[model]
-    split = parse_strategy(strategy, devices_of(strategy))
+    split = parse_strategy(strategy, count_devices(strategy))
     words = (
         f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --seq-length 4096 "
         f"--num-attention-heads {heads} --group-query-attention --num-query-groups {groups} "
@@ -159,7 +159,7 @@ def on_gh200(model: str, strategy: str, samples: int, flags: str) -> RunSpec:
             f"--moe-ffn-hidden-size {experts[2]}"
         )
     run_words = (*words.split(), *strategy_flags(split))
-    return spec_of_flags(run_words, split.world_size, DeviceKind.GPU, model)
+    return spec_from_flags(run_words, split.world_size, DeviceKind.GPU, model)
 
 
 def verdicts() -> list[tuple[str, Fit]]:
@@ -168,7 +168,7 @@ def verdicts() -> list[tuple[str, Fit]]:
     for model, strategy, samples, flags, published in ON_GH200:
         spec = on_gh200(model, strategy, samples, flags)
         cluster = usual_cluster("gh200", spec.parallelism.world_size)
-        found.append((published, judge_fit_on_cluster(spec, fullest_rank(spec)[1], cluster)))
+        found.append((published, judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster)))
     return found
 
 

@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from parakit.config.files import ROOT
-from parakit.costs.memory import fullest_rank
+from parakit.costs.memory import find_peak_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
 from parakit.planner.readings.residual import Residuals, compute_residuals
@@ -103,7 +103,7 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
         seen.add(run)
         sharded = spec.parallelism.sharding.shards_weights
         kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
-        verdicts[kind].append(judge_fit_on_cluster(spec, fullest_rank(spec)[1], cluster))
+        verdicts[kind].append(judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster))
     for kind, least, most in (
         ("dense", 500, 0.02),
         ("mixtures", 150, 0.05),
@@ -123,7 +123,7 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
 
 
 def test_the_errors_of_plans_are_those_of_today(predicted: Residuals) -> None:
-    assert collect_errors(predicted).table() == ERRORS_FILE.read_text()
+    assert collect_errors(predicted).to_csv() == ERRORS_FILE.read_text()
 
 
 def test_intervals_cover_what_they_say(predicted: Residuals) -> None:

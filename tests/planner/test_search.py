@@ -7,10 +7,10 @@ import pytest
 from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
-from parakit.config.stages import EVEN, StageSplit, stage_split
+from parakit.config.stages import EVEN_SPLIT, StageSplit, choose_stage_split
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
-from parakit.costs.constraints import divisors, violations
-from parakit.costs.memory import fullest_rank
+from parakit.costs.constraints import divisors, find_violations
+from parakit.costs.memory import find_peak_rank
 from parakit.planner.advice import runner_up_sentence
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -40,7 +40,7 @@ MakeRequest = Callable[..., Request]
 
 
 def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
-    """By trying all numbers and asking `violations`, without the search's shortcuts."""
+    """By trying all numbers and asking `find_violations`, without the search's shortcuts."""
     devices, batch = request.cluster.devices, request.global_batch
     degrees = divisors(devices)
     for tensor, context, pipeline in product(degrees, repeat=3):
@@ -54,7 +54,7 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
                 continue
             plain = Parallelism(data, tensor, pipeline, context, sequence_parallel=sequence)
             layers = request.template.shape.layers
-            stages = stage_split(layers, pipeline) or EVEN
+            stages = choose_stage_split(layers, pipeline) or EVEN_SPLIT
             for virtual, sharding in product(range(1, 37), tuple(Sharding)[:4]):
                 if sharding and data * context == 1:
                     continue
@@ -67,7 +67,7 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
                         cp_comm_type=kind,
                         stages=stages,
                     )
-                    if not violations(spec):
+                    if not find_violations(spec):
                         yield spec
 
 
@@ -84,16 +84,16 @@ def test_the_search_finds_what_trying_everything_finds(
     plan = search_configurations(request)
     every = list(every_legal_configuration(request))
     assert plan.legal == len(every)
-    fitting = [c for c in every if fullest_rank(c)[1].total <= request.capacity]
+    fitting = [c for c in every if find_peak_rank(c)[1].total <= request.capacity]
     fastest = min(evaluate_configuration(request, c).seconds.total for c in fitting)
     assert plan.winner is not None
     assert fastest <= plan.winner.seconds.total <= TIE_RATIO * fastest
     assert plan.lightest is not None
-    assert plan.lightest.memory.total == min(fullest_rank(c)[1].total for c in every)
+    assert plan.lightest.memory.total == min(find_peak_rank(c)[1].total for c in every)
     times = [candidate.seconds.total for candidate in plan.ranked]
     assert times[1:] == sorted(times[1:])
     assert min(times) == pytest.approx(fastest)
-    assert all(not violations(candidate.spec) for candidate in plan.ranked)
+    assert all(not find_violations(candidate.spec) for candidate in plan.ranked)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
     plan = search_configurations(replace(request, template=template))
     degrees = {c.spec.parallelism.expert for c in plan.examined}
     assert degrees == {1, 2, 4}
-    assert all(not violations(c.spec) for c in plan.ranked)
+    assert all(not find_violations(c.spec) for c in plan.ranked)
 
 
 def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
@@ -294,7 +294,7 @@ def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeReque
     request = make_request("gpt2-large", 2, "h200", 4)
     split = Parallelism(context=2)
     assert list_cp_comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
-    shape = replace(request.template.shape, window=128, windowed=0.5)
+    shape = replace(request.template.shape, window=128, windowed_fraction=0.5)
     windowed = replace(request, template=replace(request.template, shape=shape))
     assert list_cp_comm_types(windowed.template, split) == ("all_gather", "a2a")
     found = [

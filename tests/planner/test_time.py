@@ -9,7 +9,7 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs.memory import fullest_rank
+from parakit.costs.memory import find_peak_rank
 from parakit.planner.readings.published import h200_figures, h200_spec
 from parakit.planner.time.cluster import Calibration, Cluster, find_route
 from parakit.planner.time.iteration import (
@@ -87,8 +87,8 @@ def test_the_longest_stage_of_a_layout_is_slowest_wherever_it_lies() -> None:
     (slow, through), (later, same) = (pipeline_seconds(s, machines) for s in (second, fourth))
     assert slow == later
     assert through == pytest.approx(same)
-    assert fullest_rank(second)[0] == 1
-    assert fullest_rank(fourth)[0] == 3
+    assert find_peak_rank(second)[0] == 1
+    assert find_peak_rank(fourth)[0] == 3
 
 
 def test_a_dense_layer_among_those_of_experts_takes_a_dense_models_time() -> None:
@@ -100,7 +100,7 @@ def test_a_dense_layer_among_those_of_experts_takes_a_dense_models_time() -> Non
         layers = replace(shape, dense_layers=tuple(range(dense)))
         return pipeline_seconds(replace(spec, shape=layers), machines)[1]
 
-    alone = pipeline_seconds(spec.dense, machines)[1]
+    alone = pipeline_seconds(spec.with_dense_layers, machines)[1]
     layers = shape.layers
     assert total(2) == pytest.approx(total(0) + 2 * (total(1) - total(0)))
     assert total(layers) == pytest.approx(alone)

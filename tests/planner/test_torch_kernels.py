@@ -8,7 +8,7 @@ from parakit.config.files import ROOT, read_args_file
 from parakit.config.flags import Flags, drop_flags
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
-from parakit.config.run import RunSpec, spec_of_model
+from parakit.config.run import RunSpec, spec_from_model
 from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.time.cluster import Cluster
@@ -27,7 +27,7 @@ HIDDEN = 32 * 1024 * 1280
 
 
 def run(*fused: str, dtype: str = "fp16") -> RunSpec:
-    spec = spec_of_model(LARGE, Parallelism(), Batch(32, 32))
+    spec = spec_from_model(LARGE, Parallelism(), Batch(32, 32))
     return replace(spec, dtype=dtype, fused=fused)
 
 

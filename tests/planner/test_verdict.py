@@ -4,12 +4,12 @@ import pytest
 
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Parallelism, Sharding
-from parakit.costs.memory import memory_of_rank
+from parakit.costs.memory import estimate_rank_memory
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import gib
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.verdict import Fit, explain_close_fit, judge_fit_on_cluster, needed_bytes
-from tests.planner.test_memory import tiny
+from tests.costs.test_memory import tiny
 
 
 @pytest.mark.parametrize(
@@ -24,20 +24,20 @@ def test_weights_in_eight_bits_alone_stand_in_place_of_those_in_sixteen(
     linear = parameters.attention + parameters.dense_mlp
     for kept, each in zip((False, True), bytes_each, strict=True):
         spec = replace(plain, fp8_recipe=recipe, quantised_weights=kept)
-        more = memory_of_rank(spec).weights - memory_of_rank(plain).weights
+        more = estimate_rank_memory(spec).weights - estimate_rank_memory(plain).weights
         assert more == pytest.approx((each - 2) * linear, abs=1)
 
 
 def test_weights_that_are_gathered_keep_no_copies_in_eight_bits() -> None:
     sharded = tiny(Parallelism(data=4, sharding=Sharding.ZERO3))
     spec = replace(sharded, fp8_recipe=Fp8Recipe.DELAYED)
-    assert memory_of_rank(spec).weights == memory_of_rank(sharded).weights
+    assert estimate_rank_memory(spec).weights == estimate_rank_memory(sharded).weights
 
 
 def test_blocks_that_nothing_is_in_are_given_back_before_memory_runs_out() -> None:
     spec = replace(tiny(), dtype="fp16")
-    memory = memory_of_rank(spec)
-    logits = spec.tokens * spec.padded_vocabulary
+    memory = estimate_rank_memory(spec)
+    logits = spec.micro_batch_tokens * spec.padded_vocabulary
     assert memory.total - memory.needed == 4 * rank_parameters(spec).total + 2 * logits
 
 
@@ -53,14 +53,14 @@ def test_a_run_is_close_from_nine_tenths_of_a_device_to_all_of_it(
 
 def test_blocks_that_are_given_back_make_a_run_close_that_would_not_fit_with_them() -> None:
     spec, cluster = replace(tiny(), dtype="fp16"), usual_cluster("h100", 8)
-    memory = memory_of_rank(spec)
-    within = replace(memory, returned=memory.total // 5)
+    memory = estimate_rank_memory(spec)
+    within = replace(memory, reclaimable=memory.total // 5)
     for share, verdict in ((1.02, Fit.CLOSE), (1.2, Fit.CLOSE), (1.26, Fit.DOES_NOT_FIT)):
         device = replace(cluster.device, memory_bytes=int(within.total / share))
         assert judge_fit_on_cluster(spec, within, replace(cluster, device=device)) is verdict
     reason = explain_close_fit(spec, within, int(within.total / 1.02))
     assert reason.startswith(
-        f"{gib(within.returned)} GiB are blocks that PyTorch gives back only when"
+        f"{gib(within.reclaimable)} GiB are blocks that PyTorch gives back only when"
     )
 
 
@@ -74,14 +74,14 @@ def test_those_of_sharded_weights_may_be_too_high_as_well(share: float, verdict:
 
 def _verdict(spec: RunSpec, share: float) -> Fit:
     """Of a run that is predicted to need this share of its device."""
-    cluster, memory = usual_cluster("h100", 8), memory_of_rank(spec)
+    cluster, memory = usual_cluster("h100", 8), estimate_rank_memory(spec)
     device = replace(cluster.device, memory_bytes=int(memory.needed / share))
     return judge_fit_on_cluster(spec, memory, replace(cluster, device=device))
 
 
 def test_frozen_weights_have_no_gradients_and_states() -> None:
     cluster = usual_cluster("h100", 8)
-    memory = memory_of_rank(tiny())
+    memory = estimate_rank_memory(tiny())
     frozen = replace(cluster, execution=replace(cluster.execution, frozen=True))
     trained = memory.gradients + memory.main_parameters + memory.optimizer_state
     assert needed_bytes(memory, cluster) - needed_bytes(memory, frozen) == trained

@@ -14,7 +14,7 @@ from parakit.artifacts.run import HostRecord, MegatronEntry, RunRecord, Status, 
 from parakit.config.flags import merge_flags
 from parakit.config.model import load_model
 from parakit.config.published import Published
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags, spec_of_model
+from parakit.config.run import DeviceKind, RunSpec, spec_from_flags, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_flags
 from parakit.logs.runs import Run
 from parakit.logs.scraped import ScrapedLog
@@ -93,7 +93,7 @@ def run_record(name: str, strategy: str = "baseline", **changes: object) -> RunR
     }
     split = splits[strategy]
     argv = (*SHAPE_FLAGS, "--micro-batch-size", "2", "--global-batch-size", "8")
-    spec = spec_of_flags(
+    spec = spec_from_flags(
         (*argv, *strategy_flags(split)), split.world_size, DeviceKind.CPU, "gpt2-tiny"
     )
     record = RunRecord(
@@ -154,7 +154,7 @@ def report_row(
 ) -> Entry:
     """A row whose iterations take about `ms`, and whose figures are as a test says."""
     split = parse_strategy(strategy, 1 if strategy == "baseline" else 2)
-    trained = spec_of_model(load_model("gpt2-tiny"), split, Batch(2, 8))
+    trained = spec_from_model(load_model("gpt2-tiny"), split, Batch(2, 8))
     trained = replace(trained, backend=backend, strategy=strategy, **spec)  # type: ignore[arg-type]
     if samples_ms is None:
         samples_ms = [ms * (1 + 1e-4 * n) for n in range(-10, 11)] if ms else ()

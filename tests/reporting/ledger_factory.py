@@ -22,8 +22,8 @@ from parakit.artifacts.measurements import (
 from parakit.artifacts.run import RunRecord
 from parakit.config.published import Published
 from parakit.config.run import RunSpec, Transport
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.operations import Operation, Phase, algorithm
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.operations import Operation, Phase, describe_algorithm
 from parakit.logs.runs import Run, load_folder
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.explain.closed_form import require_closed_form_spec
@@ -57,7 +57,7 @@ def communication(folder: Path) -> CommunicationRecord:
 
 
 def rank_communication(configuration: RunSpec, rank: int) -> RankCommunication:
-    traffic = communication_of_rank(configuration, configuration.parallelism.pipeline_rank(rank))
+    traffic = rank_collectives(configuration, configuration.parallelism.pipeline_rank(rank))
     return RankCommunication(
         rank,
         9,
@@ -76,7 +76,7 @@ def call(
     passes = 2 if kind in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.SEND) else 1
     return CallSummary(
         group, 2, kind, phase, "float32", calls, payload, calls * (passes * payload // 2),
-        algorithm(kind, Transport.GLOO), 0.001, 0.002,
+        describe_algorithm(kind, Transport.GLOO), 0.001, 0.002,
     )  # fmt: skip
 
 

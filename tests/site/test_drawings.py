@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from parakit.config.files import ROOT
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.strategy import parse_strategy
 from parakit.costs.collectives.call import total_wire_bytes
-from parakit.costs.collectives.rank import communication_of_rank
-from parakit.costs.memory import memory_of_rank
+from parakit.costs.collectives.rank import rank_collectives
+from parakit.costs.memory import estimate_rank_memory
 from parakit.site import in_browser
 from parakit.site.drawing.figure import DRAWN, draw_figure, render_drawings_page, resolve_run
 from parakit.site.drawing.sheet import group_ranks_by, locate_rank, select_ranks
@@ -36,13 +36,13 @@ WHOLE = [case for case in CASES if "zero3" not in case[1]]
 """ZeRO-3 computes with more weights than a rank keeps."""
 
 
-def added_up(drawing: str, what: str) -> Counter[int]:
+def added_up(drawing: str, attribute: str) -> Counter[int]:
     """Bytes by rank of all parts of a drawing that say `what`."""
-    found: Counter[int] = Counter()
+    bytes_by_rank: Counter[int] = Counter()
     for part in ElementTree.fromstring(drawing).iter("g"):
-        if f"data-{what}" in part.attrib:
-            found[int(part.attrib["data-rank"])] += int(part.attrib[f"data-{what}"])
-    return found
+        if f"data-{attribute}" in part.attrib:
+            bytes_by_rank[int(part.attrib["data-rank"])] += int(part.attrib[f"data-{attribute}"])
+    return bytes_by_rank
 
 
 @pytest.mark.parametrize(("model", "strategy", "device", "devices"), CASES)
@@ -51,7 +51,7 @@ def test_the_arrows_add_up_to_the_planners_bytes(
 ) -> None:
     spec = resolve_run(model, strategy, device, devices)
     assert added_up(draw_figure(spec, "x"), "sends") == {
-        rank.number: total_wire_bytes(communication_of_rank(spec, rank.stage))
+        rank.number: total_wire_bytes(rank_collectives(spec, rank.stage))
         for rank in select_ranks(spec.parallelism)
     }
 
@@ -62,7 +62,7 @@ def test_the_tensors_add_up_to_the_planners_weights(
 ) -> None:
     spec = resolve_run(model, strategy, device, devices)
     assert added_up(draw_figure(spec, "x"), "holds") == {
-        rank.number: memory_of_rank(spec, rank.stage).weights
+        rank.number: estimate_rank_memory(spec, rank.stage).weights
         for rank in select_ranks(spec.parallelism)
     }
 
@@ -82,7 +82,7 @@ def test_tiny_models_send_what_the_lab_guide_measured() -> None:
 def test_ranks_are_in_groups_of_their_size(strategy: str, group: Group) -> None:
     split = parse_strategy(strategy, 8)
     groups = group_ranks_by(group, select_ranks(split))
-    assert {len(members) for members in groups} == {group_ranks(split, group)}
+    assert {len(members) for members in groups} == {group_size(split, group)}
     assert sorted(rank.number for members in groups for rank in members) == list(range(8))
 
 

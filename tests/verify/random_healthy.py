@@ -3,7 +3,9 @@
     python -m tests.verify.random_healthy [FILE] [--seeds FROM TO] [--megatron-lm CHECKOUT]
 
 Each seed is a strategy on 2 to 8 ranks, a dense model or a mixture with some features, a learning rate
-from 1e-5 to 2e-2, 1 to 30 iterations and one of four dtypes. FILE (`random_healthy.csv` beside this one)
+from 1e-5 to 2e-2, 1 to 30 iterations and one of four dtypes. Seeds from 1001 on are deep: a dense model of
+6 to 12 layers with 64 to 256 tokens, 1 to 8 iterations, fp32 or bf16; half of them have context
+parallelism. FILE (`random_healthy.csv` beside this one)
 takes a line a seed; a seed that has one is left out, so that a run that was stopped goes on, and a later
 one adds to it. What Megatron or the kit refuses is drawn again. At the end it prints how many held, by
 dtype and by strategy.
@@ -28,7 +30,7 @@ from rich.console import Console
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 from parakit.experiments.verify.pairs import LaunchPair, compose_pair
 from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
@@ -76,6 +78,18 @@ FEATURES = {
 }
 
 
+FIRST_DEEP_SEED = 1001
+"""The first seed that draws a deep model with long sequences."""
+DEEP_STRATEGIES = {
+    True: {2: "cp2", 4: "cp4 cp2dp2 tp2cp2 pp2cp2"},
+    False: {2: "dp2 tp2 sp2 pp2 vpp2 dp2-zero1", 4: "tp4 sp4 tp2pp2 sp2dp2 pp4 tp2dp2-zero1"},
+}
+"""Strategies of deep models by whether they have context parallelism, and by number of ranks."""
+DEEP_FEATURES = (
+    *("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope", "--qk-layernorm"),
+    *("--untie-embeddings-and-output-weights", "--disable-bias-linear", "--weight-decay 0.1"),
+    *("--group-query-attention --num-query-groups 2", "--calculate-per-token-loss"),
+)
 JUDGED = Path(__file__).with_suffix(".csv")
 COLUMNS = ("seed", "verdict", "share", "command")
 
@@ -127,12 +141,33 @@ def drawn(seed: int, megatron_lm: Path | None = None) -> Drawn:
             ends = "--fp16" in one.flags and one.strategy in ("zero2", "zero3")
             # Not healthy: docs/upstream/experts-of-two-stages-alike.md.
             alike = "pp" in one.strategy and "ep" in one.strategy
-            if not (ends or alike) and not any(violations(launch.spec) for launch in launches):
+            if not (ends or alike) and not any(find_violations(launch.spec) for launch in launches):
                 return one
         raise ValueError(f"Seed {seed}: all of 100 draws are refused.")
 
 
+def _draw_deep(seed: int, draw: random.Random) -> Drawn:
+    """Return a draw of a dense model of 6 to 12 layers with 64 to 256 tokens."""
+    devices = draw.choices((2, 4), (70, 30))[0]
+    strategies = DEEP_STRATEGIES[draw.random() < 0.5][devices].split()
+    tokens = draw.choice((64, 96, 128, 192, 256))
+    flags = [
+        f"--num-layers {draw.choice((6, 8, 8, 10, 12))}",
+        f"--seq-length {tokens} --max-position-embeddings {tokens}",
+        *draw.sample(DEEP_FEATURES, draw.choice((0, 0, 0, 1, 2, 3))),
+    ]
+    if draw.random() < 0.5:
+        flags.append(f"--lr {10 ** draw.uniform(-5, -1.7):.2g} --min-lr 0")
+    if draw.random() < 0.4:
+        flags.append("--bf16")
+    iteration = draw.choice((1, 2, 2, 3, 3, 4, 5, 6, 8))
+    strategy = draw.choice(strategies)
+    return Drawn(seed, strategy, "gpt2-tiny", devices, iteration, " ".join(flags))
+
+
 def _draw(seed: int, draw: random.Random) -> Drawn:
+    if seed >= FIRST_DEEP_SEED:
+        return _draw_deep(seed, draw)
     family = draw.choice(("dense", "dense", "moe"))
     devices = draw.choices((2, 4, 8), (70, 25, 5))[0]
     features = draw.sample(FEATURES[family], draw.randint(0, 4))
@@ -187,7 +222,7 @@ def main() -> int:
         for seed in missing:
             one = drawn(seed, given.megatron_lm)
             verdict = verifier.verify(one.pair(given.megatron_lm)).verdict
-            verifier.forget()
+            verifier.remove_references()
             said = verdict.reason or verdict.sentence
             print(f"{seed} {one.command}: {said}", flush=True)
             if " ended with " in said:  # Of the machine, not of the comparison: to be tried again.

@@ -37,6 +37,17 @@ def test_constant_factor_is_named_after_a_parallel_degree(factor, name):
     assert (found.name.split(" or ")[0], found.factor) == (f"factor {name}", pytest.approx(factor))
 
 
+def test_a_factor_of_1_explains_no_error():
+    # The error of an update is that of its worst row; the full tensor is right but for rounding.
+    ours = WHOLE.copy()
+    ours[3] *= np.float32(1 + 1e-6)
+    found = TensorComparison(
+        (CaptureStage.WEIGHTS, "decoder.layers.3", "update"), tolerance=4e-4, order=0
+    )
+    found.error, found.worst = 7e-4, ComparedTensor(0, None, ours, WHOLE)
+    assert not classify_error(found, [found.worst], LAYOUT).name.startswith("factor")
+
+
 def test_missing_sum_is_named_if_the_sum_over_ranks_fits():
     part = random(8, 4, seed=1)
     assert kind(WHOLE - part, others=(part,)).name == "missing sum over TP ranks"

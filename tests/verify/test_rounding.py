@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from parakit.verify.tolerance import find_rounding_flips, float_spacing, update_error
+from parakit.artifacts.capture import RECOMPUTED_PREFIX, CaptureStage
+from parakit.verify.tolerance import (
+    RESPONSES,
+    Tolerances,
+    find_rounding_flips,
+    float_spacing,
+    update_error,
+)
+from tests.verify.captures import MODULE, WEIGHT, output, random, rank, write
 
 SCORES = np.array([[1.0, 0.999, 0.2], [1.0, 0.5, 0.2]], np.float32)
 BEST = np.array([[True, False, False], [True, False, False]])
@@ -61,3 +69,24 @@ def test_update_of_a_row_without_updates_has_infinite_error():
     still, moved = np.zeros(3), np.array([0.0, 1.0, 0.0])
     assert update_error(moved, still, np.ones(3), still) == np.inf
     assert update_error(still, still, np.ones(3), still) == 0
+
+
+def test_what_is_recomputed_may_differ_as_much_as_in_the_first_forward_pass(tmp_path):
+    # The strategy alone recomputes the module, so the reference has measured the first pass alone.
+    reference = write(tmp_path, [(rank(), [(output(), random(8, 2, 6))])], response=1e-3)
+    record = reference.ranks[0].records[0]
+    recomputed = (CaptureStage.ACTIVATION_GRADIENTS, MODULE, f"{RECOMPUTED_PREFIX}output")
+    assert Tolerances(reference).tolerance_for(recomputed, record) == pytest.approx(
+        RESPONSES * 1e-3
+    )
+
+
+def test_a_square_may_round_twice_as_much_as_its_gradient(tmp_path):
+    reference = write(tmp_path, [(rank(dtype="bfloat16"), [(output(), random(4, 3))])], response=0)
+    record = reference.ranks[0].records[0]
+    tolerances = Tolerances(reference)
+    average, square = (
+        tolerances.tolerance_for((CaptureStage.OPTIMIZER_STATE, WEIGHT, slot), record)
+        for slot in ("exp_avg", "exp_avg_sq")
+    )
+    assert square == 2 * average > 0

@@ -9,6 +9,7 @@ from parakit.verify.captured import VerifyError, read_capture
 from parakit.verify.tolerance import RESPONSES
 from parakit.verify.verdict import (
     confirm,
+    count_seeds,
     judge,
     refuse_comparison,
     write_forced,
@@ -43,6 +44,32 @@ def test_a_difference_is_located_with_its_kind_and_source(tmp_path):
     )
     kept = np.load(tmp_path / "v" / "first.npz")
     assert np.array_equal(kept["ours"], WHOLE * 2)
+
+
+@pytest.mark.parametrize(
+    ("num_wrong", "kind"),
+    [
+        (1, "just above tolerance (1.49), in 1 of 3 seeds"),
+        (3, "factor 1.00001; just above tolerance (1.49), in 3 of 3 seeds"),
+    ],
+)
+def test_near_the_tolerance_a_kind_is_named_only_if_every_seed_is_wrong(tmp_path, num_wrong, kind):
+    # The response of 1e-6 gives a tolerance of 6e-6.
+    ours = [(rank(), [(output(), WHOLE * np.float32(1 + 9e-6))])]
+    judgement = judge(*pair(tmp_path, ours, [(output(), WHOLE)]))
+    assert judgement.is_near_tolerance
+    counted = count_seeds(judgement, num_wrong, num_seeds=3)
+    assert counted.verdict.kind == kind
+    assert f"(output): {kind}" in counted.verdict.line
+
+
+def test_an_error_of_twice_its_tolerance_or_in_exact_values_is_not_near_the_tolerance(tmp_path):
+    for number, (ours, theirs) in enumerate(
+        [(WHOLE * np.float32(1 + 2e-5), WHOLE), (np.arange(4) + 1, np.arange(4)), (WHOLE, WHOLE)]
+    ):
+        folder = tmp_path / f"{number}"
+        judgement = judge(*pair(folder, [(rank(), [(output(), ours)])], [(output(), theirs)]))
+        assert not judgement.is_near_tolerance
 
 
 def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tmp_path):

@@ -1,8 +1,8 @@
-"""Communication, memory and time of every rank, counted inside the training processes.
+"""Count communication, memory and time of every rank, inside the training processes.
 
 This package decides what is counted: bytes of each collective by group and phase, memory by category, and the
-time of each part of an iteration. Every rank writes its own files, and `collect_rank_records` joins them to the
-files of the run folder. Only `collect_rank_records` is imported outside of training processes.
+time of each part of an iteration. Every rank writes a record, and `collect_rank_records` joins the records to
+the files of the run folder. Only `collect_rank_records` is imported outside of training processes.
 """
 
 from typing import TYPE_CHECKING

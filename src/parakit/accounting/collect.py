@@ -1,4 +1,8 @@
-"""A rank's own file, and how the launcher makes the run folder's files of all of them. No torch here."""
+"""Join the records that ranks write to the files of the run folder.
+
+Each rank writes a `RankRecord`. After the run the launcher calls `collect_rank_records`. This module does not
+import torch, which the launcher does not need.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from parakit.artifacts.measurements import (
 
 
 class RankRecord(msgspec.Struct, frozen=True):
-    """All that one rank counted: `rank<N>.json` in the ledger folder, written by its recorder."""
+    """The measurements of one rank: `rank<N>.json` in the ledger folder, written by its recorder."""
 
     rank: int
     communication: RankCommunication
@@ -36,14 +40,17 @@ class RankRecord(msgspec.Struct, frozen=True):
 
 
 def collect_rank_records(folder: Path) -> None:
-    """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from its ranks' files.
+    """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from the records of its ranks.
 
-    A mixture of experts gets a `routing.json` too. Ranks without a file are missing in these as well;
-    without any rank's file nothing is written.
+    A mixture of experts gets a `routing.json` too. A rank without a record is missing from the files. If no
+    rank has a record, nothing is written.
+
+    Args:
+        folder: The run folder.
     """
     files = (folder / records.LEDGER_FOLDER).glob("rank*.json")
-    found = (msgspec.json.decode(file.read_bytes(), type=RankRecord) for file in files)
-    ranks = sorted(found, key=lambda rank: rank.rank)
+    records_of_ranks = (msgspec.json.decode(file.read_bytes(), type=RankRecord) for file in files)
+    ranks = sorted(records_of_ranks, key=lambda record: record.rank)
     if not ranks:
         return
     communication = CommunicationRecord(tuple(rank.communication for rank in ranks))
@@ -53,17 +60,22 @@ def collect_rank_records(folder: Path) -> None:
     write_record(folder / records.TIME_FILE, TimeRecord(tuple(rank.time for rank in ranks)))
     routing = tuple(rank.routing for rank in ranks if rank.routing is not None)
     if routing:
-        # Not indented: it has a number for each expert, layer and iteration.
+        # There is a number per expert, layer and iteration, so indentation would make the file much larger.
         content = msgspec.json.encode(RoutingRecord(routing))
         write_atomically(folder / records.ROUTING_FILE, content)
-    trace = {"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"}
+    trace = {"traceEvents": list(_trace_events(ranks)), "displayTimeUnit": "ms"}
     write_atomically(folder / records.TRACE_FILE, msgspec.json.encode(trace))
 
 
-def _events(ranks: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Chrome's trace format: microseconds from the first span, a process a rank, a thread a category."""
+def _trace_events(ranks: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    """Yield the spans as events of Chrome's trace format.
+
+    A rank is a process, and communication and phases are its threads. Times are microseconds since the first
+    span of all ranks.
+    """
     origin = min((span.start_ns for rank in ranks for span in rank.spans), default=0)
     for rank in ranks:
+        # The rank's name, which the viewer shows.
         yield {
             "ph": "M",
             "pid": rank.rank,

@@ -1,9 +1,10 @@
-"""Calls of one rank: equal ones are added up, iterations that make the same calls are one kind.
+"""Count the calls of one rank: equal calls are added up, and iterations with the same calls are one kind.
 
-The most frequent kind of iteration is the steady one, the later of equally frequent ones, and its
-figures are the result. The number of
-rows sent to an expert differs from call to call, so calls over `ROUTED_GROUPS` are equal if their rows
-have the same bytes, and their bytes are means.
+The most frequent kind of iteration is the steady one; of equally frequent kinds, the later. The steady kind's
+figures are the result.
+
+A router decides how many rows are sent to an expert, so the bytes of calls over `ROUTED_GROUPS` vary. Such
+calls are equal if their rows have the same bytes, and their bytes are means.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import NamedTuple
 from parakit.accounting.timeline import Clock, Span, TimeMark
 from parakit.artifacts.measurements import CallSummary, RankCommunication, RankTime
 from parakit.config.run import Transport
-from parakit.costs import Operation, Phase, algorithm, wire_bytes
+from parakit.costs import Operation, Phase, describe_algorithm, wire_bytes
 
-NANO = 1e-9
+SECONDS_PER_NANOSECOND = 1e-9
 
 
 class Call(NamedTuple):
-    """What identifies a call; equal calls are added up."""
+    """The properties of a call on a process group. Equal calls are added up."""
 
     group: str
     ranks: int
@@ -31,52 +32,52 @@ class Call(NamedTuple):
     dtype: str
     payload_bytes: int
     sent_bytes: int | None
-    """From the splits of an all-to-all; None where it follows from the payload."""
+    """Bytes that this rank sends, from the splits of an all-to-all; None if the payload determines them."""
     transport: Transport = Transport.NCCL
     row_bytes: int = 0
-    """Of one row, where a router decides the number of rows; else 0."""
+    """Bytes per row if a router decides the number of rows; else 0."""
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank."""
+        """Bytes that this rank sends for the call."""
         if self.sent_bytes is not None:
             return self.sent_bytes
         return wire_bytes(self.operation, self.payload_bytes, self.ranks, self.transport)
 
     @property
     def kind(self) -> Call:
-        """What it has in common with the calls it is added to."""
+        """The call without its bytes if a router decides them; calls of one kind are added up."""
         return self._replace(payload_bytes=0, sent_bytes=None) if self.row_bytes else self
 
 
 @dataclass(slots=True)
 class ObservedCall:
-    """One call, and the waits for its result."""
+    """A call with the times of its start, of its return, and of the waits for its result."""
 
     call: Call
     started: TimeMark
     issued: TimeMark
     waits: list[tuple[Phase, TimeMark, TimeMark]] = field(default_factory=list)
-    """The phase of the wait, which may differ from the call's; its beginning and its end."""
+    """Phase, start and end of each wait. The phase of a wait may differ from the call's phase."""
 
 
 @dataclass(frozen=True)
 class IterationFigures:
-    """What one iteration was for this rank."""
+    """The time and the communication of one iteration of this rank."""
 
     seconds: float
     exposed_seconds: float
-    """In which it waited for others or for a transfer."""
+    """Time in which the rank waited for other ranks or for a transfer."""
     sent_bytes: int
 
 
 @dataclass
-class _Sums:
-    """Totals over iterations that made the same calls."""
+class _IterationSums:
+    """Totals over the iterations of one kind."""
 
     iterations: int = 0
     timed: int = 0
-    """Of the iterations, those whose times count."""
+    """The number of iterations whose times count."""
     payload_bytes: Counter[Call] = field(default_factory=Counter)
     wire_bytes: Counter[Call] = field(default_factory=Counter)
     wait_ns: Counter[Call] = field(default_factory=Counter)
@@ -86,55 +87,70 @@ class _Sums:
 
 
 class CommunicationLog:
-    """Keeps an iteration's calls and adds them up when it has ended; only then are the clocks read."""
+    """The calls of the present iteration, and their sums over past iterations.
+
+    Clocks are read only when an iteration ends.
+    """
 
     def __init__(self) -> None:
         self.observed_calls: list[ObservedCall] = []
         """Calls of the present iteration."""
-        self._kinds: dict[frozenset[tuple[Call, int]], _Sums] = {}
-        self._warm_up = 0
+        self._sums_by_calls: dict[frozenset[tuple[Call, int]], _IterationSums] = {}
+        self._warm_up_iterations = 0
 
     def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> IterationFigures:
-        """Close an iteration with its nanoseconds in each phase; the clock has settled."""
-        sums = self._end_untimed()
+        """Add the iteration's calls and times to the sums, drop the calls, and return the figures.
+
+        Args:
+            phase_ns: The iteration's nanoseconds in each phase.
+            clock: The clock of the calls' times, synchronized.
+        """
+        sums = self._add_iteration()
         sums.timed += 1
         sums.phase_ns.update(phase_ns)
-        blocked_before = sums.blocked_ns.total()
-        for watched in self.observed_calls:
-            _add_times(watched, sums, clock.to_nanoseconds)
+        blocked_ns_before = sums.blocked_ns.total()
+        for observed in self.observed_calls:
+            _add_times(observed, sums, clock.to_nanoseconds)
+        blocked_ns = sums.blocked_ns.total() - blocked_ns_before
         figures = IterationFigures(
-            seconds=sum(phase_ns.values()) * NANO,
-            exposed_seconds=(sums.blocked_ns.total() - blocked_before) * NANO,
-            sent_bytes=sum(watched.call.wire_bytes for watched in self.observed_calls),
+            seconds=sum(phase_ns.values()) * SECONDS_PER_NANOSECOND,
+            exposed_seconds=blocked_ns * SECONDS_PER_NANOSECOND,
+            sent_bytes=sum(observed.call.wire_bytes for observed in self.observed_calls),
         )
         self.drop_calls()
         return figures
 
     def end_untimed_iteration(self) -> None:
-        """Close an iteration that something else made slower: its calls count, its times do not."""
-        self._end_untimed()
+        """Add the calls of an iteration that something else made slower; its times do not count."""
+        self._add_iteration()
         self.drop_calls()
 
     def end_warm_up(self) -> None:
-        """Close an iteration that makes calls of its own, and is never the steady one."""
-        self._warm_up += 1
+        """Count an iteration that makes calls of its own and can never be a steady one."""
+        self._warm_up_iterations += 1
         self.drop_calls()
 
-    def _end_untimed(self) -> _Sums:
-        counts = Counter(watched.call.kind for watched in self.observed_calls)
-        sums = self._kinds.setdefault(frozenset(counts.items()), _Sums())
+    def _add_iteration(self) -> _IterationSums:
+        """Add the bytes of the iteration's calls to the sums of its kind, and return these sums."""
+        counts = Counter(observed.call.kind for observed in self.observed_calls)
+        calls = frozenset(counts.items())
+        sums = self._sums_by_calls.setdefault(calls, _IterationSums())
         sums.iterations += 1
-        for watched in self.observed_calls:
-            sums.payload_bytes[watched.call.kind] += watched.call.payload_bytes
-            sums.wire_bytes[watched.call.kind] += watched.call.wire_bytes
+        for observed in self.observed_calls:
+            call = observed.call
+            sums.payload_bytes[call.kind] += call.payload_bytes
+            sums.wire_bytes[call.kind] += call.wire_bytes
         return sums
 
     def call_spans(self, clock: Clock) -> Iterator[Span]:
-        """The iteration's calls, each from being issued to having its result; the clock has settled."""
-        for watched in self.observed_calls:
-            end = watched.waits[-1][2] if watched.waits else watched.issued
-            name = f"{watched.call.operation} {watched.call.group}"
-            start_ns, end_ns = clock.to_nanoseconds(watched.started), clock.to_nanoseconds(end)
+        """Yield a span per call of the iteration, from its start until its result is there.
+
+        The clock must be synchronized.
+        """
+        for observed in self.observed_calls:
+            end = observed.waits[-1][2] if observed.waits else observed.issued
+            name = f"{observed.call.operation} {observed.call.group}"
+            start_ns, end_ns = clock.to_nanoseconds(observed.started), clock.to_nanoseconds(end)
             yield Span(name, "communication", start_ns, end_ns)
 
     def drop_calls(self) -> None:
@@ -142,22 +158,22 @@ class CommunicationLog:
         self.observed_calls.clear()
 
     def steady_communication(self, rank: int) -> RankCommunication:
-        """Calls of a steady iteration."""
-        if not self._kinds:
-            return RankCommunication(rank, 0, self._warm_up, ())
-        calls, sums = self._steady()
-        others = sum(other.iterations for other in self._kinds.values()) - sums.iterations
-        others += self._warm_up
-        made = _rows(dict(calls), sums)
-        rows = sorted(made, key=lambda row: (row.group, row.phase, row.operation))
-        return RankCommunication(rank, sums.iterations, others, tuple(rows))
+        """Return the calls of a steady iteration; without any iteration, no calls."""
+        if not self._sums_by_calls:
+            return RankCommunication(rank, 0, self._warm_up_iterations, ())
+        calls, sums = self._find_steady()
+        all_iterations = sum(kind.iterations for kind in self._sums_by_calls.values())
+        other_iterations = all_iterations - sums.iterations + self._warm_up_iterations
+        summaries = _summarise_calls(dict(calls), sums)
+        rows = sorted(summaries, key=lambda row: (row.group, row.phase, row.operation))
+        return RankCommunication(rank, sums.iterations, other_iterations, tuple(rows))
 
     def steady_time(self, rank: int) -> RankTime:
-        """Seconds of a steady iteration."""
-        sums = self._steady()[1] if self._kinds else _Sums()
+        """Return the seconds of a steady iteration by phase; without a timed iteration, zero."""
+        sums = self._find_steady()[1] if self._sums_by_calls else _IterationSums()
         if not sums.timed:
             return RankTime(rank, 0.0, {}, {})
-        per_iteration = NANO / sums.timed
+        per_iteration = SECONDS_PER_NANOSECOND / sums.timed
         return RankTime(
             rank,
             sum(sums.phase_ns.values()) * per_iteration,
@@ -165,26 +181,35 @@ class CommunicationLog:
             {phase: ns * per_iteration for phase, ns in sums.blocked_ns.items()},
         )
 
-    def _steady(self) -> tuple[frozenset[tuple[Call, int]], _Sums]:
-        latest_first = reversed(self._kinds.items())
+    def _find_steady(self) -> tuple[frozenset[tuple[Call, int]], _IterationSums]:
+        """Return the most frequent kind of iteration: its calls with their counts, and its sums."""
+        latest_first = reversed(self._sums_by_calls.items())
         return max(latest_first, key=lambda item: item[1].iterations)
 
 
-def _add_times(watched: ObservedCall, sums: _Sums, read: Callable[[TimeMark], int]) -> None:
-    call, started = watched.call.kind, read(watched.started)
-    issue_ns = read(watched.issued) - started
+def _add_times(
+    observed: ObservedCall, sums: _IterationSums, to_nanoseconds: Callable[[TimeMark], int]
+) -> None:
+    """Add the times of a call to the sums: its issue and waits as blocked time, and its transfer."""
+    call, started_ns = observed.call.kind, to_nanoseconds(observed.started)
+    issue_ns = to_nanoseconds(observed.issued) - started_ns
     sums.wait_ns[call] += issue_ns
     sums.blocked_ns[call.phase] += issue_ns
-    for phase, began, ended in watched.waits:
-        wait_ns = read(ended) - read(began)
+    for phase, wait_start, wait_end in observed.waits:
+        wait_ns = to_nanoseconds(wait_end) - to_nanoseconds(wait_start)
         sums.wait_ns[call] += wait_ns
         sums.blocked_ns[phase] += wait_ns
-        sums.transfer_ns[call] += read(ended) - started
+        sums.transfer_ns[call] += to_nanoseconds(wait_end) - started_ns
 
 
-def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[CallSummary]:
-    """In the order in which they were first made."""
-    per_iteration = NANO / max(1, sums.timed)
+def _summarise_calls(counts: Mapping[Call, int], sums: _IterationSums) -> Iterator[CallSummary]:
+    """Yield a summary per kind of call, per iteration, in the order of the first call.
+
+    Args:
+        counts: Calls per iteration, by kind.
+        sums: Totals over the iterations.
+    """
+    per_iteration = SECONDS_PER_NANOSECOND / max(1, sums.timed)
     for call in sums.payload_bytes:
         count = counts[call]
         yield CallSummary(
@@ -196,7 +221,7 @@ def _rows(counts: Mapping[Call, int], sums: _Sums) -> Iterator[CallSummary]:
             calls=count,
             payload_bytes=round(sums.payload_bytes[call] / (count * sums.iterations)),
             wire_bytes=round(sums.wire_bytes[call] / sums.iterations),
-            algorithm=algorithm(call.operation, call.transport),
+            algorithm=describe_algorithm(call.operation, call.transport),
             wait_seconds=sums.wait_ns[call] * per_iteration,
             transfer_seconds=sums.transfer_ns[call] * per_iteration,
         )

@@ -1,8 +1,9 @@
-"""A rank's live bytes by category at their peak, measured over one warm-up iteration.
+"""Measure a rank's live bytes by category at their peak, over one warm-up iteration.
 
-Every storage is registered where operators are dispatched, every tensor that autograd keeps where it is
-packed. The iteration computes the same and is slower, so it is not one of the timed ones. On a CPU this
-is exact; on a GPU it is what was requested of the allocator, without rounding and cached blocks.
+Every storage is registered when an operator returns it, and every tensor that autograd stores for backward when
+it is stored. The iteration computes the same values but is slower, so its times do not count. On a CPU the bytes
+are exact. On a GPU they are the bytes that were requested from the allocator, without rounding and cached
+blocks.
 """
 
 from __future__ import annotations
@@ -33,39 +34,47 @@ from parakit.costs import Phase
 
 @dataclass
 class _Storage:
-    size: int
+    """A live storage of a tensor."""
+
+    size_bytes: int
     category: MemoryCategory
     resting: MemoryCategory
-    """Its category while autograd does not keep it."""
+    """The storage's category while autograd does not store it."""
     handle: weakref.ref[torch.UntypedStorage]
-    keepers: int = 0
-    """Nodes of the autograd graph that hold it."""
+    num_graph_nodes: int = 0
+    """The number of nodes of the autograd graph that hold the storage."""
 
 
 class MemoryAccounting:
-    """Follows live bytes by category from `start` to `stop`."""
+    """The live bytes of a rank by category, measured from `start` to `stop`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._tracker: _Tracker | None = None
         self.result: RankMemory | None = None
+        """The measurement; None before the first `stop`."""
 
     def start(self, rank: int, iteration: int, models: Any, optimizer: Any) -> None:
-        """Follow from here on."""
+        """Start to measure; rank and iteration are those of the result."""
         self._tracker = _Tracker(self._timeline, rank, iteration, list(models), optimizer)
 
     def note_received(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Other ranks' bytes arrive in these: communication buffers, until autograd keeps them."""
+        """Count tensors in which other ranks' bytes arrive as communication buffers.
+
+        They are activations once autograd stores them for backward. Nothing is done before `start`.
+        """
         if self._tracker is not None:
             self._tracker.note_received(tensors)
 
     def stop(self) -> None:
-        """Stop following and keep the result; nothing if it was not started."""
+        """Stop to measure and set the result; do nothing before `start`."""
         if self._tracker is not None:
             self.result, self._tracker = self._tracker.finish(), None
 
 
 class _Tracker:
+    """The live storages while an iteration is measured. The hooks are installed when it is made."""
+
     def __init__(
         self, timeline: Timeline, rank: int, iteration: int, models: Any, optimizer: Any
     ) -> None:
@@ -74,138 +83,154 @@ class _Tracker:
         self._modules = _ModulePath(self._models)
         self._live: dict[int, _Storage] = {}
         self._bytes: Counter[MemoryCategory] = Counter()
-        self._peak = 0
-        self._at_peak: Counter[MemoryCategory] = Counter()
+        self._peak_bytes = 0
+        self._bytes_at_peak: Counter[MemoryCategory] = Counter()
         self._peak_phase, self._peak_module = Phase.OTHER, ""
         self._phase_peaks: dict[Phase, int] = {}
-        self._kept_by_layer: Counter[str] = Counter()
-        # Columns that this rank's logits may have: rows of its output layer, or of the embedding it is
-        # tied to. FSDP computes with all of a DTensor's rows, tensor parallelism with the rank's own.
-        self._vocabulary = frozenset(
-            rows
-            for model in self._models
-            for name, parameter in model.named_parameters()
-            if name.endswith(("word_embeddings.weight", "output_layer.weight"))
-            for rows in (parameter.shape[0], _local(parameter).shape[0])
-        )
-        for category, tensors in (
+        self._activations_by_layer: Counter[str] = Counter()
+        self._vocabulary_rows = _find_vocabulary_rows(self._models)
+        tensors_by_category = (
             (MemoryCategory.OPTIMIZER_STATE, model_master_weights(models)),
             (MemoryCategory.WEIGHTS, model_weights(models)),
             (MemoryCategory.GRADIENTS, model_gradients(models)),
             (MemoryCategory.OPTIMIZER_STATE, optimizer_tensors(optimizer)),
-        ):
+        )
+        for category, tensors in tensors_by_category:
             for tensor in tensors:
                 self._register(tensor, category)
         self._stack = ExitStack()
         self._stack.enter_context(self._modules)
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-        self._stack.enter_context(_EveryResult(self._register_results))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._stack.enter_context(hooks)
+        self._stack.enter_context(_ResultObserver(self._register_results))
 
     def finish(self) -> RankMemory:
+        """Remove the hooks and return the measurement."""
         self._stack.close()
         return RankMemory(
             rank=self._rank,
             iteration=self._iteration,
-            peak_bytes=self._peak,
+            peak_bytes=self._peak_bytes,
             peak_phase=self._peak_phase,
             peak_module=self._peak_module,
-            categories={category: self._at_peak[category] for category in MemoryCategory},
-            activations_by_layer=dict(self._kept_by_layer),
+            categories={category: self._bytes_at_peak[category] for category in MemoryCategory},
+            activations_by_layer=dict(self._activations_by_layer),
             phase_peak_bytes=self._phase_peaks,
-            device=_device_memory(self._models),
+            device=_read_device_memory(self._models),
         )
 
     def note_received(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move temporary storages in which other ranks' bytes arrive to the category of communication."""
         for tensor in tensors:
             storage = self._register(tensor, MemoryCategory.TEMPORARY)
             if storage is not None and storage.category is MemoryCategory.TEMPORARY:
                 storage.resting = MemoryCategory.COMMUNICATION
                 self._move(storage, storage.resting)
-        if sum(self._bytes.values()) == self._peak:
-            # The peak was recorded when the buffer was made, before its use was known.
-            self._at_peak = Counter(self._bytes)
+        if sum(self._bytes.values()) == self._peak_bytes:
+            # The peak was recorded when the buffer was made, before it was known to be for communication.
+            self._bytes_at_peak = Counter(self._bytes)
 
     def _register_results(self, results: Any) -> None:
+        """Register the tensors that an operator returns, then update the peaks."""
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
                 self._register(leaf, MemoryCategory.TEMPORARY)
-        self._note_peak()
+        self._update_peaks()
 
     def _register(self, tensor: torch.Tensor, category: MemoryCategory) -> _Storage | None:
-        tensor = _local(tensor)
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        known = self._live.get(key)
-        if known is None and size:
-            is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
+        """Return the storage of a tensor; a storage that is new gets the category.
+
+        A new temporary storage counts as logits if its last dimension is the rank's vocabulary. None is the answer
+        for a new storage without bytes.
+        """
+        tensor = _local_tensor(tensor)
+        untyped_storage = tensor.untyped_storage()
+        key, size_bytes = untyped_storage._cdata, untyped_storage.nbytes()
+        storage = self._live.get(key)
+        if storage is not None:
+            # Megatron frees a stage's output by resizing its storage to nothing.
+            self._resize(storage, size_bytes)
+        elif size_bytes:
+            is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary_rows
             if category is MemoryCategory.TEMPORARY and is_logits:
                 category = MemoryCategory.LOGITS
-            known = self._live[key] = _Storage(size, category, category, weakref.ref(storage))
-            self._bytes[category] += size
-            weakref.finalize(storage, self._forget, key)
-        elif known is not None:
-            # Megatron frees a stage's output by resizing its storage to nothing.
-            self._resize(known, size)
-        return known
+            handle = weakref.ref(untyped_storage)
+            storage = self._live[key] = _Storage(size_bytes, category, category, handle)
+            self._bytes[category] += size_bytes
+            weakref.finalize(untyped_storage, self._forget, key)
+        return storage
 
-    def _resize(self, known: _Storage, size: int) -> None:
-        self._bytes[known.category] += size - known.size
-        known.size = size
+    def _resize(self, storage: _Storage, size_bytes: int) -> None:
+        """Set the size of a storage, and count the difference."""
+        self._bytes[storage.category] += size_bytes - storage.size_bytes
+        storage.size_bytes = size_bytes
 
     def _update_resized(self) -> None:
-        """Find storages that were resized in place without an operator, as FSDP's gathered weights."""
-        for known in list(self._live.values()):
-            storage = known.handle()
-            if storage is not None:
-                self._resize(known, storage.nbytes())
+        """Read the sizes of all storages anew. FSDP resizes gathered weights in place, without an operator."""
+        for storage in list(self._live.values()):
+            untyped_storage = storage.handle()
+            if untyped_storage is not None:
+                self._resize(storage, untyped_storage.nbytes())
 
     def _forget(self, key: int) -> None:
+        """Subtract a storage that was freed."""
         storage = self._live.pop(key, None)
         if storage is not None:
-            self._bytes[storage.category] -= storage.size
+            self._bytes[storage.category] -= storage.size_bytes
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept:
+    def _pack(self, tensor: torch.Tensor) -> _SavedTensor:
+        """Count a tensor that autograd stores for backward as an activation of the present layer.
+
+        Logits stay logits. Weights and the like keep their category, because they live anyway.
+        """
         storage = self._register(tensor, MemoryCategory.TEMPORARY)
-        if storage is None or storage.category not in _MAY_BE_KEPT:
-            return _Kept(tensor)
-        if storage.keepers == 0:
-            self._kept_by_layer[self._modules.layer] += storage.size
+        if storage is None or storage.category not in _POSSIBLE_ACTIVATIONS:
+            return _SavedTensor(tensor)
+        if storage.num_graph_nodes == 0:
+            self._activations_by_layer[self._modules.layer] += storage.size_bytes
             if storage.resting is not MemoryCategory.LOGITS:
                 self._move(storage, MemoryCategory.ACTIVATIONS)
-        storage.keepers += 1
-        return _Kept(tensor, self, storage)
+        storage.num_graph_nodes += 1
+        return _SavedTensor(tensor, self, storage)
 
     def _release(self, storage: _Storage) -> None:
-        storage.keepers -= 1
-        if storage.keepers == 0:
+        """Note that a node of the autograd graph was freed; the last one gives the category back."""
+        storage.num_graph_nodes -= 1
+        if storage.num_graph_nodes == 0:
             self._move(storage, storage.resting)
 
     def _move(self, storage: _Storage, category: MemoryCategory) -> None:
-        self._bytes[storage.category] -= storage.size
+        """Move a storage to another category."""
+        self._bytes[storage.category] -= storage.size_bytes
         storage.category = category
-        self._bytes[storage.category] += storage.size
+        self._bytes[storage.category] += storage.size_bytes
 
-    def _note_peak(self) -> None:
-        total, phase = sum(self._bytes.values()), self._timeline.phase
-        if total > min(self._peak, self._phase_peaks.get(phase, 0)):
+    def _update_peaks(self) -> None:
+        """Raise the peak, and the peak of the present phase, to the live bytes.
+
+        Sizes are read anew only if a peak could rise, because reading all of them takes long.
+        """
+        live_bytes, phase = sum(self._bytes.values()), self._timeline.phase
+        if live_bytes > min(self._peak_bytes, self._phase_peaks.get(phase, 0)):
             self._update_resized()
-            total = sum(self._bytes.values())
-        self._phase_peaks[phase] = max(total, self._phase_peaks.get(phase, 0))
-        if total > self._peak:
-            self._peak, self._at_peak = total, Counter(self._bytes)
+            live_bytes = sum(self._bytes.values())
+        self._phase_peaks[phase] = max(live_bytes, self._phase_peaks.get(phase, 0))
+        if live_bytes > self._peak_bytes:
+            self._peak_bytes, self._bytes_at_peak = live_bytes, Counter(self._bytes)
             self._peak_phase, self._peak_module = phase, self._modules.current
 
 
-_MAY_BE_KEPT = (
+_POSSIBLE_ACTIVATIONS = (
     MemoryCategory.TEMPORARY,
     MemoryCategory.ACTIVATIONS,
     MemoryCategory.LOGITS,
     MemoryCategory.COMMUNICATION,
 )
+"""Categories of tensors that live longer because autograd stores them for backward."""
 
 
-class _Kept:
-    """A tensor in the autograd graph; the graph frees it together with this object."""
+class _SavedTensor:
+    """A tensor that the autograd graph stores. The graph frees this object together with the tensor."""
 
     def __init__(
         self, tensor: torch.Tensor, tracker: _Tracker | None = None, storage: _Storage | None = None
@@ -215,27 +240,46 @@ class _Kept:
             weakref.finalize(self, tracker._release, storage)
 
 
-def _unpack(kept: _Kept) -> torch.Tensor:
-    return kept.tensor
+def _unpack(saved: _SavedTensor) -> torch.Tensor:
+    """Return the tensor that `_pack` stored."""
+    return saved.tensor
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part: a DTensor's shape is the whole, its memory the local part alone."""
+def _find_vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
+    """Return the numbers of columns that this rank's logits can have.
+
+    They are the rows of the output layer, or of the embedding that it is tied to. FSDP computes with all rows of
+    a DTensor, tensor parallelism with the rank's rows, so both numbers count.
+    """
+    rows = set()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                rows |= {parameter.shape[0], _local_tensor(parameter).shape[0]}
+    return frozenset(rows)
+
+
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, whose memory alone is this rank's; else the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _device_memory(models: Sequence[torch.nn.Module]) -> DeviceMemory | None:
-    if all(p.device.type != "cuda" for model in models for p in model.parameters()):
+def _read_device_memory(models: Sequence[torch.nn.Module]) -> DeviceMemory | None:
+    """Return the figures of the GPU's allocator and driver; None if no parameter is on a GPU."""
+    parameters = (parameter for model in models for parameter in model.parameters())
+    if not any(parameter.device.type == "cuda" for parameter in parameters):
         return None
-    free, total = torch.cuda.mem_get_info()
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
     return DeviceMemory(
         allocated_peak_bytes=torch.cuda.max_memory_allocated(),
         reserved_peak_bytes=torch.cuda.max_memory_reserved(),
-        used_bytes=total - free,
+        used_bytes=total_bytes - free_bytes,
     )
 
 
-class _EveryResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ResultObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that passes the results of every operator to a callback."""
+
     def __init__(self, callback: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._callback = callback
@@ -252,7 +296,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.\d+")
 
 
 class _ModulePath:
-    """The modules that are in their forward, through hooks that last as long as a `with` block."""
+    """The modules whose forward is running, by hooks that last as long as a `with` block."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._models = tuple(models)
@@ -261,15 +305,18 @@ class _ModulePath:
 
     @property
     def current(self) -> str:
-        """The innermost module's name, or nothing between modules."""
+        """The name of the innermost module; empty between modules."""
         return self._open[-1] if self._open else ""
 
     @property
     def layer(self) -> str:
-        """The transformer layer that is computing, else the module; `loss` outside of both."""
+        """The name of the transformer layer that computes, else of the module; `loss` outside of modules.
+
+        The names of modules that wrap the model are left out.
+        """
         match = _LAYER.match(self.current)
         name = match[0] if match else self.current
-        return re.sub(r"^(module(\.|$))+", "", name) or "loss"  # Without wrappers around the model.
+        return re.sub(r"^(module(\.|$))+", "", name) or "loss"
 
     def __enter__(self) -> Self:
         for model in self._models:
@@ -283,8 +330,10 @@ class _ModulePath:
             handle.remove()
 
     def _enter(self, name: str) -> Any:
+        """Return a hook that notes that the module's forward begins."""
         return lambda module, arguments: self._open.append(name)
 
     def _leave(self, *_: Any) -> None:
+        """Note that the innermost module's forward has ended."""
         if self._open:
             self._open.pop()

@@ -1,4 +1,4 @@
-"""Where Megatron and plain PyTorch keep a model's weights, gradients and optimizer state."""
+"""Find the tensors of a model's weights, gradients and optimizer state, of Megatron and of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,64 +10,75 @@ import torch
 
 
 def model_weights(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters as the model computes with them; under Megatron-FSDP its own buffers of them.
+    """Yield the parameters that the models compute with; of Megatron-FSDP its weight buffers.
 
-    What FSDP has gathered at the moment is not counted: it is temporary.
+    Weights that FSDP has gathered for the present layer are temporary and not part of the result.
     """
     for model in models:
         if is_megatron_fsdp(model):
             yield from _fsdp_buffers(model, "model_weight_buffer")
         else:
             yield from (parameter.detach() for parameter in model.parameters())
-            # Of a native pipeline without flushes: the newest is the parameters'.
+            # A native pipeline without flushes keeps older versions of the weights too.
             yield from chain.from_iterable(getattr(model, "weight_versions", ()))
 
 
 def model_gradients(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Gradients; Megatron's view one buffer of the replica, or are Megatron-FSDP's buffers."""
+    """Yield the gradients that exist; of Megatron-FSDP its gradient buffers.
+
+    Megatron's gradients are views of one buffer per model chunk.
+    """
     for model in models:
-        yield from _fsdp_buffers(model, "main_grad_buffer")
-        for parameter in () if is_megatron_fsdp(model) else model.parameters():
+        if is_megatron_fsdp(model):
+            yield from _fsdp_buffers(model, "main_grad_buffer")
+            continue
+        for parameter in model.parameters():
             gradient = parameter_gradient(parameter)
             if gradient is not None:
                 yield gradient
 
 
 def parameter_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What the optimizer is given: Megatron's `main_grad`, or `grad`."""
+    """Return the gradient that the optimizer uses: Megatron's `main_grad`, else `grad`; None without."""
     gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
 
 def model_master_weights(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """The copy of the weights that Megatron-FSDP's optimizer updates; in fp32 it keeps one too."""
+    """Yield the buffers of weights that Megatron-FSDP's optimizer updates; other models have none.
+
+    Megatron-FSDP has such buffers in fp32 as well.
+    """
     for model in models:
         yield from _fsdp_buffers(model, "main_weight_buffer")
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """State of every optimizer that is chained or wrapped, and the fp32 copies it updates."""
-    for inner in _plain_optimizers(optimizer):
+    """Yield the state tensors of all chained or wrapped optimizers, and the fp32 weights they update."""
+    for inner in _torch_optimizers(optimizer):
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
     for wrapper in list_optimizers(optimizer):
-        for groups in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
-            for group in getattr(wrapper, groups, ()):
-                yield from (copy for copy in group if copy is not None)
+        for attribute in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+            for group in getattr(wrapper, attribute, ()):
+                yield from (main_weight for main_weight in group if main_weight is not None)
 
 
 def has_optimizer_state(optimizer: Any) -> bool:
-    """Whether it has made its state, which the first update that is not skipped does."""
-    return any(inner.state for inner in _plain_optimizers(optimizer))
+    """Return True once the optimizer has state, which its first update creates."""
+    return any(inner.state for inner in _torch_optimizers(optimizer))
 
 
 def is_megatron_fsdp(model: torch.nn.Module) -> bool:
-    """Whether Megatron-FSDP wraps it."""
+    """Return True if Megatron-FSDP wraps the model."""
     return hasattr(model, "param_and_grad_buffer")
 
 
 def _fsdp_buffers(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
-    """Megatron-FSDP's flat buffers: the rank's shard where the stage shards them, else the whole."""
+    """Yield Megatron-FSDP's flat buffers of one attribute; nothing for another model.
+
+    A buffer is the rank's shard if the sharding splits these tensors, else it is full.
+    """
     buffers = getattr(model, "param_and_grad_buffer", None)
     for group in getattr(buffers, "parameter_groups", ()):
         buffer = getattr(group, name)
@@ -76,11 +87,12 @@ def _fsdp_buffers(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
 
 
 def list_optimizers(optimizer: Any) -> tuple[Any, ...]:
-    """Those that Megatron has chained, or the one."""
+    """Return the optimizers of a chained optimizer, or the given optimizer alone."""
     return tuple(getattr(optimizer, "chained_optimizers", (optimizer,)))
 
 
-def _plain_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield PyTorch's optimizers inside of Megatron's chained and wrapped ones."""
     for wrapper in list_optimizers(optimizer):
         inner = getattr(wrapper, "optimizer", wrapper)
         if isinstance(inner, torch.optim.Optimizer):

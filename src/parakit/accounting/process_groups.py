@@ -1,8 +1,9 @@
-"""Observes every call that Python makes on a torch process group, and every wait for its result.
+"""Observe every call that Python makes on a torch process group, and every wait for its result.
 
-torch.distributed's functions all end in a method of the group, also when they were imported early or
-coalesced, so the methods are wrapped, once, on the class. Functional collectives go from an operator
-straight to C++; the operators are wrapped by name. Calls from C++ alone (DDP's reducer) are not seen.
+All functions of torch.distributed end in a method of the process group, also those that were imported early or
+are coalesced. So the methods are wrapped, once, on the class. Functional collectives go from an operator
+straight to C++, so the operators are wrapped by name. Calls that C++ makes without Python, such as those of
+DDP's reducer, are not observed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from parakit.config.groups import Group, group_name
 from parakit.config.run import Transport
 from parakit.costs import Operation, Phase
 
-# Method: operation, position of the tensor(s) that count. Names changed over torch 2.8 to 2.15.
 _METHODS = {
     "allreduce": (Operation.ALL_REDUCE, 0),
     "allreduce_coalesced": (Operation.ALL_REDUCE, 0),
@@ -50,10 +50,11 @@ _METHODS = {
     "recv_anysource": (Operation.RECEIVE, 0),
     "barrier": (Operation.BARRIER, 0),
 }
-PROCESS_GROUP_METHODS = tuple(name for name in _METHODS if hasattr(ProcessGroup, name))
-"""Every method of a process group, in this torch, that a call ends in."""
+"""Operation, and position of the tensors whose bytes count, by method name. Names changed over torch 2.8 to 2.15."""
 
-# Functional operator: operation; its input is the first argument, its group's name the last.
+PROCESS_GROUP_METHODS = tuple(name for name in _METHODS if hasattr(ProcessGroup, name))
+"""The methods of a process group that calls end in and that this version of torch has."""
+
 _FUNCTIONAL = {
     "all_reduce": Operation.ALL_REDUCE,
     "all_reduce_": Operation.ALL_REDUCE,
@@ -62,121 +63,148 @@ _FUNCTIONAL = {
     "all_to_all_single": Operation.ALL_TO_ALL,
     "broadcast": Operation.BROADCAST,
 }
+"""Operation by functional operator. The input is the first argument, the group's name the last."""
 
-# Received bytes arrive in a buffer of its own; with other operations the result replaces a tensor.
 _RECEIVING = {
     Operation.ALL_GATHER,
     Operation.REDUCE_SCATTER,
     Operation.ALL_TO_ALL,
     Operation.RECEIVE,
 }
+"""Operations whose received bytes arrive in a buffer of their own. The results of others replace a tensor."""
 
 
 class CallWatcher:
-    """Reports every call and every wait to a ledger, while it is installed.
+    """An observer of calls and waits, which adds them to a communication log once it is installed.
 
     Args:
-        ledger: Where calls are kept.
-        timeline: The clock, and the phase a call is made in.
-        received: Called with the tensors that other ranks' bytes arrive in.
+        log: The log of calls.
+        timeline: The clock, and the phase in which a call is made.
+        on_received: Called with the tensors in which bytes of other ranks arrive.
     """
 
     def __init__(
         self,
-        ledger: CommunicationLog,
+        log: CommunicationLog,
         timeline: Timeline,
-        received: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
+        on_received: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
-        self._ledger = ledger
+        self._log = log
         self._timeline = timeline
-        self._received = received
+        self._on_received = on_received
         self.active = True
         """While False, calls are not counted."""
-        # Holding the work keeps its Python object, so that its id names it until it is waited for.
+        # The work object is stored with its call. Otherwise Python could give its id to another object
+        # before somebody waits for it.
         self._pending: dict[int, tuple[Any, ObservedCall]] = {}
 
     def install(self) -> None:
-        """Wrap torch's classes and operators; for the life of the process."""
+        """Wrap torch's methods and operators for the life of the process, so that calls and waits are recorded."""
         for name in PROCESS_GROUP_METHODS:
-            setattr(ProcessGroup, name, self._method(name, *_METHODS[name]))
-        setattr(Work, "wait", self._wait(Work.wait))  # noqa: B010 - mypy knows it as a method
+            setattr(ProcessGroup, name, self._wrap_method(name, *_METHODS[name]))
+        setattr(Work, "wait", self._wrap_wait(Work.wait))  # noqa: B010 - mypy knows it as a method
         functional = torch.ops._c10d_functional
         for name, operation in _FUNCTIONAL.items():
-            setattr(functional, name, self._functional(getattr(functional, name), operation))
+            original = getattr(functional, name)
+            setattr(functional, name, self._wrap_functional(original, operation))
 
     def forget_pending(self) -> None:
-        """Drop works that were never waited for."""
+        """Drop the calls that nobody has waited for."""
         self._pending.clear()
 
-    def _method(self, name: str, operation: Operation, position: int) -> Callable[..., Any]:
+    def _wrap_method(self, name: str, operation: Operation, position: int) -> Callable[..., Any]:
+        """Return a method that calls torch's and records the call.
+
+        Args:
+            name: The method of ProcessGroup.
+            operation: The operation that the method does.
+            position: The position of the argument whose bytes count.
+        """
         original = getattr(ProcessGroup, name)
 
         @functools.wraps(original, updated=())
         def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(group, *args, **kwargs)
-            call = self._describe(group, operation, position, args)
+            call = self._describe_method_call(group, operation, position, args)
             started = self._timeline.clock.now()
             work = original(group, *args, **kwargs)
-            watched = self._keep(call, started)
+            observed = self._record(call, started)
             if work is not None:
-                self._pending[id(work)] = (work, watched)
+                self._pending[id(work)] = (work, observed)
             if operation in _RECEIVING:
-                self._received(_tensors(args[0]))
+                self._on_received(_flatten_tensors(args[0]))
             return work
 
         return method
 
-    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `Work.wait` that adds the wait to the recorded call, if the call was recorded."""
+
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            _, watched = self._pending.pop(id(work), (None, None))
-            if watched is None:
+            _, observed = self._pending.pop(id(work), (None, None))
+            if observed is None:
                 return original(work, *args, **kwargs)
-            began = self._timeline.clock.now()
-            answer = original(work, *args, **kwargs)
-            watched.waits.append((self._timeline.phase, began, self._timeline.clock.now()))
-            return answer
+            start = self._timeline.clock.now()
+            result = original(work, *args, **kwargs)
+            observed.waits.append((self._timeline.phase, start, self._timeline.clock.now()))
+            return result
 
         return wait
 
-    def _functional(self, original: Any, operation: Operation) -> _Operator:
-        def operator(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_functional(self, original: Any, operation: Operation) -> _Operator:
+        """Return a functional collective that calls torch's operator and records the call."""
+
+        def call_operator(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(tensor, *args, **kwargs)
             group = _resolve_process_group(args[-1])
-            whole = group.size() if operation is Operation.ALL_GATHER else 1
-            call = self._call(group, operation, [tensor], None, times=whole)
+            # The input of an all-gather is one of as many shards as there are ranks.
+            num_shards = group.size() if operation is Operation.ALL_GATHER else 1
+            call = self._describe_call(group, operation, [tensor], None, num_shards=num_shards)
             started = self._timeline.clock.now()
             result = original(tensor, *args, **kwargs)
-            self._keep(call, started)
+            self._record(call, started)
             if operation in _RECEIVING:
-                self._received([result])
+                self._on_received([result])
             return result
 
-        return _Operator(original, operator)
+        return _Operator(original, call_operator)
 
-    def _keep(self, call: Call, started: TimeMark) -> ObservedCall:
-        watched = ObservedCall(call, started, self._timeline.clock.now())
-        self._ledger.observed_calls.append(watched)
-        return watched
+    def _record(self, call: Call, started: TimeMark) -> ObservedCall:
+        """Add a call that has just returned to the log, and return its entry."""
+        observed = ObservedCall(call, started, self._timeline.clock.now())
+        self._log.observed_calls.append(observed)
+        return observed
 
-    def _describe(
+    def _describe_method_call(
         self, group: ProcessGroup, operation: Operation, position: int, args: Sequence[Any]
     ) -> Call:
-        tensors = list(_tensors(args[position])) if operation is not Operation.BARRIER else []
-        sent = None
+        """Describe a method's call by the tensors at `position` of its arguments; a barrier has none."""
+        is_barrier = operation is Operation.BARRIER
+        tensors = [] if is_barrier else list(_flatten_tensors(args[position]))
+        sent_bytes = None
         if operation is Operation.ALL_TO_ALL:
-            sent = _bytes(tensors) - _own_part(group, tensors, args)
-        return self._call(group, operation, tensors, sent)
+            sent_bytes = _count_bytes(tensors) - _count_local_bytes(group, tensors, args)
+        return self._describe_call(group, operation, tensors, sent_bytes)
 
-    def _call(
+    def _describe_call(
         self,
         group: ProcessGroup,
         operation: Operation,
         tensors: Sequence[torch.Tensor],
         sent_bytes: int | None,
-        times: int = 1,
+        num_shards: int = 1,
     ) -> Call:
+        """Describe a call in the present phase.
+
+        Args:
+            group: The process group.
+            operation: What the call does.
+            tensors: The tensors whose bytes count.
+            sent_bytes: Bytes that this rank sends, if the tensors do not determine them.
+            num_shards: The number of such tensors that make up the full tensor.
+        """
         phase = self._timeline.phase
         name = group_name(group.group_desc)
         if phase is Phase.PIPELINE:
@@ -188,17 +216,18 @@ class CallWatcher:
             operation=operation,
             phase=phase,
             dtype=_dtype_name(tensors[0].dtype) if tensors else "",
-            payload_bytes=times * _bytes(tensors),
+            payload_bytes=num_shards * _count_bytes(tensors),
             sent_bytes=sent_bytes,
-            transport=_transport(group, tensors),
-            row_bytes=_row_bytes(tensors[0]) if name in ROUTED_GROUPS and tensors else 0,
+            transport=_find_transport(group, tensors),
+            row_bytes=_bytes_per_row(tensors[0]) if name in ROUTED_GROUPS and tensors else 0,
         )
 
 
 class _Operator:
-    """A torch operator with another `__call__`; every other attribute is the original's.
+    """A torch operator with another `__call__`; all other attributes are the original's.
 
-    Under a TorchDispatchMode, such as the memory ledger's, torch looks its overloads up by attribute.
+    Under a TorchDispatchMode, such as that of `MemoryAccounting`, torch looks up the operator's overloads by
+    attribute.
     """
 
     def __init__(self, original: Any, call: Callable[..., Any]) -> None:
@@ -212,8 +241,11 @@ class _Operator:
         return getattr(self._original, name)
 
 
-def _transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transport:
-    """The library that moves these tensors: a group may have gloo for the CPU and NCCL for the GPU."""
+def _find_transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transport:
+    """Return the library that communicates the tensors, gloo or NCCL; NCCL if there are no tensors.
+
+    A group may have gloo for tensors of the CPU and NCCL for those of the GPU.
+    """
     if not tensors:
         return Transport.NCCL
     backend = group._get_backend(tensors[0].device)
@@ -222,35 +254,47 @@ def _transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transpor
 
 @functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """Tensors of an argument: one, a list, or a list of lists."""
+def _flatten_tensors(value: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors of an argument, which is a tensor, a list, or a list of lists."""
     if isinstance(value, torch.Tensor):
         yield value
     else:
         for item in value:
-            yield from _tensors(item)
+            yield from _flatten_tensors(item)
 
 
-def _row_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of one of the rows that a router distributes."""
+def _bytes_per_row(tensor: torch.Tensor) -> int:
+    """Return the bytes of one index of the first dimension: a row that a router sends to an expert."""
     return tensor.element_size() * math.prod(tensor.shape[1:])
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _own_part(group: ProcessGroup, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
-    """Bytes of an all-to-all that stay on this rank."""
+def _count_local_bytes(
+    group: ProcessGroup, tensors: Sequence[torch.Tensor], args: Sequence[Any]
+) -> int:
+    """Return the bytes of an all-to-all that stay on this rank.
+
+    Args:
+        group: The process group.
+        tensors: One tensor per rank, or one tensor for all ranks.
+        args: The method's arguments. The fourth is the list of rows per rank of a single tensor; if it is
+            missing or empty, the ranks get equal shares.
+    """
     rank, ranks = group.rank(), group.size()
     if len(tensors) == ranks and len(tensors) > 1:
-        return _bytes([tensors[rank]])
-    # A list, or the NumPy array that Megatron copies from the device.
-    splits = list(args[3]) if len(args) > 3 and hasattr(args[3], "__len__") else []
+        return _count_bytes([tensors[rank]])
+    # Megatron passes a NumPy array that was copied from the device, others pass a list.
+    has_splits = len(args) > 3 and hasattr(args[3], "__len__")
+    splits = list(args[3]) if has_splits else []
     if not splits:
-        return _bytes(tensors) // ranks
+        return _count_bytes(tensors) // ranks
     rows = max(int(sum(splits)), 1)
-    return _bytes(tensors) * int(splits[rank]) // rows
+    return _count_bytes(tensors) * int(splits[rank]) // rows

@@ -1,4 +1,8 @@
-"""The one object a backend uses: it marks iterations and spans, and writes the rank's file."""
+"""Record communication, memory, time and routing of one rank.
+
+`Recorder` is the only object that a backend needs. The backend marks iterations and spans, and the recorder
+writes the rank's record.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +30,23 @@ from parakit.config import variables
 from parakit.costs import Phase
 
 MEMORY_ITERATION = 2
-"""The first iteration has no optimizer state before its end; this one is still warm-up. While fp16's
-loss scale falls updates are skipped, so the first iteration that has the state is measured as well."""
+"""The iteration whose memory is measured.
+
+The first iteration has no optimizer state before its end. The second has it and is still warm-up. While the loss
+scale of fp16 falls, updates are skipped; then the first iteration with optimizer state is measured as well.
+"""
 
 TRACED_ITERATION = 4
+"""The iteration whose spans are kept for `trace.json`."""
 PROCESSOR_ITERATIONS = 10_000
-"""The last ones, whose processor time is kept one by one."""
+"""The number of last iterations whose processor time is kept one by one."""
 
 WRITE_EVERY = 100
-"""Iterations; a killed rank leaves a file with what it had counted by then."""
+"""Iterations between two writes of the record. A killed rank leaves the record of the last write."""
 
 
 class Recorder:
-    """Counts for one rank from its first iteration on; without a folder it does nothing."""
+    """The measurements of one rank from its first iteration on. Without a folder, nothing is measured."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._folder = folder
@@ -48,24 +56,27 @@ class Recorder:
         self._communication = CommunicationLog()
         self._spans: tuple[Span, ...] = ()
         self._processor: deque[float] = deque(maxlen=PROCESSOR_ITERATIONS)
-        self._began_processor = 0.0
+        self._processor_start = 0.0
         self.timeline = Timeline()
         self.memory = MemoryAccounting(self.timeline)
         self._measures_memory = False
-        self._awaits_state = False
+        self._awaits_optimizer_state = False
         self._routing = RoutingLog()
         self._watcher = CallWatcher(self._communication, self.timeline, self.memory.note_received)
         self.last: IterationFigures | None = None
-        """Of the last iteration that ended; None while it makes calls or takes time of its own."""
+        """Figures of the last iteration; None if it was a warm-up, was slowed down, or was not measured."""
 
     @classmethod
     def create_from_environment(cls) -> Recorder:
-        """A recorder for the folder that `KIT_LEDGER` names, if it names one."""
+        """Return a recorder that writes to the folder in `KIT_LEDGER`; without it one that does nothing.
+
+        The rank is that of `RANK`; 0 without it.
+        """
         folder = os.environ.get(variables.LEDGER)
         return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
 
     def install(self) -> None:
-        """Begin to count in this process."""
+        """Start to observe calls and routers in this process, and write the record when it exits."""
         if self._folder is None:
             return
         self._watcher.install()
@@ -73,39 +84,49 @@ class Recorder:
         atexit.register(self._write)
 
     def begin_iteration(self, models: Any, optimizer: Any) -> None:
-        """An optimizer step begins; the iteration before it, with its logging, ends here."""
+        """Begin an iteration. The iteration before, with its logging, ends here.
+
+        Args:
+            models: The model's chunks.
+            optimizer: The optimizer, as the backend has it.
+        """
         if self._folder is None:
             return
         if not self._iteration:
             self.timeline.use_clock(clock_for_model(models[0]))
-        phases = self.timeline.take_phase_nanoseconds()
+        phase_ns = self.timeline.take_phase_nanoseconds()
         if self._iteration:
-            clock = self.timeline.clock
-            if self._iteration == TRACED_ITERATION:
-                self._spans = (*self.timeline.take_spans(), *self._communication.call_spans(clock))
-            self._count(phases)
-            self._watcher.forget_pending()
-            if self._iteration % WRITE_EVERY == 0:
-                self._write()
+            self._close_iteration(phase_ns)
         self._communication.drop_calls()
-        self._began_processor = time.thread_time()
+        self._processor_start = time.thread_time()
         self._iteration += 1
-        self._watcher.active = not (self._alternates and self._iteration % 2)
+        is_skipped = self._alternates and self._iteration % 2 == 1
+        self._watcher.active = not is_skipped
         self.timeline.set_active(self._watcher.active)
         if self._iteration == TRACED_ITERATION:
             self.timeline.start_keeping_spans()
-        self._measures_memory = self._is_for_memory(optimizer)
+        self._measures_memory = self._must_measure_memory(optimizer)
         if self._measures_memory:
             self.memory.start(self._rank, self._iteration, models, optimizer)
 
+    def _close_iteration(self, phase_ns: dict[Phase, int]) -> None:
+        """Add the present iteration to the measurements, and write the record every WRITE_EVERY iterations."""
+        if self._iteration == TRACED_ITERATION:
+            call_spans = self._communication.call_spans(self.timeline.clock)
+            self._spans = (*self.timeline.take_spans(), *call_spans)
+        self._count_iteration(phase_ns)
+        self._watcher.forget_pending()
+        if self._iteration % WRITE_EVERY == 0:
+            self._write()
+
     def end_step(self) -> None:
-        """The optimizer step is done; logging and evaluation may follow before the next."""
+        """End the optimizer step. Logging and evaluation may follow before the next iteration."""
         self.memory.stop()
         self._routing.end_iteration(self._iteration)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A part of an iteration, under the name of one of Megatron's timers."""
+        """Measure a part of an iteration, under the name of one of Megatron's timers."""
         if self._folder is None:
             yield
             return
@@ -113,8 +134,12 @@ class Recorder:
         yield
         self.timeline.end(name)
 
-    def _count(self, phases: dict[Phase, int]) -> None:
-        """Megatron agrees on more in its first iteration; measuring memory only costs time."""
+    def _count_iteration(self, phase_ns: dict[Phase, int]) -> None:
+        """Add the iteration that ends to the communication log, and keep its processor time.
+
+        The first iteration is warm-up, because ranks agree on more then. The times of the iteration whose memory
+        is measured do not count, because measuring makes it slower.
+        """
         self.last = None
         if not self._watcher.active:
             return
@@ -123,28 +148,30 @@ class Recorder:
         elif self._measures_memory:
             self._communication.end_untimed_iteration()
         else:
-            self.last = self._communication.end_iteration(phases, self.timeline.clock)
-            self._processor.append(time.thread_time() - self._began_processor)
+            self.last = self._communication.end_iteration(phase_ns, self.timeline.clock)
+            self._processor.append(time.thread_time() - self._processor_start)
 
-    def _is_for_memory(self, optimizer: Any) -> bool:
-        first = self._iteration == MEMORY_ITERATION
-        if first or self._awaits_state:
-            awaited, self._awaits_state = self._awaits_state, not has_optimizer_state(optimizer)
-            return first or (awaited and not self._awaits_state)
+    def _must_measure_memory(self, optimizer: Any) -> bool:
+        """Return True for MEMORY_ITERATION, and for the first iteration with optimizer state after it."""
+        if self._iteration == MEMORY_ITERATION:
+            self._awaits_optimizer_state = not has_optimizer_state(optimizer)
+            return True
+        if self._awaits_optimizer_state and has_optimizer_state(optimizer):
+            self._awaits_optimizer_state = False
+            return True
         return False
 
     def _write(self) -> None:
-        ledger = RankRecord(
-            self._rank,
-            self._communication.steady_communication(self._rank),
-            replace(
-                self._communication.steady_time(self._rank),
-                processor_seconds=tuple(self._processor),
-            ),
-            self.memory.result,
-            self._spans,
-            self._routing.result(self._rank),
+        """Write the rank's record so far to the folder, which is made if it does not exist."""
+        rank_time = self._communication.steady_time(self._rank)
+        record = RankRecord(
+            rank=self._rank,
+            communication=self._communication.steady_communication(self._rank),
+            time=replace(rank_time, processor_seconds=tuple(self._processor)),
+            memory=self.memory.result,
+            spans=self._spans,
+            routing=self._routing.result(self._rank),
         )
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._folder / f"rank{self._rank}.json", msgspec.json.encode(ledger))
+        write_atomically(self._folder / f"rank{self._rank}.json", msgspec.json.encode(record))

@@ -1,6 +1,6 @@
-"""What a rank's routers decide, iteration by iteration: a router reports with one call.
+"""Record the decisions of a rank's routers per iteration. A router reports them with one call.
 
-Figures stay on the device until the step's end, when one copy brings those of all layers to the host.
+Figures stay on the device until the end of the step. Then one copy brings those of all layers to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from parakit.artifacts.measurements import LayerRouting, RankRouting
 
 KEPT_ITERATIONS = 1024
-"""With more, every other one is dropped, and from then on the distance between kept ones doubles."""
+"""The most iterations that are kept. Beyond, every other kept iteration is dropped, repeatedly."""
 
 
 def record_routing(
@@ -24,28 +24,28 @@ def record_routing(
     dropped: torch.Tensor | int = 0,
     load_balancing_loss: torch.Tensor | None = None,
 ) -> None:
-    """Report to the ledger, if there is one, what a router decided for one micro batch.
+    """Add a router's decision for one micro batch to the routing log of this process, if there is one.
 
-    Evaluation and a forward that will be recomputed, both without gradients, are not counted.
+    A forward without gradients is not recorded: it belongs to evaluation, or will be recomputed.
 
     Args:
-        layer: From 1, over the whole model.
-        logits: The router's, before softmax. Shape [tokens, experts].
-        chosen: Which expert computes which token. Boolean, shape [tokens, experts].
-        dropped: Copies of tokens that capacity left out.
-        load_balancing_loss: Before its coefficient; where ranks split a sequence, such that the
-            mean over them is the loss.
+        layer: The layer's number in the whole model, from 1.
+        logits: The router's logits before softmax. Shape [tokens, experts].
+        chosen: True where the expert computes the token. Boolean, shape [tokens, experts].
+        dropped: The number of token copies that were dropped because an expert's capacity was full.
+        load_balancing_loss: The loss without its coefficient. If ranks split a sequence, the mean over
+            the ranks must be the loss.
     """
-    ledger = RoutingLog.installed
-    if ledger is not None and torch.is_grad_enabled():
-        ledger.add(layer, _figures(logits, chosen, dropped, load_balancing_loss))
+    log = RoutingLog.installed
+    if log is not None and torch.is_grad_enabled():
+        log.add(layer, _pack_figures(logits, chosen, dropped, load_balancing_loss))
 
 
 class RoutingLog:
-    """Sums a rank's routing over micro batches and keeps it by iteration."""
+    """The sums of a rank's routing over micro batches, by layer, and its records by iteration."""
 
     installed: ClassVar[RoutingLog | None] = None
-    """The ledger that this process' routers report to."""
+    """The log that the routers of this process report to; None if routing is not recorded."""
 
     def __init__(self, kept_iterations: int = KEPT_ITERATIONS) -> None:
         self._kept_iterations = kept_iterations
@@ -55,71 +55,87 @@ class RoutingLog:
         self._rows: dict[int, tuple[LayerRouting, ...]] = {}
 
     def install(self) -> None:
-        """Let this process' routers report here."""
+        """Let the routers of this process report to this log."""
         RoutingLog.installed = self
 
     def add(self, layer: int, figures: torch.Tensor) -> None:
-        """Add one micro batch's figures of a layer."""
-        before = self._sums.get(layer)
-        self._sums[layer] = figures if before is None else before + figures
+        """Add the figures of one micro batch of a layer, as `_pack_figures` arranges them."""
+        sums = self._sums.get(layer)
+        self._sums[layer] = figures if sums is None else sums + figures
         self._micro_batches[layer] = self._micro_batches.get(layer, 0) + 1
 
     def end_iteration(self, iteration: int) -> None:
-        """Keep what was added since the last iteration ended."""
+        """Keep the sums since the last iteration ended as this iteration's record, and reset them.
+
+        Above the limit of kept iterations, every other record is dropped, and later iterations are kept at
+        twice the distance.
+        """
         if self._sums and (iteration - 1) % self._stride == 0:
             layers = sorted(self._sums)
-            figures = torch.stack([self._sums[layer] for layer in layers]).tolist()
+            sums_by_layer = torch.stack([self._sums[layer] for layer in layers]).tolist()
             self._rows[iteration] = tuple(
-                _row(iteration, layer, own, self._micro_batches[layer])
-                for layer, own in zip(layers, figures, strict=True)
+                _make_record(iteration, layer, sums, self._micro_batches[layer])
+                for layer, sums in zip(layers, sums_by_layer, strict=True)
             )
         self._sums.clear()
         self._micro_batches.clear()
         if len(self._rows) > self._kept_iterations:
             self._stride *= 2
-            self._rows = {i: row for i, row in self._rows.items() if (i - 1) % self._stride == 0}
+            self._rows = {
+                number: rows
+                for number, rows in self._rows.items()
+                if (number - 1) % self._stride == 0
+            }
 
     def result(self, rank: int) -> RankRouting | None:
-        """All that was kept; None where no router reported."""
-        rows = tuple(row for iteration in self._rows.values() for row in iteration)
+        """Return all kept records; None if no router reported."""
+        rows = tuple(row for rows_of_iteration in self._rows.values() for row in rows_of_iteration)
         return RankRouting(rank, rows) if rows else None
 
 
 @torch.no_grad()
-def _figures(
+def _pack_figures(
     logits: torch.Tensor,
     chosen: torch.Tensor,
     dropped: torch.Tensor | int,
     load_balancing_loss: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Tokens of each expert, dropped, losses (0 or 1), loss, z-loss, entropy; fp64, [experts + 5]."""
+    """Return the figures of one micro batch as an fp64 tensor of shape [experts + 5].
+
+    The entries are tokens per expert, dropped copies, 1 if there is a loss, the loss, z-loss and entropy.
+    """
     logits = logits.detach().float()
-    log_shares = torch.log_softmax(logits, dim=-1)
+    log_probabilities = torch.log_softmax(logits, dim=-1)
     has_loss = load_balancing_loss is not None
-    numbers = (
+    scalars = (
         dropped,
         float(has_loss),
         load_balancing_loss.detach() if load_balancing_loss is not None else 0.0,
         torch.logsumexp(logits, dim=-1).square().mean(),
-        -(log_shares.exp() * log_shares).sum(dim=-1).mean(),
+        -(log_probabilities.exp() * log_probabilities).sum(dim=-1).mean(),
     )
     tokens = chosen.detach().sum(dim=0).double()
-    others = [torch.as_tensor(n, dtype=torch.float64, device=tokens.device) for n in numbers]
-    return torch.cat((tokens, torch.stack([number.reshape(()) for number in others])))
+    scalar_tensors = [
+        torch.as_tensor(scalar, dtype=torch.float64, device=tokens.device).reshape(())
+        for scalar in scalars
+    ]
+    return torch.cat((tokens, torch.stack(scalar_tensors)))
 
 
-def _row(iteration: int, layer: int, sums: list[float], micro_batches: int) -> LayerRouting:
-    *tokens, dropped, losses, loss, z_loss, entropy = sums
+def _make_record(iteration: int, layer: int, sums: list[float], micro_batches: int) -> LayerRouting:
+    """Return the record of a layer: sums of tokens, and means of losses and entropy per micro batch."""
+    *tokens, dropped, num_losses, loss, z_loss, entropy = sums
     return LayerRouting(
         iteration=iteration,
         layer=layer,
         tokens_per_expert=tuple(map(round, tokens)),
         dropped_tokens=round(dropped),
-        load_balancing_loss=_finite(loss / losses) if losses else None,
-        z_loss=_finite(z_loss / micro_batches),
-        entropy_nats=_finite(entropy / micro_batches),
+        load_balancing_loss=_finite_or_none(loss / num_losses) if num_losses else None,
+        z_loss=_finite_or_none(z_loss / micro_batches),
+        entropy_nats=_finite_or_none(entropy / micro_batches),
     )
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
+    """Return the value; None for NaN and infinity, which JSON cannot hold."""
     return value if math.isfinite(value) else None

@@ -1,7 +1,8 @@
-"""A rank's time: the clock that reads it, named spans nested as the program nests them, their phases.
+"""Measure the time of one rank: clocks, named spans, and the phases that spans belong to.
 
-Where a GPU computes, a moment is an event on its stream, read after the iteration; no span costs a
-synchronisation. No torch at import: the launcher reads the ranks' files, which hold spans.
+Spans are nested as the program nests them. If a GPU computes, a time is an event on its stream. Events are read
+after the iteration, so that no span synchronises the device. This module does not import torch at its top,
+because the launcher reads the ranks' files, which hold spans.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ if TYPE_CHECKING:
     import torch
 
 TimeMark = Any
-"""A moment: nanoseconds of the host, or an event of the device."""
+"""A point in time that a clock recorded: nanoseconds of the host, or an event of the device."""
 
 
 class HostClock:
-    """Of ranks that compute on the host: makes marks cheaply, and converts them to times later."""
+    """The clock of ranks that compute on the host."""
 
     def now(self) -> TimeMark:
-        """Nanoseconds since the machine started."""
+        """Return the present time: nanoseconds since the machine started."""
         return time.perf_counter_ns()
 
     def synchronize(self) -> None:
-        """Wait until every mark made so far can be read: nothing to wait for."""
+        """Wait until all recorded times can be read. Those of the host always can."""
 
     def to_nanoseconds(self, mark: TimeMark) -> int:
-        """A mark that has settled, on the host's clock, which all ranks of a machine share."""
+        """Return a recorded time on the host's clock, which all ranks of a machine share."""
         return int(mark)
 
 
 class DeviceClock:
-    """The clock of ranks that compute on a GPU: a mark is the moment its current stream reaches it.
+    """The clock of ranks that compute on a GPU: a time is when the current stream reaches an event.
 
-    Events cost no synchronisation; they are read after the iteration, when Megatron has waited for the
-    device anyway to print the loss.
+    Recording an event costs no synchronisation. Events are read after the iteration, when Megatron has waited
+    for the device anyway to print the loss.
     """
 
     def __init__(self, device: Any) -> None:
@@ -48,20 +49,23 @@ class DeviceClock:
         self.synchronize()
 
     def now(self) -> TimeMark:
-        """An event on the current stream."""
+        """Record an event on the current stream and return it."""
         event = self._device.Event(enable_timing=True)
         event.record()
         return event
 
     def synchronize(self) -> None:
-        """Wait for the device, and record one moment on both clocks."""
+        """Wait for the device, and record one point in time on the device's and on the host's clock."""
         self._device.synchronize()
         self._anchor = self.now()
         self._anchor.synchronize()
         self._anchor_ns = time.perf_counter_ns()
 
     def to_nanoseconds(self, mark: TimeMark) -> int:
-        """Relative to the moment recorded last; an earlier mark gives an earlier time."""
+        """Return the time of an event in nanoseconds on the host's clock.
+
+        The event must have happened before the last `synchronize`.
+        """
         return self._anchor_ns + int(1e6 * self._anchor.elapsed_time(mark))
 
 
@@ -69,17 +73,17 @@ Clock = HostClock | DeviceClock
 
 
 def clock_for_model(model: torch.nn.Module) -> Clock:
-    """The clock of the device that holds a model's parameters."""
+    """Return the clock of the device that holds a model's parameters; without parameters the host's."""
     import torch
 
     parameter = next(model.parameters(), None)
-    on_device = parameter is not None and parameter.device.type == "cuda"
-    return DeviceClock(torch.cuda) if on_device else HostClock()
+    is_on_gpu = parameter is not None and parameter.device.type == "cuda"
+    return DeviceClock(torch.cuda) if is_on_gpu else HostClock()
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of a rank's time, on the clock that all ranks of a machine share."""
+    """A named interval of a rank's time, on the clock that all ranks of a machine share."""
 
     name: str
     category: str
@@ -87,7 +91,6 @@ class Span:
     end_ns: int
 
 
-# Megatron's own timer names (schedules, p2p, finalize_model_grads, training), 0.15 to 0.19.
 _PHASES = {
     "batch-generator": Phase.DATA,
     "forward-compute": Phase.FORWARD,
@@ -98,11 +101,12 @@ _PHASES = {
     "non-tensor-parallel-grads-all-reduce": Phase.GRADIENT_SYNC,
     "params-all-gather": Phase.OPTIMIZER,
 }
+"""Phases by the names of Megatron's timers (schedules, p2p, finalize_model_grads, training), 0.15 to 0.19."""
 
 
 @functools.cache
 def phase_of_timer(name: str) -> Phase:
-    """The phase that a timer's name belongs to."""
+    """Return the phase that one of Megatron's timers measures; OTHER for an unknown timer."""
     if name.startswith("optimizer"):
         return Phase.OPTIMIZER
     if name.endswith(("-send", "-recv")):
@@ -111,80 +115,82 @@ def phase_of_timer(name: str) -> Phase:
 
 
 class Timeline:
-    """The phase a rank is in, and the time in each phase since the last `take`.
+    """The phase that a rank is in, and the time in each phase since it was last read.
 
-    A span's own time is its length without the spans inside it, so phases sum to the whole.
+    The time of a span counts without the spans inside it, so the phases sum to the whole.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.OTHER
-        """The innermost span's; a span that has none inherits the one around it."""
+        """The phase of the innermost span. A span of phase OTHER inherits the phase around it."""
         self._open: list[tuple[str, Phase, TimeMark]] = []
         self._active = True
         self._finished: list[tuple[str, TimeMark, TimeMark]] | None = None
         self.use_clock(HostClock())
 
     def use_clock(self, clock: Clock) -> None:
-        """Use another clock; open spans are dropped."""
+        """Measure with another clock from here on; drop open spans and the time so far."""
         self.clock = clock
         self._open.clear()
         self.phase = Phase.OTHER
-        self._changes = [(self.phase, clock.now())]
+        self._phase_starts = [(self.phase, clock.now())]
 
     def set_active(self, active: bool) -> None:
-        """Record spans from here on or not; open spans are dropped when that changes."""
+        """Switch the recording of spans on or off; a change drops open spans and the time so far."""
         if active is not self._active:
             self._active = active
             self.use_clock(self.clock)
 
     def begin(self, name: str) -> None:
-        """Enter a span."""
+        """Begin a span under the name of one of Megatron's timers."""
         if not self._active:
             return
         now = self.clock.now()
         self._open.append((name, self.phase, now))
         phase = phase_of_timer(name)
         if phase is not Phase.OTHER:
-            self._enter(phase, now)
+            self._enter_phase(phase, now)
 
     def end(self, name: str) -> None:
-        """Leave a span; spans still open inside it end with it, a name that is not open does nothing."""
-        if not self._active or all(name != open_name for open_name, _, _ in self._open):
+        """End a span, and the spans that are still open inside it; ignore a name that is not open."""
+        is_open = any(name == open_name for open_name, _, _ in self._open)
+        if not self._active or not is_open:
             return
         now = self.clock.now()
-        last = None
-        while last != name:
-            last, around, start = self._open.pop()
+        ended_name = None
+        while ended_name != name:
+            ended_name, phase_around, start = self._open.pop()
             if self._finished is not None:
-                self._finished.append((last, start, now))
-        self._enter(around, now)
+                self._finished.append((ended_name, start, now))
+        self._enter_phase(phase_around, now)
 
     def start_keeping_spans(self) -> None:
-        """Keep the spans that end from now on."""
+        """Keep the spans that end from now on, until `take_spans`."""
         self._finished = []
 
     def take_spans(self) -> tuple[Span, ...]:
-        """The kept spans, once the clock has settled; later ones are not kept."""
-        read = self.clock.to_nanoseconds
+        """Return the spans that were kept, and stop keeping spans. The clock must be synchronized."""
+        to_nanoseconds = self.clock.to_nanoseconds
         finished, self._finished = self._finished or [], None
         return tuple(
-            Span(name, phase_of_timer(name).value, read(start), read(end))
+            Span(name, phase_of_timer(name).value, to_nanoseconds(start), to_nanoseconds(end))
             for name, start, end in finished
         )
 
     def take_phase_nanoseconds(self) -> dict[Phase, int]:
-        """Nanoseconds in each phase since the last call, once the clock has settled."""
-        taken: dict[Phase, int] = {}
-        # The last mark is read with the others, so it must have settled too.
-        self._changes.append((self.phase, self.clock.now()))
+        """Return the nanoseconds in each phase since the last call, and synchronize the clock."""
+        nanoseconds: dict[Phase, int] = {}
+        # The end of the last interval is read with the others, so it is recorded before the clock waits.
+        self._phase_starts.append((self.phase, self.clock.now()))
         self.clock.synchronize()
-        for (phase, start), (_, end) in itertools.pairwise(self._changes):
-            spent = self.clock.to_nanoseconds(end) - self.clock.to_nanoseconds(start)
-            taken[phase] = taken.get(phase, 0) + spent
-        del self._changes[:-1]
-        return taken
+        for (phase, start), (_, end) in itertools.pairwise(self._phase_starts):
+            duration_ns = self.clock.to_nanoseconds(end) - self.clock.to_nanoseconds(start)
+            nanoseconds[phase] = nanoseconds.get(phase, 0) + duration_ns
+        del self._phase_starts[:-1]
+        return nanoseconds
 
-    def _enter(self, phase: Phase, now: TimeMark) -> None:
+    def _enter_phase(self, phase: Phase, now: TimeMark) -> None:
+        """Set the phase, and record its start if it is another one."""
         if phase is not self.phase:
             self.phase = phase
-            self._changes.append((phase, now))
+            self._phase_starts.append((phase, now))

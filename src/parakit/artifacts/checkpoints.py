@@ -25,7 +25,7 @@ from parakit.artifacts.torch_dist import (
     verify_readable,
 )
 from parakit.config.errors import LaunchError
-from parakit.config.files import file_flaw, read_regular_file
+from parakit.config.files import describe_file_problem, read_regular_file
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED = "damaged-"
@@ -122,7 +122,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
         return
     for name, known in _read_manifest(checkpoint).files.items():
         path = checkpoint.path / name
-        if flaw := file_flaw(path):
+        if flaw := describe_file_problem(path):
             raise DamagedCheckpointError(f"{name} {flaw}")
         size = path.stat().st_size
         if size != known.size_bytes:

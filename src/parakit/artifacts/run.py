@@ -20,8 +20,8 @@ import msgspec
 from parakit.artifacts.io import lock_file, write_record
 from parakit.config import variables
 from parakit.config.files import read_regular_file
-from parakit.config.flags import counted_vocabulary
-from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.flags import count_end_of_document_in_vocabulary
+from parakit.config.run import DeviceKind, PatchFile, RunSpec, spec_from_flags
 from parakit.config.strategy import Batch, Parallelism
 
 RUN_FILE = "run.json"
@@ -306,8 +306,8 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
     data = {_RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
     stored = msgspec.convert(data, _StoredSpec)
     try:
-        argv = counted_vocabulary(stored.argv, stored.entry.megatron_version)
-        spec = spec_of_flags(argv, stored.parallelism.world_size, stored.device, stored.model)
+        argv = count_end_of_document_in_vocabulary(stored.argv, stored.entry.megatron_version)
+        spec = spec_from_flags(argv, stored.parallelism.world_size, stored.device, stored.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
     fused = tuple(filter(None, stored.environment.get(variables.FUSED, "").split(",")))

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, what is wrong with it, and which strategy can load it.
+"""Describe checkpoints, find their faults, judge which strategy can load them, and reshard them.
 
-This package decides whether a checkpoint is complete, and rewrites it as another strategy would have saved it
+This package decides whether a checkpoint is complete, and writes it as another strategy would have saved it
 (`reshard`). It executes nothing that a checkpoint holds.
 """
 

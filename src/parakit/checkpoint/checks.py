@@ -1,4 +1,7 @@
-"""What is wrong with a checkpoint for the model that its own arguments say, and what can load it."""
+"""Find the faults of a checkpoint, and judge whether a strategy can load it.
+
+A checkpoint is compared with the model that its own arguments define. Each fault is a sentence.
+"""
 
 from __future__ import annotations
 
@@ -35,31 +38,33 @@ from parakit.config.run import RunSpec
 from parakit.config.strategy import (
     UNTIED,
     Parallelism,
-    devices_of,
+    count_devices,
     parse_strategy,
     strategy_flags,
     strategy_name,
 )
-from parakit.costs import violations
+from parakit.costs import find_violations
 
-_STATE = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
+_MOMENT = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
 _LAYERS = "decoder.layers."
-_NONE = "It holds none: it was saved with {} or converted."
+_NOT_STORED = "It holds none: it was saved with {} or converted."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
-"""Of the distributed optimizer's formats those that any TP and PP loads (Megatron 0.19)."""
+"""Formats of the distributed optimizer that Megatron 0.19 loads under any TP and PP."""
 
 
 def find_problems(contents: Contents, reads_pieces: bool = False) -> tuple[str, ...]:
-    """Every sentence that says what is wrong; empty for a healthy checkpoint.
+    """Return a sentence for each fault of a checkpoint; empty if there is none.
 
-    If it `reads_pieces`, every piece is compared with its checksum.
+    Args:
+        contents: The checkpoint.
+        reads_pieces: True to read every piece, compare it with its checksum, and look at the weights' values.
     """
-    return tuple(_problems(contents, reads_pieces))
+    return tuple(_iterate_problems(contents, reads_pieces))
 
 
 @dataclass(frozen=True)
 class CheckCoverage:
-    """The parts of a checkpoint that `find_problems` compares, and those that it does not compare."""
+    """The parts of a checkpoint that `find_problems` checks, and the parts that it does not check."""
 
     checked: tuple[str, ...]
     """Noun phrases, such as `16 tensors against the model of the arguments (attention, MLP)`."""
@@ -68,7 +73,7 @@ class CheckCoverage:
 
     @property
     def sentences(self) -> str:
-        """A line of what was checked, and a line of what was not."""
+        """A line with the checked parts, and a line with the unchecked parts if there are any."""
         lines = [f"Checked: {'; '.join(self.checked) or 'nothing'}. No fault was found."]
         if self.unchecked:
             lines.append(f"Not checked: {'; '.join(self.unchecked)}.")
@@ -76,33 +81,27 @@ class CheckCoverage:
 
 
 def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCoverage:
-    """Return what `find_problems` with the same arguments compares and does not compare."""
-    checked, unchecked = list[str](), list[str]()
+    """Return the parts that `find_problems` with the same arguments checks, and those that it does not."""
     if contents.format == HUGGING_FACE:
-        if contents.unknown_model:
-            unchecked.append(f"which tensors the model has, because {contents.unknown_model}")
-        else:
-            checked.append(f"{len(contents.weights)} tensors against the model of config.json")
-        unchecked.append("values, because the format keeps no checksums")
-        return CheckCoverage(tuple(checked), tuple(unchecked))
-    checked.append("that the files hold every piece that is listed")
+        return _describe_hugging_face_coverage(contents)
+    checked, unchecked = ["that the files hold every piece that is listed"], list[str]()
     if contents.spec is None:
         reason = "the checkpoint holds no arguments that define a model"
         unchecked.append(f"which tensors the model has, because {reason}")
     else:
-        compared = _compared_names(contents, contents.spec.shape)
-        parts = {_part_of(name) for name in compared}
-        named = ", ".join(sorted(parts, key=str.lower))
+        compared_names = _list_compared_names(contents, contents.spec.shape)
+        compared_parts = {_model_part(name) for name in compared_names}
+        listed = ", ".join(sorted(compared_parts, key=str.lower)) or "none"
         checked.append(
-            f"{len(compared)} tensors against the model of the arguments ({named or 'none'})"
+            f"{len(compared_names)} tensors against the model of the arguments ({listed})"
         )
-        known = _parts_of_model(contents.spec.shape)
-        known |= {_part_of(name) for name in contents.weights.keys() - compared}
-        if missing_parts := known - parts:
-            listed = ", ".join(sorted(missing_parts, key=str.lower))
+        parts = _list_model_parts(contents.spec.shape)
+        parts |= {_model_part(name) for name in contents.weights.keys() - compared_names}
+        if uncompared_parts := parts - compared_parts:
+            listed = ", ".join(sorted(uncompared_parts, key=str.lower))
             reason = "the tensors that the arguments ask for are not worked out there"
             unchecked.append(f"{listed}, because {reason}")
-    if any(_STATE.fullmatch(name) for name in contents.shapes):
+    if any(_MOMENT.fullmatch(name) for name in contents.shapes):
         checked.append("the optimizer's moments against the weights")
     elif "optimizer" in contents.states:
         unchecked.append("the optimizer's states, because they are not named after weights")
@@ -113,33 +112,45 @@ def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCo
     return CheckCoverage(tuple(checked), tuple(unchecked))
 
 
-def _compared_names(contents: Contents, shape: ModelShape) -> set[str]:
-    """Return the weights that `_misfits` compares with the model of the arguments."""
-    stacks = _stacks_layers(contents)
+def _describe_hugging_face_coverage(contents: Contents) -> CheckCoverage:
+    """Return the checked and unchecked parts of a Hugging Face folder, which has no checksums."""
+    unchecked_values = "values, because the format keeps no checksums"
+    if contents.unknown_model:
+        unknown_tensors = f"which tensors the model has, because {contents.unknown_model}"
+        return CheckCoverage((), (unknown_tensors, unchecked_values))
+    tensors = f"{len(contents.weights)} tensors against the model of config.json"
+    return CheckCoverage((tensors,), (unchecked_values,))
+
+
+def _list_compared_names(contents: Contents, shape: ModelShape) -> set[str]:
+    """Return the names of the weights that `_find_misfits` compares with the model of the arguments."""
     names = {EMBEDDING, *([OUTPUT] if OUTPUT in contents.shapes else [])}
+    has_stacked_layers = _has_stacked_layers(contents)
     for name in expected_tensor_shapes(shape):
-        if stacks or not name.startswith(_LAYERS):
+        if has_stacked_layers or not name.startswith(_LAYERS):
             names.add(name)
     return names & contents.weights.keys()
 
 
-def _stacks_layers(contents: Contents) -> bool:
-    """Return True if a tensor holds all layers; layers that differ are stored one by one."""
+def _has_stacked_layers(contents: Contents) -> bool:
+    """Return True if one tensor holds all layers; Megatron stores layers that differ one by one."""
     return not any(re.match(r"decoder\.layers\.\d", name) for name in contents.shapes)
 
 
-def _parts_of_model(shape: ModelShape) -> set[str]:
-    """Return the parts that a model has by its arguments, in the words of `_part_of`."""
+def _list_model_parts(shape: ModelShape) -> set[str]:
+    """Return the parts that a model has by its arguments, under the names of `_model_part`."""
     parts = {"attention", "embedding", "norms"}
     if shape.experts:
         parts |= {"experts", "router"}
     else:
         parts.add("MLP")
-    return parts | ({"MTP"} if shape.mtp_depth else set())
+    if shape.mtp_layers:
+        parts.add("MTP")
+    return parts
 
 
-def _part_of(name: str) -> str:
-    """Return the part of a model that a tensor belongs to."""
+def _model_part(name: str) -> str:
+    """Return the part of a model that a tensor belongs to, such as `attention`; by its name."""
     if name == OUTPUT:
         return "output layer"
     return next((part for pattern, part in _PARTS.items() if pattern in name), "other modules")
@@ -154,44 +165,53 @@ _PARTS = {
     ".self_attention.": "attention",
     ".mlp.": "MLP",
 }
-"""Parts of a model by what the names of their tensors contain; the first that fits counts."""
+"""Parts of a model by a piece of their tensors' names. The first piece that a name contains decides."""
 
 
 def expected_tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """Tensors of a model in Megatron's distributed format, but for those whose rows TP may pad.
+    """Return the shapes of a model's tensors in Megatron's distributed format, by name.
 
-    A weight of all layers is one tensor. Of experts, mixers and latent attention nothing is said.
+    A weight of all layers is one tensor. Left out are tensors whose rows TP may pad, and the layers of models
+    with experts, Mamba mixers, latent attention or more than one kind of layer.
     """
     layers, hidden = shape.layers, shape.hidden
-    wanted: dict[str, Shape] = {}
+    expected: dict[str, Shape] = {}
     if shape.positions:
-        wanted["embedding.position_embeddings.weight"] = (shape.positions, hidden)
+        expected["embedding.position_embeddings.weight"] = (shape.positions, hidden)
     if len(shape.blocks) > 1 or shape.mamba or shape.latent:
-        return wanted
+        return expected
     gate = 2 if shape.output_gate else 1
-    rows = shape.head_width * (shape.heads * gate + 2 * shape.query_groups)
-    inside: dict[str, Shape] = {
-        "self_attention.linear_qkv.weight": (rows, hidden),
+    qkv_rows = shape.head_width * (shape.heads * gate + 2 * shape.query_groups)
+    layer_shapes: dict[str, Shape] = {
+        "self_attention.linear_qkv.weight": (qkv_rows, hidden),
         "self_attention.linear_proj.weight": (hidden, shape.heads * shape.head_width),
     }
     if shape.bias or shape.qkv_bias:
-        inside["self_attention.linear_qkv.bias"] = (rows,)
+        layer_shapes["self_attention.linear_qkv.bias"] = (qkv_rows,)
     if shape.bias:
-        inside["self_attention.linear_proj.bias"] = (hidden,)
+        layer_shapes["self_attention.linear_proj.bias"] = (hidden,)
     if not shape.experts:
-        first = shape.ffn_hidden * (2 if shape.gated else 1)
-        inside["mlp.linear_fc1.weight"] = (first, hidden)
-        inside["mlp.linear_fc2.weight"] = (hidden, shape.ffn_hidden)
+        fc1_rows = shape.ffn_hidden * (2 if shape.gated else 1)
+        layer_shapes["mlp.linear_fc1.weight"] = (fc1_rows, hidden)
+        layer_shapes["mlp.linear_fc2.weight"] = (hidden, shape.ffn_hidden)
         if shape.bias:
-            inside |= {"mlp.linear_fc1.bias": (first,), "mlp.linear_fc2.bias": (hidden,)}
-    return wanted | {f"{_LAYERS}{name}": (layers, *size) for name, size in inside.items()}
+            layer_shapes["mlp.linear_fc1.bias"] = (fc1_rows,)
+            layer_shapes["mlp.linear_fc2.bias"] = (hidden,)
+    for name, layer_shape in layer_shapes.items():
+        expected[f"{_LAYERS}{name}"] = (layers, *layer_shape)
+    return expected
 
 
 def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str | None:
-    """Why a checkpoint cannot be loaded into a model, in one sentence; None if nothing says so.
+    """Return a sentence on why a checkpoint does not fit a model; None if no misfit shows.
 
-    Layers are stacked in Megatron's distributed format: a weight of all of them is one tensor. What is
-    in no such format, or cannot be read, is left to those who load it.
+    Only the newest checkpoint of Megatron's distributed format is looked at. None is also the answer for other
+    formats and for a checkpoint that cannot be read, because loading it reports the fault.
+
+    Args:
+        folder: A folder of checkpoints.
+        shape: The shape of the model that is to load the checkpoint.
+        model: The model's name, for the sentence.
     """
     iteration = read_finished_iteration(folder)
     if iteration is None:
@@ -200,12 +220,12 @@ def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str 
         stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
     except DamagedCheckpointError:
         return None
-    for name, wanted in expected_tensor_shapes(shape).items():
-        if name in stored and (found := stored[name].shape) != wanted:
+    for name, expected in expected_tensor_shapes(shape).items():
+        if name in stored and stored[name].shape != expected:
             return (
-                f"{folder} is a checkpoint of another model: its {name} is {list(found)}, and {model} "
-                f"as it is asked for here has {list(wanted)}; name another checkpoint, or the model "
-                "that was saved."
+                f"{folder} is a checkpoint of another model: its {name} is {list(stored[name].shape)}, "
+                f"and {model} as it is asked for here has {list(expected)}; name another checkpoint, or "
+                "the model that was saved."
             )
     width = stored[EMBEDDING].shape[-1] if EMBEDDING in stored else shape.hidden
     if width != shape.hidden:
@@ -216,196 +236,234 @@ def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str 
     return None
 
 
-def _problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
+def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
+    """Yield a sentence for each fault; of Hugging Face's format only what could not be read."""
     yield from contents.problems
     if contents.format == HUGGING_FACE:
         return
-    named = parse_folder_iteration(contents.folder)
-    if named is not None and contents.iteration not in (None, named):
+    folder_iteration = parse_folder_iteration(contents.folder)
+    if folder_iteration is not None and contents.iteration not in (None, folder_iteration):
         yield f"{contents.folder.name} holds the states of iteration {contents.iteration}."
     if reads_pieces and not contents.problems:
         try:
-            if (contents.folder / MANIFEST_FILE).is_file():
-                check_unchanged(Checkpoint(contents.iteration or 0, contents.folder))
-            elif contents.format == TORCH_DIST:
-                verify_readable(contents.folder)
-            else:
-                verify_pieces(contents.folder, contents.stored)
-            yield from _value_flaws(contents)
+            _verify_checksums(contents)
+            yield from _find_wrong_values(contents)
         except DamagedCheckpointError as error:
             yield f"{error}."
     if contents.spec is not None:
-        yield from _misfits(contents, contents.spec.shape)
-    yield from _optimizer_flaws(contents)
+        yield from _find_misfits(contents, contents.spec.shape)
+    yield from _find_optimizer_misfits(contents)
 
 
-def _value_flaws(contents: Contents) -> Iterator[str]:
-    """Weights that nobody has set, main weights of the optimizer and copies that are not the model's.
+def _verify_checksums(contents: Contents) -> None:
+    """Read every piece; compare it with the kit's manifest if there is one, else with the files' checksums.
 
-    What the optimizer keeps in fp32 is, rounded, the weight: the update ends with that copy.
+    Raises:
+        DamagedCheckpointError: A piece is not what was saved.
+    """
+    if (contents.folder / MANIFEST_FILE).is_file():
+        check_unchanged(Checkpoint(contents.iteration or 0, contents.folder))
+    elif contents.format == TORCH_DIST:
+        verify_readable(contents.folder)
+    else:
+        verify_pieces(contents.folder, contents.stored)
+
+
+def _find_wrong_values(contents: Contents) -> Iterator[str]:
+    """Yield a sentence for each weight that was never written, misfit main weight, and unequal copy.
+
+    The optimizer's update ends with a copy of its main weights to the weights. So main weights that are rounded
+    to the weights' dtype must equal the weights.
     """
     folder, tensors = contents.folder, contents.stored.tensors
     for name, weight in tensors.items():
         if "optimizer" in name or weight.dtype not in ("float32", "bfloat16", "float16"):
             continue
-        kept = (f"optimizer.state.{main}.{name}" for main in ("param", "fp32_param"))
-        main = next((tensors[key] for key in kept if key in tensors), None)
+        main_names = (f"optimizer.state.{kind}.{name}" for kind in ("param", "fp32_param"))
+        main = next((tensors[key] for key in main_names if key in tensors), None)
         for begin, size in weight.sizes.items():
             values = read_box(folder, weight, begin, size)
             if not values.isfinite().all():
                 yield f"{name} is not finite in the piece at {list(begin)}."
             elif values.squeeze().ndim > 1 and not values.any():
-                yield f"{name} is 0 in the whole piece at {list(begin)}: nobody has written it."
+                yield f"{name} is 0 in the whole piece at {list(begin)}: it was never written."
             elif main and not read_box(folder, main, begin, size).to(values.dtype).equal(values):
                 yield (
-                    f"The optimizer's main weights of {name} are others than the model's: it is of "
+                    f"The optimizer's main weights of {name} are not the model's weights: they are of "
                     "another run."
                 )
                 break
     for copy in contents.copies:
-        held = tensors[copy.name].parts[copy.begin]
-        if not read_piece(folder, copy.part).equal(read_piece(folder, held)):
+        first_part = tensors[copy.name].parts[copy.begin]
+        if not read_piece(folder, copy.part).equal(read_piece(folder, first_part)):
             yield (
-                f"{copy.name} at {list(copy.begin)} differs between {copy.part.file} and {held.file}: "
-                "ranks must hold it alike."
+                f"{copy.name} at {list(copy.begin)} differs between {copy.part.file} and "
+                f"{first_part.file}: all ranks must hold the same values."
             )
 
 
-def _misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
-    """Tensors that the model of the arguments lacks, has otherwise, or has not at all."""
-    held = contents.shapes
-    stacks = _stacks_layers(contents)
-    for name, size in expected_tensor_shapes(shape).items():
-        if name.startswith(_LAYERS) and not stacks:
+def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
+    """Yield a sentence for each tensor that is missing, left over or of another shape.
+
+    The measure is the model that the checkpoint's arguments define.
+    """
+    shapes = contents.shapes
+    has_stacked_layers = _has_stacked_layers(contents)
+    for name, expected in expected_tensor_shapes(shape).items():
+        if name.startswith(_LAYERS) and not has_stacked_layers:
             continue
-        if name not in held:
-            yield f"{name} is missing, which the model of its arguments has."
-        elif held[name] != size:
+        if name not in shapes:
+            yield f"{name} is missing: the model of the checkpoint's arguments has it."
+        elif shapes[name] != expected:
             yield (
-                f"{name} has the shape {list(held[name])}, and the model of its arguments "
-                f"{list(size)}."
+                f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
+                f"{list(expected)}."
             )
-    rows = contents.arguments.get("padded_vocab_size", "")
+    padded_rows = contents.arguments.get("padded_vocab_size", "")
     for name in VOCABULARY:
-        if name in held and rows.isdigit() and held[name] != (int(rows), shape.hidden):
+        if name not in shapes or not padded_rows.isdigit():
+            continue
+        expected = (int(padded_rows), shape.hidden)
+        if shapes[name] != expected:
             yield (
-                f"{name} has the shape {list(held[name])}, and its arguments say "
-                f"{[int(rows), shape.hidden]}: it was padded otherwise, or is another model's."
+                f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
+                f"{list(expected)}: it was padded otherwise, or is of another model."
             )
-    if EMBEDDING not in held:
-        yield f"{EMBEDDING} is missing, which the model of its arguments has."
-    if OUTPUT in held and shape.tied_embeddings:
-        yield f"{OUTPUT} is left over: its arguments say that the embedding is the output layer."
-    if OUTPUT not in held and not shape.tied_embeddings:
-        yield f"{OUTPUT} is missing: its arguments say --untie-embeddings-and-output-weights."
-    for name in held:
+    if EMBEDDING not in shapes:
+        yield f"{EMBEDDING} is missing: the model of the checkpoint's arguments has it."
+    if OUTPUT in shapes and shape.tied_embeddings:
+        yield f"{OUTPUT} is left over: by the checkpoint's arguments the embedding is the output layer."
+    if OUTPUT not in shapes and not shape.tied_embeddings:
+        yield f"{OUTPUT} is missing: the checkpoint's arguments have --untie-embeddings-and-output-weights."
+    for name in shapes:
         is_bias = name.startswith(_LAYERS) and name.endswith(".bias") and "layernorm" not in name
-        has_one = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
-        if is_bias and not has_one:
-            yield f"{name} is left over: its arguments say --disable-bias-linear."
+        model_has_bias = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
+        if is_bias and not model_has_bias:
+            yield f"{name} is left over: the checkpoint's arguments have --disable-bias-linear."
 
 
-def _optimizer_flaws(contents: Contents) -> Iterator[str]:
-    """Moments that weights lack, and moments of other shapes or of no weight."""
-    weights = {name: one.shape for name, one in contents.weights.items()}
-    moments: dict[str, dict[str, Shape]] = {}
+def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:
+    """Yield a sentence for each weight without a moment, and each moment of another shape or no weight."""
+    weight_shapes = {name: weight.shape for name, weight in contents.weights.items()}
+    shapes_by_moment: dict[str, dict[str, Shape]] = {}
     for name, shape in sorted(contents.shapes.items()):
-        if match := _STATE.fullmatch(name):
-            moments.setdefault(match[1], {})[match[2]] = shape
-    for moment, held in moments.items():
-        for name in sorted(weights.keys() - held.keys()):
+        if match := _MOMENT.fullmatch(name):
+            moment, weight_name = match[1], match[2]
+            shapes_by_moment.setdefault(moment, {})[weight_name] = shape
+    for moment, shapes in shapes_by_moment.items():
+        for name in sorted(weight_shapes.keys() - shapes.keys()):
             yield f"The optimizer has no {moment} of {name}."
-        for name, shape in sorted(held.items()):
-            if name not in weights:
+        for name, shape in sorted(shapes.items()):
+            if name not in weight_shapes:
                 yield f"The optimizer has {moment} of {name}, which is no weight here."
-            elif weights[name] != shape:
+            elif weight_shapes[name] != shape:
                 yield (
                     f"The optimizer's {moment} of {name} has the shape {list(shape)}, and the weight "
-                    f"{list(weights[name])}: it is of another run."
+                    f"{list(weight_shapes[name])}: it is of another run."
                 )
 
 
 @dataclass(frozen=True)
 class LoadVerdict:
-    """Whether a strategy can load a checkpoint."""
+    """The verdict on whether a strategy can load a checkpoint, with flags and reasons."""
 
     verdict: str
     """`loads`, `loads without …`, `refuses` or `not judged`."""
     flags: tuple[str, ...]
+    """Megatron's flags with which the strategy loads the checkpoint; empty if it does not."""
     reasons: tuple[str, ...]
+    """A sentence for each state that is not loaded, or for each reason of a refusal."""
 
 
 def replace_parallelism(spec: RunSpec, new: Parallelism) -> RunSpec:
-    """A run under a strategy, with a micro batch that its data-parallel ranks have samples for."""
-    micro = spec.batch.global_batch_size // new.data or 1
-    batch = replace(spec.batch, micro_batch_size=min(spec.batch.micro_batch_size, micro))
+    """Return a run with another strategy.
+
+    The micro batch is lowered if the data-parallel ranks would not have enough samples for it.
+    """
+    samples_per_rank = spec.batch.global_batch_size // new.data or 1
+    micro_batch_size = min(spec.batch.micro_batch_size, samples_per_rank)
+    batch = replace(spec.batch, micro_batch_size=micro_batch_size)
     return replace(spec, parallelism=new, batch=batch)
 
 
-def _files_of(parallelism: Parallelism) -> tuple[int, ...]:
-    """What decides which file of the format `torch` a rank has, and what is in it."""
+def _rank_file_sizes(parallelism: Parallelism) -> tuple[int, ...]:
+    """Return TP, PP, virtual stages and EP, which decide the files of the format `torch`."""
     return parallelism.tensor, parallelism.pipeline, parallelism.virtual_stages, parallelism.expert
 
 
-def _has_own_optimizer(parallelism: Parallelism) -> bool:
-    """Whether experts do, as seen of states that are not sharded."""
+def _has_expert_optimizer(parallelism: Parallelism) -> bool:
+    """Return True if experts have an optimizer of their own and its states are not sharded."""
     return parallelism.expert > 1 and not parallelism.sharding
 
 
 def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
-    """What becomes of a checkpoint under a strategy, as its arguments and Megatron's rules say it.
+    """Judge whether a strategy can load a checkpoint, by its arguments and by Megatron's rules.
 
     Raises:
-        StrategyError: The strategy is not in the grammar.
+        StrategyError: The strategy's name cannot be parsed.
     """
-    spec, is_legacy = contents.spec, contents.format == LEGACY
-    is_known = is_legacy or contents.format == TORCH_DIST
-    if spec is None or not is_known:
-        what = (
-            "one without arguments" if is_known else f"a checkpoint of the format {contents.format}"
+    spec = contents.spec
+    is_legacy = contents.format == LEGACY
+    has_known_format = is_legacy or contents.format == TORCH_DIST
+    if spec is None or not has_known_format:
+        subject = (
+            "a checkpoint without arguments"
+            if has_known_format
+            else f"a checkpoint of the format {contents.format}"
         )
-        why = f"No verdict is given on {what}; convert it to torch_dist."
-        return LoadVerdict("not judged", (), (why,))
+        reason = f"No verdict is given on {subject}; convert it to torch_dist."
+        return LoadVerdict("not judged", flags=(), reasons=(reason,))
     saved = spec.parallelism
-    new = parse_strategy(strategy, devices_of(strategy, saved.world_size))
-    refused = [*contents.problems, *violations(replace_parallelism(spec, new))]
-    refused += _unloadable(contents, new)
-    if not refused and is_legacy and _files_of(new) != _files_of(saved):
-        refused = [
+    new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
+    refusals = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
+    refusals += _explain_unloadable(contents, new)
+    if not refusals and is_legacy and _rank_file_sizes(new) != _rank_file_sizes(saved):
+        refusals.append(
             "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
             f"{strategy_name(saved)}; load it so and save it with --ckpt-format torch_dist."
-        ]
-    if refused:
-        return LoadVerdict("refuses", (), tuple(refused))
-    lost: dict[str, str] = {}
-    flags = [*strategy_flags(new), *(("--ckpt-format", LEGACY) if is_legacy else ())]
-    if OUTPUT in contents.shapes and UNTIED not in flags:
-        # Without the flag Megatron leaves the tensor out, and trains a tied model.
-        flags.append(UNTIED)
+        )
+    if refusals:
+        return LoadVerdict("refuses", flags=(), reasons=tuple(refusals))
+    losses: dict[str, str] = {}
     if changes_model_parallel_ranks(new, saved):
-        lost["random states"] = "Megatron ignores random states of another TP or PP."
-    if why := _lost_optimizer(contents, saved, new, strategy):
-        lost["optimizer"] = why
+        losses["random states"] = "Megatron ignores random states of another TP or PP."
+    optimizer_loss = _explain_optimizer_loss(contents, saved, new, strategy)
+    if optimizer_loss:
+        losses["optimizer"] = optimizer_loss
+    if "random" not in contents.states:
+        losses.setdefault("random states", _NOT_STORED.format("--no-save-rng"))
+    flags = _list_load_flags(contents, spec, new, loses_optimizer=bool(optimizer_loss))
+    verdict = f"loads without {' and '.join(sorted(losses))}" if losses else "loads"
+    return LoadVerdict(verdict, tuple(flags), tuple(losses.values()))
+
+
+def _list_load_flags(
+    contents: Contents, spec: RunSpec, new: Parallelism, *, loses_optimizer: bool
+) -> list[str]:
+    """Return the flags with which Megatron loads a checkpoint under the strategy `new`."""
+    flags = [*strategy_flags(new)]
+    if contents.format == LEGACY:
+        flags += ["--ckpt-format", LEGACY]
+    if OUTPUT in contents.shapes and UNTIED not in flags:
+        # Without the flag Megatron leaves the output layer out, and trains a model with tied embeddings.
+        flags.append(UNTIED)
+    if loses_optimizer:
         flags.append("--no-load-optim")
     if "random" not in contents.states:
-        lost.setdefault("random states", _NONE.format("--no-save-rng"))
         flags.append("--no-load-rng")
-    if (
-        spec.padded_vocabulary
-        and contents.vocabulary_rows % new.tensor == 0
-        and new.tensor != saved.tensor
-    ):
-        flags += ["--make-vocab-size-divisible-by", str(contents.vocabulary_rows // new.tensor)]
-    verdict = f"loads without {' and '.join(sorted(lost))}" if lost else "loads"
-    return LoadVerdict(verdict, tuple(flags), tuple(lost.values()))
+    rows = contents.vocabulary_rows
+    is_other_tensor_size = new.tensor != spec.parallelism.tensor
+    if spec.padded_vocabulary and is_other_tensor_size and rows % new.tensor == 0:
+        flags += ["--make-vocab-size-divisible-by", str(rows // new.tensor)]
+    return flags
 
 
-def _unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
-    """Yield why Megatron cannot load this format, or these tensors, with the flags of a strategy.
+def _explain_unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
+    """Yield the reason why Megatron cannot load the checkpoint's format or tensors under a strategy, if there is one.
 
-    Megatron 0.19: `--use-megatron-fsdp` takes `--ckpt-format fsdp_dtensor` alone, and a torch_dist
-    checkpoint then ends in `KeyError: 'model'`; `--use-torch-fsdp2` takes torch_dist and torch_dcp, and
-    asks for an output layer of its own (`training/arguments.py: validate_args`).
+    The rules are those of Megatron 0.19 (`training/arguments.py: validate_args`). `--use-megatron-fsdp`
+    takes only `--ckpt-format fsdp_dtensor`; a torch_dist checkpoint ends in `KeyError: 'model'`.
+    `--use-torch-fsdp2` takes torch_dist and torch_dcp, and needs untied embeddings.
     """
     sharding, name = new.sharding, contents.format
     if sharding.is_megatron_fsdp:
@@ -425,28 +483,34 @@ def _unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
         )
 
 
-def _lost_optimizer(contents: Contents, saved: Parallelism, new: Parallelism, strategy: str) -> str:
-    """Why the optimizer's states are not loaded; empty where they are."""
+def _explain_optimizer_loss(
+    contents: Contents, saved: Parallelism, new: Parallelism, strategy: str
+) -> str:
+    """Return a sentence on why the optimizer's states are not loaded; empty if they are loaded.
+
+    Args:
+        contents: The checkpoint.
+        saved: The strategy that saved the checkpoint.
+        new: The strategy that loads the checkpoint.
+        strategy: The name of `new` as the user wrote it.
+    """
     if "optimizer" not in contents.states:
-        return _NONE.format("--no-save-optim")
+        return _NOT_STORED.format("--no-save-optim")
     if new.sharding != saved.sharding:
         return (
             f"Megatron keeps the optimizer states of {strategy_name(saved)} and {strategy} in different "
             "formats; a strategy that shards as the saved one does loads them."
         )
-    if _has_own_optimizer(new) != _has_own_optimizer(saved):
+    if _has_expert_optimizer(new) != _has_expert_optimizer(saved):
         return (
-            "Megatron has experts under EP in an optimizer of their own, and does not load it without "
-            "EP, nor the other way round; 'make reshard' writes it so."
+            "Under EP Megatron has a separate optimizer for experts. Its states are not loaded without EP, "
+            "nor the other way round; 'make reshard' converts them."
         )
-    form = contents.optimizer_format
-    if (
-        changes_model_parallel_ranks(new, saved)
-        and new.sharding
-        and form not in (*_RESHARDABLE, "")
-    ):
+    optimizer_format = contents.optimizer_format
+    is_bound_to_ranks = optimizer_format not in (*_RESHARDABLE, "")
+    if changes_model_parallel_ranks(new, saved) and new.sharding and is_bound_to_ranks:
         return (
-            f"Its optimizer states are {form}, which Megatron loads under the same "
+            f"Its optimizer states are {optimizer_format}, which Megatron loads under the same "
             "TP and PP alone; save with --dist-ckpt-optim-fully-reshardable."
         )
     return ""

@@ -1,8 +1,8 @@
-"""`make inspect`: what is in a checkpoint, whether a strategy loads it, whether two are one model."""
+"""The handler of `make inspect`: print a checkpoint, its faults, and the verdict on a strategy."""
 
 from __future__ import annotations
 
-import json as texts
+import json as json_format
 import sys
 from pathlib import Path
 
@@ -12,21 +12,31 @@ from parakit.checkpoint.inspection import inspect_folder
 def inspect_command(
     ckpt: str, compare: str | None, strategy: str | None, verify: bool, json: bool = False
 ) -> int:
-    """Print a checkpoint; 1 if something is wrong, the strategy cannot load it, or the two differ.
+    """Print the inspection of a checkpoint; print its problems to stderr.
+
+    Args:
+        ckpt: The checkpoint's folder, or a folder that holds checkpoints or a run.
+        compare: Another checkpoint to compare with; None or empty compares nothing.
+        strategy: A strategy to judge: can it load the checkpoint? None or empty judges nothing.
+        verify: True to read every piece and compare it with its checksum.
+        json: True to print JSON instead of text.
+
+    Returns:
+        0 if the checkpoint has no fault, the strategy can load it and both checkpoints are one model; else 1.
 
     Raises:
-        ValueError: It is no checkpoint, or of a format that is not read; one sentence.
+        ValueError: A folder holds no checkpoint, or one of a format that is not read.
     """
     other = Path(compare).expanduser() if compare else None
     inspection = inspect_folder(
         Path(ckpt).expanduser(), compare=other, strategy=strategy, verify=verify
     )
-    print(texts.dumps(inspection.to_dict(), indent=2) if json else inspection.text)
+    print(json_format.dumps(inspection.to_dict(), indent=2) if json else inspection.text)
     problems = (*inspection.problems, *inspection.other_problems)
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems and not json:
         print(inspection.coverage.sentences)
     if compare and problems:
-        print("Nothing was compared: both checkpoints must be whole.", file=sys.stderr)
+        print("Nothing was compared: both checkpoints must be complete.", file=sys.stderr)
     return 0 if inspection.is_as_wanted else 1

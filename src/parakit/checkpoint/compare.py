@@ -1,7 +1,7 @@
-"""Whether two checkpoints hold the same weights, tensor by tensor, over strategies and formats.
+"""Compare the weights of two checkpoints, tensor by tensor, across strategies and formats.
 
-One layer of each is in memory at a time. Weights of Hugging Face's folders are read by Megatron's names,
-by the table of `parakit.convert.hf.families`.
+The result is a `TensorRelation` per tensor. One layer of each checkpoint is in memory at a time. Weights of
+Hugging Face folders are read under Megatron's names, by the table of `parakit.convert.hf.families`.
 """
 
 from __future__ import annotations
@@ -21,53 +21,61 @@ from parakit.convert import read_source
 EQUAL, DTYPE, PADDING = "equal", "equal but for dtype", "equal but for padding"
 ROUNDING = "equal but for rounding"
 PERMUTED, SCALED, DIFFERENT, ONE_SIDED = "permuted", "scaled", "different", "only in one"
-_ROUNDING = 1e-4
-"""Most that two tensors differ, as a part of their length, and are one: sums of other orders, a few
-updates on. Measured after 4 and 8 updates of gpt2-tiny in fp32 (2-core VM): five strategies are at most
-4.7e-5 apart (a bias that began at 0; moments 7.6e-7), 4 updates of one strategy at least 1.7e-3."""
+_ROUNDING_TOLERANCE = 1e-4
+"""The largest norm of a difference, relative to the norm of the first tensor, that counts as rounding.
+
+Sums in another order over a few updates cause such differences. Measured after 4 and 8 updates of gpt2-tiny in
+fp32 (2-core VM): five strategies differ by at most 4.7e-5 (a bias that began at 0; moments 7.6e-7), and 4 more
+updates of one strategy make a difference of at least 1.7e-3.
+"""
+_MOST_SHOWN_BLOCKS = 16
 
 
 @dataclass(frozen=True)
 class TensorRelation:
-    """How two tensors of one name are related."""
+    """The relation between the tensors of one name in two checkpoints."""
 
     name: str
     relation: str
     detail: str = ""
-    """Which permutation, which factor, the first and the worst element."""
+    """The permutation, the factor, or the first and the worst difference."""
 
     @property
     def is_same(self) -> bool:
-        """Whether it is the same weight of the same model."""
+        """True if both tensors are the same weight of the same model."""
         return self.relation in (EQUAL, DTYPE, PADDING, ROUNDING)
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """Tensors by Megatron's names."""
+class _ReadableTensors:
+    """The tensors of a checkpoint under Megatron's names."""
 
     shapes: Mapping[str, Shape]
     read: Callable[[str, int | None], Tensor]
-    """All of a tensor, or one layer of it."""
+    """Reads a tensor by name: one layer of a stacked tensor, or the full tensor for None."""
 
 
-def compare_weights(one: Contents, other: Contents) -> list[TensorRelation]:
-    """Every tensor of two checkpoints: weights first, then optimizer states that both hold."""
-    a, b = _weights(one), _weights(other)
+def compare_weights(first: Contents, second: Contents) -> list[TensorRelation]:
+    """Compare every tensor of two checkpoints: weights first, then optimizer states, each by name.
+
+    A weight of one checkpoint alone is listed as such. An optimizer state of one checkpoint alone is left out.
+    """
+    a, b = _open_tensors(first), _open_tensors(second)
     names = sorted(a.shapes.keys() | b.shapes.keys(), key=lambda name: ("optimizer" in name, name))
-    found = []
+    relations = []
     for name in names:
         if name in a.shapes and name in b.shapes:
-            found.append(_compare(name, a, b))
+            relations.append(_compare_tensor(name, a, b))
         elif "optimizer" not in name:
-            found.append(TensorRelation(name, ONE_SIDED))
-    return found
+            relations.append(TensorRelation(name, ONE_SIDED))
+    return relations
 
 
-def _weights(contents: Contents) -> _Weights:
+def _open_tensors(contents: Contents) -> _ReadableTensors:
+    """Return shapes and a reader for the tensors of a checkpoint of any format."""
     if contents.format != HUGGING_FACE:
         stored = contents.stored.tensors
-        return _Weights(
+        return _ReadableTensors(
             contents.shapes, lambda key, layer: read_tensor(contents.folder, stored[key], layer)
         )
     source = read_source(contents.folder)
@@ -76,101 +84,149 @@ def _weights(contents: Contents) -> _Weights:
         key: pair.shape if layer is None else (source.shape.layers, *pair.shape)
         for (key, layer), pair in pairs.items()
     }
-    return _Weights(shapes, lambda key, layer: source.values(pairs[key, layer]))
+    return _ReadableTensors(shapes, lambda key, layer: source.values(pairs[key, layer]))
 
 
-def _compare(name: str, a: _Weights, b: _Weights) -> TensorRelation:
-    first, second = a.shapes[name], b.shapes[name]
+def _compare_tensor(name: str, a: _ReadableTensors, b: _ReadableTensors) -> TensorRelation:
+    """Compare the tensors of one name; a stacked tensor layer by layer.
+
+    The relation of a stacked tensor is that of the first layer that differs, with the number of such layers.
+    """
     if not is_stacked(name):
-        return _relation(name, a.read(name, None), b.read(name, None))
-    if first != second:
-        return TensorRelation(name, DIFFERENT, f"shapes {list(first)} and {list(second)}")
-    digests = ([hash_values(one.read(name, at)) for at in range(first[0])] for one in (a, b))
-    if order := _order(*digests):
+        return _compare_values(name, a.read(name, None), b.read(name, None))
+    shape = a.shapes[name]
+    if shape != b.shapes[name]:
+        return _different_shapes(name, shape, b.shapes[name])
+    num_layers = shape[0]
+    hashes_a = [hash_values(a.read(name, layer)) for layer in range(num_layers)]
+    hashes_b = [hash_values(b.read(name, layer)) for layer in range(num_layers)]
+    if order := _find_order(hashes_a, hashes_b):
         return TensorRelation(name, PERMUTED, f"the second has the layers in the order {order}")
-    found = [_relation(name, a.read(name, at), b.read(name, at)) for at in range(first[0])]
-    wrong = [(at, one) for at, one in enumerate(found) if not one.is_same]
-    if not wrong:
-        return next((one for one in found if one.relation != EQUAL), found[0])
-    at, worst = wrong[0]
+    by_layer = [
+        _compare_values(name, a.read(name, layer), b.read(name, layer))
+        for layer in range(num_layers)
+    ]
+    different_layers = [layer for layer, relation in enumerate(by_layer) if not relation.is_same]
+    if not different_layers:
+        unequal = (relation for relation in by_layer if relation.relation != EQUAL)
+        return next(unequal, by_layer[0])
+    first = different_layers[0]
     return TensorRelation(
-        name, worst.relation, f"in {len(wrong)} of {first[0]} layers, first in {at}: {worst.detail}"
+        name,
+        by_layer[first].relation,
+        f"in {len(different_layers)} of {num_layers} layers, first in {first}: "
+        f"{by_layer[first].detail}",
     )
 
 
-def _relation(name: str, a: Tensor, b: Tensor) -> TensorRelation:
-    padded = a.shape != b.shape
-    if padded:
+def _different_shapes(name: str, a: Shape, b: Shape) -> TensorRelation:
+    """Return the relation of two tensors of different shapes."""
+    return TensorRelation(name, DIFFERENT, f"shapes {list(a)} and {list(b)}")
+
+
+def _compare_values(name: str, a: Tensor, b: Tensor) -> TensorRelation:
+    """Compare the values of two tensors; of two vocabularies the rows that both have."""
+    is_padded = a.shape != b.shape
+    if is_padded:
         if not name.endswith(VOCABULARY) or a.ndim != b.ndim:
-            return TensorRelation(name, DIFFERENT, f"shapes {list(a.shape)} and {list(b.shape)}")
+            return _different_shapes(name, tuple(a.shape), tuple(b.shape))
         rows = min(len(a), len(b))
         a, b = a[:rows], b[:rows]
-    # What is not finite is equal by its bits alone.
+    # NaN is unequal to itself, so tensors with NaN are compared by their bits.
     if a.dtype == b.dtype and (torch.equal(a, b) or hash_values(a) == hash_values(b)):
-        return TensorRelation(name, PADDING if padded else EQUAL)
+        return TensorRelation(name, PADDING if is_padded else EQUAL)
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     if a.dtype != b.dtype and torch.equal(a.to(narrow), b.to(narrow)):
         return TensorRelation(name, DTYPE, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
-    if detail := _permutation(a, b, ".experts.experts." in name):
+    if detail := _describe_permutation(a, b, has_experts=".experts.experts." in name):
         return TensorRelation(name, PERMUTED, detail)
-    eps = max(torch.finfo(one.dtype).eps if one.is_floating_point() else 0 for one in (a, b))
-    return _scaled_or_different(name, a.double(), b.double(), eps)
+    eps = max(_machine_epsilon(a), _machine_epsilon(b))
+    return _compare_magnitudes(name, a.double(), b.double(), eps)
 
 
-def _permutation(a: Tensor, b: Tensor, experts: bool) -> str:
-    """Which parts of the first the second has where; empty if it is no permutation."""
-    parts = ("experts", "rows", "columns") if experts else ("rows", "columns")
-    for dimension, what in enumerate(parts[: a.ndim]):
-        digests = ([hash_values(row) for row in one.unbind(dimension)] for one in (a, b))
-        if order := _order(*digests):
-            width = max(w for w in range(1, len(order)) if _moves_whole(order, w))
-            blocks = [at // width for at in order[::width]]
-            shown = f"{blocks[:16]}{'…' if len(blocks) > 16 else ''}"
-            return f"the second has blocks of {width} {what} in the order {shown}"
+def _machine_epsilon(values: Tensor) -> float:
+    """Return the relative rounding step of a tensor's dtype; 0 for integers."""
+    return torch.finfo(values.dtype).eps if values.is_floating_point() else 0
+
+
+def _describe_permutation(a: Tensor, b: Tensor, *, has_experts: bool) -> str:
+    """Return a clause on how `b` permutes the experts, rows or columns of `a`; empty if it does not.
+
+    The clause gives the order of the widest blocks that move together, at most `_MOST_SHOWN_BLOCKS` of them.
+    """
+    dimensions = ("experts", "rows", "columns") if has_experts else ("rows", "columns")
+    for dimension, noun in enumerate(dimensions[: a.ndim]):
+        hashes_a = [hash_values(values) for values in a.unbind(dimension)]
+        hashes_b = [hash_values(values) for values in b.unbind(dimension)]
+        order = _find_order(hashes_a, hashes_b)
+        if order:
+            width = max(width for width in range(1, len(order)) if _moves_blocks(order, width))
+            blocks = [index // width for index in order[::width]]
+            ellipsis = "…" if len(blocks) > _MOST_SHOWN_BLOCKS else ""
+            shown = f"{blocks[:_MOST_SHOWN_BLOCKS]}{ellipsis}"
+            return f"the second has blocks of {width} {noun} in the order {shown}"
     return ""
 
 
-def _moves_whole(order: list[int], width: int) -> bool:
-    """Whether a permutation moves blocks of so many places."""
-    return len(order) % width == 0 and all(
-        order[at] % width == 0
-        and order[at : at + width] == list(range(order[at], order[at] + width))
-        for at in range(0, len(order), width)
-    )
+def _moves_blocks(order: list[int], width: int) -> bool:
+    """Return True if a permutation only moves aligned blocks of `width` consecutive indices."""
+    if len(order) % width:
+        return False
+    for start in range(0, len(order), width):
+        first = order[start]
+        if first % width or order[start : start + width] != list(range(first, first + width)):
+            return False
+    return True
 
 
-def _order(own: list[bytes], others: list[bytes]) -> list[int]:
-    """Which part of the first each of the second is; empty if they are in order or no permutation."""
-    if own == others or sorted(own) != sorted(others):
+def _find_order(first: list[bytes], second: list[bytes]) -> list[int]:
+    """Return, for each element of `second`, its index in `first`.
+
+    The list is empty if both are in the same order, or if `second` is no permutation of `first`. Equal
+    elements are matched from the front.
+    """
+    if first == second or sorted(first) != sorted(second):
         return []
-    places = defaultdict[bytes, list[int]](list)
-    for at in reversed(range(len(own))):
-        places[own[at]].append(at)
-    return [places[value].pop() for value in others]
+    indices = defaultdict[bytes, list[int]](list)
+    for index in reversed(range(len(first))):
+        indices[first[index]].append(index)
+    return [indices[element].pop() for element in second]
 
 
 def hash_values(values: Tensor) -> bytes:
-    """Of a tensor's bits, without its shape."""
-    return hashlib.blake2b(
-        memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16
-    ).digest()
+    """Return a 16-byte hash of a tensor's bits; its shape and dtype do not count."""
+    raw = values.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(memoryview(raw), digest_size=16).digest()
 
 
-def _scaled_or_different(name: str, a: Tensor, b: Tensor, eps: float) -> TensorRelation:
-    """By a factor if every product is rounded to it and it is further from 1 than rounding goes."""
+def _compare_magnitudes(name: str, a: Tensor, b: Tensor, eps: float) -> TensorRelation:
+    """Return whether `b` is `a` times a factor, differs from `a` by rounding, or is different.
+
+    Args:
+        name: The tensor's name.
+        a: The first tensor in fp64.
+        b: The second tensor in fp64.
+        eps: The relative rounding step of the dtype in which the tensors are stored.
+    """
     square = (a * a).sum().item()
     factor = (a * b).sum().item() / square if square else 0.0
-    if abs(factor - 1) > max(_ROUNDING, eps) and torch.allclose(a * factor, b, rtol=eps, atol=0):
+    is_other_scale = abs(factor - 1) > max(_ROUNDING_TOLERANCE, eps)
+    if is_other_scale and torch.allclose(a * factor, b, rtol=eps, atol=0):
         return TensorRelation(name, SCALED, f"by {factor:.8g}")
     error = (a - b).abs()
     error = torch.where(error.isnan(), torch.inf, error)
-    apart = error.norm().item()
-    relation = ROUNDING if apart <= _ROUNDING * square**0.5 else DIFFERENT
-    first = error.flatten().nonzero()[0].item()
-    worst = error.argmax().item()
-    places = (
-        f"{which} at {list(map(int, torch.unravel_index(torch.tensor(at), a.shape)))}: "
-        f"{a.flatten()[int(at)].item():.8g} and {b.flatten()[int(at)].item():.8g}"
-        for which, at in (("first", first), ("worst", worst))
+    is_rounding = error.norm().item() <= _ROUNDING_TOLERANCE * square**0.5
+    first_index = int(error.flatten().nonzero()[0].item())
+    worst_index = int(error.argmax().item())
+    detail = (
+        f"first at {_describe_element(a, b, first_index)}; "
+        f"worst at {_describe_element(a, b, worst_index)}"
     )
-    return TensorRelation(name, relation, "; ".join(places))
+    return TensorRelation(name, ROUNDING if is_rounding else DIFFERENT, detail)
+
+
+def _describe_element(a: Tensor, b: Tensor, flat_index: int) -> str:
+    """Return the index and both values of an element, such as `[0, 3]: 1.5 and 1.25`."""
+    index = list(map(int, torch.unravel_index(torch.tensor(flat_index), a.shape)))
+    value_a, value_b = a.flatten()[flat_index].item(), b.flatten()[flat_index].item()
+    return f"{index}: {value_a:.8g} and {value_b:.8g}"

@@ -1,4 +1,8 @@
-"""A checkpoint of any format that Megatron's users have, described without reading a tensor's values."""
+"""Read what a checkpoint holds, in any format that Megatron's users have.
+
+The input is a folder. The result is `Contents`: arguments, names, shapes and dtypes of tensors, and the faults
+that show without reading the values of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -36,92 +40,101 @@ from parakit.checkpoint.full_tensors import (
     join_rank_files,
     stack_fsdp_tensors,
 )
-from parakit.config.files import file_flaw, open_regular_file, read_regular_file
+from parakit.config.files import describe_file_problem, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
-from parakit.config.run import RunSpec, spec_of_printed
+from parakit.config.run import RunSpec, spec_from_printed_arguments
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
-"""Megatron's names of its formats (`--ckpt-format`), and Hugging Face's safetensors."""
+"""Names of the formats: Megatron's (`--ckpt-format`), and Hugging Face's safetensors."""
 
-_WEIGHTS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
+_WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
 COMMON, COMMON_FILE = "common_state/", "common.pt"
-"""What every rank has alike: from 0.19 on an object beside the tensors, before a file."""
-_OWN_OBJECTS = ("args", "iteration")
-_PLAIN = (str, int, float, list, tuple, type(None))
+"""Where a torch_dist checkpoint stores the common state, which is identical on all ranks.
+
+Megatron 0.19 and later store an object whose name has this prefix, and earlier versions store this file.
+"""
+_FSDP_COMMON_OBJECTS = ("args", "iteration")
+_PRINTED_TYPES = (str, int, float, list, tuple, type(None))
 
 
 _STACKED = re.compile(r"\blayers\.(?!\d)")
 
 
 def is_stacked(name: str) -> bool:
-    """Whether a tensor holds all layers: its name has no layer's number."""
+    """Return True if a tensor of this name holds all layers: the name has no layer number."""
     return _STACKED.search(name) is not None
 
 
 class UnknownFormatError(ValueError):
-    """A folder that is no checkpoint, or one of a format that is not read."""
+    """A folder that holds no checkpoint, or a checkpoint of a format that is not read."""
 
 
 def tensor_kind(name: str) -> str:
-    """Of a tensor: `weight` or `optimizer`."""
+    """Return `optimizer` for a tensor of the optimizer's state, else `weight`."""
     return "optimizer" if "optimizer" in name.split(".") or "exp_avg" in name else "weight"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint says of itself."""
+    """The description of a checkpoint, without the values of its tensors."""
 
     folder: Path
     format: str
     iteration: int | None
     arguments: Mapping[str, str]
-    """Those that saved it, as a log prints them; empty where there are none."""
+    """Arguments of the run that saved the checkpoint, as a log prints them; empty without any."""
     stored: StoredMetadata
-    """Whole tensors, all layers stacked; of Hugging Face's formats under their own names."""
+    """Full tensors with all layers stacked; those of Hugging Face's formats under their own names."""
     states: tuple[str, ...]
-    """Of `optimizer`, `scheduler` and `random`, those that are there."""
+    """The states that the checkpoint holds: some of `optimizer`, `scheduler` and `random`."""
     problems: tuple[str, ...]
-    """What of it cannot be read, a sentence each."""
+    """A sentence for each part that cannot be read."""
     optimizer_format: str = ""
-    """Of the distributed optimizer, as Megatron calls it; empty where nothing says it."""
+    """Megatron's name for the form of the distributed optimizer's state; empty if it is not stored."""
     copies: tuple[ReplicatedPiece, ...] = ()
-    """What ranks hold beside, and which must be the same."""
+    """Pieces that further ranks hold of a tensor. They must equal the pieces in `stored`."""
     unknown_model: str = ""
-    """Why no tensors can be derived from a config.json of Hugging Face; empty where they can."""
+    """The reason why the tensors of a Hugging Face model are unknown; empty if its config.json defines them."""
 
     @cached_property
     def weights(self) -> dict[str, StoredTensor]:
-        """All but the optimizer's tensors, in the order of their names."""
-        held = sorted(self.stored.tensors.items())
-        return {name: one for name, one in held if tensor_kind(name) == "weight"}
+        """All tensors but the optimizer's, sorted by name."""
+        return {
+            name: tensor
+            for name, tensor in sorted(self.stored.tensors.items())
+            if tensor_kind(name) == "weight"
+        }
 
     @cached_property
     def spec(self) -> RunSpec | None:
-        """The run that its arguments describe; None where they do not."""
-        return spec_of_printed(self.arguments) if self.arguments else None
+        """The run that the arguments describe; None if they describe none."""
+        return spec_from_printed_arguments(self.arguments) if self.arguments else None
 
     @property
     def parameters(self) -> int:
-        """Elements of its weights."""
-        return sum(math.prod(one.shape) for one in self.weights.values())
+        """The number of elements in all weights."""
+        return sum(math.prod(weight.shape) for weight in self.weights.values())
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of tensors, by name."""
-        return {name: one.shape for name, one in self.stored.tensors.items()}
+        """The shape of each tensor, by name."""
+        return {name: tensor.shape for name, tensor in self.stored.tensors.items()}
 
     @property
     def vocabulary_rows(self) -> int:
-        """Of the padded vocabulary; 0 where no tensor says it."""
+        """Rows of the embedding, which are the padded vocabulary; 0 without an embedding."""
         return self.shapes.get(EMBEDDING, (0,))[0]
 
 
 def read_contents(folder: Path) -> Contents:
-    """Describe a checkpoint: its own folder (`iter_…`), or one whose tracker names the newest, also a
-    run's that holds such a one.
+    """Read the description of a checkpoint.
+
+    Args:
+        folder: The checkpoint's own folder (`iter_…`), a folder whose tracker file names the newest
+            checkpoint, or the folder of a run of this kit.
 
     Raises:
-        UnknownFormatError: It is none, or of a format that is not read.
+        UnknownFormatError: The folder holds no checkpoint, or one of a format that is not read.
     """
     if (folder / RUN_FILE).is_file():
         folder /= CHECKPOINTS_FOLDER
@@ -131,19 +144,19 @@ def read_contents(folder: Path) -> Contents:
         folder /= f"iter_{newest:07d}"
     if not folder.is_dir():
         raise UnknownFormatError(f"{folder} is no folder; name one that holds a checkpoint.")
-    backend = _backend(folder)
+    backend = _read_backend(folder)
     if backend == "zarr" or any(folder.glob("*/.zarray")):
         raise UnknownFormatError(
             f"{folder} is a checkpoint in the zarr format, which Megatron removed; load it with "
             "Megatron-Core 0.10 or older and save it with --ckpt-format torch_dist."
         )
     if backend or (folder / METADATA).exists():
-        return _distributed(folder, backend)
-    ranks = sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
-    if ranks:
-        return _legacy(folder, ranks)
+        return _read_distributed(folder, backend)
+    rank_files = sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
+    if rank_files:
+        return _read_legacy(folder, rank_files)
     if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
-        return _hugging_face(folder)
+        return _read_hugging_face(folder)
     raise UnknownFormatError(
         f"{folder} holds no {METADATA}, no mp_rank_… folder and no safetensors; name the folder of a "
         "checkpoint (iter_…), or the one above it."
@@ -151,179 +164,225 @@ def read_contents(folder: Path) -> Contents:
 
 
 def _refuse_special_tracker(folder: Path) -> None:
-    """Refuse a tracker file that is a pipe or a device: it names no iteration.
+    """Raise an error if the tracker file is a pipe or a device: reading it could wait for ever.
 
     Raises:
-        UnknownFormatError: It is one.
+        UnknownFormatError: The tracker file is no regular file.
     """
-    flaw = file_flaw(folder / TRACKER_FILE)
+    flaw = describe_file_problem(folder / TRACKER_FILE)
     if flaw and flaw != "is missing":
         raise UnknownFormatError(
             f"{folder / TRACKER_FILE} {flaw}; name the folder of one checkpoint (iter_…)."
         )
 
 
-def _backend(folder: Path) -> str:
+def _read_backend(folder: Path) -> str:
+    """Return the backend that Megatron's format file names; empty without a readable file."""
     try:
         return str(json.loads(read_regular_file(folder / FORMAT)).get("sharded_backend", ""))
     except (OSError, ValueError, AttributeError):
         return ""
 
 
-def _distributed(folder: Path, backend: str) -> Contents:
-    """PyTorch's distributed checkpoint: Megatron's torch_dist, or FSDP's DTensors."""
-    kind = TORCH_DIST if backend else FSDP
+def _read_distributed(folder: Path, backend: str) -> Contents:
+    """Read a checkpoint of PyTorch's distributed format: Megatron's torch_dist, or FSDP's DTensors.
+
+    A checkpoint with Megatron's tensor names counts as torch_dist, even if its format file is missing.
+    """
+    checkpoint_format = TORCH_DIST if backend else FSDP
     try:
         stored = read_metadata(folder)
     except DamagedCheckpointError as error:
-        nothing = StoredMetadata({}, (), {})
         return Contents(
-            folder, kind, parse_folder_iteration(folder), {}, nothing, (), (f"{error}.",)
+            folder,
+            checkpoint_format,
+            parse_folder_iteration(folder),
+            arguments={},
+            stored=StoredMetadata({}, (), {}),
+            states=(),
+            problems=(f"{error}.",),
         )
-    problems = list(_unreadable(folder, stored))
-    if kind == FSDP and any(name.startswith(_WEIGHTS) for name in stored.tensors):
-        kind = TORCH_DIST
-        flaw = file_flaw(folder / FORMAT) or "does not say a format"
+    problems = list(_find_unreadable(folder, stored))
+    has_megatron_names = any(name.startswith(_WEIGHT_PREFIXES) for name in stored.tensors)
+    if checkpoint_format == FSDP and has_megatron_names:
+        checkpoint_format = TORCH_DIST
+        flaw = describe_file_problem(folder / FORMAT) or "does not name a format"
         problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
-    common: Any = {}
+    common: dict[str, Any] = {}
     try:
-        common = _common(folder, stored, kind)
+        common = _read_common_state(folder, stored, checkpoint_format)
     except DamagedCheckpointError as error:
         problems.append(f"{error}.")
-    objects = tuple(stored.objects)
-    held = {
-        "optimizer": common.get("optimizer") or any("exp_avg" in name for name in stored.tensors),
-        "scheduler": any(name.startswith("opt_param_scheduler") for name in (*common, *objects)),
-        "random": any(name.startswith("rng_state") for name in objects),
+    object_names = tuple(stored.objects)
+    has_moments = any("exp_avg" in name for name in stored.tensors)
+    scheduler_names = (*common, *object_names)
+    has_state = {
+        "optimizer": bool(common.get("optimizer")) or has_moments,
+        "scheduler": any(name.startswith("opt_param_scheduler") for name in scheduler_names),
+        "random": any(name.startswith("rng_state") for name in object_names),
     }
+    metadata = common.get("content_metadata") or {}
     return Contents(
         folder,
-        kind,
+        checkpoint_format,
         common.get("iteration", parse_folder_iteration(folder)),
-        _arguments(common.get("args")),
-        stored if kind == TORCH_DIST else stack_fsdp_tensors(stored),
-        tuple(name for name, found in held.items() if found),
-        tuple(problems),
-        (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", ""),
+        arguments=_print_arguments(common.get("args")),
+        stored=stored if checkpoint_format == TORCH_DIST else stack_fsdp_tensors(stored),
+        states=tuple(name for name, is_stored in has_state.items() if is_stored),
+        problems=tuple(problems),
+        optimizer_format=metadata.get("distrib_optim_sharding_type", ""),
     )
 
 
-def _common(folder: Path, stored: StoredMetadata, kind: str) -> dict[str, Any]:
-    """Read the state that every rank has alike.
+def _read_common_state(
+    folder: Path, stored: StoredMetadata, checkpoint_format: str
+) -> dict[str, Any]:
+    """Read the common state, which is identical on all ranks; of FSDP's format only arguments and iteration.
 
     Raises:
-        DamagedCheckpointError: A torch_dist checkpoint has none, or it cannot be read.
+        DamagedCheckpointError: A torch_dist checkpoint has no such state, or it cannot be read.
     """
     path = folder / COMMON_FILE
-    part = next((at for name, at in stored.objects.items() if name.startswith(COMMON)), None)
+    parts = (part for name, part in stored.objects.items() if name.startswith(COMMON))
+    common_part = next(parts, None)
     if path.exists():
-        part = StoredPart(path.name, 0, path.stat().st_size)
-    if part is None and kind == TORCH_DIST:
+        common_part = StoredPart(path.name, 0, path.stat().st_size)
+    if common_part is None and checkpoint_format == TORCH_DIST:
         raise DamagedCheckpointError(
             f"{COMMON_FILE} is missing, without which Megatron loads no {TORCH_DIST} checkpoint"
         )
-    if part is None:  # FSDP's, an object each.
-        kept = {name: stored.objects[name] for name in _OWN_OBJECTS if name in stored.objects}
-        return {name: describe_object(folder, at) for name, at in kept.items()}
-    found = describe_object(folder, part)
-    found = found[0] if isinstance(found, list) and found else found
-    return found if isinstance(found, dict) else {}
+    if common_part is None:
+        return {
+            name: describe_object(folder, stored.objects[name])
+            for name in _FSDP_COMMON_OBJECTS
+            if name in stored.objects
+        }
+    common = describe_object(folder, common_part)
+    if isinstance(common, list) and common:
+        common = common[0]
+    return common if isinstance(common, dict) else {}
 
 
-def _unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
-    """Pieces that are missing, that do not fit together, and files that are too short for them."""
+def _find_unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
+    """Yield a sentence for each missing piece, misfit of pieces, and file that is too short for them."""
     for name, tensor in stored.tensors.items():
-        lacking = sorted(tensor.sizes.keys() - tensor.parts.keys())
-        if lacking:
-            yield f"{name} lacks the piece at {list(lacking[0])}."
+        missing_pieces = sorted(tensor.sizes.keys() - tensor.parts.keys())
+        if missing_pieces:
+            yield f"{name} lacks the piece at {list(missing_pieces[0])}."
         if flaw := _covering_flaw(tensor):
             yield f"The pieces of {name} {flaw}."
     for file, parts in stored.parts_by_file.items():
         path = folder / file
-        if flaw := file_flaw(path):
+        if flaw := describe_file_problem(path):
             yield f"{file} {flaw}, with {len(parts)} pieces."
             continue
-        size, end = path.stat().st_size, max(at.offset_bytes + at.length_bytes for at in parts)
-        if size < end:
-            yield f"{file} is truncated: it has {size} bytes of at least {end}."
-        if any(a.offset_bytes + a.length_bytes > b.offset_bytes for a, b in pairwise(parts)):
-            yield f"{METADATA} puts two pieces at one place of {file}."
+        size_bytes = path.stat().st_size
+        needed_bytes = max(part.offset_bytes + part.length_bytes for part in parts)
+        if size_bytes < needed_bytes:
+            yield f"{file} is truncated: it has {size_bytes} bytes of at least {needed_bytes}."
+        if any(
+            part.offset_bytes + part.length_bytes > following.offset_bytes
+            for part, following in pairwise(parts)
+        ):
+            yield f"{METADATA} puts two pieces at one offset of {file}."
 
 
 def _covering_flaw(tensor: StoredTensor) -> str:
+    """Return a clause on how the pieces fail to cover the tensor; empty if they cover it exactly."""
     for begin, size in tensor.sizes.items():
-        ends = (at + length for at, length in zip(begin, size, strict=True))
-        if any(end > whole for end, whole in zip(ends, tensor.shape, strict=True)):
+        ends = (start + length for start, length in zip(begin, size, strict=True))
+        if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
             return f"reach beyond its shape {list(tensor.shape)} at {list(begin)}"
-    held, whole = sum(map(math.prod, tensor.sizes.values())), math.prod(tensor.shape)
-    return "" if held == whole else f"hold {held} of its {whole} elements"
+    stored_elements = sum(map(math.prod, tensor.sizes.values()))
+    elements = math.prod(tensor.shape)
+    if stored_elements == elements:
+        return ""
+    return f"hold {stored_elements} of its {elements} elements"
 
 
-def _legacy(folder: Path, ranks: list[Path]) -> Contents:
-    """A file a model-parallel rank, each a pickle."""
-    problems, held = list[str](), dict[str, Any]()
-    for path in ranks:
+def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
+    """Read a checkpoint of the format `torch`: one pickle per model-parallel rank."""
+    problems, content_by_rank = list[str](), dict[str, Any]()
+    for path in rank_files:
         try:
             with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
-                held[path.parent.name] = describe_saved(archive)
+                content_by_rank[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
     iteration = parse_folder_iteration(folder)
-    for name, found in held.items():
-        own = found.get("iteration", iteration)
-        if iteration is not None and own != iteration:
-            problems.append(f"{name} is of iteration {own}, not of {iteration}.")
-    arguments = next(filter(None, (_arguments(one.get("args")) for one in held.values())), {})
-    stored, copies = join_rank_files(folder, held, arguments)
-    lacking = find_missing_ranks({path.parent.name for path in ranks}, arguments)
-    problems += (f"{name} is missing, which its arguments have." for name in lacking)
+    for rank, content in content_by_rank.items():
+        rank_iteration = content.get("iteration", iteration)
+        if iteration is not None and rank_iteration != iteration:
+            problems.append(f"{rank} is of iteration {rank_iteration}, not of {iteration}.")
+    printed = (_print_arguments(content.get("args")) for content in content_by_rank.values())
+    arguments = next(filter(None, printed), {})
+    stored, copies = join_rank_files(folder, content_by_rank, arguments)
+    for name in find_missing_ranks({path.parent.name for path in rank_files}, arguments):
+        problems.append(f"{name} is missing: the checkpoint's arguments imply it.")
     keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
-    states = [state for key, state in keys.items() if any(one.get(key) for one in held.values())]
+    states = tuple(
+        state
+        for key, state in keys.items()
+        if any(content.get(key) for content in content_by_rank.values())
+    )
     return Contents(
         folder,
         LEGACY,
         iteration,
-        arguments,
-        stored,
-        tuple(states),
-        tuple(problems or _unreadable(folder, stored)),
+        arguments=arguments,
+        stored=stored,
+        states=states,
+        problems=tuple(problems or _find_unreadable(folder, stored)),
         copies=copies,
     )
 
 
-def _hugging_face(folder: Path) -> Contents:
+def _read_hugging_face(folder: Path) -> Contents:
+    """Read a folder of safetensors with its config.json.
+
+    A damaged config.json is a problem. The config.json of an unknown model family is no problem; the reason
+    is kept in `unknown_model`.
+    """
     from parakit.convert import ConversionError, TensorFolder, read_source
 
     tensors: dict[str, StoredTensor] = {}
     problems: tuple[str, ...] = ()
-    unknown = ""
+    unknown_model = ""
     config = folder / "config.json"
     try:
         if config.exists():
-            read_config(config)  # One that is damaged is a fault; one of another family is none.
-        for one in TensorFolder(folder).tensors.values():
-            dtype = str(one.dtype).removeprefix("torch.")
-            tensors[one.name] = StoredTensor(one.shape, dtype, {}, {})
+            read_config(config)
+        for tensor in TensorFolder(folder).tensors.values():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors[tensor.name] = StoredTensor(tensor.shape, dtype, sizes={}, parts={})
     except (ConversionError, ConfigError) as error:
         problems = (str(error),)
-    try:
-        if not problems:
+    if not problems:
+        try:
             read_source(folder)
-    except ConversionError as error:
-        problems = (str(error),)
-    except ConfigError as error:  # A model of no family that is known.
-        unknown = str(error).removesuffix(".")
-    stored = StoredMetadata(tensors, (), {})
-    return Contents(folder, HUGGING_FACE, None, {}, stored, (), problems, unknown_model=unknown)
+        except ConversionError as error:
+            problems = (str(error),)
+        except ConfigError as error:
+            unknown_model = str(error).removesuffix(".")
+    return Contents(
+        folder,
+        HUGGING_FACE,
+        iteration=None,
+        arguments={},
+        stored=StoredMetadata(tensors, (), {}),
+        states=(),
+        problems=problems,
+        unknown_model=unknown_model,
+    )
 
 
-def _arguments(namespace: Any) -> dict[str, str]:
-    """As Megatron prints them; objects of its own classes are left out."""
+def _print_arguments(namespace: Any) -> dict[str, str]:
+    """Return arguments as Megatron prints them, by name, without objects of Megatron's own classes."""
     values = getattr(namespace, "__dict__", {})
-    return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
+    return {name: str(value) for name, value in values.items() if isinstance(value, _PRINTED_TYPES)}
 
 
 def parse_folder_iteration(folder: Path) -> int | None:
-    """Which iteration a checkpoint's own folder (`iter_…`) says that it is of."""
+    """Return the iteration in the name of a checkpoint's folder (`iter_0000100`); None without one."""
     match = re.fullmatch(r"iter_(\d+)", folder.name)
     return int(match[1]) if match else None

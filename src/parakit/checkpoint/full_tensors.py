@@ -1,8 +1,13 @@
-"""Pieces under the names of a rank or a layer, as torch_dist has them: whole tensors, layers stacked.
+"""Join the pieces that ranks or layers store under their own names to full tensors with all layers stacked.
 
-Megatron's format `torch` is a file a model-parallel rank, in which layers and experts are counted from
-0. FSDP's checkpoints have whole tensors, a name a layer. Of what several ranks hold alike one is a piece
-and the others are copies.
+The result has the names and shapes of a torch_dist checkpoint. There are two inputs:
+
+* Megatron's format `torch` has one file per model-parallel rank. Layers and experts are counted from 0 in
+  each file.
+* FSDP's checkpoints hold full tensors, one per layer.
+
+If several ranks hold the same piece, the first becomes part of the full tensor and the others are returned as
+`ReplicatedPiece`.
 """
 
 from __future__ import annotations
@@ -27,10 +32,13 @@ from parakit.artifacts.torch_dist import (
 LEGACY_FILE = "model_optim_rng.pt"
 COLUMN_PARALLEL_MODULES = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
 ROW_PARALLEL_MODULES = ("linear_proj", "linear_fc2")
-"""Modules whose weights TP cuts by their first dimension, and by their second."""
+"""Modules whose weights TP splits along the first dimension, and along the second."""
 
-_COPIED = re.compile(r"norm|router|position_embeddings|linear_(proj|fc2)\.bias")
-"""What every rank of TP has alike; of other modules it is not known."""
+_REPLICATED = re.compile(r"norm|router|position_embeddings|linear_(proj|fc2)\.bias")
+"""Names of tensors that are identical on all TP ranks.
+
+Other tensors that TP does not split may differ between ranks.
+"""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERTS = ".experts.experts."
 _EXPERT = re.compile(
@@ -42,22 +50,43 @@ _WRAPPED = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StackablePiece:
     """A piece of a tensor of one layer and one expert."""
 
     name: str
-    stacked: Shape
-    """The numbers of its layer and expert, where it has them."""
+    stack_index: Shape
+    """The numbers of its layer and of its expert; only those that the tensor has."""
     begin: Shape
     size: Shape
-    whole: Shape
+    full_shape: Shape
+    """The shape of the full tensor of this layer and expert."""
     dtype: str
     part: StoredPart
 
 
 @dataclass(frozen=True)
+class _CanonicalName:
+    """The name of a tensor in a torch_dist checkpoint, and its index in the stacked tensor."""
+
+    name: str
+    stack_index: Shape
+    """The numbers of its layer and of its expert; only those that the tensor has."""
+    half: int | None
+    """0 for the gate's half of a gated MLP's input projection, 1 for the value's; None if not split."""
+
+
+@dataclass(frozen=True)
+class _RankIndices:
+    """The position of a rank in TP, PP and EP."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+@dataclass(frozen=True)
 class ReplicatedPiece:
-    """What a rank holds of a tensor that another holds too."""
+    """A piece of a tensor that is also stored by another rank, whose piece is part of the full tensor."""
 
     name: str
     begin: Shape
@@ -65,7 +94,10 @@ class ReplicatedPiece:
 
 
 def tensor_parallel_axis(name: str) -> int | None:
-    """The dimension, without layers and experts, by which TP cuts a tensor; None if by none."""
+    """Return the dimension along which TP splits a tensor; None if TP does not split it.
+
+    The dimensions of stacked layers and experts do not count.
+    """
     module, _, kind = name.rpartition(".")
     module = module.rpartition(".")[2]
     if module in ROW_PARALLEL_MODULES and kind == "weight":
@@ -74,219 +106,316 @@ def tensor_parallel_axis(name: str) -> int | None:
 
 
 def stack_fsdp_tensors(stored: StoredMetadata) -> StoredMetadata:
-    """FSDP's tensors, stacked."""
+    """Return the metadata of an FSDP checkpoint with its layers and experts stacked."""
     pieces = []
-    for raw, tensor in stored.tensors.items():
-        name, stacked, half = _canonical(raw)
-        rows = tensor.shape[0] * (2 if half is not None else 1) if tensor.shape else 0
-        whole = (rows, *tensor.shape[1:]) if tensor.shape else ()
-        for at, part in tensor.parts.items():
-            begin = ((half or 0) * tensor.shape[0] + at[0], *at[1:]) if at else ()
-            size = tensor.sizes[at]
-            pieces.append(_Piece(name, stacked, begin, size, whole, tensor.dtype, part))
-    return replace(stored, tensors=_joined(pieces)[0])
+    for raw_name, tensor in stored.tensors.items():
+        canonical = _parse_name(raw_name)
+        rows_before, full_shape = 0, tensor.shape
+        if canonical.half is not None and tensor.shape:
+            rows_before = canonical.half * tensor.shape[0]
+            full_shape = (2 * tensor.shape[0], *tensor.shape[1:])
+        for index, part in tensor.parts.items():
+            piece = _StackablePiece(
+                canonical.name,
+                canonical.stack_index,
+                begin=(rows_before + index[0], *index[1:]) if index else (),
+                size=tensor.sizes[index],
+                full_shape=full_shape,
+                dtype=tensor.dtype,
+                part=part,
+            )
+            pieces.append(piece)
+    tensors, _ = _join_pieces(pieces)
+    return replace(stored, tensors=tensors)
 
 
 def join_rank_files(
     folder: Path, ranks: Mapping[str, Any], arguments: Mapping[str, str]
 ) -> tuple[StoredMetadata, tuple[ReplicatedPiece, ...]]:
-    """What the files of the format `torch` hold together, each of a rank by the name of its folder."""
-    files = {
-        rank: StoredPart(file := f"{rank}/{LEGACY_FILE}", 0, (folder / file).stat().st_size)
-        for rank in ranks
-    }
-    joined, copies = _joined(_pieces_of_ranks(files, ranks, arguments))
-    return StoredMetadata(joined, tuple(files.values()), {}), copies
+    """Join the rank files of the format `torch` to full tensors.
+
+    Args:
+        folder: The checkpoint's folder.
+        ranks: The content of each rank's file, by the name of the rank's folder (`mp_rank_00_001`).
+        arguments: Megatron's arguments as it prints them.
+
+    Returns:
+        The full tensors, and the pieces that further ranks hold of them.
+    """
+    files = {}
+    for rank in ranks:
+        file = f"{rank}/{LEGACY_FILE}"
+        files[rank] = StoredPart(file, 0, (folder / file).stat().st_size)
+    tensors, copies = _join_pieces(_list_rank_pieces(files, ranks, arguments))
+    return StoredMetadata(tensors, tuple(files.values()), {}), copies
 
 
 def find_missing_ranks(ranks: Collection[str], arguments: Mapping[str, str]) -> list[str]:
-    """Folders of ranks that the arguments have, and that are not there."""
-    tensor, pipeline, expert = _degrees(arguments)
-    wanted = (
-        "mp_rank_" + "_".join((f"{t:02d}", *(f"{n:03d}" for n, of in rest if of > 1)))
-        for t in range(tensor)
-        for p in range(pipeline)
-        for e in range(expert)
-        for rest in [((p, pipeline), (e, expert))]
-    )
-    return [name for name in wanted if name not in ranks]
+    """Return the names of the rank folders that the arguments imply and that `ranks` does not have."""
+    tensor, pipeline, expert = _model_parallel_sizes(arguments)
+    missing = []
+    for tensor_index in range(tensor):
+        for pipeline_index in range(pipeline):
+            for expert_index in range(expert):
+                name = f"mp_rank_{tensor_index:02d}"
+                if pipeline > 1:
+                    name += f"_{pipeline_index:03d}"
+                if expert > 1:
+                    name += f"_{expert_index:03d}"
+                if name not in ranks:
+                    missing.append(name)
+    return missing
 
 
-def _degrees(arguments: Mapping[str, str]) -> tuple[int, int, int]:
-    """TP, PP, EP."""
+def _model_parallel_sizes(arguments: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return TP, PP and EP; 1 for a size that the arguments do not have."""
     names = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
     tensor, pipeline, expert = (int(arguments.get(name) or 1) for name in names)
     return tensor, pipeline, expert
 
 
-def _rank_tensors(found: Mapping[str, Any]) -> dict[str, DescribedTensor]:
-    """The weights that a rank's file holds, and the optimizer's states of them as FSDP names those."""
-    chunks = (key for key in found if re.fullmatch(r"model\d*", str(key)))
-    weights = dict(_flattened({key: found[key] for key in chunks}))
-    chained = found.get("optimizer") or []
-    parts = chained if isinstance(chained, list) else [chained]
-    groups = [one for part in parts for one in _groups(part)]
-    apart = any(expert for expert, _ in groups)
-    left, states = list(weights), dict[str, DescribedTensor]()
-    for expert, members in groups:
-        for held in members:
-            # A group has its parameters in the model's order.
-            shape = next(iter(held.values())).shape
-            name = next(
-                (
-                    raw
-                    for raw in left
-                    if weights[raw].shape == shape and (not apart or (".experts." in raw) == expert)
-                ),
-                f"parameter {len(states)} that is no weight here",
-            )
-            left = [raw for raw in left if raw != name]
-            states |= {f"optimizer.state.{name}.{key}": one for key, one in held.items()}
+def _describe_rank_tensors(content: Mapping[str, Any]) -> dict[str, DescribedTensor]:
+    """Return the weights in a rank's file, and the optimizer's states of them, by FSDP's names.
+
+    The optimizer numbers its parameters and does not name them. A parameter is taken for the first weight
+    of its shape that is still free, because a group has its parameters in the model's order. A state without
+    such a weight gets a name that says so.
+    """
+    chunks = (key for key in content if re.fullmatch(r"model\d*", str(key)))
+    weights = dict(_flatten_tensors({key: content[key] for key in chunks}))
+    chained = content.get("optimizer") or []
+    optimizers = chained if isinstance(chained, list) else [chained]
+    groups = [group for optimizer in optimizers for group in _list_groups(optimizer)]
+    separates_experts = any(is_expert for is_expert, _ in groups)
+    free_names, states = list(weights), dict[str, DescribedTensor]()
+    for is_expert, parameters in groups:
+        for parameter in parameters:
+            shape = next(iter(parameter.values())).shape
+            name = f"parameter {len(states)} that is no weight here"
+            for raw_name in free_names:
+                is_in_group = not separates_experts or (".experts." in raw_name) == is_expert
+                if weights[raw_name].shape == shape and is_in_group:
+                    name = raw_name
+                    break
+            free_names = [raw_name for raw_name in free_names if raw_name != name]
+            for key, state in parameter.items():
+                states[f"optimizer.state.{name}.{key}"] = state
     return weights | states
 
 
-def _groups(part: Mapping[str, Any]) -> Iterator[tuple[bool, list[dict[str, DescribedTensor]]]]:
-    """An optimizer's groups: whether one is of experts, and what it keeps of each parameter."""
-    inner = part.get("optimizer", part)
-    states, main = inner.get("state") or {}, part.get("fp32_from_fp16_params") or ()
+def _list_groups(
+    optimizer: Mapping[str, Any],
+) -> Iterator[tuple[bool, list[dict[str, DescribedTensor]]]]:
+    """Yield, per parameter group, True if it is of experts, and the states of each parameter by name.
+
+    A parameter without any state is left out.
+    """
+    inner = optimizer.get("optimizer", optimizer)
+    states = inner.get("state") or {}
+    main_weights = optimizer.get("fp32_from_fp16_params") or ()
     for number, group in enumerate(inner.get("param_groups", ())):
-        members = [dict(states.get(index, {})) for index in group["params"]]
-        if len(main) > number and len(main[number]) == len(members):
-            members = [
-                {**one, "fp32_param": own} for one, own in zip(members, main[number], strict=True)
-            ]
-        described = [
-            {key: one[key] for key in _STATES if isinstance(one.get(key), DescribedTensor)}
-            for one in members
-        ]
-        yield bool(group.get("is_expert_parallel")), [one for one in described if one]
+        parameters = [dict(states.get(index, {})) for index in group["params"]]
+        if len(main_weights) > number and len(main_weights[number]) == len(parameters):
+            for parameter, main_weight in zip(parameters, main_weights[number], strict=True):
+                parameter["fp32_param"] = main_weight
+        described = []
+        for parameter in parameters:
+            tensors = {
+                key: parameter[key]
+                for key in _STATES
+                if isinstance(parameter.get(key), DescribedTensor)
+            }
+            if tensors:
+                described.append(tensors)
+        yield bool(group.get("is_expert_parallel")), described
 
 
-def _pieces_of_ranks(
+def _list_rank_pieces(
     files: Mapping[str, StoredPart], ranks: Mapping[str, Any], arguments: Mapping[str, str]
-) -> Iterator[_Piece]:
-    tensor, pipeline, _ = _degrees(arguments)
-    of_experts = int(arguments.get("expert_tensor_parallel_size") or tensor)
-    tied = arguments.get("untie_embeddings_and_output_weights") != "True"
-    held = {name: _rank_tensors(content) for name, content in ranks.items()}
-    layers = _first_layers(held, pipeline)
-    for rank, tensors in held.items():
-        t, p, e = _numbers(rank, pipeline)
-        named = {raw: _canonical(raw) for raw in tensors}
-        experts = 1 + max(
-            (at[-1] for name, at, _ in named.values() if _EXPERTS in name), default=-1
-        )
-        for raw, (own, stacked, _) in named.items():
-            name = own.replace(OUTPUT, EMBEDDING) if tied else own
-            count, axis = of_experts if _EXPERTS in name else tensor, tensor_parallel_axis(name)
-            if axis is None and tensor > 1 and not _COPIED.search(name):
+) -> Iterator[_StackablePiece]:
+    """Yield the pieces of all ranks' files, with layers and experts numbered over the whole model.
+
+    A tensor of which it is not known whether TP splits or replicates it stays a tensor of its rank, whose
+    folder comes first in the tensor's name.
+    """
+    tensor, pipeline, _ = _model_parallel_sizes(arguments)
+    expert_tensor = int(arguments.get("expert_tensor_parallel_size") or tensor)
+    is_tied = arguments.get("untie_embeddings_and_output_weights") != "True"
+    is_gated = arguments.get("swiglu") == "True"
+    tensors_by_rank = {rank: _describe_rank_tensors(content) for rank, content in ranks.items()}
+    first_layers = _find_first_layers(tensors_by_rank, pipeline)
+    for rank, tensors in tensors_by_rank.items():
+        indices = _parse_rank(rank, pipeline)
+        canonical_names = {raw_name: _parse_name(raw_name) for raw_name in tensors}
+        num_local_experts = _count_local_experts(canonical_names.values())
+        for raw_name, described in tensors.items():
+            canonical = canonical_names[raw_name]
+            name = canonical.name.replace(OUTPUT, EMBEDDING) if is_tied else canonical.name
+            num_shards = expert_tensor if _EXPERTS in name else tensor
+            axis = tensor_parallel_axis(name)
+            if axis is None and tensor > 1 and not _REPLICATED.search(name):
                 name = f"{rank}.{name}"
-            first = (layers[_chunk(raw), p], e * experts)
-            at = tuple(n + more for n, more in zip(stacked, first, strict=False))
-            halves = 2 if arguments.get("swiglu") == "True" and ".linear_fc1." in name else 1
-            shape, part = tensors[raw].shape, replace(files[rank], tensor=tensors[raw])
-            zeros = tuple(0 for _ in shape)
-            uncut = _Piece(name, at, zeros, shape, shape, tensors[raw].dtype, part)
-            if axis is None or axis >= len(shape):
-                yield uncut
-            else:
-                yield from _cut_pieces(uncut, tensors[raw], axis, t % count, count, halves)
+            first_layer = first_layers[_parse_chunk(raw_name), indices.pipeline]
+            firsts = (first_layer, indices.expert * num_local_experts)
+            # A tensor outside of layers has no index, and a tensor outside of experts has one.
+            stack_index = tuple(
+                index + first for index, first in zip(canonical.stack_index, firsts, strict=False)
+            )
+            piece = _StackablePiece(
+                name,
+                stack_index,
+                begin=tuple(0 for _ in described.shape),
+                size=described.shape,
+                full_shape=described.shape,
+                dtype=described.dtype,
+                part=replace(files[rank], tensor=described),
+            )
+            if axis is None or axis >= len(described.shape):
+                yield piece
+                continue
+            num_halves = 2 if is_gated and ".linear_fc1." in name else 1
+            shard = indices.tensor % num_shards
+            yield from _split_piece(
+                piece, described, axis=axis, rank=shard, num_ranks=num_shards, halves=num_halves
+            )
 
 
-def _cut_pieces(
-    uncut: _Piece, described: DescribedTensor, axis: int, rank: int, ranks: int, halves: int
-) -> Iterator[_Piece]:
-    """What a rank has of a tensor that TP cuts; with gate and value it is two pieces."""
+def _count_local_experts(names: Iterable[_CanonicalName]) -> int:
+    """Return the number of experts that a rank's tensors have; 0 without experts."""
+    numbers = [name.stack_index[-1] for name in names if _EXPERTS in name.name]
+    return 1 + max(numbers, default=-1)
+
+
+def _split_piece(
+    piece: _StackablePiece,
+    described: DescribedTensor,
+    *,
+    axis: int,
+    rank: int,
+    num_ranks: int,
+    halves: int,
+) -> Iterator[_StackablePiece]:
+    """Yield the pieces that a rank's shard is of the full tensor.
+
+    Args:
+        piece: The shard as if it were the full tensor.
+        described: The shard as its file stores it.
+        axis: The dimension along which TP splits the tensor.
+        rank: The TP rank.
+        num_ranks: TP.
+        halves: 2 for a gated MLP, whose shard holds a part of the gate and a part of the value; else 1.
+    """
     shape = described.shape
-    own = shape[axis] // halves
+    length = shape[axis] // halves
 
-    def along(length: int) -> Shape:
-        return (*shape[:axis], length, *shape[axis + 1 :])
+    def resize_axis(axis_length: int) -> Shape:
+        return (*shape[:axis], axis_length, *shape[axis + 1 :])
 
     for half in range(halves):
         begin = [0 for _ in shape]
-        begin[axis] = (half * ranks + rank) * own
-        skipped = described.begin + half * own * described.strides[axis]
-        part = replace(uncut.part, tensor=replace(described, shape=along(own), begin=skipped))
-        whole = along(shape[axis] * ranks)
-        yield replace(uncut, begin=tuple(begin), size=along(own), whole=whole, part=part)
+        begin[axis] = (half * num_ranks + rank) * length
+        offset = described.begin + half * length * described.strides[axis]
+        view = replace(described, shape=resize_axis(length), begin=offset)
+        yield replace(
+            piece,
+            begin=tuple(begin),
+            size=resize_axis(length),
+            full_shape=resize_axis(shape[axis] * num_ranks),
+            part=replace(piece.part, tensor=view),
+        )
 
 
-def _first_layers(
-    held: Mapping[str, Mapping[str, Any]], pipeline: int
+def _find_first_layers(
+    tensors_by_rank: Mapping[str, Mapping[str, Any]], pipeline: int
 ) -> dict[tuple[int, int], int]:
-    """The number of the first layer of each chunk of each stage: all first chunks come first."""
-    counts = dict[tuple[int, int], int]()
-    for rank, tensors in held.items():
-        for raw in tensors:
-            key = _chunk(raw), _numbers(rank, pipeline)[1]
-            found = _LAYER.search(raw)
-            counts[key] = max(counts.get(key, 0), 1 + int(found[1]) if found else 0)
-    first, firsts = 0, dict[tuple[int, int], int]()
-    for key in sorted(counts):
-        firsts[key] = first
-        first += counts[key]
-    return firsts
+    """Return the model's number of the first layer of each chunk, by chunk and pipeline stage.
+
+    Chunk 0 of all stages comes first, then chunk 1 of all stages, as Megatron interleaves them.
+    """
+    layer_counts = dict[tuple[int, int], int]()
+    for rank, tensors in tensors_by_rank.items():
+        stage = _parse_rank(rank, pipeline).pipeline
+        for raw_name in tensors:
+            key = _parse_chunk(raw_name), stage
+            layer = _LAYER.search(raw_name)
+            layers = 1 + int(layer[1]) if layer else 0
+            layer_counts[key] = max(layer_counts.get(key, 0), layers)
+    first_layers = dict[tuple[int, int], int]()
+    layers_before = 0
+    for key in sorted(layer_counts):
+        first_layers[key] = layers_before
+        layers_before += layer_counts[key]
+    return first_layers
 
 
-def _numbers(rank: str, pipeline: int) -> tuple[int, int, int]:
-    """Of TP, PP and EP in `mp_rank_00_001_002`; the second stands for PP where there is any."""
-    t, *others = map(int, rank.removeprefix("mp_rank_").split("_"))
-    p = others.pop(0) if pipeline > 1 and others else 0
-    return t, p, others[0] if others else 0
+def _parse_rank(rank: str, pipeline: int) -> _RankIndices:
+    """Return the indices in a folder's name such as `mp_rank_00_001_002`.
+
+    Megatron leaves out the number of PP if PP is 1, and that of EP if EP is 1; both are then 0.
+    """
+    tensor_index, *numbers = map(int, rank.removeprefix("mp_rank_").split("_"))
+    pipeline_index = numbers.pop(0) if pipeline > 1 and numbers else 0
+    return _RankIndices(tensor_index, pipeline_index, numbers[0] if numbers else 0)
 
 
-def _chunk(raw: str) -> int:
-    found = re.search(r"\bmodel(\d+)\.", raw)
-    return int(found[1]) if found else 0
+def _parse_chunk(raw_name: str) -> int:
+    """Return the model chunk (`model1.…`) that a name begins with; 0 without a number."""
+    match = re.search(r"\bmodel(\d+)\.", raw_name)
+    return int(match[1]) if match else 0
 
 
-def _canonical(raw: str) -> tuple[str, Shape, int | None]:
-    """The name in torch_dist, the numbers of layer and expert, and which half, of gate and value."""
-    moment = _MOMENT.fullmatch(raw)
-    name = _WRAPPED.sub("", moment[1] if moment else raw)
-    stacked = list[int]()
+def _parse_name(raw_name: str) -> _CanonicalName:
+    """Return the name that torch_dist has for a tensor, and its index in the stacked tensor."""
+    moment = _MOMENT.fullmatch(raw_name)
+    name = _WRAPPED.sub("", moment[1] if moment else raw_name)
+    stack_index = list[int]()
     if layer := _LAYER.search(f".{name}"):
-        stacked.append(int(layer[1]))
+        stack_index.append(int(layer[1]))
         name = _LAYER.sub(".layers.", f".{name}", count=1)[1:]
     if expert := _EXPERT.search(name):
-        stacked.append(int(expert[1] or expert[4]))
-        kept = expert[2] or expert[3] + (expert[5] or "")
-        name = f"{name[: expert.start()]}{_EXPERTS}{kept}"
+        stack_index.append(int(expert[1] or expert[4]))
+        parameter = expert[2] or expert[3] + (expert[5] or "")
+        name = f"{name[: expert.start()]}{_EXPERTS}{parameter}"
+    # FSDP stores gate and value of a gated MLP as two tensors, whose names end in _w and _v.
     half = {"_w": 0, "_v": 1}.get(name[-2:]) if ".linear_fc1." in name else None
-    name = name if half is None else name[:-2]
+    if half is not None:
+        name = name[:-2]
     for norm, module in NORMS.items():
         name = name.replace(module, norm)
-    return f"optimizer.state.{moment[2]}.{name}" if moment else name, tuple(stacked), half
+    if moment:
+        name = f"optimizer.state.{moment[2]}.{name}"
+    return _CanonicalName(name, tuple(stack_index), half)
 
 
-def _joined(
-    pieces: Iterable[_Piece],
+def _join_pieces(
+    pieces: Iterable[_StackablePiece],
 ) -> tuple[dict[str, StoredTensor], tuple[ReplicatedPiece, ...]]:
-    by_name = dict[str, list[_Piece]]()
+    """Return full tensors by name, and the pieces at an index that an earlier piece has already."""
+    pieces_by_name = dict[str, list[_StackablePiece]]()
     for piece in pieces:
-        by_name.setdefault(piece.name, []).append(piece)
+        pieces_by_name.setdefault(piece.name, []).append(piece)
     tensors, copies = dict[str, StoredTensor](), list[ReplicatedPiece]()
-    for name, found in by_name.items():
-        counts = tuple(
-            1 + max(numbers) for numbers in zip(*(one.stacked for one in found), strict=True)
-        )
-        whole = StoredTensor((*counts, *found[0].whole), found[0].dtype, {}, {})
-        for piece in found:
-            at = (*piece.stacked, *piece.begin)
-            if at in whole.parts:
-                copies.append(ReplicatedPiece(name, at, piece.part))
+    for name, pieces_of_tensor in pieces_by_name.items():
+        indices = zip(*(piece.stack_index for piece in pieces_of_tensor), strict=True)
+        stack_shape = tuple(1 + max(numbers) for numbers in indices)
+        first = pieces_of_tensor[0]
+        tensor = StoredTensor((*stack_shape, *first.full_shape), first.dtype, sizes={}, parts={})
+        for piece in pieces_of_tensor:
+            begin = (*piece.stack_index, *piece.begin)
+            if begin in tensor.parts:
+                copies.append(ReplicatedPiece(name, begin, piece.part))
                 continue
-            whole.sizes[at] = (*(1 for _ in counts), *piece.size)
-            whole.parts[at] = piece.part
-        tensors[name] = whole
+            tensor.sizes[begin] = (*(1 for _ in stack_shape), *piece.size)
+            tensor.parts[begin] = piece.part
+        tensors[name] = tensor
     return tensors, tuple(copies)
 
 
-def _flattened(found: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTensor]]:
-    for key, value in found.items():
+def _flatten_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTensor]]:
+    """Yield the tensors of nested dictionaries with their keys joined by dots; drop everything else."""
+    for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, DescribedTensor):
             yield name, value
         elif isinstance(value, dict):
-            yield from _flattened(value, f"{name}.")
+            yield from _flatten_tensors(value, f"{name}.")

@@ -1,4 +1,7 @@
-"""The value that `inspect` prints and that `parakit.inspect_checkpoint` returns."""
+"""Inspect a checkpoint: describe it, find its faults, judge a strategy, compare it with another checkpoint.
+
+The result, `CheckpointInspection`, is what `make inspect` prints and what `parakit.inspect_checkpoint` returns.
+"""
 
 from __future__ import annotations
 
@@ -37,51 +40,48 @@ class CheckpointInspection(PresentedTable):
     """A sentence for each fault of the checkpoint; empty if no fault was found."""
     coverage: CheckCoverage
     strategy: str | None = None
-    """The strategy of which `loading` says whether it loads the checkpoint."""
+    """The strategy that `loading` judges."""
     loading: LoadVerdict | None = None
+    """Whether `strategy` can load the checkpoint; None without a strategy."""
     relations: tuple[TensorRelation, ...] | None = None
-    """How each tensor differs from that of the other checkpoint; None if nothing was compared."""
+    """The relation of each tensor to that of the other checkpoint.
+
+    None if nothing was compared; empty if `other_problems` prevented the comparison.
+    """
     other_problems: tuple[str, ...] = ()
     """A sentence for each reason why the comparison could not be made; empty without one."""
 
     @property
     def is_as_wanted(self) -> bool:
-        """True if no fault was found, the strategy loads the checkpoint and the two are one model."""
-        same = all(relation.is_same for relation in self.relations or ())
-        loads = self.loading is None or self.loading.verdict.startswith("loads")
-        return not self.problems and not self.other_problems and same and loads
+        """True if there is no fault, the strategy loads the checkpoint, and both checkpoints are one model."""
+        is_same_model = all(relation.is_same for relation in self.relations or ())
+        is_loadable = self.loading is None or self.loading.verdict.startswith("loads")
+        has_problems = bool(self.problems or self.other_problems)
+        return not has_problems and is_same_model and is_loadable
 
     @property
     def text(self) -> str:
         """Lines for a terminal: format, arguments, tensors by module, loading and comparison."""
         contents = self.contents
-        lines = [*_header(contents), *_modules(contents)]
-        moments = len(contents.stored.tensors) - len(contents.weights)
-        lines.append(f"and {moments} tensors of the optimizer")
+        lines = [*_describe_header(contents), *_describe_modules(contents)]
+        num_optimizer_tensors = len(contents.stored.tensors) - len(contents.weights)
+        lines.append(f"and {num_optimizer_tensors} tensors of the optimizer")
         if self.loading:
-            flags = f" with {' '.join(self.loading.flags)}" if self.loading.flags else ""
-            reasons = (reason[0].upper() + reason[1:] for reason in self.loading.reasons)
-            lines += [f"Under that strategy: {self.loading.verdict}{flags}.", *reasons]
-        relations = self.relations or ()
-        lines += [
-            f"{tensor.name}: {tensor.relation} {tensor.detail}".rstrip() for tensor in relations
-        ]
-        if relations:
-            counts = Counter(tensor.relation for tensor in relations).most_common()
-            kinds = ", ".join(f"{number} {relation}" for relation, number in counts)
-            lines.append(f"Of {len(relations)} tensors {kinds}.")
+            lines += _describe_loading(self.loading)
+        if self.relations:
+            lines += _describe_relations(self.relations)
         return "\n".join(lines)
 
     def show(self, console: Console) -> None:
-        """Print the text, then the problems, or what was checked if there are none."""
+        """Print the text, then the problems; without problems, the parts that were checked."""
         say(console, self.text)
         problems = (*self.problems, *self.other_problems)
-        for line in problems or (self.coverage.sentences,):
-            say(console, line)
+        for sentence in problems or (self.coverage.sentences,):
+            say(console, sentence)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `parakit inspect --json` prints."""
-        description = _describe(self.contents, self.problems) | asdict(self.coverage)
+        """Return the inspection as `parakit inspect --json` prints it."""
+        description = _contents_to_dict(self.contents, self.problems) | asdict(self.coverage)
         if self.loading:
             description["loading"] = {"strategy": self.strategy, **asdict(self.loading)}
         if self.relations is not None:
@@ -97,38 +97,46 @@ class CheckpointInspection(PresentedTable):
 def inspect_folder(
     folder: Path, *, compare: Path | None = None, strategy: str | None = None, verify: bool = False
 ) -> CheckpointInspection:
-    """Read a checkpoint, and compare it with another one if it has no fault itself.
+    """Inspect a checkpoint; compare it with another checkpoint if neither has a fault.
 
     Args:
-        folder: A checkpoint's folder, or one that holds checkpoints or a run.
-        compare: The other checkpoint.
-        strategy: A strategy of which it is said whether it loads the checkpoint.
-        verify: Whether every piece is read and compared with its checksum.
+        folder: A checkpoint's folder, or a folder that holds checkpoints or a run.
+        compare: The other checkpoint; None compares nothing.
+        strategy: A strategy to judge: can it load the checkpoint? None judges nothing.
+        verify: True to read every piece and compare it with its checksum.
 
     Raises:
-        ValueError: A folder is no checkpoint, or of a format that is not read; one sentence.
+        ValueError: A folder holds no checkpoint, or one of a format that is not read.
     """
     contents = read_contents(folder)
     problems = find_problems(contents, verify)
-    loads = judge_loading(contents, strategy) if strategy else None
+    load_verdict = judge_loading(contents, strategy) if strategy else None
     coverage = describe_coverage(contents, verify)
     if compare is None or problems:
-        return CheckpointInspection(contents, problems, coverage, strategy, loads)
+        return CheckpointInspection(contents, problems, coverage, strategy, load_verdict)
     from parakit.checkpoint.compare import compare_weights
 
     other = read_contents(compare)
-    flaws = tuple(f"COMPARE={compare}: {flaw}" for flaw in find_problems(other, verify))
+    other_problems = tuple(f"COMPARE={compare}: {flaw}" for flaw in find_problems(other, verify))
     relations: list[TensorRelation] = []
-    try:
-        relations = [] if flaws else compare_weights(contents, other)
-    except DamagedCheckpointError as error:
-        flaws = (f"{error}; copy the file again from where the checkpoint was saved.",)
+    if not other_problems:
+        try:
+            relations = compare_weights(contents, other)
+        except DamagedCheckpointError as error:
+            other_problems = (f"{error}; copy the file again from where the checkpoint was saved.",)
     return CheckpointInspection(
-        contents, problems, coverage, strategy, loads, tuple(relations), flaws
+        contents,
+        problems,
+        coverage,
+        strategy,
+        load_verdict,
+        relations=tuple(relations),
+        other_problems=other_problems,
     )
 
 
-def _describe(contents: Contents, problems: tuple[str, ...]) -> dict[str, Any]:
+def _contents_to_dict(contents: Contents, problems: tuple[str, ...]) -> dict[str, Any]:
+    """Return the description of a checkpoint with the keys of `parakit inspect --json`."""
     spec = contents.spec
     return {
         "format": contents.format,
@@ -145,12 +153,12 @@ def _describe(contents: Contents, problems: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _header(contents: Contents) -> list[str]:
+def _describe_header(contents: Contents) -> list[str]:
     """Return the lines before the tensors: folder, format, states and arguments."""
-    at = "" if contents.iteration is None else f", iteration {contents.iteration}"
+    iteration = "" if contents.iteration is None else f", iteration {contents.iteration}"
     saved_by = f", saved by {strategy_name(contents.spec.parallelism)}" if contents.spec else ""
     lines = [
-        f"{contents.folder}: {contents.format}{at}{saved_by}, {contents.parameters:,} parameters",
+        f"{contents.folder}: {contents.format}{iteration}{saved_by}, {contents.parameters:,} parameters",
         f"States: {', '.join(contents.states) or 'none'}",
     ]
     if spec := contents.spec:
@@ -162,10 +170,25 @@ def _header(contents: Contents) -> list[str]:
     return lines
 
 
-def _modules(contents: Contents) -> list[str]:
-    """Return a line per module, and below it a line per weight."""
+def _describe_modules(contents: Contents) -> list[str]:
+    """Return a line per module, each followed by a line per weight of the module."""
     modules = defaultdict[str, list[str]](list)
     for name, weight in contents.weights.items():
         module, _, parameter = name.rpartition(".")
         modules[module].append(f"  {parameter} {list(weight.shape)} {weight.dtype}")
     return [line for module, tensors in modules.items() for line in (module, *tensors)]
+
+
+def _describe_loading(loading: LoadVerdict) -> list[str]:
+    """Return a line with the verdict and the flags that loading needs, and a line per reason."""
+    flags = f" with {' '.join(loading.flags)}" if loading.flags else ""
+    reasons = (reason[0].upper() + reason[1:] for reason in loading.reasons)
+    return [f"Under that strategy: {loading.verdict}{flags}.", *reasons]
+
+
+def _describe_relations(relations: Sequence[TensorRelation]) -> list[str]:
+    """Return a line per tensor, and a last line that counts the relations."""
+    lines = [f"{tensor.name}: {tensor.relation} {tensor.detail}".rstrip() for tensor in relations]
+    counts = Counter(tensor.relation for tensor in relations).most_common()
+    counted = ", ".join(f"{number} {relation}" for relation, number in counts)
+    return [*lines, f"Of {len(relations)} tensors {counted}."]

@@ -1,21 +1,25 @@
-"""`make reshard`: a torch_dist checkpoint as another strategy would have saved it, without ranks.
+"""`make reshard`: convert a torch_dist checkpoint to another strategy, without starting ranks.
 
-What a strategy is in that format, and so what changes (Megatron 0.19, `core/dist_checkpointing`):
+The result is the checkpoint that the other strategy would have saved. A strategy shows in four places of the
+format (Megatron 0.19, `core/dist_checkpointing`), and those are what changes:
 
-* The common state: arguments, and the form of the optimizer's own part (`parakit.checkpoint.parallelism`).
-* Which pieces a tensor lies in. Each is whole, with all layers and experts stacked, whatever saved it,
-  and a rank reads the pieces that overlap its own; those of the new strategy are read whole and once.
-* Main weights of the optimizer between ZeRO-1 and none: another name; in fp32 only ZeRO-1 has them.
-* Random states, one a rank of TP and PP, stay under the same TP and PP and are left out otherwise, as
-  Megatron ignores them then; so are states of its rerun machine, one a rank, under other ranks.
+* The common state holds the arguments and the form of the optimizer's entry (`parakit.checkpoint.parallelism`).
+* Tensors are stored in pieces. A tensor is full, with all layers and experts stacked, whichever strategy saved
+  it, and a rank reads the pieces that overlap its shard. The pieces that are written are those of the new
+  strategy, so that its ranks read full pieces, each once.
+* The main weights of the optimizer have one name with ZeRO-1 and another without. An fp32 model has main
+  weights with ZeRO-1 only.
+* RNG states are stored per rank of TP and PP. They are kept if TP and PP stay, and dropped otherwise, because
+  Megatron would ignore them. The states of the rerun machine, one per rank, are dropped if the ranks change.
 
-What does not: values, names of weights and moments, extra states (one a layer), the schedule, the
-position in the data (samples), the padding of the vocabulary. Optimizer states in the order of gradient
-buffers (`dp_reshardable`) hold for one TP and PP and any DP; as flattened ranges (before 0.14) they are
-refused. So are FSDP's, and pickles of `mp_rank_…` folders, whose values are not read.
+All else stays: values, names of weights and moments, extra states per layer, the learning rate schedule, the
+position in the data (samples), the padding of the vocabulary.
 
-Files are written one after another, each with its index once it was read back and found equal. A command
-that was killed goes on behind the last of them.
+Refused are optimizer states in the order of gradient buffers (`dp_reshardable`), unless only DP changes;
+flattened ranges (before 0.14); FSDP's formats; and pickles of `mp_rank_…` folders.
+
+Files are written one after another. A file gets its index once it was read back and found equal. A command
+that is started again after it was killed continues after the last file with an index.
 """
 
 from __future__ import annotations
@@ -67,28 +71,35 @@ from parakit.checkpoint.parallelism import (
     rerun_state_sizes,
 )
 from parakit.config.files import ROOT, relative_to_root
-from parakit.config.strategy import Parallelism, Sharding, devices_of, parse_strategy, strategy_name
+from parakit.config.strategy import (
+    Parallelism,
+    Sharding,
+    count_devices,
+    parse_strategy,
+    strategy_name,
+)
 from parakit.convert import ConversionProgress, check_disk_space
-from parakit.costs import violations
+from parakit.costs import find_violations
 
 MIN_FILE_BYTES = 1 << 30
-"""About the least of a file: what a kill costs."""
+"""Size from which on a file is closed. A killed command loses at most the file that it was writing."""
 MAX_PIECE_BYTES = 1 << 28
-"""The most of a piece that no strategy cuts, such as a bucket of a gradient buffer."""
+"""Upper bound on the size of a piece, so that memory is bounded. It matters for long tensors."""
 
-_OWN = ("job.json", "lock")
-"""What an unfinished folder holds beside the checkpoint."""
+_JOB_FILE, _LOCK_FILE = "job.json", "lock"
+"""Files in an unfinished folder that are no part of the checkpoint."""
 _OPTIMIZER = "optimizer.state."
-_MAIN = {Sharding.NONE: f"{_OPTIMIZER}fp32_param.", Sharding.ZERO1: f"{_OPTIMIZER}param."}
+_MAIN_WEIGHTS = {Sharding.NONE: f"{_OPTIMIZER}fp32_param.", Sharding.ZERO1: f"{_OPTIMIZER}param."}
+"""Prefixes of main weights, by sharding. Other shardings cannot be resharded."""
 
 
 class ReshardError(ValueError):
-    """What cannot be resharded, or not to there; one sentence."""
+    """A checkpoint that cannot be resharded, or not to this strategy; the message is one sentence."""
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """One of the target's pieces, and the tensor that it is a part of."""
+class _TargetPiece:
+    """A piece of a tensor as it is written, and the tensor of the source."""
 
     name: str
     source: StoredTensor
@@ -97,68 +108,91 @@ class _Piece:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.size) * int(getattr(torch, self.source.dtype).itemsize)
+        """The size of the piece's values in bytes."""
+        return math.prod(self.size) * _bytes_per_element(self.source)
 
 
-class _Job(msgspec.Struct, frozen=True):
-    """`job.json` in an unfinished folder: what is made there."""
+class _ReshardJob(msgspec.Struct, frozen=True):
+    """The content of `job.json` in an unfinished folder: what the folder is made from."""
 
     source: str
     metadata: str
-    """Its sha256."""
+    """The sha256 of the source's metadata file."""
     strategy: str
 
 
 def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
-    """Write `CKPT=` as `STRATEGY=` would have saved it to `TO=`; 0.
+    """Write a checkpoint as another strategy would have saved it, and return 0.
+
+    The files are first written to a hidden folder beside the target, which is renamed at the end. So the target
+    is complete or does not exist. The hidden folder stays if the command is interrupted.
+
+    Args:
+        ckpt: CKPT=, the folder of the checkpoint.
+        strategy: STRATEGY=, the name of the other strategy.
+        to: TO=, the folder to write, which must not exist.
+        console: Receives progress, the path of the result, and what its user must know.
 
     Raises:
-        ValueError: It cannot be, in one sentence; the target is there whole or not at all.
+        ValueError: The checkpoint cannot be resharded; one sentence.
     """
     contents = read_contents(ROOT / Path(ckpt).expanduser())
     target = ROOT / Path(to).expanduser()
-    new = _parallelism_of(contents, strategy)
+    new = _parse_target_strategy(contents, strategy)
     if target.exists():
         raise ReshardError(f"TO={to} exists already; remove it, or name another folder.")
-    plan = _Plan(contents, new)
+    plan = _ReshardPlan(contents, new)
     unfinished = target.with_name(f".{target.name}.resharding")
-    done = sum(file.stat().st_size for file in unfinished.glob("iter_*/*.distcp"))
-    check_disk_space(target, max(0, plan.size_bytes - done))
+    written_bytes = sum(file.stat().st_size for file in unfinished.glob("iter_*/*.distcp"))
+    check_disk_space(target, max(0, plan.size_bytes - written_bytes))
     unfinished.mkdir(parents=True, exist_ok=True)
-    with (unfinished / _OWN[1]).open("wb") as held:
+    with (unfinished / _LOCK_FILE).open("wb") as lock:
         try:
-            lock_file(held)
+            lock_file(lock)
         except BlockingIOError:
             raise ReshardError(f"Another process reshards to TO={to}; wait for it.") from None
-        made_of = compute_sha256(contents.folder / METADATA)
-        _begin(unfinished, _Job(str(contents.folder), made_of, strategy))
+        metadata_hash = compute_sha256(contents.folder / METADATA)
+        _begin_or_continue(unfinished, _ReshardJob(str(contents.folder), metadata_hash, strategy))
         folder = unfinished / f"iter_{contents.iteration or 0:07d}"
-        try:
-            summary = plan.write(folder, ConversionProgress(console))
-        except DamagedCheckpointError as error:
-            raise ReshardError(
-                f"{error}; copy the file again from where the checkpoint was saved, or reshard an older "
-                "checkpoint."
-            ) from error
-        except BaseException:  # Ctrl-C as well.
-            kept = f"{relative_to_root(unfinished)} is kept: the same command goes on behind what is in it."
-            console.print(kept, highlight=False)
-            raise
-        _check(folder, contents, new)
+        summary = _write_checkpoint(plan, folder, console)
+        _check_result(folder, contents, new)
         (unfinished / TRACKER_FILE).write_text(str(contents.iteration))
-        for left in (*unfinished.glob("iter_*/*.distcp.json"), *map(unfinished.joinpath, _OWN)):
-            left.unlink()
+        for index in unfinished.glob("iter_*/*.distcp.json"):
+            index.unlink()
+        (unfinished / _JOB_FILE).unlink()
+        (unfinished / _LOCK_FILE).unlink()
     unfinished.rename(target)
-    for line in (f"{summary} → {relative_to_root(target)}", *plan.sentences):
+    for line in (f"{summary} → {relative_to_root(target)}", *plan.notes):
         console.print(line, highlight=False)
     return 0
 
 
-def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
-    """What the strategy asks for, if this checkpoint can be laid out so.
+def _write_checkpoint(plan: _ReshardPlan, folder: Path, console: Console) -> str:
+    """Write the checkpoint to `folder` and return the summary line; if that fails, say that files stay.
 
     Raises:
-        ReshardError, StrategyError: It cannot, and why.
+        ReshardError: A piece of the source cannot be read.
+    """
+    try:
+        return plan.write(folder, ConversionProgress(console))
+    except DamagedCheckpointError as error:
+        raise ReshardError(
+            f"{error}; copy the file again from where the checkpoint was saved, or reshard an older "
+            "checkpoint."
+        ) from error
+    except BaseException:  # Ctrl-C is no Exception.
+        console.print(
+            f"{relative_to_root(folder.parent)} is kept: the same command continues from it.",
+            highlight=False,
+        )
+        raise
+
+
+def _parse_target_strategy(contents: Contents, strategy: str) -> Parallelism:
+    """Return the strategy to convert to, if the checkpoint can be converted to it.
+
+    Raises:
+        ReshardError, StrategyError: The checkpoint or the strategy does not allow it; one sentence.
     """
     spec = contents.spec
     if contents.format != TORCH_DIST:
@@ -166,76 +200,97 @@ def _parallelism_of(contents: Contents, strategy: str) -> Parallelism:
             f"{contents.folder} is of the format {contents.format}, whose values are not read here; "
             "load it with Megatron and save it with --ckpt-format torch_dist."
         )
-    if flaw := next(iter(find_problems(contents)), None):
-        raise ReshardError(f"{contents.folder} is not whole: {flaw}")
+    flaw = next(iter(find_problems(contents)), None)
+    if flaw:
+        raise ReshardError(f"{contents.folder} is not complete: {flaw}")
     if spec is None:
         raise ReshardError(
             f"{contents.folder} holds no arguments that define a model and its strategy."
         )
-    new = parse_strategy(strategy, devices_of(strategy, spec.parallelism.world_size))
+    new = parse_strategy(strategy, count_devices(strategy, spec.parallelism.world_size))
     for parallelism in (spec.parallelism, new):
-        if parallelism.sharding not in _MAIN or parallelism.schedule:
+        if parallelism.sharding not in _MAIN_WEIGHTS or parallelism.schedule:
             raise ReshardError(
                 f"{strategy_name(parallelism)} has no checkpoints in Megatron's torch_dist format; name "
                 "a product of dp, tp, sp, cp, pp, vpp and ep, with -zero1 or without."
             )
-    for reason in violations(replace_parallelism(spec, new)):
+    for reason in find_violations(replace_parallelism(spec, new)):
         raise ReshardError(f"Megatron refuses STRATEGY={strategy}: {reason}")
     if contents.vocabulary_rows % new.tensor:
         raise ReshardError(
-            f"{contents.folder} holds {contents.vocabulary_rows} rows of the vocabulary, which TP {new.tensor} "
-            "does not divide; name another TP."
+            f"{contents.folder} holds {contents.vocabulary_rows} rows of the vocabulary, which TP "
+            f"{new.tensor} does not divide; name another TP."
         )
     _refuse_fixed_states(contents, spec.parallelism, new)
     return new
 
 
 def _refuse_fixed_states(contents: Contents, old: Parallelism, new: Parallelism) -> None:
-    """Refuse optimizer states that hold for the strategy that saved them alone."""
-    form = contents.optimizer_format
-    if old.sharding is Sharding.NONE or form == RESHARDABLE or "optimizer" not in contents.states:
+    """Raise an error if the optimizer's states are in a form that only the strategy `old` can load.
+
+    Raises:
+        ReshardError: The states are in such a form, and `new` is not `old` with another DP.
+    """
+    optimizer_format = contents.optimizer_format
+    is_sharded = old.sharding is not Sharding.NONE
+    if not is_sharded or "optimizer" not in contents.states or optimizer_format == RESHARDABLE:
         return
-    if form == "dp_reshardable" and replace(new, data=old.data) == old:
+    changes_only_data = replace(new, data=old.data) == old
+    if optimizer_format == "dp_reshardable" and changes_only_data:
         return
     raise ReshardError(
-        f"{contents.folder} holds optimizer states that are {form or 'of no named form'}: in the order "
-        "of the ranks' gradient buffers, which another strategy has otherwise; load it under "
+        f"{contents.folder} holds optimizer states that are {optimizer_format or 'of no named form'}: in "
+        "the order of the ranks' gradient buffers, which another strategy has otherwise; load it under "
         f"{strategy_name(old)} and save it with --dist-ckpt-optim-fully-reshardable."
     )
 
 
-def _begin(unfinished: Path, job: _Job) -> None:
-    """Go on with what is there, or begin."""
-    path = unfinished / _OWN[0]
-    if path.is_file():
-        if msgspec.json.decode(path.read_bytes(), type=_Job) == job:
-            return
-        raise ReshardError(
-            f"{relative_to_root(unfinished)} is what another reshard has left; remove it, or name another TO=."
-        )
-    write_record(path, job)
-
-
-def _check(folder: Path, source: Contents, new: Parallelism) -> None:
-    """See that what was written says that it is the source in the new strategy.
+def _begin_or_continue(unfinished: Path, job: _ReshardJob) -> None:
+    """Record the job in an unfinished folder, or check that the folder is of the same job.
 
     Raises:
-        ReshardError: It does not.
+        ReshardError: The folder is of another job.
     """
-    made = read_contents(folder)
-    said = made.spec.parallelism if made.spec else None
-    weights = [
-        {name: (one.shape, one.dtype) for name, one in each.weights.items()}
-        for each in (source, made)
-    ]
-    flaws = find_problems(made)
-    if flaws or said != new or weights[0] != weights[1]:
-        why = flaws[0] if flaws else f"it says {strategy_name(said) if said else 'no strategy'}."
-        raise ReshardError(f"{relative_to_root(folder)} did not become {strategy_name(new)}: {why}")
+    path = unfinished / _JOB_FILE
+    if not path.is_file():
+        write_record(path, job)
+        return
+    if msgspec.json.decode(path.read_bytes(), type=_ReshardJob) != job:
+        raise ReshardError(
+            f"{relative_to_root(unfinished)} is left over from another reshard; remove it, or name "
+            "another TO=."
+        )
 
 
-class _Plan:
-    """Everything that the target holds, in the order in which it is written."""
+def _check_result(folder: Path, source: Contents, new: Parallelism) -> None:
+    """Read the written checkpoint and compare its strategy and weights' shapes with what they must be.
+
+    Raises:
+        ReshardError: The written checkpoint is not the source under the new strategy.
+    """
+    result = read_contents(folder)
+    written = result.spec.parallelism if result.spec else None
+    flaws = find_problems(result)
+    if flaws or written != new or _weight_types(result) != _weight_types(source):
+        written_name = strategy_name(written) if written else "no strategy"
+        reason = flaws[0] if flaws else f"it says {written_name}."
+        raise ReshardError(
+            f"{relative_to_root(folder)} did not become {strategy_name(new)}: {reason}"
+        )
+
+
+def _weight_types(contents: Contents) -> dict[str, tuple[Shape, str]]:
+    """Return the shape and dtype of each weight, by name."""
+    return {name: (weight.shape, weight.dtype) for name, weight in contents.weights.items()}
+
+
+def _bytes_per_element(tensor: StoredTensor) -> int:
+    """Return the size of one element of a stored tensor."""
+    return int(getattr(torch, tensor.dtype).itemsize)
+
+
+class _ReshardPlan:
+    """The tensors and pieces to write for a new strategy."""
 
     def __init__(self, contents: Contents, new: Parallelism) -> None:
         assert contents.spec is not None
@@ -245,145 +300,197 @@ class _Plan:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The target's, each with the source's pieces."""
-        held = dict(self._stored.tensors)
+        """The tensors to write, by their new name, each with the pieces of the source.
+
+        Main weights get the name that they have under the new sharding. An fp32 model stores its weights as
+        main weights under ZeRO-1, and has no main weights without it.
+        """
+        tensors = dict(self._stored.tensors)
         if self._new.sharding == self._old.sharding:
-            return held
-        old, new = _MAIN[self._old.sharding], _MAIN[self._new.sharding]
-        main = {
-            name.removeprefix(old): held.pop(name) for name in list(held) if name.startswith(old)
+            return tensors
+        old_prefix = _MAIN_WEIGHTS[self._old.sharding]
+        new_prefix = _MAIN_WEIGHTS[self._new.sharding]
+        main_weights = {
+            name.removeprefix(old_prefix): tensors.pop(name)
+            for name in list(tensors)
+            if name.startswith(old_prefix)
         }
         if self._spec.dtype == "fp32":
-            moments = [name for name in held if name.startswith(f"{_OPTIMIZER}exp_avg.")]
-            trained = [name.removeprefix(f"{_OPTIMIZER}exp_avg.") for name in moments]
-            main = {name: held[name] for name in trained} if self._new.sharding else {}
-        return held | {f"{new}{name}": one for name, one in main.items()}
+            moment_prefix = f"{_OPTIMIZER}exp_avg."
+            moments = [name for name in tensors if name.startswith(moment_prefix)]
+            trained_names = [name.removeprefix(moment_prefix) for name in moments]
+            is_sharded = bool(self._new.sharding)
+            main_weights = {name: tensors[name] for name in trained_names} if is_sharded else {}
+        for name, tensor in main_weights.items():
+            tensors[f"{new_prefix}{name}"] = tensor
+        return tensors
 
     @cached_property
-    def pieces(self) -> tuple[_Piece, ...]:
-        """Every piece of every tensor."""
+    def pieces(self) -> tuple[_TargetPiece, ...]:
+        """Every piece to write, in the order of writing."""
         return tuple(
-            _Piece(name, tensor, begin, size)
+            _TargetPiece(name, tensor, begin, size)
             for name, tensor in sorted(self.tensors.items())
-            for begin, size in self._cut(name, tensor)
+            for begin, size in self._split(name, tensor)
         )
 
     @property
     def size_bytes(self) -> int:
-        """Of all values."""
+        """The size of all values in bytes."""
         return sum(piece.size_bytes for piece in self.pieces)
 
     @property
-    def sentences(self) -> Iterator[str]:
-        """What whoever loads it has to know."""
+    def notes(self) -> Iterator[str]:
+        """Sentences that a user must know to load the result."""
         old, new = self._old, self._new
-        if new.tensor != old.tensor and (rows := self._contents.vocabulary_rows):
-            given = int(self._contents.arguments.get(MULTIPLE, rows))
-            multiple = padding_multiple(given, rows, new, old)
-            yield f"Load it with --make-vocab-size-divisible-by {multiple}: its rows are padded so."
+        rows = self._contents.vocabulary_rows
+        if new.tensor != old.tensor and rows:
+            old_multiple = int(self._contents.arguments.get(MULTIPLE, rows))
+            multiple = padding_multiple(old_multiple, rows, new, old)
+            yield (
+                f"Load it with --make-vocab-size-divisible-by {multiple}, which pads the vocabulary to the "
+                "same rows."
+            )
         if changes_model_parallel_ranks(new, old) and "random" in self._contents.states:
-            yield "Without random states: masks of dropout are those of a fresh start."
+            yield "The random states are left out, so dropout masks are those of a run that starts anew."
 
-    def write(self, folder: Path, work: ConversionProgress) -> str:
-        """Write what is not there yet, and the index of all; the closing line."""
+    def write(self, folder: Path, progress: ConversionProgress) -> str:
+        """Write the files that are not written yet, then the metadata of all; return the summary line.
+
+        Raises:
+            ReshardError: A piece is not read as it was written.
+        """
         folder.mkdir(exist_ok=True)
-        work.begin(f"reshard to {strategy_name(self._new)}", self.size_bytes)
+        progress.begin(f"reshard to {strategy_name(self._new)}", self.size_bytes)
         tensors: dict[str, StoredTensor] = {}
-        files = list(self._files())
+        files = list(self._pieces_by_file())
         for number, pieces in enumerate(files):
-            parts = _written(folder, f"__0_{number}.distcp", pieces, self._contents.folder, work)
+            file_name = f"__0_{number}.distcp"
+            parts = _write_file(folder, file_name, pieces, self._contents.folder, progress)
             for piece, part in zip(pieces, parts, strict=True):
-                whole = tensors.setdefault(piece.name, replace(piece.source, sizes={}, parts={}))
-                whole.sizes[piece.begin], whole.parts[piece.begin] = piece.size, part
-        objects = self._objects(folder, f"__0_{len(files)}.distcp")
+                empty_tensor = replace(piece.source, sizes={}, parts={})
+                tensor = tensors.setdefault(piece.name, empty_tensor)
+                tensor.sizes[piece.begin], tensor.parts[piece.begin] = piece.size, part
+        objects = self._write_objects(folder, f"__0_{len(files)}.distcp")
         write_metadata(folder, StoredMetadata(tensors, (), objects))
-        return work.summary(self._contents.parameters)
+        return progress.summary(self._contents.parameters)
 
-    def _files(self) -> Iterator[list[_Piece]]:
-        file, held = list[_Piece](), 0
+    def _pieces_by_file(self) -> Iterator[list[_TargetPiece]]:
+        """Yield the pieces of each file; a file is closed once it exceeds MIN_FILE_BYTES."""
+        pieces, size_bytes = list[_TargetPiece](), 0
         for piece in self.pieces:
-            if held > MIN_FILE_BYTES:
-                yield file
-                file, held = [], 0
-            file.append(piece)
-            held += piece.size_bytes
-        yield file
+            if size_bytes > MIN_FILE_BYTES:
+                yield pieces
+                pieces, size_bytes = [], 0
+            pieces.append(piece)
+            size_bytes += piece.size_bytes
+        yield pieces
 
-    def _cut(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, Shape]]:
-        """The new strategy's pieces: of a layer and an expert each, and of a rank of TP."""
+    def _split(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, Shape]]:
+        """Yield the first index and the shape of each piece of a tensor.
+
+        There is a piece per layer, expert and TP rank. Pieces above MAX_PIECE_BYTES are split further along
+        the dimension of TP; without one, along the first that is not stacked.
+        """
         shape = tensor.shape
-        stacked = is_stacked(name) + (".experts.experts." in name)
-        axis, count = self._ranks(name, stacked)
+        num_stacked = is_stacked(name) + (".experts.experts." in name)
+        stacked_shape, element_shape = shape[:num_stacked], shape[num_stacked:]
+        axis, count = self._split_axis(name, num_stacked)
         if axis >= len(shape) or shape[axis] % count:
-            axis, count = stacked, 1
-        length = math.prod(shape[stacked:]) * getattr(torch, tensor.dtype).itemsize
-        if axis < len(shape):
-            count *= max(1, min(length // count // MAX_PIECE_BYTES, shape[axis] // count))
-        for at in product(*map(range, shape[:stacked])):
-            begin, size = [*at, *(0 for _ in shape[stacked:])], [*(1 for _ in at), *shape[stacked:]]
-            for part in range(count):
-                if axis < len(shape):
-                    begin[axis], end = (shape[axis] * each // count for each in (part, part + 1))
+            axis, count = num_stacked, 1
+        can_split = axis < len(shape)
+        if can_split:
+            bytes_per_piece = math.prod(element_shape) * _bytes_per_element(tensor) // count
+            length_per_piece = shape[axis] // count
+            count *= max(1, min(bytes_per_piece // MAX_PIECE_BYTES, length_per_piece))
+        for stack_index in product(*map(range, stacked_shape)):
+            begin = [*stack_index, *(0 for _ in element_shape)]
+            size = [*(1 for _ in stack_index), *element_shape]
+            for number in range(count):
+                if can_split:
+                    begin[axis] = shape[axis] * number // count
+                    end = shape[axis] * (number + 1) // count
                     size[axis] = end - begin[axis]
                 yield tuple(begin), tuple(size)
 
-    def _ranks(self, name: str, stacked: int) -> tuple[int, int]:
-        """Where the new strategy cuts a tensor, and in how many."""
+    def _split_axis(self, name: str, num_stacked: int) -> tuple[int, int]:
+        """Return the dimension along which the new strategy splits a tensor, and into how many pieces.
+
+        Without a split, it is the first dimension that is not stacked, and 1. Gate and value of a gated MLP
+        are pieces of their own.
+        """
         axis = tensor_parallel_axis(name)
-        ranks = self._new.tensor_of_experts if ".experts." in name else self._new.tensor
         if axis is None:
-            return stacked, 1
-        gated = ".linear_fc1." in name and self._spec.shape.gated
-        return stacked + axis, ranks * (2 if gated else 1)
+            return num_stacked, 1
+        ranks = self._new.effective_expert_tensor if ".experts." in name else self._new.tensor
+        is_gated = ".linear_fc1." in name and self._spec.shape.gated
+        return num_stacked + axis, ranks * (2 if is_gated else 1)
 
-    def _objects(self, folder: Path, file_name: str) -> dict[str, StoredPart]:
-        """What is no tensor, written anew."""
+    def _write_objects(self, folder: Path, file_name: str) -> dict[str, StoredPart]:
+        """Write the objects that are no tensors to one file, and the common state; return their parts by name.
+
+        The common state is converted. RNG states and states of the rerun machine are left out if the new
+        strategy cannot load them.
+        """
         old, new = self._old, self._new
-        dropped = ["rng_state"] if changes_model_parallel_ranks(new, old) else []
-        dropped += (
-            ["rerun_state_machine"] if rerun_state_sizes(new) != rerun_state_sizes(old) else []
-        )
+        dropped_prefixes = list[str]()
+        if changes_model_parallel_ranks(new, old):
+            dropped_prefixes.append("rng_state")
+        if rerun_state_sizes(new) != rerun_state_sizes(old):
+            dropped_prefixes.append("rerun_state_machine")
 
-        def change(content: Any) -> Any:
+        def convert(content: Any) -> Any:
             common = content[0] if isinstance(content, list) else content
             convert_common_state(common, new, old, self._contents.vocabulary_rows)
             return content
 
-        held: dict[str, StoredPart] = {}
+        parts: dict[str, StoredPart] = {}
         source = self._contents.folder
         if (source / COMMON_FILE).is_file():
-            saved = StoredPart(COMMON_FILE, 0, (source / COMMON_FILE).stat().st_size)
-            (folder / COMMON_FILE).write_bytes(rewrite_saved(read_bytes(source, saved), change))
+            common_part = StoredPart(COMMON_FILE, 0, (source / COMMON_FILE).stat().st_size)
+            common_state = rewrite_saved(read_bytes(source, common_part), convert)
+            (folder / COMMON_FILE).write_bytes(common_state)
         with (folder / file_name).open("wb") as file:
             for name, part in self._stored.objects.items():
-                if name.startswith(tuple(dropped)):
+                if name.startswith(tuple(dropped_prefixes)):
                     continue
                 data = read_bytes(source, part)
-                data = rewrite_saved(data, change) if name.startswith(COMMON) else data
-                held[name] = StoredPart(file_name, file.tell(), len(data))
+                if name.startswith(COMMON):
+                    data = rewrite_saved(data, convert)
+                parts[name] = StoredPart(file_name, file.tell(), len(data))
                 file.write(data)
             flush_to_disk(file)
-        return held
+        return parts
 
 
-def _written(
-    folder: Path, name: str, pieces: Sequence[_Piece], source: Path, work: ConversionProgress
+def _write_file(
+    folder: Path,
+    name: str,
+    pieces: Sequence[_TargetPiece],
+    source: Path,
+    progress: ConversionProgress,
 ) -> list[StoredPart]:
-    """Write a file, or find that it is written, and read it back."""
+    """Write a file of pieces, read it back, write its index, and return the pieces' parts.
+
+    A file that has an index already is not written again.
+
+    Raises:
+        ReshardError: A piece is not read as it was written.
+    """
     index = folder / f"{name}.json"
     if index.is_file():
-        work.done(sum(piece.size_bytes for piece in pieces))
+        progress.done(sum(piece.size_bytes for piece in pieces))
         return msgspec.json.decode(index.read_bytes(), type=list[StoredPart])
-    parts, digests = list[StoredPart](), list[bytes]()
+    parts, written_hashes = list[StoredPart](), list[bytes]()
     with (folder / name).open("wb") as file:
         for piece in pieces:
             values = read_box(source, piece.source, piece.begin, piece.size)
             parts.append(add_piece(file, name, values))
-            digests.append(hash_values(values))
-            work.done(piece.size_bytes)
+            written_hashes.append(hash_values(values))
+            progress.done(piece.size_bytes)
         flush_to_disk(file)
-    for piece, part, written in zip(pieces, parts, digests, strict=True):
-        if hash_values(read_piece(folder, part)) != written:
+    for piece, part, written_hash in zip(pieces, parts, written_hashes, strict=True):
+        if hash_values(read_piece(folder, part)) != written_hash:
             raise ReshardError(f"{piece.name} of {folder / name} is not read as it was written.")
     write_record(index, parts)
     return parts

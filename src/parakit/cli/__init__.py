@@ -1,4 +1,4 @@
-"""The command line: one table of commands, and the program that runs them.
+"""The table of commands, and the program that runs them.
 
 This package decides the names of commands and variables, and how options and variables become arguments of a
 handler. `make TARGET` and `parakit COMMAND` are two ways to the same program.

@@ -1,4 +1,4 @@
-"""`make bench`: the benches that take minutes, one after another."""
+"""The handler of `make bench` without NAME=: run the benches that take minutes, one after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_default_benches() -> int:
     """
     for bench in BENCHES[:BENCHED_BY_DEFAULT]:
         name = bench.name.partition("=")[2]
-        # MAKEFLAGS names the variables of this command, which the bench need not take.
+        # MAKEFLAGS names the variables of this command. The bench would refuse those that it does not use.
         environment = {**os.environ, "MAKEFLAGS": "", BENCH_NAME.name: name}
         command = (sys.executable, "-m", "parakit", "bench")
         code = subprocess.call(command, env=environment, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""What make adds from the clone that it runs in, and the two targets that are several commands."""
+"""Add values that depend on the clone in which make runs, and train and draw for `make trace-…`."""
 
 from __future__ import annotations
 
@@ -11,73 +11,93 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parakit.artifacts.run import is_run_folder
-from parakit.config.files import OWN_READINGS, ROOT
-from parakit.config.hardware import UnknownHardwareError, calibration_file, device_by_key
+from parakit.config.files import ROOT, USER_MEASUREMENTS_FILE
+from parakit.config.hardware import UnknownHardwareError, calibration_file_name, device_by_key
 from parakit.config.settings import CALIBRATION, GPU, ITERS, READINGS, RUN, RUNS
 
 TRACE = "trace-"
 TRACED_ITERATIONS = "6"
-"""Enough for one steady iteration after the first."""
+"""The default of ITERS=, enough for one steady iteration after warm-up."""
 
-Texts = dict[str, str]
-"""Variables as they were given."""
-
-
-def add_own_measurements(texts: Mapping[str, str]) -> Texts:
-    """Of a plan: what `make calibrate` measured on this machine's own devices, and one's own runs."""
-    found = dict(texts)
-    if CALIBRATION.name not in texts and (measured := _calibrated(texts.get(GPU.name, "h200"))):
-        found[CALIBRATION.name] = str(measured)
-    if READINGS.name not in texts and OWN_READINGS.is_file():
-        found[READINGS.name] = str(OWN_READINGS)
-    return found
+VariableTexts = dict[str, str]
+"""Values of make variables as the user wrote them, by name."""
 
 
-def add_own_runs(texts: Mapping[str, str]) -> Texts:
-    """Of a report: where it adds the runs that it measures; jobs that Slurm ended are recorded first.
+def add_own_measurements(texts: Mapping[str, str]) -> VariableTexts:
+    """Return the variables of a plan with CALIBRATION= and READINGS= set to this clone's files, if they exist.
 
-    Runs of another folder may be somebody else's: READINGS= adds them.
+    The files are the calibration of the planned device by `make calibrate`, and the user's own measurements.
+    Values that the user wrote stay.
+    """
+    completed = dict(texts)
+    if CALIBRATION.name not in texts:
+        calibration = _find_calibration(texts.get(GPU.name, "h200"))
+        if calibration:
+            completed[CALIBRATION.name] = str(calibration)
+    if READINGS.name not in texts and USER_MEASUREMENTS_FILE.is_file():
+        completed[READINGS.name] = str(USER_MEASUREMENTS_FILE)
+    return completed
+
+
+def add_own_runs(texts: Mapping[str, str]) -> VariableTexts:
+    """Return the variables of a report with READINGS=, the file to which the report adds its runs.
+
+    READINGS= is not set for runs in another folder, because they may be somebody else's. If there are runs of
+    Slurm jobs, their ends are first recorded in their folders.
     """
     runs = ROOT / texts.get(RUNS.name, "runs")
     if any(runs.glob("*/job.json")):
         from parakit.launch import read_run_statuses
 
         read_run_statuses(runs)
-    here = {} if RUNS.name in texts else {READINGS.name: str(OWN_READINGS)}
-    return {**here, **texts}
+    defaults = {} if RUNS.name in texts else {READINGS.name: str(USER_MEASUREMENTS_FILE)}
+    return {**defaults, **texts}
 
 
-def move_run_folders(texts: Mapping[str, str]) -> Texts:
-    """RUNS= of `explain` is the runs folder; words that are run folders, as it once took, are RUN='s."""
-    named = texts.get(RUNS.name, "").split()
-    if not named or not all(is_run_folder(ROOT / word) for word in named):
+def move_run_folders(texts: Mapping[str, str]) -> VariableTexts:
+    """Return the variables of `explain` with run folders in RUNS= moved to RUN=.
+
+    RUNS= is the folder that holds runs. Older versions took run folders there. The variables stay as they are
+    if RUNS= is empty or names a folder that is no run.
+    """
+    names = texts.get(RUNS.name, "").split()
+    if not names or not all(is_run_folder(ROOT / name) for name in names):
         return dict(texts)
-    every = " ".join(filter(None, (texts.get(RUN.name), *named)))
-    return {RUN.name: every}
+    return {RUN.name: " ".join(filter(None, (texts.get(RUN.name), *names)))}
 
 
 def train_and_trace(target: str, given: Namespace) -> int:
-    """Train `train-X` for a few iterations, and draw one of them."""
+    """Train a target for a few iterations, and draw one of them; return the exit code of the first failure.
+
+    Args:
+        target: `trace-` and the name of a target without `train-`.
+        given: The variables; ITERS= sets the number of iterations, and DRY_RUN=1 draws nothing.
+    """
     traced = target.removeprefix(TRACE)
     command = (sys.executable, "-m", "parakit", f"train-{traced}")
     iterations = given.texts.get(ITERS.name, TRACED_ITERATIONS)
     environment = {**os.environ, "MAKEFLAGS": "", ITERS.name: iterations}
-    # Ctrl-C reaches the command too, which handles it itself; a Python handler is not inherited.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    # Ctrl-C also reaches the command, which ends its ranks. This process must wait for that. A handler, unlike
+    # SIG_IGN, is not inherited by the command.
+    handler_before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         code = subprocess.call(command, env=environment, cwd=ROOT)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler_before)
     if code or given.dry_run:
         return code
-    from parakit.reporting import trace as draw
+    from parakit.reporting import trace
 
-    return draw(traced, given.runs or Path("runs"))
+    return trace(traced, given.runs or Path("runs"))
 
 
-def _calibrated(device: str) -> Path | None:
+def _find_calibration(device: str) -> Path | None:
+    """Return this clone's calibration file of a device, relative to ROOT; None without one.
+
+    None is also the answer for an unknown device, which the planner refuses itself.
+    """
     try:
-        path = Path("runs") / calibration_file(device_by_key(device).key)
-    except UnknownHardwareError:  # The planner says so, for every way to call it.
+        path = Path("runs") / calibration_file_name(device_by_key(device).key)
+    except UnknownHardwareError:
         return None
     return path if (ROOT / path).is_file() else None

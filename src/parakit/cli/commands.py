@@ -1,8 +1,8 @@
-"""Every command, once: name, what runs it, its help, the variables that it takes and what each means.
+"""The table of commands: name, handler, help, and the variables that each takes with their meaning.
 
-`make NAME`, `parakit NAME`, `python -m parakit plan`, `make help`, `--help`, completion and the refusal of
-a variable that a command does not use follow from this table. A new command is a line and a handler.
-Plain data for any Python from 3.6 on, as `src/parakit/config/settings.py`, which has the variables.
+`make NAME`, `parakit NAME`, `make help`, `--help`, completion and the refusal of unused variables follow from this
+table. A new command is an entry here and a handler. The module is plain data for any Python from 3.6 on, like
+`src/parakit/config/settings.py`, which has the variables.
 """
 
 from typing import NamedTuple
@@ -12,31 +12,31 @@ from parakit.config.settings import Setting
 
 
 class Command(NamedTuple):
-    """One command. `*` in its name stands for any text."""
+    """One command. A `*` in its name stands for any text."""
 
     name: str
     handler: str
-    """`module:function`; its parameters name what it is given (`main.py`). Empty: the Makefile's."""
+    """`module:function`, called by `dispatch.call_handler`; empty if the Makefile has the command's recipe."""
     help: str
     variables: "tuple[Setting, ...]" = ()
     required: "tuple[str, ...]" = ()
-    """Names of variables without which it cannot begin; `A|B` is one of two."""
+    """Names of variables that must be set. `A|B` means that one of two must be set."""
     example: str = ""
-    """Variables that would do, for the refusal."""
+    """An example of variables, for the refusal if a required one is missing."""
     fixed: "tuple[tuple[str, object], ...]" = ()
-    """Further arguments of the handler."""
+    """Names and values of further arguments of the handler."""
     in_clone: str = ""
-    """`module:function` that fills in what make was not given, from what lies in this clone."""
+    """`module:function` that fills in variables from files of this clone; empty if nothing is filled in."""
     packages: "tuple[str, ...] | None" = None
-    """Of a command that needs no clone: packages beyond the wheel's base that it needs."""
+    """Packages beyond the wheel's base that the command needs; None if it needs a clone of the repository."""
     is_usual: bool = False
-    """Whether `make help` shows it; the others are in `make help-all`."""
+    """True if `make help` shows the command. `make help-all` shows all."""
     on_host: bool = False
-    """Whether the kit's image lacks what it needs."""
+    """True if the kit's image lacks what the command needs."""
 
 
 def _meaning(setting: Setting, text: str, **more: object) -> Setting:
-    """The variable as one command means it."""
+    """Return a variable with the help text, and other fields, that it has in one command."""
     return setting._replace(help=text, **more)  # type: ignore[arg-type]
 
 
@@ -49,13 +49,13 @@ LASTING = (
     *_WHERE,
     *(v.WANDB, v.LEDGER, v.HANG_TIMEOUT),
 )
-"""Of whatever trains."""
+"""Variables of every command that trains."""
 _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
 _SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
-TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.OF_NODES, *v.OF_SLURM)
-"""Of a training target: everything that can be said of one run."""
+TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
+"""Variables of a training target: all that concern one run."""
 _OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
 _CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
 _RUNS = v.RUNS._replace(default="runs")
@@ -81,12 +81,12 @@ PLAN = (
     *(v.SVG, _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"), v.WHAT_IF),
 )
 _PREDICTION = (v.GPU, v.DTYPE, v.JSON)
-"""Of an experiment that can be predicted as well."""
-BENCH_NAME = _meaning(v.NAME, "the bench (those that take minutes)", option="NAME")
+"""Variables of an experiment that can also be predicted."""
+BENCH_NAME = _meaning(v.NAME, "the bench (all that take minutes)", option="NAME")
 BENCH = Command(
     "bench",
     "parakit.cli.bench:run_default_benches",
-    "scrape, plan, preprocess and ledger, or one of the list below: NAME=soak",
+    "run the benches scrape, plan, preprocess and ledger, or one of the list below: NAME=soak",
     (BENCH_NAME,),
 )
 _A_PLAN = "MODEL=gpt2-large GPUS=2 GPU=h200"
@@ -96,221 +96,220 @@ _CLONE = "parakit.cli.clone"
 # fmt: off
 SECTIONS = {
     "First steps": (
-        Command("setup", "", ".venv from requirements.txt, with hashes; other targets do it too"),
-        Command("demo", _EXPERIMENT, "six strategies of gpt2-tiny on CPU ranks, and a report", TRAINING,
+        Command("setup", "", "install requirements.txt into .venv; other targets do so if needed"),
+        Command("demo", _EXPERIMENT, "train six strategies of gpt2-tiny on CPU ranks, and write a report", TRAINING,
             fixed=(("name", "demo"),), is_usual=True),
         Command("parity", "parakit.experiments.commands:run_parity_check",
-            "every strategy's losses agree: MEGATRON_LM= VERIFY=",
+            "check that losses of all strategies agree: MEGATRON_LM= VERIFY=",
             (*TRAINING, _meaning(v.VERIFY,
              "1 finds the first wrong tensor of a strategy whose losses differ", kind=v.SWITCH,
              default=False)),
             is_usual=True),
-        Command("doctor", "", "what this machine can do, and fixes: LAUNCHER=slurm",
-            v.OF_SLURM, is_usual=True),
+        Command("doctor", "", "check what this machine has and lacks, with fixes: LAUNCHER=slurm",
+            v.SLURM_SETTINGS, is_usual=True),
         Command("list", "parakit.launch.listing:print_list",
-            "models, strategies, and what this machine can run", (v.MEGATRON_LM,), is_usual=True),
+            "list models, strategies, and the targets that this machine can run", (v.MEGATRON_LM,), is_usual=True),
     ),
     "Data": (
         Command("prepare-ds-sample", "parakit.launch.runtime:prepare_dataset",
-            "owt-ds/sample, from text that comes with Python", _CONTAINER,
+            "make owt-ds/sample from text that comes with Python", _CONTAINER,
             fixed=(("words", ("sample", "--output-prefix", "owt-ds/sample")),)),
         Command("prepare-ds-openwebtext-10k", "parakit.launch.runtime:prepare_dataset",
-            "the published data set, from the hub", _CONTAINER,
+            "download and prepare the published data set", _CONTAINER,
             fixed=(("words", ("hub", "vuiseng9/openwebtext-10k", "--output-prefix",
              "owt-ds/openwebtext-10k")),)),
         Command("prepare-ds", "parakit.launch.runtime:prepare_own_text",
-            "owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name",
+            "make owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name",
             (_meaning(v.NAME, "name of the data set"), v.INPUT, v.TOKENIZER, *_CONTAINER, _meaning(v.ARGS,
              'further options of python -m tools.preprocess')),
             required=("INPUT", "NAME"), example="INPUT=file.jsonl NAME=name", is_usual=True),
-        Command("install-dependencies", "", "the published name of setup"),
-        Command("setup-deepspeed", "", "the package that BACKEND=deepspeed needs, into .venv"),
-        Command("setup-hf", "", "transformers, the reference of verify-hf, into .venv"),
-        Command("setup-bridge", "", ".venv-bridge, which checks and reads recipes of Megatron-Bridge"),
+        Command("install-dependencies", "", "the name of setup in the published kit"),
+        Command("setup-deepspeed", "", "install the package that BACKEND=deepspeed needs into .venv"),
+        Command("setup-hf", "", "install transformers, the reference of verify-hf, into .venv"),
+        Command("setup-bridge", "", "install .venv-bridge, which checks and reads recipes of Megatron-Bridge"),
     ),
     "Training, on one machine or several": (
         Command("train-auto-*", "parakit.launch.auto:train_auto",
-            "the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
+            "train with the strategy that the planner chooses for this machine", (*TRAIN, v.CALIBRATE)),
         Command("train-*", "parakit.launch.train:start_target",
-            "<strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
+            "train <strategy>-<model>-<N>cpu or gpu: ITERS= DATA= EXTRA= …", TRAIN, is_usual=True),
         Command("trace-*", f"{_CLONE}:train_and_trace",
-            "one iteration of such a run as a picture, and for Perfetto", (*ONE_RUN, v.MODEL)),
+            "train a few iterations, and draw one as a picture and for Perfetto", (*ONE_RUN, v.MODEL)),
         Command("verify-matrix", "parakit.experiments.matrix.commands:verify_matrix",
-            "features × strategies, each pair verified; resumable: FEATURES= CHANGED= MINUTES=",
+            "verify each pair of a feature and a strategy; resumable: FEATURES= CHANGED= MINUTES=",
             (*_CELLS, v.CHANGED, v.EXECUTED)),
         Command("verify-fuzz", "parakit.experiments.matrix.commands:run_fuzz",
-            "configurations drawn by SEED=, verified, and shrunk if wrong: MINUTES=30", _CELLS),
+            "verify random configurations, and shrink wrong ones: SEED= MINUTES=30", _CELLS),
         Command("verify-history", "tests.verify.history:verify_history",
-            "Megatron-LM's own merged fixes, each wrong before and held after", (v.MEGATRON_LM,)),
+            "verify Megatron-LM before and after its merged fixes: wrong, then right", (v.MEGATRON_LM,)),
         Command("verify-hf", "parakit.experiments.verify.hf:verify_hf",
-            "seven strategies and 20 steps against transformers: HF= or random models; make setup-hf",
+            "compare 20 steps of seven strategies with transformers: HF= or random models",
             (v.HF, _meaning(v.STRATEGIES, "strategies to compare with transformers (seven)"), *(v.SEED,
              v.DATA, v.EXTRA, v.EXTRA_B, v.PATCH_FILE, *_MEGATRON, v.RUNS))),
         Command("verify-*", "parakit.experiments.verify.command:verify",
-            "its first wrong tensor, if any: DTYPE= REFERENCE= EXTRA_B=",
+            "find the first wrong tensor of a run: DTYPE= REFERENCE= EXTRA_B=",
             (*TRAINING, v.MODEL, _meaning(v.DTYPE, "fp32 or bf16 (fp32)", kind="fp32 or bf16"),
              *(v.REFERENCE, v.RESUMED, v.EXTRA_B, v.MEGATRON_LM_B)),
             is_usual=True),
         Command("status", "parakit.launch.status:watch_runs",
-            "all runs: queued, running, ended; loss, time left", (_RUNS,), is_usual=True),
-        Command("stop", "parakit.launch.stop:stop_run", "end a run that is on, from any terminal: RUN=runs/…",
+            "show all runs: queued, running, ended; loss, time left", (_RUNS,), is_usual=True),
+        Command("stop", "parakit.launch.stop:stop_run", "end a running run from any terminal: RUN=runs/…",
             (_meaning(v.RUN, "the run folder to stop", option="RUN"),), required=("RUN",),
             example="RUN=runs/…; 'make status' shows those that are running"),
         Command("resume", "parakit.launch.resume:resume_run",
-            "a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
+            "resume a run from its newest checkpoint: RUN=runs/… STRATEGY=pp2",
             (_meaning(v.RUN, "the run folder to resume", option="RUN"), _meaning(v.STRATEGY,
-             "resume in another strategy"), _meaning(v.CKPT, "a copy of 'make reshard' to resume from"),
-             *(*ONE_RUN, v.MODEL, *v.OF_NODES)),
+             "resume in another strategy"), _meaning(v.CKPT, "a folder written by 'make reshard', to resume from"),
+             *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
             (v.IMAGE, v.DRY_RUN), on_host=True),
-        Command("reproduce", _EXPERIMENT, "the six published runs on two GPUs, and a report; resumable",
+        Command("reproduce", _EXPERIMENT, "train the six published runs on two GPUs, and write a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
     ),
     "Weights from and to Hugging Face, without a GPU": (
         Command("import-hf", "parakit.launch.hub:import_hf",
-            "a folder of GPT-2 or Llama as a model of this kit: HF= NAME=",
+            "import a folder of GPT-2 or Llama as a model: HF= NAME=",
             (v.HF, _meaning(v.NAME, "name of the model (HF's)")), required=("HF",),
             example="HF=folder (or org/name on the hub) NAME=name", is_usual=True),
         Command("export-hf", "parakit.launch.hub:export_hf",
-            "the weights of a run as such a folder: RUN=runs/… TO=folder",
+            "export the weights of a run as such a folder: RUN=runs/… TO=folder",
             (_meaning(v.RUN, "a run folder, or hub/NAME"), v.TO), required=("RUN", "TO"),
             example="RUN=runs/… (or RUN=hub/NAME) TO=folder"),
     ),
     "Recipes of Megatron-Bridge and nemo-run": (
         Command("export-recipe", "parakit.launch.recipe:export_recipe",
-            "a run, or a target, as their Python files: RUN=runs/… TO=bridge or nemo",
+            "write a run or a target as a recipe: RUN=runs/… TO=bridge or nemo",
             (_meaning(v.RUN, "a run folder, or a target that need not have run", option="RUN"),
              _meaning(v.TO, "bridge, or nemo for nemo-run's entry too", kind="bridge or nemo"), *TRAIN),
             required=("RUN", "TO"), example="RUN=runs/… TO=bridge (or nemo)"),
         Command("import-recipe", "parakit.launch.recipe:import_recipe",
-            "such a recipe, or Bridge's YAML, as a model and a target: INPUT= NAME= GPUS=",
+            "read a recipe, or Bridge's YAML, as a model and a target: INPUT= NAME= GPUS=",
             (_meaning(v.INPUT, "recipe.py, recipe.py:function or Bridge's YAML"), _meaning(v.NAME,
              "name of the model (the file's)"), v.GPUS), required=("INPUT",),
             example="INPUT=recipe.py (or Megatron-Bridge's YAML)"),
     ),
     "Comparisons from the same weights, batches and schedule": (
         Command("compare-zero", _EXPERIMENT,
-            "data parallel, pipeline and ZeRO-1/2/3, as in the DeepSpeed report; GPU= predicts them",
+            "compare data parallel, pipeline and ZeRO-1/2/3 as the DeepSpeed report does; GPU= predicts",
             (*TRAINING, v.MODEL, *_PREDICTION), fixed=(("name", "zero"),)),
         Command("compare-backends", _EXPERIMENT,
-            "Megatron, plain PyTorch, DeepSpeed, bare forward and backward", (*TRAINING, v.MODEL),
+            "compare Megatron, plain PyTorch, DeepSpeed, and forward and backward alone", (*TRAINING, v.MODEL),
             fixed=(("name", "backends"),)),
         Command("compare-moe", _EXPERIMENT,
-            "Megatron and plain PyTorch on experts, as in the Blueberry experiment",
+            "compare Megatron and plain PyTorch on experts, as the Blueberry experiment does",
             (*TRAINING, v.MODEL), fixed=(("name", "moe"),)),
         Command("compare-pipelines", _EXPERIMENT,
-            "Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
+            "compare schedules: Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
             (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
         Command("sweep", "parakit.experiments.commands:run_sweep",
-            "MODELS × STRATEGIES × BACKENDS × DEVICES; resumable",
-            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.OF_SLURM)),
-        Command("experiment", _EXPERIMENT, "one of examples/experiments: NAME=blueberry",
+            "train every combination of MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; resumable",
+            (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
+        Command("experiment", _EXPERIMENT, "run an experiment of examples/experiments: NAME=blueberry",
             (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL, *_PREDICTION),
             required=("NAME",), example="NAME=blueberry"),
     ),
     "Planning, without devices": (
         Command("plan", "parakit.planner.command:plan",
-            "strategies, ranked, with reasons: MODEL= GPUS= GPU= …",
+            "rank strategies by predicted time: MODEL= GPUS= GPU= …",
             PLAN, required=("MODEL|LARGEST",), example=_A_PLAN, in_clone=f"{_CLONE}:add_own_measurements",
             packages=(), is_usual=True),
         Command("dryrun", "parakit.planner.dryrun.command:dryrun",
-            "Megatron's own iteration without devices: MODEL= STRATEGY= …",
+            "run an iteration of Megatron without devices: MODEL= STRATEGY= …",
             (v.MODEL, _meaning(v.STRATEGY, "the strategy to run (the baseline)"), *_BATCH,
              *(v.SEQ, v.DTYPE, v.DP, v.TP, v.PP, v.CP, v.EP, v.VPP, v.SP, v.ZERO1),
              *(v.RECOMPUTE, v.RANKS, v.JSON)),
             required=("MODEL",), example="MODEL=gpt3-175b STRATEGY=tp8pp16dp8",
             packages=("torch", "megatron"), is_usual=True, on_host=True),
         Command("calibrate", "parakit.launch.calibrate:calibrate_machine",
-            "the planner's constants measured on this machine, kept: DEVICES=2cpu",
+            "measure the planner's constants on this machine, and keep them: DEVICES=2cpu",
             (_meaning(v.DEVICES, "2gpu or 2cpu (all of this machine)", kind="devices such as 2gpu"),
              _RUNS)),
         Command("validate", "parakit.planner.readings.command:validate",
-            "every published measurement predicted, and by how much it is missed; READINGS= for your "
-            "own",
+            "predict every published measurement, and show the errors; READINGS= for your own",
             (v.JSON, v.LEAVE_OUT, v.READINGS), packages=()),
         Command("schedules", "parakit.planner.schedules.command:schedules",
-            "GPipe, 1F1B, interleaved and PipeDream: four stages, or others by ARGS=",
+            "draw GPipe, 1F1B, interleaved and PipeDream, on four stages without ARGS=",
             (v.PP._replace(default=4), v.MICROBATCHES._replace(default=8), v.VPP._replace(default=2),
              *(v.SVG, v.JSON)),
             packages=()),
     ),
     "Results": (
         Command("report", "parakit.reporting.command:report",
-            'all runs, or anybody\'s logs: LOGS="a.log b.log"',
+            'compare all runs, or logs of any trainer: LOGS="a.log b.log"',
             (_RUNS, v.READINGS, v.LOGS._replace(option="RUN_OR_LOG"), v.NAME, v.BASELINE, v.DEVICE,
-             v.STRICT, v.SCRAPE, _meaning(v.JSON, "1 prints what is scraped as JSON")),
+             v.STRICT, v.SCRAPE, _meaning(v.JSON, "1 prints the content of logs as JSON")),
             in_clone=f"{_CLONE}:add_own_runs", packages=(), is_usual=True),
         Command("explain", "parakit.reporting.command:explain",
-            "why runs differ, in sentences from their ledgers: RUN=",
+            "explain why runs differ, from their measurements: RUN=",
             (_meaning(v.RUN, "run folders to explain (all)", kind="words", default=(), option="RUN"),
              _RUNS),
             in_clone=f"{_CLONE}:move_run_folders", packages=(), is_usual=True),
         Command("why-hang", "parakit.hang.command:why_hang",
-            "which rank hangs, and where: DUMPS=dumps, stacks, logs",
+            "find the rank that hangs, and where: DUMPS=dumps, stacks, logs",
             (v.DUMPS, _meaning(v.PAGE, "the page to write", kind=v.TEXT), v.JSON),
             required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
     ),
     "Checkpoints, without a GPU": (
         Command("inspect", "parakit.experiments.captures:inspect_checkpoint_or_capture",
-            "what a checkpoint holds and what is wrong with it: CKPT= COMPARE=",
-            (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "whether this strategy loads it"),
+            "describe a checkpoint and find its faults: CKPT= COMPARE=",
+            (v.CKPT, v.COMPARE, _meaning(v.STRATEGY, "also judge whether this strategy can load it"),
              _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
              v.JSON),
             required=("CKPT",), example="CKPT=runs/…/checkpoints", packages=("torch",), is_usual=True),
         Command("reshard", "parakit.checkpoint.reshard:reshard",
-            "a checkpoint as another strategy would have saved it: CKPT= STRATEGY= TO=folder",
+            "convert a checkpoint to another strategy: CKPT= STRATEGY= TO=folder",
             (v.CKPT, _meaning(v.STRATEGY, "the strategy that is written"), v.TO),
             required=("CKPT", "STRATEGY", "TO"), packages=("torch",),
             example="CKPT=runs/…/checkpoints STRATEGY=tp2dp2-zero1 TO=folder"),
     ),
     "Working on the kit": (
-        Command("test", "", "the default suite"),
-        Command("test-slow", "", "the long tests", (v.MEGATRON_LM,)),
+        Command("test", "", "run the default tests"),
+        Command("test-slow", "", "run the long tests", (v.MEGATRON_LM,)),
         BENCH,
-        Command("docs", "", "site/: the documentation, and the planner in the browser"),
-        Command("lint", "", "ruff, mypy, shellcheck, hadolint, import-linter"),
-        Command("clean", "", "remove runs, reports and caches; keeps .venv, owt-ds and readings"),
+        Command("docs", "", "build site/: the documentation, and the planner in the browser"),
+        Command("lint", "", "run ruff, mypy, shellcheck, hadolint and import-linter"),
+        Command("clean", "", "remove runs, reports and caches; keep .venv, owt-ds and readings"),
     ),
 }
-"""What `make help-all` shows, in its order."""
+"""The public commands by section, in the order of `make help-all`."""
 
 BENCHES = (
     Command("bench NAME=scrape", "tests.bench.scrape:main",
-        "lines per second that the report reads from a log"),
+        "measure the lines per second that the report reads from a log"),
     Command("bench NAME=plan", "tests.bench.plan:main",
-        "the planner's search and a report of 100 runs, beside a plain loop"),
+        "time the planner's search and a report of 100 runs, relative to a plain loop"),
     Command("bench NAME=preprocess", "tests.bench.preprocess:main",
-        "text per second, against Hugging Face tokenizers and Megatron's script", (v.MEGATRON_LM,)),
+        "compare text per second with Hugging Face tokenizers and Megatron's script", (v.MEGATRON_LM,)),
     Command("bench NAME=ledger", _EXPERIMENT,
-        "what the ledger costs, switched on every other iteration", (*ONE_RUN, v.TARGET),
+        "measure the cost of counting, which is on in every other iteration", (*ONE_RUN, v.TARGET),
         fixed=(("name", "bench_ledger"),)),
     Command("bench NAME=planners", "tests.bench.planners:main",
-        "Calculon and SimuMax beside our planner on the published rows they can express",
+        "compare our planner with Calculon and SimuMax on published measurements",
         (v.CALCULON, v.SIMUMAX), required=("CALCULON|SIMUMAX",),
         example='ARGS="--calculon ../calculon --simumax ../SimuMax"'),
     Command("bench NAME=verify", "tests.verify.bench:main",
-        "injected bugs that verify must find, and healthy strategies", on_host=True),
+        "check that verify finds injected bugs, and none in healthy strategies", on_host=True),
     Command("bench NAME=bf16", "parakit.experiments.matrix.commands:run_bf16_bench",
-        "what bf16 costs: 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
+        "compare 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
         (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
     Command("bench NAME=loss-curve", _EXPERIMENT,
-        "200 losses with FUSED=, compared with those of another seed", (*ONE_RUN, v.TARGET),
+        "compare 200 losses with FUSED= to those of another seed", (*ONE_RUN, v.TARGET),
         fixed=(("name", "loss_curve"),)),
     Command("bench NAME=soak", "tests.faults.soak:soak_strategy",
-        "hours of a STRATEGY=: what grows or slows, and losses after random kills",
-        (_meaning(v.STRATEGY, "what to train for hours"), *(v.HOURS, v.MODEL, *_BATCH, *LASTING,
+        "train a STRATEGY= for hours, with random kills: does memory grow, time rise, a loss change?",
+        (_meaning(v.STRATEGY, "the strategy to train for hours"), *(v.HOURS, v.MODEL, *_BATCH, *LASTING,
          v.BACKEND, *_SAVING)),
         required=("STRATEGY", "HOURS"), example='STRATEGY=dp2 ARGS="--hours 0.33"'),
     Command("bench NAME=auto", "tests.bench.auto:bench_auto",
-        "the planner's times and choice here, against what is measured: MODELS= DEVICES=",
+        "compare the planner's times and choice with measurements here: MODELS= DEVICES=",
         (*ONE_RUN, v.MODELS, v.DEVICES)),
     Command("bench NAME=gpu", "tests.bench.gpu:bench_gpu",
-        "Megatron on one GPU without Transformer Engine, in under 9 minutes",
+        "train Megatron on one GPU without Transformer Engine, in under 9 minutes",
         (*ONE_RUN, v.ONLY, v.BUDGET), on_host=True),
 )
-"""What `make bench NAME=` runs; `make bench` alone runs the first four."""
+"""The benches of `make bench NAME=…`. `make bench` alone runs the first BENCHED_BY_DEFAULT of them."""
 
 BENCHED_BY_DEFAULT = 4
 
@@ -331,19 +330,21 @@ REMOVED = {
     "soak": "bench NAME=soak",
     "verify-bf16": "bench NAME=bf16",
 }
-"""Commands of older versions: refused, with what to use instead."""
+"""Replacements of commands that older versions had, by the old name."""
 
 INTERNAL = (
-    Command("run", "parakit.launch.train:run_strategy", "a launch script's run", TRAIN),
+    Command("run", "parakit.launch.train:run_strategy", "train the run of a launch script", TRAIN),
     Command("trace", "parakit.reporting.command:trace", "draw one iteration of a run",
         (_meaning(v.RUN, "a run folder or a target (the newest run)", option="RUN"), _RUNS)),
-    Command("idle", "parakit.launch.stop:refuse_running", "refuse while a run is on, for clean",
+    Command("idle", "parakit.launch.stop:refuse_running", "refuse if a run is running, for clean",
         (_RUNS,)),
-    Command("module", "parakit.launch.runtime:run_module", "a module of the kit, where RUNTIME= says",
+    Command("module", "parakit.launch.runtime:run_module",
+        "run a module of the kit on the host or in the image, by RUNTIME=",
         _CONTAINER),
 )
-"""What scripts, the Makefile and those who write the kit's pages call."""
+"""Commands for scripts, the Makefile and authors of the kit's pages. Help texts leave them out."""
 
 # fmt: on
 
-COMMANDS = (*(one for section in SECTIONS.values() for one in section), *INTERNAL)
+COMMANDS = (*(command for section in SECTIONS.values() for command in section), *INTERNAL)
+"""All commands but the benches."""

@@ -1,6 +1,6 @@
-"""A command from its name to its exit code: what it is given, what runs it, how it is refused.
+"""Run a command by its name: parse its values, call its handler, and print a refusal.
 
-Its values come from the environment's variables (`from_make`) or from options (`from_words`).
+The values come from the environment's variables (`run_target`) or from options (`run_command`).
 """
 
 from __future__ import annotations
@@ -30,54 +30,82 @@ from parakit.config.settings import ARGS
 from parakit.formatting.terminal import say
 
 REFUSED, INTERRUPTED = 2, 130
+"""Exit codes of a refused and of an interrupted command."""
 
 
-def run_target(name: str, words: Sequence[str] = (), given: Sequence[str] = ()) -> int:
-    """Run a target with the variables of this environment; its exit code, 2 if it was refused.
+def run_target(name: str, arguments: Sequence[str] = (), written: Sequence[str] = ()) -> int:
+    """Run a target with the variables of this process's environment, and return its exit code.
 
     Args:
         name: The target.
-        words: Further arguments of a launch script.
-        given: Names of variables that the user wrote down; one that the target does not use is refused.
-    """
-    from parakit.launch import Interrupted, interruptible, parse_target
+        arguments: Further arguments of a launch script.
+        written: Names of variables that the user wrote on the command line. The target is refused if it does
+            not use one of them.
 
-    def run() -> int:
-        refuse_strange_target_name(name)
-        refuse_removed(name, "make")
-        command, title = find_command(name), name
-        environment = dict(os.environ)
-        # What this command starts has arguments of its own.
-        os.environ.pop(ARGS.name, None)
-        if command is BENCH and (bench := environment.get(BENCH_NAME.name, "")):
-            command = find_bench(bench)
-            title = command.name
-        if command is None or not command.handler:
-            _refuse_misspelt(name)
-            parse_target(name)  # Refuses it, with the near names.
-            raise AssertionError(name)
-        return call_handler(
-            command, title, parse_make_variables(title, command, environment, words, given)
-        )
+    Returns:
+        The handler's exit code; 2 if the target was refused, 130 if it was interrupted.
+    """
+    from parakit.launch import Interrupted, interruptible
 
     try:
         with interruptible():
-            return _refused(run)
+            return _print_refusal(lambda: _run_target(name, arguments, written))
     except Interrupted:
         print("Interrupted; all ranks have ended.")
         return INTERRUPTED
 
 
-def run_command(name: str, words: Sequence[str], program: str) -> int:
-    """Run a command with the options of a command line; its exit code, 2 if it was refused."""
-    command = next(one for one in COMMANDS if one.name == name)
-    return _refused(lambda: call_handler(command, name, parse_arguments(command, words, program)))
+def _run_target(name: str, arguments: Sequence[str], written: Sequence[str]) -> int:
+    """Run a target as `run_target` does.
+
+    Raises:
+        ValueError: The target does not exist, or is refused.
+    """
+    from parakit.launch import parse_target
+
+    refuse_strange_target_name(name)
+    refuse_removed(name, "make")
+    command, title = find_command(name), name
+    environment = dict(os.environ)
+    # Programs that the handler starts must not take ARGS= for their own.
+    os.environ.pop(ARGS.name, None)
+    bench = environment.get(BENCH_NAME.name, "")
+    if command is BENCH and bench:
+        command = find_bench(bench)
+        title = command.name
+    if command is None or not command.handler:
+        _refuse_misspelt(name)
+        parse_target(name)  # This refuses the name and suggests others.
+        raise AssertionError(name)
+    values = parse_make_variables(title, command, environment, arguments, written)
+    return call_handler(command, title, values)
+
+
+def run_command(name: str, arguments: Sequence[str], program: str) -> int:
+    """Run a command with the options of a command line, and return its exit code.
+
+    Args:
+        name: The command.
+        arguments: Its options and arguments.
+        program: The program and the command as the user wrote them, for messages.
+
+    Returns:
+        The handler's exit code; 2 if the command was refused.
+    """
+    command = next(command for command in COMMANDS if command.name == name)
+    return _print_refusal(
+        lambda: call_handler(command, name, parse_arguments(command, arguments, program))
+    )
 
 
 def _refuse_misspelt(name: str) -> None:
-    """Refuse a name that is nearest to one of a command that trains nothing."""
-    rest = name.partition("-")[2]
-    known = [one.name.replace("*", rest) for one in COMMANDS]
+    """Refuse a name that is similar to the name of a command; a name similar to train-… is not refused here.
+
+    Raises:
+        SettingError: There is such a command; the sentence suggests it.
+    """
+    suffix = name.partition("-")[2]
+    known = [command.name.replace("*", suffix) for command in COMMANDS]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if near and not near[0].startswith("train-"):
         raise SettingError(
@@ -85,7 +113,8 @@ def _refuse_misspelt(name: str) -> None:
         )
 
 
-def _refused(run: Callable[[], int]) -> int:
+def _print_refusal(run: Callable[[], int]) -> int:
+    """Return what a function returns; if it raises a ValueError, print the sentence to stderr and return 2."""
     try:
         return run()
     except ValueError as error:
@@ -94,7 +123,10 @@ def _refused(run: Callable[[], int]) -> int:
 
 
 def call_handler(command: Command, name: str, given: Namespace) -> int:
-    """The handler, given what its parameters name: variables, `given` (all), `options`, `target`, …
+    """Call the handler of a command, and return its exit code; None of a handler counts as 0.
+
+    A handler gets the values that its parameters name: a variable in lower case, `given` (all variables),
+    `options` (of a launch), `target` (the command's name), `console`, or an entry of the command's `fixed`.
 
     Raises:
         SettingError: This is the kit's image, which lacks what the command needs.
@@ -111,6 +143,8 @@ def call_handler(command: Command, name: str, given: Namespace) -> int:
 
         known["options"] = options_from_namespace(given)
     if "console" in parameters:
-        known["console"] = Console(markup=False)  # Log lines must not be read as markup.
-    code: int | None = handler(**{each: known[each] for each in parameters if each in known})
+        # Log lines with square brackets must not be read as markup.
+        known["console"] = Console(markup=False)
+    arguments = {parameter: known[parameter] for parameter in parameters if parameter in known}
+    code: int | None = handler(**arguments)
     return code or 0

@@ -1,13 +1,13 @@
-"""`make help` and `make help-all`, from the table, with any Python from 3.6 on.
+"""Print `make help` and `make help-all` from the table of commands, with any Python from 3.6 on.
 
-python -m parakit.cli.help [all]
+usage: python -m parakit.cli.help [all]
 """
 
 import sys
 from itertools import groupby
 
 from parakit.cli import commands
-from parakit.cli.commands import BENCHES, COMMANDS, SECTIONS
+from parakit.cli.commands import BENCHES, COMMANDS, SECTIONS, Command
 from parakit.config.settings import SETTINGS
 
 HEADINGS = {
@@ -23,52 +23,61 @@ HEADINGS = {
     "LOGS": "reports and data",
     "ARGS": "further options",
 }
-"""Headings of the variables, by the first below each."""
+"""Headings in the list of variables, by the name of the first variable below each."""
 
 
 def short_help() -> str:
-    """The commands that matter, with the variables that they take most often."""
-    usual = (one for one in COMMANDS if one.is_usual)
-    lines = ["  {:<11} {}".format(one.name.replace("*", "%"), one.help) for one in usual]
-    lines.append("  help-all    every target and every variable")
-    lines.append("Such as: make train-tp2-gpt2-tiny-2cpu ITERS=50")
+    """Return the text of `make help`: the most used commands, and the variables that they take most often."""
+    usual = (command for command in COMMANDS if command.is_usual)
+    lines = [f"  {_target_name(command):<11} {command.help}" for command in usual]
+    lines.append("  help-all    list every target and every variable")
+    lines.append("Example: make train-tp2-gpt2-tiny-2cpu ITERS=50")
     return "\n".join(lines)
 
 
 def full_help() -> str:
-    """Every command and every variable."""
+    """Return the text of `make help-all`: every command, bench and variable."""
     lines = []
     for title, section in SECTIONS.items():
         lines.append(title)
-        lines += ["  {:<27} {}".format(one.name.replace("*", "%"), one.help) for one in section]
+        lines += [f"  {_target_name(command):<27} {command.help}" for command in section]
     lines.append("Benches")
     lines += [f"  {bench.name:<27} {bench.help}" for bench in BENCHES]
-    for names, what in list_variables():
+    for names, meaning in list_variables():
         lines += ["Variables: " + HEADINGS[name] for name in names if name in HEADINGS]
-        lines.append("  {:<15}  {}".format(" ".join(names), what))
+        lines.append("  {:<15}  {}".format(" ".join(names), meaning))
     return "\n".join(lines)
 
 
+def _target_name(command: Command) -> str:
+    """Return the name of a command as a make target, where `%` stands for any text."""
+    return command.name.replace("*", "%")
+
+
 def list_variables() -> "list[tuple[list[str], str]]":
-    """The names that share a meaning, and it, with the commands that take them so."""
-    meanings = {}  # type: dict[tuple[str, str], list[str]]
-    for name, text in ((one.name, one.help) for one in SETTINGS):
-        meanings[name, text] = []
+    """Return the names of variables that share a meaning, and the meaning with the commands that use it.
+
+    A variable that commands use in different meanings is listed once per meaning. The order is that of SETTINGS.
+    """
+    commands_by_use = {}  # type: dict[tuple[str, str], list[str]]
+    for setting in SETTINGS:
+        commands_by_use[setting.name, setting.help] = []
     for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
-            if setting.in_make:
-                continue
-            meanings.setdefault((setting.name, setting.help), []).append(command.name)
-    order = [one.name for one in SETTINGS]
-    used = sorted(
-        ((name, text, _shortened(takers)) for (name, text), takers in meanings.items()),
-        key=lambda one: order.index(one[0]),
-    )
-    return [
-        ([one[0] for one in same], f"{text} [{takers}]")
-        for (text, takers), same in groupby(used, key=lambda one: one[1:])
-        if takers
-    ]
+            if not setting.make_equivalent:
+                use = (setting.name, setting.help)
+                commands_by_use.setdefault(use, []).append(command.name)
+    order = [setting.name for setting in SETTINGS]
+    uses = []
+    for (name, meaning), names_of_commands in commands_by_use.items():
+        takers = _summarise_commands(names_of_commands)
+        if takers:
+            uses.append((name, f"{meaning} [{takers}]"))
+    uses.sort(key=lambda use: order.index(use[0]))
+    variables = []
+    for meaning, same_uses in groupby(uses, key=lambda use: use[1]):
+        variables.append(([name for name, _ in same_uses], meaning))
+    return variables
 
 
 _GROUPS = (
@@ -76,19 +85,26 @@ _GROUPS = (
     (commands.TRAINING, "whatever trains but bench NAME=soak and compare-pipelines"),
     (commands.ONE_RUN, "whatever trains one run"),
 )
+"""Groups of variables, and the name of the commands that take all variables of the group."""
 
 
-def _shortened(takers: "list[str]") -> str:
-    """The commands, those that take all of a group by its name."""
-    internal = [one.name for one in commands.INTERNAL]
-    rest = [name for name in takers if name not in internal]
+def _summarise_commands(names: "list[str]") -> str:
+    """Return the names of commands, with one name for all commands that take a group of variables.
+
+    Commands that only scripts call are left out.
+    """
+    internal = [command.name for command in commands.INTERNAL]
+    public_names = [name for name in names if name not in internal]
     for group, title in _GROUPS:
-        whole = [one.name for one in (*COMMANDS, *BENCHES) if set(group) <= set(one.variables)]
-        whole = [name for name in whole if name not in internal]
-        if set(whole) <= set(rest):
-            others = " ".join(name for name in rest if name not in whole)
-            return ", ".join(filter(None, (title, others)))
-    return " ".join(rest)
+        group_names = [
+            command.name
+            for command in (*COMMANDS, *BENCHES)
+            if set(group) <= set(command.variables) and command.name not in internal
+        ]
+        if set(group_names) <= set(public_names):
+            other_names = " ".join(name for name in public_names if name not in group_names)
+            return ", ".join(filter(None, (title, other_names)))
+    return " ".join(public_names)
 
 
 if __name__ == "__main__":

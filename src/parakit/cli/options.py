@@ -1,4 +1,7 @@
-"""What a command was given: through make's variables, or as options of a command line."""
+"""Parse the values of a command, from make's variables or from the options of a command line.
+
+The result is a `Namespace` with one attribute per variable, in lower case, and `texts`, the values as written.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
-from parakit.config.setting import SettingError, read, refuse_renamed, values
+from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
@@ -21,16 +24,20 @@ _NEVER_IGNORED = {
     "NNODES": "leave NNODES= out.",
     "LAUNCHER": "leave LAUNCHER= to train-… targets and sweep ('scontrol requeue' continues a job).",
 }
-"""Variables that a command which does not use them refuses, also from the environment alone."""
+"""Remedies by variables that a command refuses if it does not use them, even if only the environment sets them.
+
+Other variables of the environment are ignored by commands that do not use them.
+"""
 
 
 def refuse_strange_target_name(name: str) -> None:
-    """Refuse a target's name that make or a shell could take for more than a name.
+    """Refuse the name of a target that make or a shell could take for more than a name.
 
     Raises:
-        SettingError: It has another character, or begins with a dash, as an option does.
+        SettingError: The name has a strange character, or begins with a dash, as an option does.
     """
-    if strange := re.sub(r"[\w.+-]", "", name):
+    strange = re.sub(r"[\w.+-]", "", name)
+    if strange:
         raise SettingError(
             f"There is no target {name!r}: a target's name has letters, digits, '.', '_', '+' and '-' "
             f"alone, and no {strange[0]!r}; 'make help-all' lists the targets."
@@ -42,12 +49,12 @@ def refuse_strange_target_name(name: str) -> None:
 
 
 def find_command(name: str) -> Command | None:
-    """The command of a target's name; None if there is none."""
-    return next((one for one in COMMANDS if fnmatchcase(name, one.name)), None)
+    """Return the first command whose name or pattern matches a target's name; None without one."""
+    return next((command for command in COMMANDS if fnmatchcase(name, command.name)), None)
 
 
 def find_bench(name: str) -> Command:
-    """Return the command of a bench; without a name the one that runs those of few minutes.
+    """Return the command of a bench; for an empty name, the command that runs the default benches.
 
     Raises:
         SettingError: There is no bench of this name.
@@ -67,8 +74,8 @@ def refuse_removed(name: str, program: str) -> None:
     """Refuse a command of an older version.
 
     Args:
-        name: What was asked for.
-        program: `make` or `parakit`, in whose words the replacement is named.
+        name: The name of the command.
+        program: `make` or `parakit`; the replacement is written for this program.
 
     Raises:
         SettingError: It was removed; the sentence names the command to use instead.
@@ -84,7 +91,7 @@ def refuse_removed(name: str, program: str) -> None:
 
 
 def parse_makeflags(makeflags: str) -> list[str]:
-    """Names of the variables on make's command line, from the environment's MAKEFLAGS."""
+    """Return the names of the variables on make's command line, which make passes on in MAKEFLAGS."""
     return [match[1] for match in _VARIABLE.finditer(makeflags.partition("-- ")[2])]
 
 
@@ -92,229 +99,311 @@ def parse_make_variables(
     name: str,
     command: Command,
     environment: Mapping[str, str],
-    words: Sequence[str] = (),
-    given_variables: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    written: Sequence[str] = (),
 ) -> Namespace:
-    """What make gives to a target: variables that its environment has, and a script's words.
+    """Return the values of a target from make's variables in the environment.
+
+    Args:
+        name: The target.
+        command: The target's command.
+        environment: The environment of the process.
+        arguments: Further arguments of a launch script.
+        written: Names of variables that the user wrote down, besides those in MAKEFLAGS.
 
     Raises:
         SettingError: A variable is not used, not of its kind, or missing.
     """
-    named = (*parse_makeflags(environment.get("MAKEFLAGS", "")), *given_variables)
-    refuse_unused_variables(named, name, command)
-    used = {setting.name for setting in command.variables if not setting.in_make}
-    in_environment = {old for old, new in RENAMED.items() if new in used}
-    in_environment |= {setting.name for setting in command.variables if setting.in_make}
-    for old in sorted(in_environment):
+    names = (*parse_makeflags(environment.get("MAKEFLAGS", "")), *written)
+    refuse_unused_variables(names, name, command)
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
+    in_make = {setting.name for setting in command.variables if setting.make_equivalent}
+    renamed = {old for old, new in RENAMED.items() if new in used}
+    for old in sorted(renamed | in_make):
         if environment.get(old):
             refuse_renamed(old)
-    texts = {key: text for key in used if (text := environment.get(key, ""))}
-    if ARGS.name not in used:
-        words = (*words, *read(ARGS, environment.get(ARGS.name, "")))
     for variable, remedy in _NEVER_IGNORED.items():
-        if variable not in used and environment.get(variable, "") not in ("", "1", "torchrun"):
+        is_default = environment.get(variable, "") in ("", "1", "torchrun")
+        if variable not in used and not is_default:
             raise SettingError(f"'{name}' runs on this machine alone; {remedy}")
-    given = Namespace(arguments=words, program=f"make {name}")
-    if not _reads_words(command):
-        given = build_parser(command, name).parse_args(words)
+    texts = {key: environment[key] for key in used if environment.get(key)}
+    if ARGS.name not in used:
+        arguments = (*arguments, *parse_setting(ARGS, environment.get(ARGS.name, "")))
+    if _has_own_parser(command):
+        parsed = Namespace(arguments=arguments, program=f"make {name}")
+    else:
+        parsed = build_parser(command, name).parse_args(arguments)
     if command.in_clone:
         texts = import_function(command.in_clone)(texts)
-    return _completed(given, command, texts, f"make {name}", "{}=")
+    return _complete_values(parsed, command, texts, typed=f"make {name}", variable_format="{}=")
 
 
-def parse_arguments(command: Command, words: Sequence[str], program: str) -> Namespace:
-    """What a command line gives to a command, without make.
+def parse_arguments(command: Command, arguments: Sequence[str], program: str) -> Namespace:
+    """Return the values of a command from the options of a command line, without make.
+
+    Args:
+        command: The command.
+        arguments: Its options and arguments.
+        program: The program and the command as the user wrote them, for messages.
 
     Raises:
-        SettingError: An option is not known, not of its kind, or missing.
+        SettingError: An option is unknown, not of its kind, or missing.
     """
-    if _reads_words(command):
-        return Namespace(arguments=words, program=program)
+    if _has_own_parser(command):
+        return Namespace(arguments=arguments, program=program)
     known = {option_name(setting) for setting in command.variables}
-    for word in words:
-        if word.startswith("--") and word.partition("=")[0] not in known:
-            refuse_renamed(word[2:].partition("=")[0].upper().replace("-", "_"))
-    given = build_parser(command, program).parse_args(words)
-    shown = command._replace(example=rewrite_as_options(command.example, command))
-    return _completed(given, shown, {}, program, "--{}")
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option.startswith("--") and option not in known:
+            refuse_renamed(option[2:].upper().replace("-", "_"))
+    parsed = build_parser(command, program).parse_args(arguments)
+    command = command._replace(example=rewrite_as_options(command.example, command))
+    return _complete_values(parsed, command, texts={}, typed=program, variable_format="--{}")
 
 
 def build_parser(command: Command, program: str) -> ArgumentParser:
-    """The command line of a command: an option for each variable, and what its handler adds."""
+    """Return the parser of a command: an option per variable, and the options that its handler adds.
+
+    A handler's module adds options by a function `<handler>_arguments`. A handler that parses its arguments itself
+    brings its parser as the module's `command_line`.
+    """
     module, _, name = command.handler.partition(":")
     handlers = import_module(module)
-    if _reads_words(command):
-        own: ArgumentParser = handlers.command_line(program)
-        return own
+    if _has_own_parser(command):
+        own_parser: ArgumentParser = handlers.command_line(program)
+        return own_parser
     parser = _Parser(prog=program, description=rewrite_as_options(command.help, command))
     for setting in command.variables:
         if setting.name != ARGS.name:
-            _add(parser, setting._replace(help=rewrite_as_options(setting.help, command)))
-    if hasattr(handlers, f"{name}_arguments"):
-        getattr(handlers, f"{name}_arguments")(parser)
+            help_text = rewrite_as_options(setting.help, command)
+            _add_option(parser, setting._replace(help=help_text))
+    add_arguments = getattr(handlers, f"{name}_arguments", None)
+    if add_arguments:
+        add_arguments(parser)
     return parser
 
 
-def _reads_words(command: Command) -> bool:
-    """Whether its handler has a command line of its own."""
+def _has_own_parser(command: Command) -> bool:
+    """Return True if the command's handler parses its arguments itself: it requires `arguments`."""
     parameter = signature(import_function(command.handler)).parameters.get("arguments")
     return parameter is not None and parameter.default is parameter.empty
 
 
 def option_name(setting: Setting) -> str:
-    """`--global-batch`; a name without dashes stands by itself on a command line."""
+    """Return a variable's option, such as `--global-batch`. A name without dashes is a positional argument."""
     return setting.option or f"--{setting.name.lower().replace('_', '-')}"
 
 
 def rewrite_as_options(text: str, command: Command) -> str:
-    """A text in make's words in those of a command line: `GPUS=2` is `--gpus 2`."""
+    """Return a text with options in place of make's variables: `GPUS=2` becomes `--gpus 2`.
 
-    def option(found: re.Match[str]) -> str:
+    Words in double quotes, and names that are no variables, stay.
+    """
+
+    def to_option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
         known = (*command.variables, *SETTINGS, *OPTIONS)
-        setting = next((one for one in known if one.name == found[1]), None)  # None in quotes.
-        if setting is None:
-            return found[0]
-        name, value = option_name(setting), found[2]
+        setting = next((setting for setting in known if setting.name == name), None)
+        if setting is None:  # Text in quotes has no name.
+            return match[0]
         if setting.name == ARGS.name:
             return value.strip('"') or "further options"
-        if not name.startswith("-"):
-            return value.strip('"') or name
-        return f"{name} {value}" if value and setting.kind != SWITCH else name
+        option = option_name(setting)
+        if not option.startswith("-"):
+            return value.strip('"') or option
+        return f"{option} {value}" if value and setting.kind != SWITCH else option
 
-    return _ASSIGNED.sub(option, text)
+    return _ASSIGNED.sub(to_option, text)
 
 
 _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
-def rewrite_as_variables(words: Sequence[str], command: Command) -> list[str]:
-    """A command line as make's variables; one of them may be written so already.
+def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str]:
+    """Return a command line as assignments of make's variables, `NAME=value`.
+
+    Arguments that are assignments already stay.
+
+    If the command takes ARGS=, options that are no variables of make go there.
 
     Raises:
-        SettingError: An option is not known, or has no value.
+        SettingError: An option is unknown, or has no value.
     """
     options = {option_name(setting): setting for setting in command.variables}
     positional = [setting for name, setting in options.items() if not name.startswith("-")]
-    passes_on = any(setting.name == ARGS.name for setting in command.variables)
-    waiting = list(words)
-    made: list[str] = []
-    passed: list[str] = []
+    takes_args = any(setting.name == ARGS.name for setting in command.variables)
+    waiting = list(arguments)
+    assignments: list[str] = []
+    passed_on: list[str] = []
     while waiting:
-        word = waiting.pop(0)
-        name, is_assigned, value = word.partition("=")
-        if (setting := options.get(name)) is None:
-            if passes_on and (word.startswith("--") or (passed and not is_assigned)):
-                passed.append(word)
-            elif word.startswith("--"):
-                near = difflib.get_close_matches(name, options, n=1)
-                raise SettingError(
-                    f"There is no option {name}; {f'did you mean {near[0]}?' if near else 'see --help.'}"
-                )
-            elif positional and not is_assigned and not word.startswith("-"):
-                made.append(f"{positional.pop(0).name}={word}")
+        argument = waiting.pop(0)
+        name, equals_sign, value = argument.partition("=")
+        setting = options.get(name)
+        if setting is None:
+            is_passed_on = name.startswith("--") or (bool(passed_on) and not equals_sign)
+            if takes_args and is_passed_on:
+                passed_on.append(argument)
+            elif name.startswith("--"):
+                raise SettingError(_describe_unknown_option(name, options))
+            elif positional and not equals_sign and not name.startswith("-"):
+                assignments.append(f"{positional.pop(0).name}={argument}")
             else:
-                made.append(word)
+                assignments.append(argument)
             continue
-        if not is_assigned and setting.kind == SWITCH:
-            value = waiting.pop(0) if waiting[:1] in (["0"], ["1"]) else "1"
-        elif not is_assigned:
-            if not waiting:
-                raise SettingError(f"{name} has no value; see --help.")
-            value = waiting.pop(0)
-        if not setting.in_make:
-            made.append(f"{setting.name}={value}")
+        if not equals_sign:
+            value = _take_value(name, setting, waiting)
+        if not setting.make_equivalent:
+            assignments.append(f"{setting.name}={value}")
         elif setting.kind != SWITCH:
-            passed.append(f"{name}={value}")
+            passed_on.append(f"{name}={value}")
         elif value == "1":
-            passed.append(name)
-    return [*made, f"{ARGS.name}={shlex.join(passed)}"] if passed else made
+            passed_on.append(name)
+    if passed_on:
+        assignments.append(f"{ARGS.name}={shlex.join(passed_on)}")
+    return assignments
+
+
+def _describe_unknown_option(name: str, options: Iterable[str]) -> str:
+    """Return the sentence that refuses an option, with the most similar option if there is one."""
+    similar = difflib.get_close_matches(name, options, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "see --help."
+    return f"There is no option {name}; {hint}"
+
+
+def _take_value(name: str, setting: Setting, waiting: list[str]) -> str:
+    """Remove an option's value from the front of the waiting arguments, and return the value.
+
+    A switch has the value 1 unless 0 or 1 follows.
+
+    Raises:
+        SettingError: No argument follows.
+    """
+    if setting.kind == SWITCH:
+        has_value = bool(waiting) and waiting[0] in ("0", "1")
+        return waiting.pop(0) if has_value else "1"
+    if not waiting:
+        raise SettingError(f"{name} has no value; see --help.")
+    return waiting.pop(0)
 
 
 def refuse_unused_variables(names: Iterable[str], target: str, command: Command) -> None:
-    """Refuse variables that a target would ignore.
+    """Refuse variables that a target would ignore. Variables of other programs are not refused.
 
     Raises:
-        SettingError: One that no command knows, with the near name, or that this one does not use.
+        SettingError: A variable is unknown, or the target does not use it; the sentence suggests a similar one.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables if not setting.in_make} | {ARGS.name}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent} | {
+        ARGS.name
+    }
     for name in names:
         refuse_renamed(name)
-        others = any(fnmatchcase(name, pattern) for pattern in _OF_OTHER_PROGRAMS)
-        if name in used or (others and name not in known):
+        is_foreign = name not in known and any(
+            fnmatchcase(name, pattern) for pattern in _OTHER_PROGRAMS
+        )
+        if name in used or is_foreign:
             continue
-        near = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}=?" if near else "'make help-all' names those that it takes."
+        similar = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {similar[0]}=?"
+            if similar
+            else "'make help-all' lists the variables of each target."
+        )
         if name not in known:
             raise SettingError(f"There is no variable {name}; {hint}")
         raise SettingError(f"'make {target}' does not use {name}=; {hint}")
 
 
-_OF_OTHER_PROGRAMS = (
+_OTHER_PROGRAMS = (
     *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
     *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
     *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
     *("MEGATRON_URL", "VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
 )
-"""What other programs read, and the Makefile's own."""
+"""Patterns of variables that other programs or the Makefile read."""
 
 
 class _Parser(ArgumentParser):
-    """Refuses as everything else is refused: by one sentence."""
+    """A parser that raises a SettingError with one sentence instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(f"{message[:1].upper()}{message[1:]}; see --help.")
 
 
-def _add(parser: ArgumentParser, setting: Setting) -> None:
+def _add_option(parser: ArgumentParser, setting: Setting) -> None:
+    """Add a variable to a parser: as a positional argument, a switch, or an option with a value."""
     name, option = setting.name.lower(), option_name(setting)
     if not option.startswith("-"):
-        several = setting.kind == "words"
-        kind = str if several else _argument(setting)
-        place = {"nargs": "*" if several else "?", "metavar": option}
-        parser.add_argument(name, type=kind, help=setting.help, **place)  # type: ignore[arg-type]
+        is_list = setting.kind == "words"
+        parser.add_argument(
+            name,
+            type=str if is_list else _make_reader(setting),
+            help=setting.help,
+            nargs="*" if is_list else "?",
+            metavar=option,
+        )
     elif setting.kind == SWITCH:
         parser.add_argument(option, dest=name, action="store_true", default=None, help=setting.help)
     else:
-        parser.add_argument(option, dest=name, type=_argument(setting), help=setting.help)
+        parser.add_argument(option, dest=name, type=_make_reader(setting), help=setting.help)
 
 
-def _argument(setting: Setting) -> Callable[[str], Any]:
-    def reader(text: str) -> Any:
+def _make_reader(setting: Setting) -> Callable[[str], Any]:
+    """Return the function by which argparse reads a value; it refuses what make would refuse."""
+
+    def read_value(text: str) -> Any:
         try:
-            return read(setting, text)
+            return parse_setting(setting, text)
         except SettingError as error:
-            said = str(error).rstrip(".")
-            raise ArgumentTypeError(said.removeprefix(f"{setting.name}=")) from None
+            reason = str(error).rstrip(".").removeprefix(f"{setting.name}=")
+            raise ArgumentTypeError(reason) from None
 
-    return reader
+    return read_value
 
 
-def _completed(
-    given: Namespace, command: Command, texts: Mapping[str, str], typed: str, shown: str
+def _complete_values(
+    parsed: Namespace,
+    command: Command,
+    texts: Mapping[str, str],
+    *,
+    typed: str,
+    variable_format: str,
 ) -> Namespace:
-    """What was given with the values of all other variables; refused where a required one is missing."""
-    given.texts = texts
-    for key, value in values(command.variables, texts).items():
-        if getattr(given, key, None) in (None, [], ()):
-            setattr(given, key, value)
-    for name, *others in (names.split("|") for names in command.required):
-        if not any(getattr(given, each.lower(), None) for each in (name, *others)):
-            shown_name = _shown(name, command, shown)
+    """Fill in the values of all variables that the options did not set, and return the namespace.
+
+    Args:
+        parsed: The values of options, which is changed.
+        command: The command.
+        texts: Values of make variables as written, by name.
+        typed: The program and the command as the user wrote them, for a refusal.
+        variable_format: `{}=` for a refusal in make's form, `--{}` in that of options.
+
+    Raises:
+        SettingError: A required variable is missing, or a value is not of its kind.
+    """
+    parsed.texts = texts
+    for key, value in parse_settings(command.variables, texts).items():
+        if getattr(parsed, key, None) in (None, [], ()):
+            setattr(parsed, key, value)
+    for requirement in command.required:
+        alternatives = requirement.split("|")
+        if not any(getattr(parsed, name.lower(), None) for name in alternatives):
+            shown_name = _show_variable(alternatives[0], command, variable_format)
             raise SettingError(f"{shown_name} is required, for example: {typed} {command.example}")
-    return given
+    return parsed
 
 
-def _shown(name: str, command: Command, shown: str) -> str:
-    """Return a variable's name as make or a command line has it."""
+def _show_variable(name: str, command: Command, variable_format: str) -> str:
+    """Return a variable's name in the form of make or of a command line."""
     setting = next(setting for setting in command.variables if setting.name == name)
-    if setting.in_make:
+    if setting.make_equivalent:
         return option_name(setting)
-    return shown.format(name if shown.endswith("=") else name.lower())
+    is_make_form = variable_format.endswith("=")
+    return variable_format.format(name if is_make_form else name.lower())
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
+    """Import and return the function that `module:function` names."""
     module, _, name = path.partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)
     return function

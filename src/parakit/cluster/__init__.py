@@ -1,4 +1,4 @@
-"""Nodes, Slurm, containers, and what a machine has or lacks.
+"""Run commands on several nodes, in Slurm jobs and in containers, and check what a machine has and lacks.
 
 This package decides how a command is wrapped for a container or a batch job, and what `make doctor` checks. It
 knows no strategy and trains nothing. Its checks run on any Python from 3.6 on.

@@ -1,4 +1,7 @@
-"""Which node of a run this machine is, what its launcher does about the others, and where they write."""
+"""Runs over several nodes: a node's number and addresses, its launcher's duties, and where each node writes.
+
+Node 0 owns the run folder. Its log receives the log lines of all nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ DEFAULT_PORT = 29500
 
 
 class Rendezvous(StrEnum):
-    """torchrun's ways to find all nodes: by the numbers that they are given, or as they come."""
+    """torchrun's ways to number the nodes: STATIC by their --node-rank, C10D in the order in which they come."""
 
     STATIC = "static"
     C10D = "c10d"
@@ -23,65 +26,81 @@ class Rendezvous(StrEnum):
 
 @dataclass(frozen=True)
 class Nodes:
-    """A run over several machines, seen from one of them."""
+    """The nodes of a run, seen from one of them."""
 
     count: int
     rank: int
-    """Node 0 owns the run folder, and all connect to its address."""
+    """The number of this node. Node 0 owns the run folder."""
     address: str
+    """The address of node 0, to which all nodes connect."""
     port: int = DEFAULT_PORT
     rendezvous: Rendezvous = Rendezvous.STATIC
     hosts: tuple[str, ...] = ()
-    """Names of all, in node order; known once all have come."""
+    """The names of all nodes, in node order; empty until all have come."""
     interface: str | None = None
-    """This machine's network interface between them; known then, unless addresses are translated."""
+    """This machine's network interface to the other nodes.
+
+    None until all have come, and if addresses are translated.
+    """
     local_address: str | None = None
     """This machine's address on that interface, at which the other nodes reach it."""
 
     def torchrun_flags(self, ranks_per_node: int) -> tuple[str, ...]:
-        """torchrun's flags on this node."""
-        place = ("--nnodes", str(self.count), "--nproc-per-node", str(ranks_per_node))
+        """Return torchrun's flags for this node, which runs `ranks_per_node` ranks."""
+        sizes = ("--nnodes", str(self.count), "--nproc-per-node", str(ranks_per_node))
         if self.rendezvous is Rendezvous.STATIC:
             master = ("--master-addr", self.address, "--master-port", str(self.port))
-            return (*place, "--node-rank", str(self.rank), *master)
-        # Without `is_host` torchrun guesses from the machine's name who opens the store.
+            return (*sizes, "--node-rank", str(self.rank), *master)
+        # Without `is_host` torchrun guesses from the machine's name which node opens the store.
         host = ("--rdzv-conf", f"is_host={int(self.rank == 0)}")
         endpoint = ("--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", str(self.port))
-        # Any node may become the first one, whose own name is then the address for all ranks.
+        # torchrun may number any node as the first. Its ranks' address is then what that node calls itself.
         local = ("--local-addr", self.local_address) if self.local_address else ()
-        return (*place, "--rdzv-backend", "c10d", *endpoint, *host, *local)
+        return (*sizes, "--rdzv-backend", "c10d", *endpoint, *host, *local)
 
 
 class NodeGroup:
-    """What a launcher does about the other nodes while its own ranks train; here there is none."""
+    """The duties of a launcher towards the launchers of other nodes, while its own ranks train.
+
+    This class is for a run on one node, which has no other launchers. Runs over several nodes override the methods.
+    """
 
     cause: StatusRecord | None = None
-    """How the run ended, where another node's end was the first cause and no log says so."""
+    """The end of another node, if that ended the run and no log shows it; else None."""
 
     def announce(self, folder: Path) -> None:
-        """Let the others start: the run folder is there."""
+        """Tell the other nodes that the run folder exists, so that they start."""
 
     def find_failure(self) -> str | None:
-        """Why this node must stop, if it must; called several times a second."""
+        """Return a sentence on why this node must stop; None if it must not.
+
+        The launcher calls this several times per second.
+        """
         return None
 
     def is_hanging(self, is_stalled: bool) -> bool:
-        """Whether the run hangs, where this node's log has not grown for the timeout or has.
+        """Return True if the run hangs. Node 0 decides, because its log receives the lines of all nodes.
 
-        Megatron prints on its last rank alone, so node 0, whose log receives all lines, decides.
+        Args:
+            is_stalled: True if this node's log has not grown for the timeout. Megatron prints on its last rank
+                alone, so the log of another node says nothing.
         """
         return is_stalled
 
     def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
-        """Once this node's stacks are collected: wait for the others'; the stopped ranks of all."""
+        """Wait until all nodes have collected the stacks of their ranks; return the stopped ranks of all nodes.
+
+        Args:
+            stopped_ranks: The stopped ranks of this node.
+        """
         return stopped_ranks
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
-        """Report how this node ended, wait for the others; the whole run's exit code.
+        """Report how this node ended, wait for the others, and return the exit code of the whole run.
 
         Args:
-            exit_code: torchrun's; anything but 0 if this node did not wait for it.
-            error: What the launcher was ended by, if by anything.
+            exit_code: torchrun's exit code; not 0 if the launcher did not wait for torchrun.
+            error: The exception that ended the launcher; None without one.
         """
         return exit_code
 
@@ -89,16 +108,18 @@ class NodeGroup:
 SINGLE_NODE = NodeGroup()
 
 
-def parse_nodes(given: Namespace) -> Nodes | None:
-    """NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS; None for a run on one machine.
+def parse_nodes(arguments: Namespace) -> Nodes | None:
+    """Return the nodes of a run by NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS.
+
+    None is the answer for a run on one machine.
 
     Raises:
-        LaunchError: One of them is missing or not of its kind.
+        LaunchError: NODE_RANK or MASTER_ADDR is missing, or NODE_RANK is out of range.
     """
-    count = getattr(given, "nnodes", None)
+    count = getattr(arguments, "nnodes", None)
     if count is None or count == 1:
         return None
-    rank, address = given.node_rank, given.master_addr
+    rank, address = arguments.node_rank, arguments.master_addr
     if rank is not None and (not rank.isdecimal() or int(rank) >= count):
         raise LaunchError(f"NODE_RANK={rank} is not a whole number from 0 to {count - 1}.")
     if rank is None or not address:
@@ -106,46 +127,58 @@ def parse_nodes(given: Namespace) -> Nodes | None:
             f"NNODES={count} needs NODE_RANK=, 0 to {count - 1}, different on each host, and "
             "MASTER_ADDR=, the address of the host with NODE_RANK=0; set both."
         )
-    rendezvous = Rendezvous(given.rendezvous or Rendezvous.STATIC)
-    return Nodes(count, int(rank), address, given.master_port or DEFAULT_PORT, rendezvous)
+    rendezvous = Rendezvous(arguments.rendezvous or Rendezvous.STATIC)
+    port = arguments.master_port or DEFAULT_PORT
+    return Nodes(count, int(rank), address, port=port, rendezvous=rendezvous)
 
 
 def node_folder(run_folder: Path, node: int) -> Path:
-    """Where a node other than 0 writes."""
+    """Return the folder in which a node other than 0 writes its log and samples."""
     return run_folder / NODES_FOLDER / str(node)
 
 
 class NodeFiles:
-    """The other nodes' logs and samples, on their way into node 0's."""
+    """The logs and samples of other nodes, which node 0 appends to its own.
+
+    Make it before the other nodes start: what their files hold then is of an earlier attempt, and is not appended.
+    """
 
     def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
         self._folder = folder
-        others = [node_folder(folder, node) for node in nodes]
-        # Made before the others start, so what is there is from an attempt before this one.
-        self._read = {other: len(_bytes_of(other / LOG_FILE)) for other in others}
+        node_folders = [node_folder(folder, node) for node in nodes]
+        self._log_positions = {path: len(_read_bytes(path / LOG_FILE)) for path in node_folders}
 
     def append_new_output(self, whole_lines: bool = True) -> None:
-        """Add what came since the last call, up to the last whole line unless all nodes have ended."""
-        for folder, position in self._read.items():
-            text = _bytes_of(folder / LOG_FILE, position)
+        """Append what other nodes logged since the last call to node 0's log.
+
+        Args:
+            whole_lines: True to leave an unfinished last line for the next call.
+        """
+        for folder, position in self._log_positions.items():
+            text = _read_bytes(folder / LOG_FILE, position)
             if whole_lines:
                 text = text[: text.rfind(b"\n") + 1]
             if text:
-                self._read[folder] = position + len(text)
+                self._log_positions[folder] = position + len(text)
                 with (self._folder / LOG_FILE).open("ab") as log:
                     log.write(text if text.endswith(b"\n") else text + b"\n")
 
     def append_remaining_output(self) -> None:
-        """Add the rest, and the samples, once all nodes have ended."""
+        """Append the last log lines and all samples, once all nodes have ended."""
         self.append_new_output(whole_lines=False)
         with (self._folder / SAMPLES_FILE).open("ab") as file:
-            for folder in self._read:
-                file.writelines(_bytes_of(folder / SAMPLES_FILE).splitlines(keepends=True)[1:])
+            for folder in self._log_positions:
+                lines = _read_bytes(folder / SAMPLES_FILE).splitlines(keepends=True)
+                file.writelines(lines[1:])  # The first line is the header.
 
 
-def _bytes_of(path: Path, position: int = 0) -> bytes:
+def _read_bytes(path: Path, position: int = 0) -> bytes:
+    """Return a file's content from a position on; empty if the file cannot be read.
+
+    The file is opened anew each time, because a network file system shows the writes of other machines when a
+    file is opened.
+    """
     try:
-        # Opened anew each time: a network file system shows what others wrote when it is opened.
         with path.open("rb") as file:
             file.seek(position)
             return file.read()

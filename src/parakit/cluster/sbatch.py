@@ -1,4 +1,4 @@
-"""The script that sbatch is given: one launcher of the kit on each node, which starts one torchrun."""
+"""Write the script of a Slurm job: one launcher of the kit per node, which starts one torchrun."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from parakit.config.run import DeviceKind
 from parakit.formatting.units import plural
 
 OUTPUT_FILE = "slurm.txt"
-"""In the run folder: what the launchers say on their terminals."""
+"""The file in the run folder that receives the terminal output of the launchers."""
 
 BASICS = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
-"""Variables that a job gets from its submitter, besides those the ranks use; by name, no others."""
+"""Variables that a job inherits from its submitter, besides the variables that ranks use."""
 
 MASTER_PORT = "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))"
-"""Below what Linux gives to clients; two jobs that share a node differ by their numbers."""
+"""Shell that sets the port of the rendezvous.
+
+The port is below those that Linux gives to clients. Two jobs that share a node have different job numbers, so they
+have different ports.
+"""
 
 
 FIRST_NODE = (
@@ -29,28 +33,28 @@ FIRST_NODE = (
     'read -r MASTER_ADDR < <(sinfo --all --noheader --nodes="$first" --format=%o)',
     "export MASTER_ADDR",
 )
-"""Shell that finds the address to which all nodes connect, on any node of an allocation."""
+"""Shell that sets MASTER_ADDR, the address to which all nodes connect; it works on any node of an allocation."""
 
 
 CPUS = '[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'
-"""Shell that gives a step the CPUs that the job asked for: since 22.05 srun does not take them over."""
+"""Shell that gives a job step the CPUs of the job. Since 22.05 srun does not inherit their number from the job."""
 
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """One run of a job."""
+    """One run of a job. A job of several runs is a job array."""
 
     folder: str
-    """The run folder, as seen from the repository root."""
+    """The run folder, relative to the repository root."""
     argv: tuple[str, ...]
     """Arguments of `python -m parakit`."""
     settings: Mapping[str, str]
-    """Make variables as they were given; never a secret."""
+    """Make variables as the user wrote them; never a secret."""
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What one call of sbatch starts; several cells are an array."""
+    """A job for sbatch; a job with several tasks becomes a job array."""
 
     name: str
     device: DeviceKind
@@ -59,16 +63,18 @@ class BatchJob:
     tasks: tuple[ArrayTask, ...]
     python: str
     inherited: tuple[str, ...] = ()
-    """Names of the submitter's variables that ranks use."""
+    """Names of the variables that ranks use, which the job inherits from the submitter."""
     container: tuple[str, ...] = ()
-    """srun's flags of the kit's image; none on the host."""
+    """Flags of srun that run ranks in the kit's image; empty to run them on the host."""
 
 
 def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
-    """srun's, by Pyxis: the caller's user, nothing mounted but what the run needs, root read-only.
+    """Return srun's flags to run ranks in an image by Pyxis.
+
+    The container runs as the caller's user, mounts the given folders at the same paths, and has a read-only root.
 
     Raises:
-        LaunchError: A folder's name would end a mount.
+        LaunchError: A folder's name has a character that Pyxis takes for the end of a mount.
     """
     for path in mounts:
         if "," in str(path) or ":" in str(path):
@@ -86,24 +92,24 @@ def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
 
 
 def render_batch_script(job: BatchJob) -> str:
-    """The script; every value in it is quoted, and none is a secret."""
+    """Return the script of a job. Every value in it is quoted, and none is a secret."""
     lines = [
         "#!/usr/bin/env bash",
         f"# {job.name} on {plural(job.slurm.nodes, 'node')}: the kit's launcher on each starts "
         "torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
         "set -euo pipefail",
-        *_redirect(job.tasks),
-        # Environment modules and conda ask for variables that are not set.
+        *_redirect_output(job.tasks),
+        # Environment modules and conda read variables that are not set, at which `set -u` would end the script.
         *(("set +u", *job.slurm.setup, "set -u") if job.slurm.setup else ()),
-        *_choose(job.tasks),
+        *_select_task(job.tasks),
         f"export PYTHONPATH={shlex.quote(PYTHON_PATH)}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         MASTER_PORT,
         *FIRST_NODE,
         CPUS,
         "# Launchers hear of each other's end themselves; srun must not end one that is clearing up.",
-        f"exec srun {shlex.join(_srun(job))} \\",
+        f"exec srun {shlex.join(_srun_options(job))} \\",
         """  bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' node \\""",
         f'  {shlex.join((job.python, "-m", "parakit"))} "${{words[@]}}"',
     ]
@@ -111,16 +117,19 @@ def render_batch_script(job: BatchJob) -> str:
 
 
 def _directives(job: BatchJob) -> Sequence[str]:
-    array = len(job.tasks) > 1
-    output = f"{ROOT / job.tasks[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
+    """Return the options of the script's #SBATCH lines; those of the site and the user come last."""
+    is_array = len(job.tasks) > 1
+    output = "/dev/null"
+    if not is_array:
+        output = f"{ROOT / job.tasks[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
     return (
         f"--job-name={job.name}",
         f"--nodes={job.slurm.nodes}",
         "--ntasks-per-node=1",
-        f"--{_devices(job)}",
-        *((f"--array=0-{len(job.tasks) - 1}",) if array else ()),
+        f"--{_devices_option(job)}",
+        *((f"--array=0-{len(job.tasks) - 1}",) if is_array else ()),
         f'--chdir="{ROOT}"',
-        f'--output="{"/dev/null" if array else output}"',
+        f'--output="{output}"',
         "--open-mode=append",
         "--requeue",
         f"--export={','.join(sorted({*BASICS, *job.inherited}))}",
@@ -128,38 +137,42 @@ def _directives(job: BatchJob) -> Sequence[str]:
     )
 
 
-def _devices(job: BatchJob) -> str:
-    kind = "gpus-per-node" if job.device is DeviceKind.GPU else "cpus-per-task"
-    return f"{kind}={job.devices_per_node}"
+def _devices_option(job: BatchJob) -> str:
+    """Return Slurm's option for the devices per node, without dashes: GPUs, or CPUs of its only task."""
+    option = "gpus-per-node" if job.device is DeviceKind.GPU else "cpus-per-task"
+    return f"{option}={job.devices_per_node}"
 
 
-def _srun(job: BatchJob) -> tuple[str, ...]:
-    # srun no longer takes the CPUs of a task from the job, and needs the option again.
-    cpus = (f"--{_devices(job)}",) if job.device is DeviceKind.CPU else ()
+def _srun_options(job: BatchJob) -> tuple[str, ...]:
+    """Return the options with which srun starts a launcher on each node."""
+    # srun does not inherit the CPUs per task from the job, so the option is repeated.
+    cpus = (f"--{_devices_option(job)}",) if job.device is DeviceKind.CPU else ()
     return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *job.container)
 
 
-def _redirect(cells: Sequence[ArrayTask]) -> Sequence[str]:
-    """An array's element has a folder of its own, which gets what the shell prints from here on."""
-    if len(cells) == 1:
+def _redirect_output(tasks: Sequence[ArrayTask]) -> Sequence[str]:
+    """Return shell that sends the output of an array's element to the element's run folder; empty for one task."""
+    if len(tasks) == 1:
         return ()
-    folders = shlex.join(cell.folder for cell in cells)
+    folders = shlex.join(task.folder for task in tasks)
     return (
         f"folders=({folders})",
         f'exec >> "${{folders[SLURM_ARRAY_TASK_ID]}}/{OUTPUT_FILE}" 2>&1',
     )
 
 
-def _choose(cells: Sequence[ArrayTask]) -> Sequence[str]:
-    if len(cells) == 1:
-        return _cell(cells[0])
+def _select_task(tasks: Sequence[ArrayTask]) -> Sequence[str]:
+    """Return shell that sets the variables and arguments of the only task, or of this element of the array."""
+    if len(tasks) == 1:
+        return _set_task(tasks[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
-    for number, cell in enumerate(cells):
-        lines += [f"{number})", *(f"  {line}" for line in _cell(cell)), "  ;;"]
+    for number, task in enumerate(tasks):
+        lines += [f"{number})", *(f"  {line}" for line in _set_task(task)), "  ;;"]
     return (*lines, "esac")
 
 
-def _cell(cell: ArrayTask) -> tuple[str, ...]:
-    settings = {**cell.settings, "RUN_FOLDER": cell.folder}
-    assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
-    return (f"export {assigned}", f"words=({shlex.join(cell.argv)})")
+def _set_task(task: ArrayTask) -> tuple[str, ...]:
+    """Return shell that exports a task's make variables and sets its arguments as the array `words`."""
+    settings = {**task.settings, "RUN_FOLDER": task.folder}
+    assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    return (f"export {assignments}", f"words=({shlex.join(task.argv)})")

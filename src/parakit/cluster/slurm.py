@@ -1,6 +1,6 @@
-"""What Slurm is asked for, and what it says of the caller's jobs.
+"""Parse the options of a Slurm job, and ask Slurm about the caller's jobs.
 
-`LAUNCHER=slurm NODES=2` asks for a job; variables or a site file say the rest.
+`LAUNCHER=slurm NODES=2` runs a target as a job. Make variables and a site file give further options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 
 SITE_FILE = "site.slurm"
-"""Of the repository's root; taken if it is there. `SLURM_SITE=` names another."""
+"""The site file in the repository's root, read if it exists. `SLURM_SITE=` names another file."""
 
 ASK_SECONDS = 30.0
 
@@ -34,10 +34,13 @@ ENDINGS: Mapping[str, tuple[Status, str]] = {
     "BOOT_FAIL": (Status.CRASHED, "was given a node that did not boot"),
     "OUT_OF_MEMORY": (Status.OUT_OF_MEMORY, "ran out of the memory that Slurm gave it"),
 }
-"""States that say why a job ended, and what its run is then, unless the run itself says better."""
+"""Status of the run, and a clause on the reason, by Slurm's state of an ended job.
+
+They are used if the run itself could not record how it ended.
+"""
 
 STOPPED_BY_SLURM = ("TIMEOUT", "DEADLINE", "PREEMPTED")
-"""Of these a launcher hears no more than a request to stop."""
+"""States in which the launcher was only asked to stop, without a reason."""
 
 _VALUE = re.compile(r"[\w.,:+@/=-]+")
 _SPECIAL = re.compile(r"""[\s"'\\#]""")
@@ -46,119 +49,145 @@ _DIRECTIVE = "#SBATCH"
 
 @dataclass(frozen=True)
 class Slurm:
-    """How jobs are asked for."""
+    """The options of a Slurm job."""
 
     nodes: int = 1
     directives: tuple[str, ...] = ()
-    """As `#SBATCH` takes them, quoted; the site's lines first, so that a variable overrides them."""
+    """Options as `#SBATCH` lines have them, quoted. Those of the site come first, so that variables override them."""
     setup: tuple[str, ...] = ()
-    """Lines of shell from the site file, run on the first node: modules, variables of the fabric."""
+    """Shell lines of the site file, which run on the first node: modules, variables of the fabric."""
     image: str | None = None
-    """For Pyxis: a squash file, or whatever else `--container-image` takes."""
+    """The image for Pyxis: a squash file, or another value of `--container-image`; None for the kit's own."""
 
 
-def parse_slurm_options(given: Namespace) -> Slurm | None:
-    """LAUNCHER=slurm with NODES=, SLURM_PARTITION= and its like; None if Slurm was not asked for.
+def parse_slurm_options(arguments: Namespace) -> Slurm | None:
+    """Return the options of a Slurm job by NODES=, SLURM_PARTITION= and the like; None without LAUNCHER=slurm.
 
     Raises:
         LaunchError: A value is not of its kind, or the site file cannot be read.
     """
-    if getattr(given, "launcher", None) != "slurm":
+    if getattr(arguments, "launcher", None) != "slurm":
         return None
-    site, setup = _read_site(given.slurm_site)
-    own = tuple(
-        f"--{setting.name.removeprefix('SLURM_').lower()}={_checked(setting.name, value)}"
-        for setting in settings.SLURM_RESOURCES
-        if (value := getattr(given, setting.name.lower()))
-    )
+    site_directives, setup = _read_site(arguments.slurm_site)
+    resource_directives = []
+    for setting in settings.SLURM_RESOURCES:
+        value = getattr(arguments, setting.name.lower())
+        if value:
+            option = setting.name.removeprefix("SLURM_").lower()
+            resource_directives.append(f"--{option}={_check_value(setting.name, value)}")
+    user_directives = _parse_lines(arguments.slurm_lines or "")
     return Slurm(
-        nodes=given.nodes or 1,
-        directives=(*site, *own, *_lines(given.slurm_lines or "")),
+        nodes=arguments.nodes or 1,
+        directives=(*site_directives, *resource_directives, *user_directives),
         setup=setup,
-        image=given.slurm_image,
+        image=arguments.slurm_image,
     )
 
 
 def split_directives(directives: Sequence[str]) -> tuple[str, ...]:
-    """Lines of `#SBATCH` as words of a command.
+    """Return the options of `#SBATCH` lines as arguments of a command, without quotes and comments.
 
     Raises:
-        ValueError: Quotes do not end.
+        ValueError: A quote does not end.
     """
     return tuple(word for line in directives for word in shlex.split(line, comments=True))
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Of one job."""
+    """The state of a job, as Slurm reports it."""
 
     state: str
-    """Slurm's word, such as `PENDING`."""
+    """Slurm's name of the state, such as `PENDING`."""
     reason: str = ""
+    """Slurm's reason for the state, such as `Resources`."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it will run, but does not yet."""
+        """True if the job is to run, but does not run yet."""
         return self.state in WAITING
 
     @property
     def is_running(self) -> bool:
-        """Whether it has nodes."""
+        """True if the job has nodes."""
         return self.state in RUNNING
 
 
 def query_job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
-    """By job; those that Slurm no longer knows are missing. None if it did not answer."""
+    """Ask Slurm for the states of jobs, by job id.
+
+    A job that Slurm no longer knows is missing. None is the answer if Slurm does not answer.
+    """
     if not job_ids:
         return {}
-    listed = _ask("squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r")
-    if listed is None:
+    queue = _run_slurm(
+        "squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r"
+    )
+    if queue is None:
         return None
-    found = _parse(listed)
-    missing = [job for job in job_ids if job not in found]
+    states = _parse_states(queue)
+    missing = [job for job in job_ids if job not in states]
     if missing:
-        # Without accounting, and with it ailing, the queue's word alone has to do.
-        asked = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,Reason")
-        found |= _parse(_ask("sacct", *asked, "--jobs", ",".join(missing)) or "")
-    return {job: found[job] for job in job_ids if job in found}
+        # A cluster without accounting has no sacct. Then the queue alone has to do.
+        options = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,Reason")
+        states |= _parse_states(_run_slurm("sacct", *options, "--jobs", ",".join(missing)) or "")
+    return {job: states[job] for job in job_ids if job in states}
 
 
 def cancel_job(job_id: str) -> bool:
-    """Ask Slurm to end a job: its launcher gets SIGTERM first; whether Slurm took the request."""
-    return _ask("scancel", job_id) is not None
+    """Ask Slurm to end a job, whose launcher gets SIGTERM first; return True if Slurm accepts the request."""
+    return _run_slurm("scancel", job_id) is not None
 
 
-def _checked(name: str, value: str) -> str:
+def _check_value(name: str, value: str) -> str:
+    """Return the value of a make variable if it can stand in an #SBATCH line without quotes.
+
+    Raises:
+        LaunchError: The value has a character that needs quotes.
+    """
     if _VALUE.fullmatch(value) is None:
         raise LaunchError(f"{name}={value} is not a word that sbatch takes.")
     return value
 
 
-def _lines(text: str) -> tuple[str, ...]:
+def _parse_lines(text: str) -> tuple[str, ...]:
+    """Return the options in SLURM_LINES= as #SBATCH lines have them.
+
+    Raises:
+        LaunchError: The text is no list of long options.
+    """
     try:
-        words = shlex.split(text)
+        options = shlex.split(text)
     except ValueError:
-        words = [""]
-    for word in words:
-        if not word.startswith("--") or "\n" in word:
+        options = [""]
+    for option in options:
+        if not option.startswith("--") or "\n" in option:
             raise LaunchError(
                 f"SLURM_LINES={text} is not a list of sbatch's long options, such as "
                 "'--exclusive --constraint=h200'."
             )
-    return tuple(map(_quote_directive, words))
+    return tuple(map(_quote_directive, options))
 
 
-def _quote_directive(word: str) -> str:
-    """As a line of `#SBATCH`: a backslash escapes in any quotes there, and `#` begins a comment."""
-    if _SPECIAL.search(word) is None:
-        return word
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+def _quote_directive(option: str) -> str:
+    """Return an option quoted for an #SBATCH line, where a backslash escapes and `#` begins a comment."""
+    if _SPECIAL.search(option) is None:
+        return option
+    escaped = option.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
-def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    path = Path(named).expanduser() if named else ROOT / SITE_FILE
-    if not named and not path.exists():
+def _read_site(named_file: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the #SBATCH options and the shell lines of the site file; both empty without such a file.
+
+    Args:
+        named_file: SLURM_SITE=, which must exist; None reads SITE_FILE if it exists.
+
+    Raises:
+        LaunchError: The file cannot be read, or an #SBATCH line is wrong.
+    """
+    path = Path(named_file).expanduser() if named_file else ROOT / SITE_FILE
+    if not named_file and not path.exists():
         return (), ()
     try:
         lines = path.read_text().splitlines()
@@ -175,12 +204,14 @@ def _read_site(named: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return directives, setup
 
 
-def _parse(text: str) -> dict[str, JobState]:
+def _parse_states(text: str) -> dict[str, JobState]:
+    """Return job states by job id from lines `id|state|reason`; other lines are ignored."""
     rows = [line.split("|", 2) for line in text.splitlines() if line.count("|") >= 2]
-    # sacct writes 'CANCELLED by 1000'.
+    # sacct writes 'CANCELLED by 1000', of which the first word is the state.
     return {job: JobState(state.split()[0], reason) for job, state, reason in rows if state}
 
 
-def _ask(*command: str) -> str | None:
-    answer = run_program(list(command), ASK_SECONDS)
-    return answer.out if answer.succeeded else None
+def _run_slurm(*command: str) -> str | None:
+    """Run a program of Slurm and return its output; None if it fails or does not answer in time."""
+    output = run_program(list(command), ASK_SECONDS)
+    return output.out if output.succeeded else None

@@ -1,7 +1,8 @@
-"""What a run is: Megatron's flags, a model's shape, a strategy's parallel sizes, jobs and hardware.
+"""What a run consists of: Megatron's flags, a model's shape, a strategy's parallel sizes, jobs and
+hardware.
 
-This package decides how each of these is written, read and named, once for the whole kit. It computes no cost
-and starts nothing. Its modules are public, and `settings` lists every variable of make.
+This package defines how each of these is written, parsed and named in the whole kit. It computes no
+costs and starts nothing. Its modules are public, and `settings` lists every variable of make.
 """
 
 __all__ = [

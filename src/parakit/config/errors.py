@@ -1,5 +1,7 @@
-"""What stops a launch before anything starts or is written."""
+"""The error that stops a launch before anything is started or written."""
 
 
 class LaunchError(ValueError):
-    """One sentence that names the thing, the value and the fix."""
+    """A launch that is refused; the message is one sentence that names the thing, the value and the
+    fix.
+    """

@@ -1,4 +1,8 @@
-"""How many tokens reach the experts of a rank, for the mean: a router's choices, and a limit on them."""
+"""How many tokens the experts of a rank receive, relative to a balanced router.
+
+The input is Megatron's router flags and a stated imbalance; the result is an `ExpertLoad`. Its
+ratios multiply the number of token copies (tokens × experts per token) of one rank.
+"""
 
 from __future__ import annotations
 
@@ -17,87 +21,109 @@ _GROUPS_TAKEN = "--moe-router-group-topk"
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The defaults are a balanced router that drops nothing: every rank gets the mean."""
+    """The router's load on expert-parallel ranks. The defaults mean a balanced router that drops
+    nothing.
+    """
 
     imbalance: float = 1.0
-    """Tokens that the busiest rank of an expert-parallel group receives, for the mean: a statement about
-    the router, which no flag gives."""
+    """Tokens of the busiest rank of an expert-parallel group, divided by the mean over its ranks.
+    No flag states the imbalance; the user does (`IMBALANCE=`).
+    """
     capacity: float | None = None
-    """Most that an expert takes of each rank's tokens, for the mean; further ones are dropped
-    (`--moe-expert-capacity-factor`). None drops none."""
-    padded: bool = False
-    """Whether every expert gets as many, with zeros where tokens lack
-    (`--moe-pad-expert-input-to-capacity`): all ranks are then alike."""
+    """Maximum tokens that one expert takes from one rank, divided by the mean per expert; further
+    tokens are dropped (`--moe-expert-capacity-factor`). None drops no token.
+    """
+    pads_to_capacity: bool = False
+    """True if each expert's input is filled with zeros up to the capacity
+    (`--moe-pad-expert-input-to-capacity`). All ranks then receive equally many tokens.
+    """
     groups: int = 1
-    """Equal ones of neighbouring experts (`--moe-router-num-groups`)."""
-    groups_taken: int = 1
-    """Groups that all experts of a token are in (`--moe-router-group-topk`)."""
+    """Number of equal groups of neighbouring experts (`--moe-router-num-groups`)."""
+    groups_per_token: int = 1
+    """Number of groups that the experts of one token may lie in (`--moe-router-group-topk`)."""
 
-    def sent(self, shape: ModelShape, tokens: int) -> float:
-        """What a rank with `tokens` tokens sends to experts, for each copy without a limit.
+    def send_ratio(self, shape: ModelShape, tokens: int) -> float:
+        """Return the token copies that a rank with `tokens` tokens sends, divided by those without
+        a capacity.
 
-        Capacity counts in whole tokens of an expert (`moe_utils.py: get_capacity`).
+        The capacity is rounded up to whole tokens per expert if inputs are padded (`moe_utils.py:
+        get_capacity`).
         """
         if self.capacity is None:
             return 1.0
         copies = tokens * shape.experts_per_token
-        if not self.padded:
+        if not self.pads_to_capacity:
             return min(1.0, self.capacity)
         return ceil(copies / shape.experts * self.capacity) * shape.experts / copies
 
-    def received(self, shape: ModelShape, tokens: int, ranks: int) -> float:
-        """What the busiest of `ranks` ranks receives, for the mean of a router without limit."""
-        if self.padded:
-            return self.sent(shape, tokens)
-        received = min(self.imbalance, most_imbalance(shape, ranks))
+    def receive_ratio(self, shape: ModelShape, tokens: int, ranks: int) -> float:
+        """Return the token copies that the busiest of `ranks` ranks receives, divided by the mean
+        without a capacity. `tokens` is the number of tokens of one rank.
+        """
+        if self.pads_to_capacity:
+            return self.send_ratio(shape, tokens)
+        received = min(self.imbalance, max_imbalance(shape, ranks))
         return received if self.capacity is None else min(received, self.capacity)
 
-    def reached(self, shape: ModelShape, places: int) -> float:
-        """How many of `places` ranks or nodes, with equal shares of the experts, have one of a token's:
-        its choices fall on each place of its groups, or on each of its groups, alike."""
-        chosen, taken = shape.experts_per_token, self.groups_taken
-        if places >= self.groups:
-            return _filled(chosen, taken * places / self.groups)
-        return _filled(_filled(chosen, taken), places)
+    def expected_destinations(self, shape: ModelShape, destinations: int) -> float:
+        """Return the mean number of destinations that one token is sent to.
+
+        `places` is the number of ranks or nodes, each of which holds the same number of experts.
+        The token's experts are drawn at random, in random groups if the router has groups.
+        """
+        experts_per_token, groups_per_token = shape.experts_per_token, self.groups_per_token
+        if destinations >= self.groups:
+            return _mean_filled_boxes(
+                experts_per_token, groups_per_token * destinations / self.groups
+            )
+        return _mean_filled_boxes(
+            _mean_filled_boxes(experts_per_token, groups_per_token), destinations
+        )
 
 
-def _filled(balls: float, boxes: float) -> float:
-    """Boxes that hold something when each ball falls into one of them at random."""
+def _mean_filled_boxes(balls: float, boxes: float) -> float:
+    """Return the mean number of boxes that hold a ball if each ball falls into a random box."""
     return float(boxes * (1 - (1 - 1 / boxes) ** balls))
 
 
 BALANCED = ExpertLoad()
+"""The load of a balanced router without a capacity."""
 
 
-def most_imbalance(shape: ModelShape, ranks: int) -> float:
-    """The most that one of `ranks` ranks can receive, for the mean: all tokens go to
-    each of its experts, or with all their copies to some of them."""
+def max_imbalance(shape: ModelShape, ranks: int) -> float:
+    """Return the largest possible imbalance: all tokens choose experts of the same one of `ranks`
+    ranks.
+
+    A model without experts gives 1.
+    """
     if not shape.experts:
         return 1.0
-    own = shape.experts // ranks
-    return ranks * min(shape.experts_per_token, own) / shape.experts_per_token
+    experts_per_rank = shape.experts // ranks
+    return ranks * min(shape.experts_per_token, experts_per_rank) / shape.experts_per_token
 
 
-def expert_load_of(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
-    """What the flags and a stated imbalance make of it; a capacity below 0 is none.
+def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
+    """Return the load that the router's flags and a stated imbalance describe.
+
+    A capacity factor below 0 means no capacity, as in Megatron.
 
     Raises:
-        ValueError: The flags balance the load and an imbalance is stated, the capacity is none, or a
-            token takes more groups of experts than there are.
+        ValueError: The flags force a balanced load although an imbalance is stated, the capacity factor
+            is 0 or infinite, or a token takes more groups of experts than there are.
     """
     if imbalance != 1 and flags.has(_FORCED):
         raise ValueError(f"IMBALANCE={imbalance:g} contradicts {_FORCED}; leave one of them out.")
     load = ExpertLoad(imbalance)
-    if (taken := flags.integer(_GROUPS_TAKEN)) != 0:
+    if (groups_per_token := flags.integer(_GROUPS_TAKEN)) != 0:
         groups = flags.integer(_GROUPS)
-        if not 0 < taken <= groups:
+        if not 0 < groups_per_token <= groups:
             raise ValueError(
-                f"{_GROUPS_TAKEN} {taken} needs a {_GROUPS} of as many or more; it is {groups}."
+                f"{_GROUPS_TAKEN} {groups_per_token} needs a {_GROUPS} of as many or more; it is {groups}."
             )
-        load = replace(load, groups=groups, groups_taken=taken)
+        load = replace(load, groups=groups, groups_per_token=groups_per_token)
     capacity = flags.number(_CAPACITY, -1.0)
     if capacity < 0:
         return load
     if not 0 < capacity < inf:
         raise ValueError(f"{_CAPACITY} {capacity:g} is no share of the mean; use a number above 0.")
-    return replace(load, capacity=capacity, padded=flags.has(_PADDED))
+    return replace(load, capacity=capacity, pads_to_capacity=flags.has(_PADDED))

@@ -1,7 +1,7 @@
-"""The repository's root, paths as commands take them, and readers of `*.args`, YAML and CSV files.
+"""The repository's root, paths as commands take them, and readers of `.args`, YAML and CSV files.
 
-`*.args` files are plain Megatron flags, one a line, `#` starts a comment. The launch scripts pass these
-flags to Megatron as they are; planner and report read the same files.
+An `.args` file holds Megatron flags, one per line; `#` starts a comment. The launch scripts pass
+these flags to Megatron unchanged, and the planner and the report read the same files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ def find_root(package: Path = PACKAGE) -> Path:
 
 
 ROOT = find_root()
-"""The repository's root, and in an installed wheel the folder of `parakit`, where `examples/` lies."""
+"""The repository's root; in an installed wheel, the folder of `parakit`, which holds `examples/`.
+"""
 PYTHON_PATH = os.pathsep.join((str(PACKAGE.parent), str(ROOT)))
-"""PYTHONPATH of a Python that is not the clone's own environment, such as an image's."""
-OWN_READINGS = ROOT / "readings" / "mine.csv"
-"""One's own measured runs, as `make report` adds them and plans use them; ignored by git."""
+"""Value of PYTHONPATH for a Python outside the clone's own environment, such as the one in an
+image.
+"""
+USER_MEASUREMENTS_FILE = ROOT / "readings" / "mine.csv"
+"""The user's own measured runs. `make report` adds rows, plans read them, and git ignores the file.
+"""
 
 
 def relative_to_root(path: Path) -> str:
-    """A path as the ranks see it: relative to the repository root where it lies inside."""
+    """Return the path relative to the repository's root, or the absolute path if it lies outside."""
     resolved = path.resolve()
     return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else resolved)
 
@@ -71,12 +75,12 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Return all bytes of a regular file; raises as `open_regular_file` does."""
+    """Return all bytes of a regular file. Raises OSError as `open_regular_file` does."""
     with open_regular_file(path) as file:
         return file.read()
 
 
-def file_flaw(path: Path) -> str:
+def describe_file_problem(path: Path) -> str:
     """Return why a path is no regular file (`is missing`, `is no regular file`); empty if it is one."""
     if path.is_file():
         return ""
@@ -89,45 +93,45 @@ def read_args_file(path: Path) -> tuple[str, ...]:
     Raises:
         ValueError: A line has an unclosed quote; the message names file and line.
     """
-    words: list[str] = []
+    arguments: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            words += shlex.split(line, comments=True)
+            arguments += shlex.split(line, comments=True)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}; close the quote.") from None
-    return tuple(words)
+    return tuple(arguments)
 
 
-def args_text(comments: Iterable[str], words: Iterable[str]) -> str:
-    """What an `.args` file holds: comments, then a line for each flag with its values."""
+def format_args_file(comments: Iterable[str], arguments: Iterable[str]) -> str:
+    """Return the text of an `.args` file: the comments, then one line per flag with its values."""
     lines = [f"# {comment}" for comment in comments]
-    for word in words:
-        if word.startswith("--"):
-            lines.append(word)
+    for argument in arguments:
+        if argument.startswith("--"):
+            lines.append(argument)
         else:
-            lines[-1] += f" {shlex.quote(word)}"
+            lines[-1] += f" {shlex.quote(argument)}"
     return "\n".join(lines) + "\n"
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file.
+    """Return the parsed content of a YAML file.
 
     Raises:
-        OSError: It cannot be read.
-        yaml.YAMLError: It is not YAML, or names a Python object.
+        OSError: The file cannot be read.
+        yaml.YAMLError: The file is not YAML, or names a Python object.
     """
     return yaml.load(path.read_text(), Loader=SafeLoader)
 
 
 class UnreadableFileError(ValueError):
-    """A file that is no text, or no CSV; the message says why."""
+    """A file that is not text or not CSV; the message gives the reason."""
 
 
 def read_text(path: Path) -> str:
-    """A text file, compressed by gzip or not, without the byte order mark that Excel writes.
+    """Return the text of a file, unpacked if it is compressed by gzip, without a byte order mark.
 
     Raises:
-        UnreadableError: It cannot be read or unpacked, or is no UTF-8.
+        UnreadableFileError: The file cannot be read or unpacked, or is not UTF-8.
     """
     try:
         raw = path.read_bytes()
@@ -140,14 +144,15 @@ def read_text(path: Path) -> str:
 _GZIP = b"\x1f\x8b"
 
 
-def csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a file's text that are not blank, each with the line that it begins on.
+def read_csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number and the cells of each row of a CSV text; rows with only blank cells are
+    skipped.
 
-    Cells are divided by what is most frequent in the first line: a comma, the semicolon of a European
-    Excel, or a tab.
+    The delimiter is the most frequent of comma, semicolon and tab in the first line. `path` is
+    named in errors only.
 
     Raises:
-        UnreadableError: A cell is longer than 131,072 characters.
+        UnreadableFileError: A cell is longer than 131,072 characters.
     """
     delimiter = max(",;\t", key=text.partition("\n")[0].count)
     reader, line = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 1

@@ -64,42 +64,48 @@ type Default = bool | int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class KnownFlag:
-    """One line."""
+    """One row of `flags.csv`; the module's docstring explains the columns."""
 
     name: str
     kind: str
     default: Default
-    """None is nothing, or what Megatron derives."""
+    """Megatron's default; None if there is no default or Megatron derives the value."""
     unit: str
     only_with: tuple[str, ...]
-    """Flags, or flags with a value, one of which it needs; empty needs none."""
+    """Flags, or flags with a value (`--optimizer=muon`), at least one of which must be present for
+    this flag to have an effect. Empty means no condition.
+    """
     recipe: tuple[str, ...]
     of_device: bool
     role: str
     group: str
-    """What its `field` is of: `shape`, `parallelism`, `stages`, `execution`, …; empty without one."""
+    """Object whose field the flag sets: `shape`, `parallelism`, `stages`, `execution`, …; empty
+    without a field.
+    """
     field: str
     planned: str
     since: str
     until: str
     native: str
-    """What the native backend makes of one that is no field of its settings, or which values it has."""
+    """Treatment of the flag by the native backend if none of the backend's settings holds it, or
+    the values that the backend implements.
+    """
 
-    def is_in(self, version: tuple[int, int]) -> bool:
-        """Whether a Megatron of this major and minor version has it."""
-        newer = bool(self.since) and version < release(self.since)
-        return not newer and not (self.until and version > release(self.until))
+    def exists_in(self, version: tuple[int, int]) -> bool:
+        """Return True if Megatron of this major and minor version has the flag."""
+        newer = bool(self.since) and version < parse_release(self.since)
+        return not newer and not (self.until and version > parse_release(self.until))
 
 
-def _read() -> dict[str, KnownFlag]:
+def _read_table() -> dict[str, KnownFlag]:
     with (Path(__file__).parent / "flags.csv").open(newline="") as file:
-        return {line["name"]: _known(line) for line in csv.DictReader(file, restval="")}
+        return {line["name"]: _parse_row(line) for line in csv.DictReader(file, restval="")}
 
 
-def _known(line: dict[str, str]) -> KnownFlag:
+def _parse_row(line: dict[str, str]) -> KnownFlag:
     group, _, field = line["field"].partition(".")
     read: dict[str, Any] = {
-        "default": _default(line["kind"], line["default"]),
+        "default": _parse_default(line["kind"], line["default"]),
         "only_with": tuple(filter(None, line["only_with"].split("|"))),
         "recipe": tuple(line["recipe"].split()),
         "of_device": bool(line["of_device"]),
@@ -109,7 +115,7 @@ def _known(line: dict[str, str]) -> KnownFlag:
     return KnownFlag(**(line | read))
 
 
-def _default(kind: str, text: str) -> Default:
+def _parse_default(kind: str, text: str) -> Default:
     if not text:
         return None
     if kind in ("on", "off"):
@@ -117,42 +123,44 @@ def _default(kind: str, text: str) -> Default:
     return int(text) if kind == "whole" else float(text) if kind == "decimal" else text
 
 
-def release(version: str) -> tuple[int, int]:
-    """Major and minor of a version such as Megatron's `0.15.0rc2` or torch's `2.11.0+cu130`."""
+def parse_release(version: str) -> tuple[int, int]:
+    """Return major and minor of a version such as Megatron's `0.15.0rc2` or torch's `2.11.0+cu130`."""
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 
 
-FLAGS: Mapping[str, KnownFlag] = _read()
-"""By name, in the file's order."""
+FLAGS: Mapping[str, KnownFlag] = _read_table()
+"""The rows of `flags.csv` by flag name, in the file's order."""
 
-OTHERS = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])
-"""Megatron's flags that have no line."""
+FLAGS_WITHOUT_ROW = frozenset(Path(__file__).with_name("other_flags.csv").read_text().split()[1:])
+"""Megatron's flags that `flags.csv` has no row for (`other_flags.csv`)."""
 
 
 @cache
 def flags_with_role(*roles: str) -> frozenset[str]:
-    """Flags of these roles."""
+    """Return the names of the flags with one of these roles."""
     return frozenset(name for name, flag in FLAGS.items() if flag.role in roles)
 
 
 @cache
-def planned(*ways: str) -> frozenset[str]:
-    """Flags of which the planner makes this."""
+def flags_planned_as(*ways: str) -> frozenset[str]:
+    """Return the names of the flags whose column `planned` has one of these values."""
     return frozenset(name for name, flag in FLAGS.items() if flag.planned in ways)
 
 
 @cache
 def flags_in_group(*groups: str) -> tuple[KnownFlag, ...]:
-    """Flags that set a field of these, in order."""
+    """Return the flags that set a field of one of these objects, in the file's order."""
     return tuple(flag for flag in FLAGS.values() if flag.group in groups)
 
 
 def flags_for_native(way: str) -> frozenset[str]:
-    """Flags of which the native backend makes this."""
+    """Return the names of the flags whose column `native` has this value."""
     return frozenset(name for name, flag in FLAGS.items() if flag.native == way)
 
 
 def argument_names(flags: Iterable[str]) -> frozenset[str]:
-    """As Megatron prints them: `num_layers`."""
+    """Return the flags' names as Megatron prints its arguments: `--num-layers` becomes
+    `num_layers`.
+    """
     return frozenset(name.removeprefix("--").replace("-", "_") for name in flags)

@@ -13,23 +13,25 @@ from typing import Any
 
 from parakit.config.flag_table import (
     FLAGS,
-    OTHERS,
+    FLAGS_WITHOUT_ROW,
     KnownFlag,
     flags_in_group,
     flags_with_role,
-    release,
+    parse_release,
 )
 
 
-def flag_words(flags: Mapping[str, object]) -> tuple[str, ...]:
-    """A dict of flags as a list of words; True gives the flag alone, None and False leave it out."""
-    words: list[str] = []
+def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a dict of flags as a list of arguments. True gives the flag without a value; None and
+    False leave it out.
+    """
+    arguments: list[str] = []
     for name, value in flags.items():
         if value is True:
-            words.append(name)
+            arguments.append(name)
         elif value is not None and value is not False:
-            words += [name, str(value)]
-    return tuple(words)
+            arguments += [name, str(value)]
+    return tuple(arguments)
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
@@ -38,138 +40,165 @@ def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
     argparse takes the last one as well; a command that names each flag once is easier to read.
     """
     merged: dict[str, list[str]] = {}
-    for words in groups:
-        merged |= values_by_flag(words)
+    for arguments in groups:
+        merged |= values_by_flag(arguments)
     return tuple(word for name, values in merged.items() for word in (name, *values))
 
 
-def pick_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """The flags of `words` that `names` contains, with their values."""
-    given = values_by_flag(words).items()
-    return tuple(word for name, values in given if name in names for word in (name, *values))
+def pick_flags(arguments: Sequence[str], names: Container[str]) -> tuple[str, ...]:
+    """Return the flags in `words` that `names` contains, with their values."""
+    values_of_flags = values_by_flag(arguments).items()
+    return tuple(
+        word for name, values in values_of_flags if name in names for word in (name, *values)
+    )
 
 
-def drop_flags(words: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """The other flags, with their values."""
-    given = values_by_flag(words).items()
-    return tuple(word for name, values in given if name not in names for word in (name, *values))
+def drop_flags(arguments: Sequence[str], names: Container[str]) -> tuple[str, ...]:
+    """Return the flags in `words` that `names` does not contain, with their values."""
+    values_of_flags = values_by_flag(arguments).items()
+    return tuple(
+        word for name, values in values_of_flags if name not in names for word in (name, *values)
+    )
 
 
-def unlisted_flags(words: Sequence[str]) -> tuple[str, ...]:
-    """Flags that the kit has nothing to say of."""
-    return tuple(name for name in values_by_flag(words) if name not in FLAGS)
+def unlisted_flags(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags in `words` that `flags.csv` has no row for."""
+    return tuple(name for name in values_by_flag(arguments) if name not in FLAGS)
 
 
-def misspelled(words: Sequence[str]) -> dict[str, str]:
-    """Flags that no Megatron has, each with a sentence that names the near ones."""
-    found = {}
-    for name in unlisted_flags(words):
-        if name not in OTHERS:
-            megatrons = OTHERS | FLAGS.keys() - flags_with_role("kit")
-            near = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
-            hint = f"did you mean {near[0]}?" if near else "leave it out."
-            found[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
-    return found
+def find_misspelled_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the flags that no supported Megatron has, each with a sentence that suggests a similar
+    flag.
+    """
+    sentences = {}
+    for name in unlisted_flags(arguments):
+        if name not in FLAGS_WITHOUT_ROW:
+            megatrons = FLAGS_WITHOUT_ROW | FLAGS.keys() - flags_with_role("kit")
+            similar = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
+            hint = f"did you mean {similar[0]}?" if similar else "leave it out."
+            sentences[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
+    return sentences
 
 
-def refuse_misspelled(words: Sequence[str]) -> None:
-    """Refuse flags that no Megatron has.
+def refuse_misspelled_flags(arguments: Sequence[str]) -> None:
+    """Raise an error if `words` has flags that no supported Megatron has.
 
     Raises:
-        ValueError: With a line for each.
+        ValueError: There are such flags; the message has one line per flag.
     """
-    if found := misspelled(words):
-        raise ValueError("\n".join(found.values()))
+    if sentences := find_misspelled_flags(arguments):
+        raise ValueError("\n".join(sentences.values()))
 
 
 def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> None:
-    """Refuse values of a flag that Megatron does not have: a ValueError names the first of them."""
+    """Raise a ValueError that names the first of `values` that is not in `known`, Megatron's values
+    for the flag `name`.
+    """
     if unknown := sorted(set(values).difference(known)):
         raise ValueError(f"{name} {unknown[0]} is not one of Megatron's; use {', '.join(known)}.")
 
 
-def flags_in(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
-    """The words without flags that such a Megatron does not have."""
-    here = release(megatron_version)
-    return drop_flags(words, {name for name, flag in FLAGS.items() if not flag.is_in(here)})
+def drop_flags_newer_than(arguments: Sequence[str], megatron_version: str) -> tuple[str, ...]:
+    """Return the flags in `words` without those that this Megatron version does not have."""
+    release = parse_release(megatron_version)
+    return drop_flags(
+        arguments, {name for name, flag in FLAGS.items() if not flag.exists_in(release)}
+    )
 
 
-def words_of(value: Any, group: str) -> tuple[str, ...]:
-    """The flags that set the fields of a dataclass; those with the field's default are left out."""
-    usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
-    words: list[str] = []
+def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
+    """Return the flags that set the fields of the dataclass `value`. Fields with their default are
+    left out.
+
+    `group` is the name of the object in the table of flags, such as `shape` or `recompute`.
+    """
+    defaults = {
+        field.name: field.default for field in fields(value) if field.default is not MISSING
+    }
+    arguments: list[str] = []
     for flag in flags_in_group(group):
-        held = getattr(value, flag.field)
-        if held == usual.get(flag.field):
+        field_value = getattr(value, flag.field)
+        if field_value == defaults.get(flag.field):
             continue
-        words.append(flag.name)
+        arguments.append(flag.name)
         if flag.kind == "texts":
-            words += sorted(held) if isinstance(held, frozenset) else held
+            arguments += sorted(field_value) if isinstance(field_value, frozenset) else field_value
         elif flag.kind not in ("on", "off"):
-            words.append(f"{held:g}" if flag.kind == "decimal" else str(held))
-    return tuple(words)
+            arguments.append(f"{field_value:g}" if flag.kind == "decimal" else str(field_value))
+    return tuple(arguments)
 
 
 class Flags:
-    """Look-ups in a list of Megatron flags; without one its default, or 0 or empty where it has none."""
+    """Look-ups in a list of Megatron flags.
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._values = values_by_flag(words)
+    A flag that is absent gives Megatron's default, or 0 or an empty text if Megatron has no
+    default.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._values = values_by_flag(arguments)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other has the same flags with the same values, in any order."""
+        """Return True if the other has the same flags with the same values, in any order."""
         return isinstance(other, Flags) and self._values == other._values
 
     __hash__ = None  # type: ignore[assignment]
 
     def has(self, name: str) -> bool:
-        """Whether the flag occurs."""
+        """Return True if the flag is present."""
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """The flag's first value."""
+        """Return the flag's first value; if the flag is absent, `default` or Megatron's default."""
         if values := self._values.get(name):
             return values[0]
         known = FLAGS[name].default if default is None and name in FLAGS else default
         return known if isinstance(known, str) else ""
 
     def texts(self, name: str) -> list[str]:
-        """All of the flag's values; none where it does not occur."""
+        """Return all values of the flag; empty if it is absent."""
         return self._values.get(name, [])
 
     def names(self, name: str) -> list[str]:
-        """All of the flag's values, also of a list of Python's in a log, of YAML's in a recipe."""
+        """Return all values of the flag, also if they are written as a Python or YAML list
+        (`['mlp', 'moe']`).
+        """
         return re.sub(r"[][',\"]", " ", " ".join(self.texts(name))).split()
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """The flag's first value as an integer.
+        """Return the flag's first value as an integer.
 
         Raises:
-            ValueError: It is none; the message names flag and value.
+            ValueError: The value is not an integer; the message names flag and value.
         """
-        return self._parsed(name, default, int, "a whole number")
+        return self._parse_first_value(name, default, int, "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """The flag's first value as a float; raises as `integer`."""
-        return self._parsed(name, default, float, "a number")
+        """Return the flag's first value as a float; raises as `integer` does."""
+        return self._parse_first_value(name, default, float, "a number")
 
     def applies(self, flag: KnownFlag) -> bool:
-        """Whether a flag says something beside these."""
+        """Return True if the flags that `flag` depends on (`only_with`) are present."""
         return not flag.only_with or any(map(self._holds, flag.only_with))
 
     def fields(self, group: str) -> dict[str, Any]:
-        """The fields that these flags set of a group, with Megatron's defaults; none where it has none.
+        """Return the values that these flags set in an object of the table, by field, with
+        Megatron's defaults.
+
+        `group` is the object's name, such as `shape`. Fields without a flag and without a default
+        are left out.
 
         Raises:
-            ValueError: As `integer`.
+            ValueError: A value is not of its flag's kind.
         """
         return {
-            flag.field: self._value(flag)
+            flag.field: self._typed_value(flag)
             for flag in flags_in_group(group)
             if (flag.default is not None or self.has(flag.name)) and self.applies(flag)
         }
 
-    def _value(self, flag: KnownFlag) -> Any:
+    def _typed_value(self, flag: KnownFlag) -> Any:
+        """Return the value of a flag in the type of its kind; a switch gives True or False."""
         match flag.kind:
             case "on" | "off":
                 return self.has(flag.name) is (flag.kind == "on")
@@ -182,12 +211,16 @@ class Flags:
         return self.text(flag.name)
 
     def _holds(self, condition: str) -> bool:
+        """Return True if the condition, a flag or `flag=value`, holds."""
         name, is_value, value = condition.partition("=")
         return self.text(name) == value if is_value else self.has(name)
 
-    def _parsed[T: (int, float)](
+    def _parse_first_value[T: (int, float)](
         self, name: str, default: T | None, parse: Callable[[Any], T], wanted: str
     ) -> T:
+        """Return the flag's first value parsed by `parse`, or the default; `wanted` describes a
+        valid value.
+        """
         if not (values := self._values.get(name)):
             return parse((FLAGS[name].default or 0) if default is None else default)
         try:
@@ -196,41 +229,50 @@ class Flags:
             raise ValueError(f"{name} {values[0][:40]} is not {wanted}.") from None
 
 
-def null_tokenizer(entries: int, megatron_version: str) -> tuple[str, ...]:
-    """A tokenizer without files, of so many entries, of which the end of a document is the last."""
-    given = entries - _uncounted(megatron_version)
-    return ("--tokenizer-type", _NULL, "--vocab-size", str(given))
+def null_tokenizer_flags(entries: int, megatron_version: str) -> tuple[str, ...]:
+    """Return the flags of a tokenizer without files that has `entries` entries.
+
+    The last entry is the end-of-document token.
+    """
+    counted_entries = entries - _num_uncounted_entries(megatron_version)
+    return ("--tokenizer-type", _NULL, "--vocab-size", str(counted_entries))
 
 
-def counted_vocabulary(words: Sequence[str], megatron_version: str) -> tuple[str, ...]:
-    """The words for such a Megatron, with a `--vocab-size` that counts every entry of the tokenizer."""
-    flags = Flags(words)
+def count_end_of_document_in_vocabulary(
+    arguments: Sequence[str], megatron_version: str
+) -> tuple[str, ...]:
+    """Return the flags with a `--vocab-size` that counts every entry of a NullTokenizer.
+
+    Megatron up to 0.17 adds the end-of-document token to `--vocab-size`; other flags stay
+    unchanged.
+    """
+    flags = Flags(arguments)
     if flags.text("--tokenizer-type") != _NULL or not flags.has("--vocab-size"):
-        return tuple(words)
-    entries = flags.integer("--vocab-size", 0) + _uncounted(megatron_version)
-    return merge_flags(words, ("--vocab-size", str(entries)))
+        return tuple(arguments)
+    entries = flags.integer("--vocab-size", 0) + _num_uncounted_entries(megatron_version)
+    return merge_flags(arguments, ("--vocab-size", str(entries)))
 
 
 _NULL = "NullTokenizer"
 
 
-def _uncounted(megatron_version: str) -> int:
-    """Entries that `NullTokenizer.vocab_size` has beyond the size it is given, so beyond `--vocab-size`.
+def _num_uncounted_entries(megatron_version: str) -> int:
+    """Return the number of NullTokenizer entries that `--vocab-size` does not count.
 
-    Up to 0.17 it adds the end of a document; from 0.18 on that is the last of those given
-    (`megatron/core/tokenizers/text/libraries/null_tokenizer.py`).
+    Megatron up to 0.17 adds the end-of-document token to the given size; from 0.18 on that token is
+    the last of the given entries (`megatron/core/tokenizers/text/libraries/null_tokenizer.py`).
     """
-    return 1 if release(megatron_version) < (0, 18) else 0
+    return 1 if parse_release(megatron_version) < (0, 18) else 0
 
 
-def values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
-    """What follows each flag; of a flag that occurs twice, the last."""
+def values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return each flag's values; of a flag that occurs twice, the last occurrence counts."""
     values: dict[str, list[str]] = {}
     current: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, joined, value = word.partition("=")
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, joined, value = argument.partition("=")
             current = values[name] = [value] if joined else []
         else:
-            current.append(word)
+            current.append(argument)
     return values

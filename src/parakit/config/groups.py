@@ -1,4 +1,4 @@
-"""Process groups by what they split, and how many ranks each has: one definition for ledger and plan."""
+"""Megatron's process groups: how many ranks each has, and their names in logs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Group(StrEnum):
     WORLD = "world"
 
 
-def group_ranks(parallelism: Parallelism, group: Group) -> int:
-    """Ranks of one group of this kind (`megatron/core/parallel_state.py`)."""
+def group_size(parallelism: Parallelism, group: Group) -> int:
+    """Return the number of ranks in one group of this kind (`megatron/core/parallel_state.py`)."""
     return _RANKS[group](parallelism)
 
 
@@ -44,10 +44,10 @@ _RANKS: dict[Group, Callable[[Parallelism], int]] = {
     Group.TENSOR_CONTEXT: lambda split: split.tensor * split.context,
     Group.DATA_CONTEXT: lambda split: split.data * split.context,
     Group.EXPERT: lambda split: split.expert,
-    Group.EXPERT_DATA: lambda split: split.copies_of_experts,
-    Group.EXPERT_TENSOR: lambda split: split.tensor_of_experts,
-    Group.TENSOR_EXPERT: lambda split: split.tensor_of_experts * split.expert,
-    Group.EXPERT_MODEL: lambda split: split.tensor_of_experts * split.expert * split.pipeline,
+    Group.EXPERT_DATA: lambda split: split.expert_data,
+    Group.EXPERT_TENSOR: lambda split: split.effective_expert_tensor,
+    Group.TENSOR_EXPERT: lambda split: split.effective_expert_tensor * split.expert,
+    Group.EXPERT_MODEL: lambda split: split.effective_expert_tensor * split.expert * split.pipeline,
     Group.TENSOR_DATA_CONTEXT: lambda split: split.world_size // split.pipeline,
     Group.PIPELINE: lambda split: split.pipeline,
     Group.EMBEDDING: lambda split: min(2, split.pipeline),
@@ -85,7 +85,11 @@ _GROUP_SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
 @functools.cache
 def group_name(description: str) -> str:
-    """`tp`, `dp_cp`, …; a description that is not Megatron's is returned as it is."""
+    """Return the `Group` value of Megatron's description of a process group, such as `tp` or
+    `dp_cp`.
+
+    A description that is not Megatron's is returned unchanged.
+    """
     plain = description
     for suffix in _GROUP_SUFFIXES:
         plain = plain.removesuffix(suffix)

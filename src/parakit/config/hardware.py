@@ -1,4 +1,4 @@
-"""Devices and links as data: `hardware.yaml`, looked up by key or by the name a driver gives."""
+"""Devices and links from `hardware.yaml`, found by key or by the name that a driver reports."""
 
 from __future__ import annotations
 
@@ -21,47 +21,51 @@ _UNITS = {
     "_mib": ("_bytes", 2**20),
     "_us": ("_seconds", 1e-6),
 }
-"""Ends of the file's names, and of the fields."""
+"""Suffixes of the YAML file's keys, with the suffix of the field and the factor to base units."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between devices: what one of them can send, in one direction."""
+    """A connection between devices; its rate is that of one device in one direction."""
 
     key: str
     name: str
     bytes_per_second: float
     latency_seconds: float
-    """Of one collective or point-to-point call, however small (an estimate, not a datasheet's)."""
+    """Latency per collective or point-to-point call of any size: an estimate, not a datasheet's
+    value.
+    """
     source: str
     aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class HostRates:
-    """A device's share of the usual machine around it."""
+    """Host bandwidth per device in the usual machine around a device."""
 
     link_bytes_per_second: float
-    """Between device and host memory, in one direction."""
+    """Rate between device and host memory in one direction."""
     memory_bytes_per_second: float
     source: str
 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator; rates are dense peaks."""
+    """An accelerator; its rates are dense peaks."""
 
     key: str
     name: str
     nvml_names: tuple[str, ...]
     peak_tflops: Mapping[str, float] = field(hash=False)
-    """By dtype: fp16, bf16, fp8, tf32, fp32."""
+    """Peak TFLOP/s by dtype: fp16, bf16, fp8, tf32, fp32."""
     memory_bytes: int
     memory_bytes_per_second: float
     processors: int
-    """Streaming multiprocessors, or what else computes a tile of a matrix product on its own."""
+    """Streaming multiprocessors, or the units of another device that compute one tile of a matrix
+    product.
+    """
     power_watts: float
-    """The module's limit: under tensor load the clock is as high as it allows."""
+    """The module's power limit. Under tensor load it limits the clock."""
     architecture: str
     link: str
     """Key of the link between devices of one node."""
@@ -70,105 +74,131 @@ class Device:
     verified: bool
     source: str
     aliases: tuple[str, ...] = ()
-    """Other keys that people give it."""
+    """Other keys that users write for the device."""
     domain: int = 8
-    """Devices that one NVLink switch joins, a node's or a rack's."""
+    """Number of devices that one NVLink switch connects: those of a node or of a rack."""
     host: HostRates | None = None
-    """None where it was not looked up."""
+    """Host bandwidth; None if unknown."""
 
     @property
     def generation(self) -> str:
-        """Of the architecture: devices of one share what kernels reach of their datasheets."""
+        """First word of the architecture, in lower case. Devices of one generation share kernel
+        efficiencies.
+        """
         return self.architecture.split()[0].lower()
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense peak in FLOP/s for matrix products in `dtype`; None if the device has no such."""
+        """Return the dense peak in FLOP/s of matrix products in `dtype`; None if the device has no
+        such type.
+        """
         tflops = self.peak_tflops.get(dtype)
         return None if tflops is None else tflops * 1e12
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Contents of `hardware.yaml`."""
+    """Devices and links in `hardware.yaml`, by key."""
 
     devices: Mapping[str, Device]
     links: Mapping[str, Link]
 
 
 class UnknownHardwareError(ValueError):
-    """No device or link of that key; the message lists the near ones."""
+    """A device or link key that is unknown; the message lists similar keys."""
 
 
 @cache
 def load_hardware() -> Hardware:
-    """Read the devices and links."""
+    """Return the devices and links of `hardware.yaml`; the file is read once."""
     data = {
-        what: {key: {"key": key} | _convert_to_base_units(entry) for key, entry in entries.items()}
-        for what, entries in read_yaml(_FILE).items()
+        section: {
+            key: {"key": key} | _convert_to_base_units(entry) for key, entry in entries.items()
+        }
+        for section, entries in read_yaml(_FILE).items()
     }
     return msgspec.convert(data, Hardware)
 
 
 def find_device(name: str) -> Device | None:
-    """The device that a driver calls `name` (NVML, nvidia-smi, torch.cuda); None if unknown.
+    """Return the device that a driver calls `name` (NVML, nvidia-smi, torch.cuda); None if unknown.
 
-    Only whole names match: an H100 PCIe is not an H100 SXM.
+    Only full names match: an H100 PCIe is not an H100 SXM.
     """
-    wanted, devices = _plain(name), load_hardware().devices.values()
-    return next((each for each in devices if wanted in map(_plain, each.nvml_names)), None)
+    plain_name, devices = _normalise_driver_name(name), load_hardware().devices.values()
+    return next(
+        (
+            device
+            for device in devices
+            if plain_name in map(_normalise_driver_name, device.nvml_names)
+        ),
+        None,
+    )
 
 
 def device_by_key(key: str) -> Device:
-    """The device of a key (`h200`), of an alias (`h100-sxm`) or of a driver's name.
+    """Return the device with this key (`h200`), alias (`h100-sxm`) or driver name.
 
     Raises:
-        UnknownHardwareError: There is neither.
+        UnknownHardwareError: No device has that key or name.
     """
     devices = load_hardware().devices
-    wanted = _words(key)
+    words_of_key = _key_words(key)
     for device in devices.values():
-        if wanted in map(_words, (device.key, *device.aliases)):
+        if words_of_key in map(_key_words, (device.key, *device.aliases)):
             return device
-    if (found := find_device(key)) is None:
-        raise UnknownHardwareError(_hint("GPU", key, devices))
-    return found
+    if (device_of_driver := find_device(key)) is None:
+        raise UnknownHardwareError(_format_hint("GPU", key, devices))
+    return device_of_driver
 
 
 def link_by_key(key: str) -> Link:
-    """The link of a key (`nvlink4`, `ib-400g`) or an alias (`100gbe`); raises as `device_by_key`."""
+    """Return the link with this key (`nvlink4`, `ib-400g`) or alias (`100gbe`).
+
+    Raises:
+        UnknownHardwareError: No link has that key.
+    """
     links = load_hardware().links
     for link in links.values():
         if key.lower() in (link.key, *link.aliases):
             return link
-    raise UnknownHardwareError(_hint("link", key, links))
+    raise UnknownHardwareError(_format_hint("link", key, links))
 
 
-def calibration_file(key: str) -> str:
-    """Name of the file with this machine's measured constants for a device, in the folder of runs."""
+def calibration_file_name(key: str) -> str:
+    """Return the name of the file with this machine's measured constants for a device.
+
+    The file lies in the folder of runs.
+    """
     return f"calibration-{platform.node()}-{key}.json"
 
 
-def _hint(what: str, key: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.4) or list(known)
-    return f"There is no {what} '{key}'; did you mean {' or '.join(near)}?"
+def _format_hint(kind: str, key: str, known: Mapping[str, object]) -> str:
+    """Return the error sentence for an unknown key, with up to three similar keys."""
+    similar = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.4) or list(known)
+    return f"There is no {kind} '{key}'; did you mean {' or '.join(similar)}?"
 
 
-def _words(key: str) -> frozenset[str]:
+def _key_words(key: str) -> frozenset[str]:
+    """Return the words of a key in lower case, so that their order and separators do not matter."""
     return frozenset(re.split(r"[-_\s]+", key.casefold().strip()))
 
 
-def _plain(name: str) -> str:
+def _normalise_driver_name(name: str) -> str:
+    """Return a driver's device name in lower case without the vendor."""
     return name.casefold().removeprefix("nvidia").strip()
 
 
 def _convert_to_base_units(entry: Any) -> Any:
+    """Return an entry of the YAML file with bytes, bytes per second and seconds in place of the
+    file's units.
+    """
     if not isinstance(entry, dict):
         return entry
-    found = {}
+    converted = {}
     for name, value in entry.items():
         unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
         base, factor = _UNITS.get(unit, ("", 1))
-        found[name.removesuffix(unit) + base] = (
+        converted[name.removesuffix(unit) + base] = (
             value * factor if unit else _convert_to_base_units(value)
         )
-    return found
+    return converted

@@ -1,8 +1,8 @@
-"""A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama back.
+"""A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama the reverse.
 
-The planner takes GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3, whatever types
-a checkpoint is stored in. Weights are converted of GPT-2 and Llama alone, and only where Megatron's
-flags say exactly what the config says (`exact_flags`).
+The planner reads GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3 configs,
+whatever type a checkpoint is stored in. Weights are converted for GPT-2 and Llama only, and only if
+Megatron's flags express the config exactly (`read_exact_config_flags`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parakit.config.files import read_regular_file
-from parakit.config.flags import Flags, flag_words
+from parakit.config.flags import Flags, format_flags
 
 _LONGEST = 8192
-"""Longest sequence taken from a config: 128k is what a model can, not how it was trained."""
+"""Longest sequence length taken from a config. A config states what a model supports (128k), not
+the length that it was trained with.
+"""
 
 _HALVES = {"float16": "--fp16", "bfloat16": "--bf16", "float32": ""}
 
 TANH_GELU, EXACT_GELU = "--openai-gelu", "--no-bias-gelu-fusion"
-"""GPT-2's GELU is the tanh approximation, which Megatron's core computes in its fusion alone."""
+"""Flags of GPT-2's GELU, the tanh approximation; Megatron's core computes it only in its fused
+kernel.
+"""
 
-CONVERTED = ("gpt2", "llama")
+CONVERTIBLE_MODEL_TYPES = ("gpt2", "llama")
 """Model types whose weights are converted."""
 
 _ACTIVATIONS = {
@@ -39,18 +43,18 @@ _SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Llama 3's scaling of rotary frequencies; of its values Megatron has a flag for `factor` alone."""
+"""Llama 3's scaling of rotary frequencies. Megatron has a flag for its `factor` only."""
 
 
 class ConfigError(ValueError):
     """A config that Megatron's GPT cannot be built from; the message names the file and the field."""
 
 
-def flags_of_config(path: Path) -> tuple[str, ...]:
-    """Megatron's flags for the model that a `config.json` describes.
+def read_config_flags(path: Path) -> tuple[str, ...]:
+    """Return Megatron's flags for the model that a `config.json` describes.
 
     Raises:
-        ConfigError: It is not JSON, of another architecture, or lacks a field.
+        ConfigError: The file is not JSON, describes an unknown architecture, or lacks a field.
     """
     config = _Config(path, read_config(path))
     kind = config.values["model_type"]
@@ -66,14 +70,14 @@ def flags_of_config(path: Path) -> tuple[str, ...]:
         flags = _KINDS[kind](config)
     except KeyError as error:
         raise ConfigError(f"{path} lacks the field {error}; add it.") from None
-    return (*flag_words(flags), "--micro-batch-size", "1", *((half,) if half else ()))
+    return (*format_flags(flags), "--micro-batch-size", "1", *((half,) if half else ()))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A `config.json`, with a `model_type`.
+    """Return the content of a `config.json`, with a `model_type`.
 
     Raises:
-        ConfigError: It cannot be read, or is no JSON object.
+        ConfigError: The file cannot be read, or is not a JSON object.
     """
     try:
         config = json.loads(read_regular_file(path))
@@ -86,22 +90,22 @@ def read_config(path: Path) -> dict[str, Any]:
     return {**config, "model_type": str(config.get("model_type"))}
 
 
-def exact_flags(path: Path) -> tuple[str, ...]:
-    """Megatron's flags for a model whose weights are to be converted.
+def read_exact_config_flags(path: Path) -> tuple[str, ...]:
+    """Return Megatron's flags for a model whose weights are to be converted.
 
     Raises:
-        ConfigError: As `flags_of_config`, or a value that no flag of Megatron's expresses.
+        ConfigError: As `read_config_flags`, or no flag of Megatron expresses a value.
     """
     config = _Config(path, read_config(path))
     kind = config.values["model_type"]
-    if kind not in CONVERTED:
+    if kind not in CONVERTIBLE_MODEL_TYPES:
         raise ConfigError(
             f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
-            f"{' and '.join(CONVERTED)}."
+            f"{' and '.join(CONVERTIBLE_MODEL_TYPES)}."
         )
     if config.has("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
-    flags = flags_of_config(path)
+    flags = read_config_flags(path)
     for field, value, wanted in _inexact(config):
         raise ConfigError(
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
@@ -110,14 +114,16 @@ def exact_flags(path: Path) -> tuple[str, ...]:
     return flags
 
 
-def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
-    """The `config.json` of a model that is trained with these flags of Megatron's, the vocabulary
-    among them; its weights are stored in the type that torch calls `dtype`.
+def build_config(arguments: Sequence[str], dtype: str) -> dict[str, Any]:
+    """Return the `config.json` of a model trained with these flags of Megatron, `--vocab-size`
+    included.
+
+    `dtype` is torch's name of the type that the weights are stored in.
 
     Raises:
-        ConfigError: It is neither GPT-2 nor Llama; the message names the flag.
+        ConfigError: The model is neither GPT-2 nor Llama; the message names the flag.
     """
-    flags = Flags(words)
+    flags = Flags(arguments)
     for flag, why in _NO_COUNTERPART.items():
         if flags.has(flag):
             raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
@@ -128,37 +134,37 @@ def config_of_flags(words: Sequence[str], dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Config:
-    """A `config.json`, whose fields are read as what they must be."""
+    """A `config.json` whose fields are checked when they are read."""
 
     path: Path
     values: Mapping[str, Any]
 
     def has(self, field: str) -> bool:
-        """Whether it says yes."""
+        """Return True if the field is present and true."""
         return bool(self.values.get(field))
 
     def whole(self, field: str) -> int:
-        """A whole number of 1 or more that must be there."""
+        """Return a required whole number of 1 or more."""
         if field not in self.values:
             raise KeyError(field)
         return self.maybe(field) or self._refuse(field, "a whole number of 1 or more")
 
     def maybe(self, field: str, least: int = 1) -> int | None:
-        """A whole number that may be left out, or null."""
+        """Return a whole number; None if the field is absent or null."""
         value = self.values.get(field)
         if value is not None and (type(value) is not int or value < least):
             self._refuse(field, f"a whole number of {least} or more")
         return value
 
     def number(self, field: str, otherwise: float) -> float:
-        """A number that may be left out."""
+        """Return a number; `otherwise` if the field is absent."""
         value: float = self.values.get(field, otherwise)
         if type(value) not in (int, float) or not isfinite(value):
             self._refuse(field, "a number")
         return value
 
     def one_of(self, field: str, known: Iterable[str]) -> str | None:
-        """One of some words that may be left out."""
+        """Return one of the known texts; None if the field is absent."""
         value = self.values.get(field)
         if value and value not in tuple(known):
             self._refuse(field, " or ".join(known))
@@ -166,32 +172,35 @@ class _Config:
 
     @property
     def rotary(self) -> Mapping[str, Any]:
-        """`rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before."""
-        found = {"rope_theta": self.number("rope_theta", 10000)}
+        """Fields of rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and
+        `rope_scaling` of older versions.
+        """
+        parameters = {"rope_theta": self.number("rope_theta", 10000)}
         for field in ("rope_scaling", "rope_parameters"):
-            if not isinstance(more := self.values.get(field) or {}, dict):
+            if not isinstance(values := self.values.get(field) or {}, dict):
                 self._refuse(field, "an object or null")
-            found |= more
-        return found
+            parameters |= values
+        return parameters
 
     @property
     def scaling(self) -> str:
-        """Of rotary frequencies: `default`, `llama3`, …"""
+        """Scaling of rotary frequencies: `default`, `llama3`, …"""
         return str(self.rotary.get("rope_type") or self.rotary.get("type") or "default")
 
     @property
     def sequence(self) -> int:
-        """Tokens that it is planned with."""
+        """Sequence length that the model is planned with."""
         longest = self.maybe("max_position_embeddings") or self.maybe("n_positions") or 1024
         return min(_LONGEST, longest)
 
-    def _refuse(self, field: str, wanted: str) -> NoReturn:
-        found = json.dumps(self.values[field])[:40]
-        raise ConfigError(f"{self.path} has {field} = {found}; use {wanted}.")
+    def _refuse(self, field: str, valid_values: str) -> NoReturn:
+        """Raise a ConfigError that names the file, the field, its value and the valid values."""
+        shown_value = json.dumps(self.values[field])[:40]
+        raise ConfigError(f"{self.path} has {field} = {shown_value}; use {valid_values}.")
 
 
 def _refuse_unsupported(config: _Config) -> None:
-    """What would make it another model than the flags say."""
+    """Raise a ConfigError if the model differs from the one that the flags can describe."""
     if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
         raise ConfigError(
             f"{config.path} has dense layers among those of experts (decoder_sparse_step, "
@@ -208,6 +217,7 @@ def _refuse_unsupported(config: _Config) -> None:
 
 
 def _gpt2(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a GPT-2 config."""
     hidden = config.whole("n_embd")
     return {
         "--num-layers": config.whole("n_layer"),
@@ -228,6 +238,7 @@ def _gpt2(config: _Config) -> dict[str, object]:
 
 
 def _llama(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a Llama config."""
     heads = config.whole("num_attention_heads")
     groups = config.maybe("num_key_value_heads") or heads
     width = config.maybe("head_dim") or config.whole("hidden_size") // heads
@@ -258,15 +269,19 @@ def _llama(config: _Config) -> dict[str, object]:
 
 
 def _other_epsilon(value: float) -> float | None:
+    """Return the epsilon of norms, or None if it is Megatron's default."""
     return None if value == _MEGATRONS_EPSILON else value
 
 
 def _qwen3(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a Qwen3 config."""
     return {**_llama(config), "--qk-layernorm": True}
 
 
 def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
-    """Flags of a mixture; its config has the numbers of experts and of their columns in these fields."""
+    """Return the flags of a mixture of experts. `experts` and `columns` are the names of the
+    config's fields.
+    """
     return {
         "--num-experts": config.whole(experts),
         "--moe-router-topk": config.whole("num_experts_per_tok"),
@@ -277,9 +292,12 @@ def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
 
 
 def _gpt_oss(config: _Config) -> dict[str, object]:
-    """Every other layer looks at a window of tokens alone; the limit and the offset of its activation
-    are fields of Megatron's `TransformerConfig`. YaRN's positions have no fused kernel
-    (`rope_utils.py: apply_rotary_pos_emb`)."""
+    """Return Megatron's flags for a GPT-OSS config.
+
+    Every other layer attends to a window of tokens. The limit and the offset of the activation are
+    fields of Megatron's `TransformerConfig`. YaRN's positions have no fused kernel (`rope_utils.py:
+    apply_rotary_pos_emb`).
+    """
     return {
         **_llama(config),
         **_experts(config, "num_local_experts", "intermediate_size"),
@@ -297,6 +315,7 @@ def _gpt_oss(config: _Config) -> dict[str, object]:
 
 
 def _deepseek_v3(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a DeepSeek V3 config."""
     layers, dense = config.whole("num_hidden_layers"), config.maybe("first_k_dense_replace", 0) or 0
     shared = (config.maybe("n_shared_experts", 0) or 0) * config.whole("moe_intermediate_size")
     return {
@@ -336,7 +355,9 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
 
 
 Inexact = Iterator[tuple[str, Any, str]]
-"""Fields of a config that Megatron's flags do not express: name, value, and what would do."""
+"""Fields of a config that Megatron's flags do not express: name, value, and the values that would
+be exact.
+"""
 
 
 _NEEDED: Mapping[str, Mapping[str, bool | str]] = {
@@ -347,10 +368,11 @@ _NEEDED: Mapping[str, Mapping[str, bool | str]] = {
     },
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
 }
-"""Fields that have one value alone, by model type."""
+"""Fields that must have one value, by model type."""
 
 
 def _inexact(config: _Config) -> Inexact:
+    """Yield the fields of a config that Megatron's flags do not express."""
     kind = config.values["model_type"]
     for field, value in _NEEDED[kind].items():
         if config.values.get(field, value) != value:
@@ -359,6 +381,7 @@ def _inexact(config: _Config) -> Inexact:
 
 
 def _inexact_gpt2(config: _Config) -> Inexact:
+    """Yield the fields of a GPT-2 config that Megatron's flags do not express."""
     activation = config.values.get("activation_function", "gelu_new")
     if str(activation) not in _ACTIVATIONS:
         yield "activation_function", activation, " or ".join(_ACTIVATIONS)
@@ -367,6 +390,7 @@ def _inexact_gpt2(config: _Config) -> Inexact:
 
 
 def _inexact_llama(config: _Config) -> Inexact:
+    """Yield the fields of a Llama config that Megatron's flags do not express."""
     rotary, scaling = config.rotary, config.scaling
     base = rotary["rope_theta"]
     if base != int(base):
@@ -397,6 +421,7 @@ _NO_COUNTERPART = {
 
 
 def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> None:
+    """Raise a ConfigError if a flag is present or absent against what the family needs (`wanted`)."""
     for flag, is_there in wanted.items():
         if flags.has(flag) != is_there:
             has, would = ("lacks", "has") if is_there else ("has", "lacks")
@@ -406,6 +431,7 @@ def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> No
 
 
 def _common_config(flags: Flags) -> dict[str, Any]:
+    """Return the fields of `config.json` that GPT-2 and Llama share."""
     normalization = flags.text("--normalization")
     rotary = flags.text("--position-embedding-type") == "rope"
     if normalization != ("RMSNorm" if rotary else "LayerNorm"):
@@ -421,6 +447,7 @@ def _common_config(flags: Flags) -> dict[str, Any]:
 
 
 def _gpt2_config(flags: Flags) -> dict[str, Any]:
+    """Return the `config.json` of a GPT-2 model with these flags."""
     _refuse_mixture(
         flags,
         "GPT-2",
@@ -445,6 +472,7 @@ def _gpt2_config(flags: Flags) -> dict[str, Any]:
 
 
 def _llama_config(flags: Flags) -> dict[str, Any]:
+    """Return the `config.json` of a Llama model with these flags."""
     _refuse_mixture(flags, "Llama", {"--swiglu": True, "--disable-bias-linear": True})
     heads, hidden = flags.integer("--num-attention-heads"), flags.integer("--hidden-size")
     scaling = {

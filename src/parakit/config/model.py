@@ -1,4 +1,4 @@
-"""A model as its `.args` file describes it: the shape for formulas, the flags for Megatron."""
+"""A model as its `.args` file describes it: its shape for formulas, and its flags for Megatron."""
 
 from __future__ import annotations
 
@@ -15,118 +15,128 @@ from typing import Any
 from parakit.config.files import ROOT, read_args_file
 from parakit.config.flag_table import FLAGS, flags_in_group, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
-from parakit.config.huggingface import flags_of_config
+from parakit.config.huggingface import read_config_flags
 from parakit.config.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
 
 HUB = ROOT / "hub"
-"""Imported models, each in a folder of its name with `NAME.args` and its weights."""
+"""Folder of imported models; each has a subfolder of its name with `NAME.args` and its weights."""
 
 IMPORTED_WEIGHTS = "checkpoint"
-"""Folder of an imported model's weights, beside its `.args` file, which loads them."""
+"""Name of the folder of an imported model's weights, beside the `.args` file that loads them."""
 
-LOADING = flags_with_role("start") | {"--ckpt-format"}
-"""Flags by which an imported model's `.args` file loads its weights."""
+WEIGHT_LOADING_FLAGS = flags_with_role("start") | {"--ckpt-format"}
+"""Flags with which an imported model's `.args` file loads its weights."""
 
 MODEL_FILES = (".args", ".json")
-"""Megatron's flags, or a Hugging Face `config.json`."""
+"""Suffixes of model files: Megatron's flags, or a Hugging Face `config.json`."""
 
 GPT2_VOCABULARY = 50257
 
-HALVES = ("--fp16", "--bf16")
+HALF_PRECISION_FLAGS = ("--fp16", "--bf16")
 SHAPE_FLAGS = flags_with_role("shape", "precision")
-"""Flags that decide which tensors a model has, their precision, and their values at the start."""
+"""Flags that decide a model's tensors, their precision and their initial values."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv:2405.04434 §2.1): widths of its low-rank projections."""
+    """Widths of multi-head latent attention's low-rank projections (arXiv:2405.04434 §2.1)."""
 
     query_rank: int
-    """0: queries are projected straight from the hidden state."""
+    """Rank of the query projection; 0 means that queries are projected from the hidden state
+    directly.
+    """
     key_value_rank: int
     head_width: int
-    """Of a query and a key without the rotary part."""
+    """Width of a query or key head without the rotary part."""
     rotary_width: int
     value_width: int
-    splits_down: bool = False
-    """TP splits what projects to the ranks too: so Megatron's own layers, not Transformer Engine's."""
+    splits_down_projections: bool = False
+    """True if TP splits the down-projections too, as in Megatron's own layers; Transformer Engine's
+    do not.
+    """
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """The mixer of a Mamba-2 block (arXiv:2405.21060): heads with a state each."""
+    """The mixer of a Mamba-2 block (arXiv:2405.21060): heads with one state each."""
 
     heads: int
     head_width: int
     groups: int
-    """Of heads that share input and output projections of the state (B and C)."""
+    """Groups of heads that share the state's input and output projections (B and C)."""
     state: int
-    """Columns of a head's state for each of its channels."""
+    """Columns of a head's state per channel."""
 
     @property
     def width(self) -> int:
-        """Channels of all heads."""
+        """Number of channels over all heads."""
         return self.heads * self.head_width
 
     @property
-    def convolved(self) -> int:
-        """Channels that pass the short convolution: x, B and C."""
+    def convolved_channels(self) -> int:
+        """Number of channels that pass the short convolution: x, B and C."""
         return self.width + 2 * self.groups * self.state
 
     @property
-    def projected(self) -> int:
-        """Columns of the input projection: gate, x, B, C and a time step a head."""
-        return self.width + self.convolved + self.heads
+    def projected_columns(self) -> int:
+        """Columns of the input projection: gate, x, B, C and one time step per head."""
+        return self.width + self.convolved_channels + self.heads
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """A gated delta net (arXiv:2412.06464): heads with a state that each token updates, no scores."""
+    """A gated delta net (arXiv:2412.06464): each token updates one state per head; there are no
+    scores.
+    """
 
     key_heads: int
-    """Of queries too."""
+    """Number of key heads, and of query heads."""
     key_width: int
     value_heads: int
     value_width: int
     kernel: int
-    """Tokens that the short convolution looks at."""
+    """Tokens that the short convolution covers."""
 
     @property
-    def values(self) -> int:
-        """Channels of all values, and of the gate on what is read of them."""
+    def value_channels(self) -> int:
+        """Channels of all values, and of the output gate."""
         return self.value_heads * self.value_width
 
     @property
-    def convolved(self) -> int:
-        """Channels that pass the short convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_width + self.values
+    def convolved_channels(self) -> int:
+        """Number of channels that pass the short convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.value_channels
 
     @property
-    def projected(self) -> int:
-        """Columns of the input projection: those, the gate, and two numbers a head."""
-        return self.convolved + self.values + 2 * self.value_heads
+    def projected_columns(self) -> int:
+        """Columns of the input projection: the convolved channels, the gate, and two numbers per
+        value head.
+        """
+        return self.convolved_channels + self.value_channels + 2 * self.value_heads
 
 
 GATED_DELTA_NET = "gated_delta_net"
-"""Of `--experimental-attention-variant` the one that is counted."""
+"""The only value of `--experimental-attention-variant` that is counted."""
 MAMBA, ATTENTION, MLP, EXPERTS, MTP, LINEAR = "M", "*", "-", "E", "/", "G"
-"""Blocks of a hybrid, as in `--hybrid-layer-pattern`. `MTP` begins a depth of multi-token prediction:
-it joins hidden states with the embeddings of the tokens ahead, and the output layer runs once more."""
+"""Blocks of a hybrid model as in `--hybrid-layer-pattern`. `MTP` begins a layer of multi-token
+prediction: the block joins hidden states with the embeddings of the following tokens, and the
+output layer runs once more.
+"""
 BLOCKS = (MAMBA, ATTENTION, MLP, EXPERTS, MTP)
-"""Those that are planned; of `LINEAR` only parameters and FLOPs are counted."""
+"""Blocks that are planned. For `LINEAR`, only parameters and FLOPs are counted."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below a number."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What parameter counts, FLOPs, memory and traffic follow from."""
+    """The dimensions from which parameter counts, FLOPs, memory and traffic follow."""
 
     layers: int
     hidden: int
@@ -143,206 +153,239 @@ class ModelShape:
     vocabulary_multiple: int = 128
     """Megatron pads the vocabulary to a multiple of this times TP."""
     gated: bool = False
-    """SwiGLU or GeGLU: the first MLP matrix is twice as wide."""
+    """SwiGLU or GeGLU: the first MLP matrix has twice as many columns."""
     bias: bool = True
-    """Biases in the linear layers."""
+    """True if linear layers have biases."""
     qkv_bias: bool = False
-    """Biases in the QKV projection although the others have none."""
+    """True if the QKV projection has biases although the other layers have none."""
     rms_norm: bool = False
-    """RMSNorm has a weight and no bias."""
+    """True for RMSNorm, which has a weight and no bias."""
     qk_norm: bool = False
-    """Queries and keys have a norm each: of a head's width, or of latent attention's ranks."""
+    """True if queries and keys have one norm each, as wide as a head or as latent attention's
+    ranks.
+    """
     output_gate: bool = False
-    """Attention's output is gated by columns that the QKV projection has more."""
+    """True if attention's output is gated; the QKV projection has further columns for the gate."""
     sink: bool = False
-    """Softmax has a learned offset for each head."""
+    """True if softmax has one learned offset per head."""
     window: int = 0
-    """Tokens, its own among them, that one attends to in layers with a window; 0 without."""
-    windowed: float = 0.0
-    """Share of the layers that have it."""
-    clamped: bool = False
-    """Experts' activations are clamped by kernels of PyTorch's."""
+    """Tokens that a token attends to in layers with a window, itself included; 0 without windows.
+    """
+    windowed_fraction: float = 0.0
+    """Fraction of the layers that have the window."""
+    clamps_activations: bool = False
+    """True if PyTorch kernels, and not a fused kernel, clamp the experts' activations."""
     tied_embeddings: bool = True
     experts: int = 0
     """Experts in each MLP; 0 is dense."""
     experts_per_token: int = 0
     expert_ffn_hidden: int = 0
     load_balancing: bool = True
-    """The router's load-balancing loss is part of the loss."""
+    """True if the router's load-balancing loss is part of the loss."""
     router_z_loss: bool = False
-    """So is the mean square of its logits' log-sum-exp."""
+    """True if the mean square of the router logits' log-sum-exp is part of the loss."""
     shared_expert_ffn: int = 0
-    """Columns of the expert that every token passes beside its routed ones."""
+    """Columns of the shared expert, which every token passes; 0 without a shared expert."""
     shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()
-    """Layers, from 0, whose MLP is dense among those of experts (`--moe-layer-freq`)."""
+    """Indices from 0 of the layers with a dense MLP in a model with experts (`--moe-layer-freq`).
+    """
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
-    """Of its blocks or layers parameters and FLOPs are counted, and no time or memory of activations."""
+    """Linear attention; parameters and FLOPs of its layers are counted, but no time and no
+    activations.
+    """
     linear_layers: tuple[int, ...] = ()
-    """Layers, from 0, that have it in place of attention (`--linear-attention-freq`)."""
+    """Indices from 0 of the layers with linear attention (`--linear-attention-freq`)."""
     blocks: str = ""
-    """Of a hybrid's layer, each with a norm of its own; empty is attention, then an MLP or experts."""
+    """Blocks of a hybrid's one layer, each with one norm; empty for attention and then an MLP or
+    experts.
+    """
     mamba: Mamba | None = None
     latent_experts: int = 0
-    """Width that tokens are projected to before they are routed; 0 is the hidden state's."""
-    mtp_depth: int = 0
-    """Depths of multi-token prediction behind the layers, each an `MTP` block and a layer; those of a
-    hybrid are among its blocks."""
+    """Width that tokens are projected to before they are routed; 0 means the hidden state's width.
+    """
+    mtp_layers: int = 0
+    """Layers of multi-token prediction after the last layer, each an `MTP` block and a layer. Those
+    of a hybrid are among its blocks and not counted here.
+    """
     mtp_is_repeated: bool = False
-    """All depths are one block and one layer, with one set of weights."""
+    """True if all layers of multi-token prediction share one set of weights."""
 
     def __hash__(self) -> int:
-        """Of a few fields: a search looks shapes up more often than it makes them."""
+        """Return a cached hash over a few fields: a search looks shapes up far more often than it
+        makes them.
+        """
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
         widths = (self.layers, self.hidden, self.heads, self.ffn_hidden, self.seq_length)
-        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_depth))
+        return hash((*widths, self.blocks, self.experts, self.dense_layers, self.mtp_layers))
 
     @property
-    def kinds(self) -> tuple[tuple[int, ModelShape], ...]:
-        """How many of a layer's blocks are of each kind, with a shape of such a block alone."""
+    def block_shapes(self) -> tuple[tuple[int, ModelShape], ...]:
+        """Pairs of a count and a shape: how often each kind of block occurs in a layer, and a shape
+        with that block alone. A shape without several blocks gives itself once.
+        """
         if len(self.blocks) <= 1:
             return ((1, self),)
-        return tuple((times, self.only(block)) for block, times in Counter(self.blocks).items())
+        return tuple(
+            (times, self.with_only_block(block)) for block, times in Counter(self.blocks).items()
+        )
 
     @lru_cache(maxsize=256)  # noqa: B019  (shapes are few)
-    def only(self, block: str) -> ModelShape:
-        """A layer that is one block."""
-        kept = replace(self, blocks=block)
+    def with_only_block(self, block: str) -> ModelShape:
+        """Return the shape of a model whose layers consist of one block."""
+        shape = replace(self, blocks=block)
         if block != ATTENTION:
-            kept = replace(kept, heads=0, query_groups=0, latent=None)
+            shape = replace(shape, heads=0, query_groups=0, latent=None)
         if block != EXPERTS:
-            kept = kept.without_experts
-        return kept if block == MLP else replace(kept, ffn_hidden=0)
+            shape = shape.without_experts
+        return shape if block == MLP else replace(shape, ffn_hidden=0)
 
     @cached_property
     def without_experts(self) -> ModelShape:
-        """Its layers with a dense MLP."""
+        """The shape with a dense MLP in every layer."""
         return replace(self, experts=0, experts_per_token=0, shared_expert_ffn=0, dense_layers=())
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[ModelShape, Collection[int]], ...]:
-        """Shapes of layers that are alike, each with those layers, from 0: attention's before linear
-        attention's, of either those with experts before the dense."""
+        """Pairs of a shape and the indices, from 0, of the layers that have this shape.
+
+        Layers with attention come before layers with linear attention, and in each, layers with
+        experts come before dense ones.
+        """
         dense, linear = frozenset(self.dense_layers), frozenset(self.linear_layers)
         if not (dense or linear):
             return ((self, range(self.layers)),)
-        rest = frozenset(range(self.layers)) - linear
+        with_attention = frozenset(range(self.layers)) - linear
         plain = replace(self, linear_layers=()) if linear else self
         kinds = (
-            (True, plain, rest - dense),
-            (dense, plain.without_experts, rest & dense),
-            (linear, plain.linearly, linear - dense),
-            (dense and linear, plain.without_experts.linearly, linear & dense),
+            (True, plain, with_attention - dense),
+            (dense, plain.without_experts, with_attention & dense),
+            (linear, plain.with_linear_attention, linear - dense),
+            (dense and linear, plain.without_experts.with_linear_attention, linear & dense),
         )
         return tuple((kind, layers) for is_there, kind, layers in kinds if is_there)
 
     @property
-    def linearly(self) -> ModelShape:
-        """Its layers with linear attention."""
+    def with_linear_attention(self) -> ModelShape:
+        """The shape with linear attention in every layer."""
         return replace(self, blocks=LINEAR + (EXPERTS if self.experts else MLP))
 
-    def layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
-        """How many layers are of each kind, so many depths ahead among them: those have attention, and
-        a dense MLP where the last layer has one."""
+    def count_layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
+        """Return pairs of a count and a shape: how many layers of each kind there are.
+
+        `depths` layers of multi-token prediction are included. They have attention, and a dense MLP
+        if the last layer has one.
+        """
         counts = [len(layers) for _, layers in self.layer_kinds]
         counts[self.mtp_is_dense] += depths
         return tuple(zip(counts, (kind for kind, _ in self.layer_kinds), strict=True))
 
     @property
     def mtp_is_dense(self) -> bool:
-        """Whether the layers of depths ahead are dense: they are as the last one is."""
+        """True if the layers of multi-token prediction are dense: they have the form of the last
+        layer.
+        """
         return self.layers - 1 in self.dense_layers
 
     @property
-    def mtp_layers_held(self) -> int:
-        """Depths of multi-token prediction that have weights of their own."""
-        return min(1, self.mtp_depth) if self.mtp_is_repeated else self.mtp_depth
+    def stored_mtp_layers(self) -> int:
+        """Number of layers of multi-token prediction that have their own weights."""
+        return min(1, self.mtp_layers) if self.mtp_is_repeated else self.mtp_layers
 
     @property
-    def norms(self) -> int:
-        """Normalisations of a layer of one kind."""
+    def norms_per_layer(self) -> int:
+        """Number of normalisations in a layer of one kind."""
         return {"": 2, MTP: 3}.get(self.blocks, 1)
 
     @property
-    def residuals(self) -> int:
-        """Additions to the hidden states of a layer of one kind, each behind a dropout."""
+    def residual_additions(self) -> int:
+        """Number of additions to the hidden states in a layer of one kind; each follows a dropout."""
         return {"": 2, MTP: 0}.get(self.blocks, 1)
 
     @property
-    def depths(self) -> int:
-        """Depths of multi-token prediction: each embeds the tokens ahead and passes the output layer."""
-        return self.mtp_depth + self.blocks.count(MTP)
+    def total_mtp_layers(self) -> int:
+        """Layers of multi-token prediction, those among a hybrid's blocks included."""
+        return self.mtp_layers + self.blocks.count(MTP)
 
     @property
-    def predicted(self) -> int:
-        """Tokens that are predicted at each position, each with a pass through the output layer."""
-        return 1 + self.depths
+    def predicted_tokens(self) -> int:
+        """Tokens predicted per position; each needs one pass through the output layer."""
+        return 1 + self.total_mtp_layers
 
-    def attended(self, length: int) -> float:
-        """Twice the tokens that one of a sequence of `length` attends to, in the mean over positions and
-        layers: the length itself without a window (Megatron-Bridge counts so,
-        `flop_utils.py: calculate_swa_context`)."""
+    def effective_attention_length(self, length: int) -> float:
+        """Return twice the mean number of tokens that a token attends to in a sequence of `length`
+        tokens.
+
+        The mean is over positions and layers. Without a window it is the length itself.
+        Megatron-Bridge counts in the same way (`flop_utils.py: calculate_swa_context`).
+        """
         window = self.window
         if not 0 < window < length:
             return length
-        return length - self.windowed * (length - window * (2 - (window - 1) / length))
+        return length - self.windowed_fraction * (length - window * (2 - (window - 1) / length))
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
-        """Rows of the embedding over all TP ranks (Megatron's `_vocab_size_with_padding`)."""
+        """Return the rows of the embedding over all `tensor` TP ranks (Megatron's
+        `_vocab_size_with_padding`).
+        """
         multiple = self.vocabulary_multiple * tensor
         return round_up(self.vocabulary, multiple)
 
 
 @dataclass(frozen=True)
 class Model:
-    """One `.args` file."""
+    """A model of an `.args` file or a Hugging Face `config.json`."""
 
     name: str
     family: str
-    """The folder under `examples/` it stands in."""
+    """Name of the folder under `examples/` that holds the model's file."""
     flags: tuple[str, ...]
     shape: ModelShape
     batch: Batch
-    """Of the one-device baseline; other strategies scale it (`strategy.batch_for`)."""
+    """Batch of the one-device baseline; `strategy.scale_batch` scales the batch for other
+    strategies.
+    """
     dtype: str
     """`fp16`, `bf16` or `fp32`, on a GPU."""
     dropout: float
     source: str = field(default="", compare=False)
-    """The path that it was read from (`MODEL=`), where that is no file of the kit's own."""
+    """Path that the model was read from (`MODEL=`); empty for a file of the kit."""
 
 
 _NO_FILE = "There is no file {}; give an .args file, a config.json or a model of 'make list'."
 
 
 class UnknownModelError(ValueError):
-    """No model of that name; the message lists the near ones."""
+    """A model name that is unknown; the message lists similar names."""
 
 
 def model_names() -> tuple[str, ...]:
-    """Every model of every family, then the imported ones."""
+    """Return the names of all models of all families, then of the imported models."""
     return tuple(path.stem for _, path in _known_files())
 
 
 def load_model(name: str, file: str | None = None) -> Model:
-    """Read a model by name: a target's `MODEL=`, the path of a file, if it has that name, else a file
-    of `examples/` or `hub/`.
+    """Return the model with this name.
+
+    The model is read from `file` (a target's `MODEL=`) if that file has the name, else from
+    `examples/` or `hub/`.
 
     Raises:
-        UnknownModelError: There is no such `.args` file.
+        UnknownModelError: No `.args` file has that name.
         ValueError: The file lacks a flag that defines the shape.
     """
     wanted = ALIASES.get(name, name)
-    if file and is_model_file(file) and own_name(file) == name:
-        return model_of(file)
+    if file and is_model_file(file) and model_name_of_file(file) == name:
+        return find_model(file)
     for family, path in _known_files():
         if path.stem == wanted and family:
             return model_from_flags(wanted, family, read_args_file(path))
         if path.stem == wanted:
-            return replace(model_of(str(path)), source="")
+            return replace(find_model(str(path)), source="")
     if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
         raise UnknownModelError(
             f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
@@ -359,12 +402,13 @@ def load_model(name: str, file: str | None = None) -> Model:
 
 
 def is_model_file(text: str) -> bool:
-    """Whether `MODEL=` is the path of a file, which need not be there."""
+    """Return True if the value of `MODEL=` is the path of a file, which need not exist."""
     return Path(text).suffix in MODEL_FILES or "/" in text
 
 
-def own_name(text: str) -> str:
-    """The name of the model in a file.
+def model_name_of_file(text: str) -> str:
+    """Return the name of the model in a file: the file's stem, or the folder's name for
+    `config.json`.
 
     Raises:
         UnknownModelError: There is no such file.
@@ -375,124 +419,141 @@ def own_name(text: str) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
-def model_of(text: str) -> Model:
-    """A model by name, or by the path of any `.args` file or of a Hugging Face `config.json`.
+def find_model(text: str) -> Model:
+    """Return the model with this name, or in this `.args` file or Hugging Face `config.json`.
 
     Raises:
         UnknownModelError: There is no such model or file.
-        ValueError: The file does not define a shape, or is of an architecture that is not known.
+        ValueError: The file does not define a shape, or is of an unknown architecture.
     """
     if not is_model_file(text):
         return load_model(text)
-    path, name = Path(text).expanduser(), own_name(text)
-    words = flags_of_config(path) if path.suffix == ".json" else read_args_file(path)
-    family = "moe" if Flags(words).has("--num-experts") else "gpt3"
-    return replace(model_from_flags(name, family, words), source=text)
+    path, name = Path(text).expanduser(), model_name_of_file(text)
+    arguments = read_config_flags(path) if path.suffix == ".json" else read_args_file(path)
+    family = "moe" if Flags(arguments).has("--num-experts") else "gpt3"
+    return replace(model_from_flags(name, family, arguments), source=text)
 
 
-def model_from_flags(name: str, family: str, words: Sequence[str]) -> Model:
+def model_from_flags(name: str, family: str, arguments: Sequence[str]) -> Model:
     """Build a model from Megatron flags, wherever they come from (a file, a run's argv).
 
     Raises:
         ValueError: A flag that defines the shape is missing; the message names it.
     """
-    flags = Flags(words)
+    flags = Flags(arguments)
     return Model(
         name=name,
         family=family,
-        flags=tuple(words),
+        flags=tuple(arguments),
         shape=shape_from_flags(name, flags),
-        batch=batch_of(flags),
-        dtype=dtype_of(flags),
+        batch=parse_batch(flags),
+        dtype=parse_dtype(flags),
         # A family may train all its models without.
-        dropout=Flags((*training_flags(family), *words)).number("--hidden-dropout"),
+        dropout=Flags((*training_flags(family), *arguments)).number("--hidden-dropout"),
     )
 
 
-def batch_of(flags: Flags, replicas: int = 1) -> Batch:
-    """What the flags say; a sample a rank, and a micro batch a replica, where they do not."""
+def parse_batch(flags: Flags, replicas: int = 1) -> Batch:
+    """Return the batch in the flags. Defaults are 1 sample per rank and 1 micro batch per replica."""
     micro = flags.integer("--micro-batch-size", 1)
     return Batch(micro, flags.integer("--global-batch-size", micro * replicas))
 
 
-def dtype_of(flags: Flags) -> str:
-    """`fp16`, `bf16` or `fp32`."""
-    return next((half.removeprefix("--") for half in HALVES if flags.has(half)), "fp32")
+def parse_dtype(flags: Flags) -> str:
+    """Return the dtype in the flags: `fp16`, `bf16` or `fp32`."""
+    return next(
+        (half.removeprefix("--") for half in HALF_PRECISION_FLAGS if flags.has(half)), "fp32"
+    )
 
 
 def replace_vocabulary(model: Model, entries: int) -> Model:
-    """The same model over another tokenizer's tokens."""
+    """Return the model with a vocabulary of `entries` tokens."""
     if model.shape.vocabulary == entries:
         return model
     flags = merge_flags(model.flags, ("--vocab-size", str(entries)))
     return replace(model, flags=flags, shape=replace(model.shape, vocabulary=entries))
 
 
-def imported_weights(model: Model) -> Path | None:
-    """The checkpoint that an imported model begins with; None for a model without weights."""
+def imported_weights_folder(model: Model) -> Path | None:
+    """Return the folder of an imported model's initial weights; None for a model without weights."""
     named = Flags(model.flags).text("--load")
     return ROOT / named if named else None
 
 
 def training_flags(family: str) -> tuple[str, ...]:
-    """How a family's models are trained unless their own files say otherwise."""
+    """Return the flags that a family's models are trained with unless their own files differ."""
     return read_args_file(ROOT / "examples" / family / "training.args")
 
 
-def trained_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
-    """The family's training flags, then the model's own without its weights."""
-    flags = (*training_flags(model.family), *drop_flags(model.flags, LOADING))
-    return flags if in_half else drop_flags(flags, HALVES)
+def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
+    """Return the family's training flags and the model's own flags, without the flags that load
+    weights.
 
-
-def changed_model(model: Model, words: Sequence[str], names: Container[str] = SHAPE_FLAGS) -> Model:
-    """The model that `words` make of it: another shape or precision, under its name.
-
-    Flags that `names` lacks are left out. Raises as `model_from_flags` does.
+    If `in_half` is False, the flags for fp16 and bf16 are left out too.
     """
-    changes = pick_flags(words, names)
+    flags = (*training_flags(model.family), *drop_flags(model.flags, WEIGHT_LOADING_FLAGS))
+    return flags if in_half else drop_flags(flags, HALF_PRECISION_FLAGS)
+
+
+def apply_flags_to_model(
+    model: Model, arguments: Sequence[str], names: Container[str] = SHAPE_FLAGS
+) -> Model:
+    """Return the model with another shape or precision, under its name.
+
+    Only the flags of `words` in `names` are applied. Raises as `model_from_flags` does.
+    """
+    changes = pick_flags(arguments, names)
     if not changes:
         return model
-    other_half = any(half in changes for half in HALVES)
-    kept = drop_flags(model.flags, HALVES) if other_half else model.flags
+    other_half = any(half in changes for half in HALF_PRECISION_FLAGS)
+    kept = drop_flags(model.flags, HALF_PRECISION_FLAGS) if other_half else model.flags
     return model_from_flags(model.name, model.family, merge_flags(kept, changes))
 
 
 def shape_from_flags(name: str, flags: Flags) -> ModelShape:
-    """Derive the shape as Megatron's `validate_args` does; raises as `model_from_flags`, also where a
-    dimension is below its least."""
+    """Return the shape that the flags define, as Megatron's `validate_args` derives it.
+
+    Raises:
+        ValueError: A flag that defines the shape is missing, or a dimension is too small.
+    """
     for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
         if not flags.has(needed):
             raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
-    said = flags.fields("shape")
+    stated = flags.fields("shape")
     for flag in flags_in_group("shape", "latent", "mamba", "linear"):
         counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
         if counted and (value := flags.integer(flag.name)) < 0:
             raise ValueError(f"{flag.name} is {value}; use 0 or more.")
-    hidden, heads, layers = said["hidden"], said["heads"], said["layers"]
+    hidden, heads, layers = stated["hidden"], stated["heads"], stated["layers"]
     learned = flags.text("--position-embedding-type") == "learned_absolute"
     latent = flags.has("--multi-latent-attention")
-    columns = said.get("ffn_hidden", usual_ffn(hidden, flags.has("--swiglu")))
+    columns = stated.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
     derived = {
         "query_groups": heads,
         "head_width": hidden // max(1, heads),
         "ffn_hidden": columns,
         "expert_ffn_hidden": columns,
     }
-    experts = said.get("experts", 0)
-    with_experts = _marked(flags, "--moe-layer-freq", layers, _each) if experts else range(layers)
+    experts = stated.get("experts", 0)
+    with_experts = (
+        _parse_layer_pattern(flags, "--moe-layer-freq", layers, _is_multiple)
+        if experts
+        else range(layers)
+    )
     linear = flags.text("--experimental-attention-variant") == GATED_DELTA_NET
-    window, windowed = _window(flags), 1.0
+    window, windowed_fraction = _parse_window(flags), 1.0
     if window and flags.has(_SKIPPED):
-        windowed = len(_marked(flags, _SKIPPED, layers, _others)) / layers
+        windowed_fraction = (
+            len(_parse_layer_pattern(flags, _SKIPPED, layers, _is_no_last_of_group)) / layers
+        )
     shape = ModelShape(
-        **(derived | said),
+        **(derived | stated),
         positions=flags.integer("--max-position-embeddings") if learned else 0,
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
         # Fused experts clamp in their products, which other activations do in their own kernel.
-        clamped=flags.has("--quick-geglu")
+        clamps_activations=flags.has("--quick-geglu")
         and flags.has("--activation-func-clamp-value")
         and not flags.has("--use-transformer-engine-op-fuser"),
         latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
@@ -500,9 +561,13 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         router_z_loss=flags.has("--moe-z-loss-coeff"),
         dense_layers=tuple(layer for layer in range(layers) if layer not in with_experts),
         linear=LinearAttention(**flags.fields("linear")) if linear else None,
-        linear_layers=_marked(flags, "--linear-attention-freq", layers, _others) if linear else (),
+        linear_layers=_parse_layer_pattern(
+            flags, "--linear-attention-freq", layers, _is_no_last_of_group
+        )
+        if linear
+        else (),
         window=window,
-        windowed=windowed if window else 0.0,
+        windowed_fraction=windowed_fraction if window else 0.0,
     )
     _refuse_empty(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
@@ -518,25 +583,31 @@ _OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 _SKIPPED = "--window-attn-skip-freq"
 
 
-def _window(flags: Flags) -> int:
-    """Tokens of `--window-size`, whose second number a causal mask leaves at 0; 0 without a window.
+def _parse_window(flags: Flags) -> int:
+    """Return the tokens of `--window-size`, whose second number a causal mask leaves at 0; 0
+    without a window.
 
     Raises:
-        ValueError: It is no pair of numbers.
+        ValueError: The value is not a pair of numbers.
     """
-    said = flags.text("--window-size")
-    pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", said.replace(" ", ""))
-    if said and not pair:
-        raise ValueError(f"--window-size {said} is no pair of numbers, such as 127,0; correct it.")
+    text = flags.text("--window-size")
+    pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", text.replace(" ", ""))
+    if text and not pair:
+        raise ValueError(f"--window-size {text} is no pair of numbers, such as 127,0; correct it.")
     return max(0, int(pair[1]) + 1) if pair else 0
 
 
-def usual_ffn(hidden: int, swiglu: bool) -> int:
-    """Megatron's 4h; SwiGLU's is two thirds of it, rounded to 64, so that an MLP's size stays that."""
+def default_ffn_hidden(hidden: int, swiglu: bool) -> int:
+    """Return Megatron's default MLP width: 4 times hidden, or for SwiGLU two thirds of that.
+
+    SwiGLU's width is rounded down to a multiple of 64. Its three matrices then have about as many
+    parameters as the two of a plain MLP.
+    """
     return int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
 
 
 def _refuse_empty(name: str, shape: ModelShape) -> None:
+    """Raise a ValueError that names the first dimension that is too small or does not divide."""
     for flag in flags_in_group("shape"):
         value = getattr(shape, flag.field)
         if flag.field in _FROM_ONE and value < 1:
@@ -550,25 +621,30 @@ def _refuse_empty(name: str, shape: ModelShape) -> None:
         )
 
 
-def _each(layer: int, every: int) -> bool:
+def _is_multiple(layer: int, every: int) -> bool:
+    """Return True for layers 0, `every`, 2 × `every`, …"""
     return layer % every == 0
 
 
-def _others(layer: int, every: int) -> bool:
+def _is_no_last_of_group(layer: int, every: int) -> bool:
+    """Return True for all layers but each `every`-th one."""
     return (layer + 1) % every > 0
 
 
-def _marked(
+def _parse_layer_pattern(
     flags: Flags, name: str, layers: int, by_number: Callable[[int, int], bool]
 ) -> tuple[int, ...]:
-    """Layers, from 0, that a flag marks by a 1 in a list of Python's, or a number as `by_number` says.
+    """Return the indices, from 0, of the layers that a flag selects.
+
+    The flag's value is a Python list with 1 for selected layers, or a number, for which `by_number`
+    decides.
 
     Raises:
-        ValueError: It is neither, or its list is of another number of layers.
+        ValueError: The value is neither, or the list has another number of layers.
     """
     text = " ".join(flags.texts(name)) or str(FLAGS[name].default or "")
     try:
-        pattern = _evaluated(ast.parse(text, mode="eval").body)
+        pattern = _evaluate_pattern(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError):
         pattern = None
     if isinstance(pattern, int) and pattern > 0:
@@ -581,17 +657,19 @@ def _marked(
     return tuple(layer for layer, mark in enumerate(pattern) if mark)
 
 
-def _evaluated(node: ast.expr) -> Any:
-    """A number, a list of numbers, or sums and multiples of those; TypeError for anything else."""
+def _evaluate_pattern(node: ast.expr) -> Any:
+    """Return a number, a list of numbers, or sums and multiples of them; raises TypeError for
+    anything else.
+    """
     match node:
         case ast.Constant(value=int()):
             return node.value
         case ast.List():
-            return [_evaluated(element) for element in node.elts]
+            return [_evaluate_pattern(element) for element in node.elts]
         case ast.BinOp(op=ast.Add()):
-            return _evaluated(node.left) + _evaluated(node.right)
+            return _evaluate_pattern(node.left) + _evaluate_pattern(node.right)
         case ast.BinOp(op=ast.Mult()):
-            return _evaluated(node.left) * min(_evaluated(node.right), _MOST_LAYERS)
+            return _evaluate_pattern(node.left) * min(_evaluate_pattern(node.right), _MOST_LAYERS)
     raise TypeError
 
 
@@ -599,26 +677,26 @@ _MOST_LAYERS = 10_000
 
 
 def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
-    """The shape with the blocks of `--hybrid-layer-pattern`.
+    """Return the shape with the blocks of `--hybrid-layer-pattern`.
 
     Raises:
-        ValueError: It has a block that the formulas do not know.
+        ValueError: The pattern has a block that the formulas do not know.
     """
     blocks = flags.text("--hybrid-layer-pattern")
-    if strange := sorted(set(blocks) - {*BLOCKS, LINEAR}):
+    if unknown := sorted(set(blocks) - {*BLOCKS, LINEAR}):
         raise ValueError(
-            f"--hybrid-layer-pattern {blocks} has the block '{strange[0]}', which is not known; "
+            f"--hybrid-layer-pattern {blocks} has the block '{unknown[0]}', which is not known; "
             f"use blocks of {' '.join((*BLOCKS, LINEAR))}."
         )
-    said = flags.fields("mamba")
-    mamba = Mamba(**({"heads": 2 * shape.hidden // said["head_width"]} | said))
+    stated = flags.fields("mamba")
+    mamba = Mamba(**({"heads": 2 * shape.hidden // stated["head_width"]} | stated))
     linear = LinearAttention(**flags.fields("linear"))
-    whole = replace(shape, mtp_depth=0, dense_layers=(), linear_layers=())
-    return replace(whole, layers=1, blocks=blocks, mamba=mamba, linear=linear)
+    single_layer = replace(shape, mtp_layers=0, dense_layers=(), linear_layers=())
+    return replace(single_layer, layers=1, blocks=blocks, mamba=mamba, linear=linear)
 
 
 def _known_files() -> Iterator[tuple[str, Path]]:
-    """Every family's files, with its name, then those of imported models, without one."""
+    """Yield family and path of each model file; the family of an imported model is empty."""
     for family in FAMILIES:
         for path in sorted((ROOT / "examples" / family / "models").glob("*.args")):
             yield family, path

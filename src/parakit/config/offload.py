@@ -1,12 +1,12 @@
-"""Which activations wait for backward on the host: whole layers, or what some modules save."""
+"""Activations that are stored on the host until backward: full layers, or tensors of some modules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
 
-GROUPS = (
+OFFLOAD_MODULES = (
     "attn_norm",
     "qkv_linear",
     "core_attn",
@@ -16,35 +16,43 @@ GROUPS = (
     "moe_act",
     "fused_group_mlp",
 )
-"""Of `--offload-modules` (core_v0.19.0, `transformer_config.py`; 0.16 to 0.18 lack the last), in the
-order in which forward comes to them."""
+"""Modules of `--offload-modules` in the order of the forward pass (core_v0.19.0,
+`transformer_config.py`; 0.16 to 0.18 lack the last).
+"""
 
 _SMALLEST = 2**20
-"""Elements: Megatron's default, and Transformer Engine's for whole layers."""
+"""Default of Megatron, and of Transformer Engine for full layers, in elements."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What goes there; the default is nothing."""
+    """The activations that are offloaded; the default offloads nothing."""
 
     layers: int = 0
-    """Whole layers, from the first on (`--cpu-offloading-num-layers`)."""
+    """Number of full layers that are offloaded, from the first layer on
+    (`--cpu-offloading-num-layers`).
+    """
     modules: tuple[str, ...] = ()
-    """In `GROUPS`' order: tensors that are saved inside these
-    (`--fine-grained-activation-offloading --offload-modules`)."""
-    smallest: int = _SMALLEST
-    """Elements of the smallest tensor that goes (`--min-offloaded-tensor-size`)."""
+    """Modules whose stored tensors are offloaded, in the order of `OFFLOAD_MODULES`
+    (`--fine-grained-activation-offloading --offload-modules`).
+    """
+    min_elements: int = _SMALLEST
+    """Elements of the smallest tensor that is offloaded (`--min-offloaded-tensor-size`)."""
     fraction: float = 1.0
-    """Of the groups, one a module and layer, the first ones (`--activation-offload-fraction`)."""
-    kept_by_stage: int = 0
-    """Bytes that each pipeline rank keeps more than the one before it
-    (`--delta-offload-bytes-across-pp-ranks`)."""
+    """Fraction of the groups that is offloaded, first groups first; a group is one module of one
+    layer (`--activation-offload-fraction`).
+    """
+    kept_bytes_per_stage: int = 0
+    """Bytes that each pipeline rank keeps on the device beyond the rank before it
+    (`--delta-offload-bytes-across-pp-ranks`).
+    """
 
     def __bool__(self) -> bool:
         return bool(self.layers or self.modules)
 
 
-NOTHING = Offload()
+NO_OFFLOAD = Offload()
+"""The setting that offloads nothing."""
 
 _FINE, _MODULES = "--fine-grained-activation-offloading", "--offload-modules"
 _LAYERS, _LEAST = "--cpu-offloading-num-layers", "--min-offloaded-tensor-size"
@@ -52,29 +60,32 @@ _FRACTION, _DELTA = "--activation-offload-fraction", "--delta-offload-bytes-acro
 _FUSED, _FUSER = "fused_group_mlp", "--use-transformer-engine-op-fuser"
 
 
-def offload_of(flags: Flags) -> Offload:
-    """What the flags offload.
+def parse_offload(flags: Flags) -> Offload:
+    """Return the activations that the flags offload.
 
     Raises:
-        ValueError: A module, a number or a combination that Megatron does not take.
+        ValueError: Megatron does not accept a module, a number or a combination.
     """
-    found = Offload(**flags.fields("offload"))
-    if found.layers < 0:
-        raise ValueError(f"{_LAYERS} is {found.layers}; use 0 or more.")
+    offload = Offload(**flags.fields("offload"))
+    if offload.layers < 0:
+        raise ValueError(f"{_LAYERS} is {offload.layers}; use 0 or more.")
     if not flags.has(_FINE):
-        return found
-    words = flags.names(_MODULES)
-    if not words:
-        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(GROUPS)}.")
-    refuse_unknown(_MODULES, words, GROUPS)
-    if _FUSED in words and not flags.has(_FUSER):
+        return offload
+    modules = flags.names(_MODULES)
+    if not modules:
+        raise ValueError(f"{_FINE} needs {_MODULES}; use some of {', '.join(OFFLOAD_MODULES)}.")
+    refuse_unknown(_MODULES, modules, OFFLOAD_MODULES)
+    if _FUSED in modules and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
-    if min(found.smallest, found.kept_by_stage) < 0 or not 0 <= found.fraction <= 1:
+    if (
+        min(offload.min_elements, offload.kept_bytes_per_stage) < 0
+        or not 0 <= offload.fraction <= 1
+    ):
         raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
-    return replace(found, modules=tuple(name for name in GROUPS if name in words))
+    return replace(offload, modules=tuple(name for name in OFFLOAD_MODULES if name in modules))
 
 
 def offload_flags(offload: Offload) -> tuple[str, ...]:
-    """Megatron's flags for it."""
-    fine = flag_words({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
-    return (*fine, *words_of(offload, "offload"))
+    """Return Megatron's flags for this offload."""
+    fine = format_flags({_FUSER: _FUSED in offload.modules, _FINE: bool(offload.modules)})
+    return (*fine, *format_fields_as_flags(offload, "offload"))

@@ -1,7 +1,7 @@
-"""Published figures of runs (`examples/gpt3/published.yaml`), and corrections of them.
+"""Published figures of runs (`examples/gpt3/published.yaml`), and corrections of their write-ups.
 
-The one place that reads the file: the report compares measured values with these figures, `reproduce`
-repeats the runs, the planner predicts them.
+Only this module reads the file. The report compares measured values with these figures, `reproduce`
+repeats the runs, and the planner predicts them.
 """
 
 from __future__ import annotations
@@ -15,35 +15,39 @@ import msgspec
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.strategy import Parallelism, parse_strategy
 
-FILE = ROOT / "examples" / "gpt3" / "published.yaml"
+PUBLISHED_FILE = ROOT / "examples" / "gpt3" / "published.yaml"
 MAIN_SOURCE = "003"
 """The write-up whose runs this kit reproduces: gpt2-large on two H200."""
 
-Reading = int | float
+PublishedNumber = int | float
 """A number as published; an integer where it is one."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A write-up."""
+    """A write-up that publishes figures."""
 
     key: str
     name: str
-    """What pages call it."""
+    """Short name on pages."""
     title: str
     hardware: str
     software: str
     device: str | None = None
     megatron_commit: str | None = None
     driver: str | None = None
-    tolerance: Mapping[str, Reading] = field(default_factory=dict)
-    """By a figure's field: how far from the published measurements a measured value may be, relative."""
+    tolerance: Mapping[str, PublishedNumber] = field(default_factory=dict)
+    """Allowed relative difference of a measured value from the published measurements, by field of
+    `Figure`.
+    """
     tolerance_basis: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """The published figures of one run; None or empty where the write-up gives none."""
+    """The published figures of one run. None or empty means that the write-up does not give the
+    value.
+    """
 
     source: Publication
     backend: str
@@ -53,21 +57,21 @@ class Figure:
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     dtype: str | None = None
-    iteration_ms: tuple[Reading, ...] = ()
-    """Readings of consecutive iterations."""
-    device_memory_mib: tuple[Reading, ...] = ()
-    """The devices' own readings, by rank."""
+    iteration_ms: tuple[PublishedNumber, ...] = ()
+    """Times of consecutive iterations in milliseconds."""
+    device_memory_mib: tuple[PublishedNumber, ...] = ()
+    """Memory that the devices reported, in MiB by rank."""
     caution: str = ""
     published_as: str = ""
     """The write-up's name of the run."""
-    peak_memory_gb: tuple[Reading, ...] = ()
+    peak_memory_gb: tuple[PublishedNumber, ...] = ()
     samples_per_second: float | None = None
     speedup: float | None = None
-    """Over the write-up's own baseline."""
-    shares: Mapping[str, Reading] = field(default_factory=dict)
-    """Of an iteration, by phase."""
-    network: Mapping[str, Reading] = field(default_factory=dict)
-    """Megabytes and seconds of one transfer, and the rate that follows, as the write-up has them."""
+    """Speedup over the write-up's baseline."""
+    shares: Mapping[str, PublishedNumber] = field(default_factory=dict)
+    """Fraction of an iteration by phase."""
+    network: Mapping[str, PublishedNumber] = field(default_factory=dict)
+    """Megabytes and seconds of one transfer and its rate, as published."""
     micro_batches_per_second: float | None = None
     wall_seconds: float | None = None
     final_loss: float | None = None
@@ -76,27 +80,29 @@ class Figure:
 
     @property
     def parallelism(self) -> Parallelism:
-        """How the run was split."""
+        """Parallelism of the run, from its strategy and number of devices."""
         return parse_strategy(self.strategy, self.devices)
 
     @property
     def mean_iteration_ms(self) -> float | None:
-        """Mean of the published measurements."""
+        """Mean of the published iteration times; None if there are none."""
         return sum(self.iteration_ms) / len(self.iteration_ms) if self.iteration_ms else None
 
     @property
     def ms_per_sample(self) -> float | None:
-        """Published time a sample; what figures of different batch sizes are compared by."""
+        """Published milliseconds per sample, which makes different batch sizes comparable; None if
+        unknown.
+        """
         mean = self.mean_iteration_ms
         return mean / self.global_batch_size if mean and self.global_batch_size else None
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What a write-up got wrong."""
+    """A statement of a write-up (`says`) and its correction (`right`)."""
 
     source: str
-    """Its key."""
+    """Key of the write-up."""
     name: str
     says: str
     right: str
@@ -104,21 +110,21 @@ class Correction:
 
 @dataclass(frozen=True)
 class Published:
-    """Everything in the file."""
+    """All figures and corrections in the file."""
 
     figures: tuple[Figure, ...] = ()
     corrections: tuple[Correction, ...] = ()
 
-    def of(self, source: str) -> tuple[Figure, ...]:
-        """The figures of one write-up."""
+    def figures_of(self, source: str) -> tuple[Figure, ...]:
+        """Return the figures of one write-up, given its key."""
         return tuple(figure for figure in self.figures if figure.source.key == source)
 
 
-def load_published(path: Path = FILE) -> Published:
-    """Read the published figures; without the file there are none.
+def load_published(path: Path = PUBLISHED_FILE) -> Published:
+    """Return the published figures; empty if the file does not exist.
 
     Raises:
-        msgspec.ValidationError: A figure lacks a value, or has one of another type.
+        msgspec.ValidationError: A figure lacks a value or has one of another type.
     """
     if not path.is_file():
         return Published()

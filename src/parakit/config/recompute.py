@@ -1,11 +1,11 @@
-"""What of a layer is computed again in backward instead of kept."""
+"""Activation recomputation: the modules or layers that backward recomputes instead of storing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parakit.config.flags import Flags, refuse_unknown, words_of
+from parakit.config.flags import Flags, format_fields_as_flags, refuse_unknown
 
 _SCORES = "core_attn"
 RECOMPUTED_MODULES = frozenset(
@@ -20,81 +20,91 @@ RECOMPUTED_MODULES = frozenset(
         "shared_experts",
     }
 )
-"""Of `--recompute-modules` (core_v0.19.0, `transformer_config.py`). `layernorm`, `mla_up_proj`,
-`moe_act` and `gdn_norm_out` drop the output that its reader would keep, the others what is inside."""
+"""Modules of `--recompute-modules` (core_v0.19.0, `transformer_config.py`). `layernorm`,
+`mla_up_proj`, `moe_act` and `gdn_norm_out` drop their output, which the next module would store;
+the other modules drop the tensors inside them.
+"""
 _METHODS = ("uniform", "block")
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Modules of each layer, or whole layers; the default is nothing."""
+    """The modules that each layer recomputes, or full layers; the default recomputes nothing."""
 
     modules: frozenset[str] = frozenset()
-    """Of `RECOMPUTED_MODULES`, with granularity `selective`."""
+    """Recomputed modules of `RECOMPUTED_MODULES` (granularity `selective`)."""
     method: str = ""
-    """Of whole layers, with granularity `full`: `uniform` keeps the input of each so many, `block`
-    computes the first so many of each virtual stage again and keeps the others."""
+    """Method for full layers (granularity `full`). `uniform` stores one input per group of `layers`
+    layers; `block` recomputes the first `layers` layers of each virtual stage. Empty for other
+    granularities.
+    """
     layers: int = 0
-    """How many those are."""
+    """Number of layers that `method` refers to."""
 
     NONE: ClassVar[Recompute]
     SELECTIVE: ClassVar[Recompute]
-    """`core_attn` alone: scores, softmax and their product with V."""
+    """Recomputation of `core_attn` alone: scores, softmax and their product with V."""
     FULL: ClassVar[Recompute]
-    """Every layer keeps its input only."""
+    """Recomputation of every layer; a layer stores only its input."""
 
     @classmethod
     def parse(cls, text: str) -> Recompute:
-        """`none`, `selective`, `full`, `full uniform 2`, `full block 1` or modules, `mlp layernorm`.
+        """Parse `none`, `selective`, `full`, `full uniform 2`, `full block 1`, or modules such as
+        `mlp layernorm`.
 
         Raises:
-            ValueError: It is none of these.
+            ValueError: The text has none of these forms.
         """
-        words = text.split()
-        if named := _NAMED.get(" ".join(words)):
-            return named
-        if words[:1] == ["full"]:
-            if len(words) == 3 and words[1] in _METHODS and words[2].isdecimal() and int(words[2]):
-                return cls(method=words[1], layers=int(words[2]))
-        elif words and RECOMPUTED_MODULES.issuperset(words):
-            return cls(frozenset(words))
+        parts = text.split()
+        if known := _NAMED.get(" ".join(parts)):
+            return known
+        if parts[:1] == ["full"]:
+            if len(parts) == 3 and parts[1] in _METHODS and parts[2].isdecimal() and int(parts[2]):
+                return cls(method=parts[1], layers=int(parts[2]))
+        elif parts and RECOMPUTED_MODULES.issuperset(parts):
+            return cls(frozenset(parts))
         raise ValueError(f"'{text}' is no way to recompute")
 
     def __str__(self) -> str:
-        own = f"full {self.method} {self.layers}" if self.method else " ".join(sorted(self.modules))
-        return next((name for name, known in _NAMED.items() if known == self), own)
+        details = (
+            f"full {self.method} {self.layers}" if self.method else " ".join(sorted(self.modules))
+        )
+        return next((name for name, known in _NAMED.items() if known == self), details)
 
     @property
     def granularity(self) -> str:
-        """As `--recompute-granularity` names it; empty where nothing is recomputed."""
+        """Value of `--recompute-granularity`; empty if nothing is recomputed."""
         return "full" if self.method else "selective" if self.modules else ""
 
     @property
-    def whole_layers(self) -> bool:
-        """Whether layers are computed again whole: all, or the first of each virtual stage."""
+    def is_full(self) -> bool:
+        """True if full layers are recomputed: all layers, or the first of each virtual stage."""
         return bool(self.method)
 
     @property
-    def some_layers(self) -> bool:
-        """Whether these are the first of each virtual stage."""
+    def is_block_method(self) -> bool:
+        """True if only the first layers of each virtual stage are recomputed (method `block`)."""
         return self.method == "block"
 
-    def again(self, *modules: str) -> bool:
-        """Whether backward repeats what is in any of these modules; what is in none, with its layer."""
+    def recomputes(self, *modules: str) -> bool:
+        """Return True if backward recomputes the tensors of any of these modules. No modules ask
+        about tensors that only full recomputation covers.
+        """
         return bool(self.method) or not self.modules.isdisjoint(modules)
 
-    def checkpoints(self, layers: int) -> tuple[int, ...]:
-        """Layers of each checkpoint in a virtual stage of so many, in order; those behind are kept.
+    def layers_per_checkpoint(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of each checkpoint, in order, in a virtual stage of `layers` layers.
 
-        As `checkpointed_forward` lays them (`megatron/core/recompute.py`; before 0.19
+        The layers after the last checkpoint store their activations. Megatron groups layers in the
+        same way (`checkpointed_forward` in `megatron/core/recompute.py`; before 0.19 in
         `transformer_block.py`).
         """
         if not self.method:
             return ()
-        if self.some_layers:
+        if self.is_block_method:
             return (1,) * min(self.layers, layers)
-        whole, left = divmod(layers, self.layers)
-        return (self.layers,) * whole + (left,) * (left > 0)
+        full_groups, remaining_layers = divmod(layers, self.layers)
+        return (self.layers,) * full_groups + (remaining_layers,) * (remaining_layers > 0)
 
 
 Recompute.NONE = Recompute()
@@ -108,19 +118,19 @@ _EXPERTS_TOO = "--moe-layer-recompute"
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
-    """Megatron's flags for a way to recompute."""
+    """Return Megatron's flags for this recomputation; empty for none."""
     if recompute == Recompute.NONE:
         return ()
-    alone = recompute == Recompute.SELECTIVE
-    own = () if alone else words_of(recompute, "recompute")
-    return (_GRANULARITY, recompute.granularity, *own)
+    is_selective = recompute == Recompute.SELECTIVE
+    details = () if is_selective else format_fields_as_flags(recompute, "recompute")
+    return (_GRANULARITY, recompute.granularity, *details)
 
 
-def recompute_of(flags: Flags) -> Recompute:
-    """How the flags recompute.
+def parse_recompute(flags: Flags) -> Recompute:
+    """Return the recomputation that the flags select.
 
     Raises:
-        ValueError: A module or a method that Megatron does not have.
+        ValueError: Megatron does not have a module or the method.
     """
     granularity = flags.text(_GRANULARITY)
     if granularity == "full":

@@ -1,7 +1,9 @@
-"""What a run is: `RunSpec`, and the codecs to Megatron's flags and printed arguments.
+"""The description of a run, `RunSpec`, read from and written as Megatron's flags and printed
+arguments.
 
-Launch composes one, records keep it in `run.json` (`src/parakit/artifacts/run.py`), the planner's closed forms
-and the report compute from it. Two runs train the same thing if their specs are equal.
+The launcher composes a spec, `run.json` stores what defines it (`src/parakit/artifacts/run.py`),
+and the planner and the report compute from it. Two runs train the same model in the same way if
+their specs are equal.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
-from parakit.config.experts import BALANCED, ExpertLoad, expert_load_of
+from parakit.config.experts import BALANCED, ExpertLoad, parse_expert_load
 from parakit.config.flag_table import flags_in_group
-from parakit.config.flags import Flags, flag_words, refuse_unknown, words_of
-from parakit.config.model import MTP, Model, ModelShape, batch_of, dtype_of, shape_from_flags
-from parakit.config.offload import NOTHING, Offload, offload_flags, offload_of
-from parakit.config.recompute import Recompute, recompute_flags, recompute_of
-from parakit.config.replacing import replace, replace_shared
-from parakit.config.stages import EVEN, StageSplit, stages_of
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
+from parakit.config.model import MTP, Model, ModelShape, parse_batch, parse_dtype, shape_from_flags
+from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
+from parakit.config.recompute import Recompute, parse_recompute, recompute_flags
+from parakit.config.replacing import replace, replace_cached
+from parakit.config.stages import EVEN_SPLIT, StageSplit, parse_stage_split
 from parakit.config.strategy import (
     Batch,
     Parallelism,
@@ -31,9 +33,8 @@ from parakit.config.strategy import (
 
 
 class Backend(StrEnum):
-    """The trainer; `bare` is forward and backward of the native model alone, as a reference.
-
-    `transformers` is Hugging Face's own model of what was imported.
+    """The trainer. `bare` is forward and backward of the native model without a trainer, as a
+    reference; `transformers` is Hugging Face's own implementation of an imported model.
     """
 
     MEGATRON = "megatron"
@@ -44,38 +45,41 @@ class Backend(StrEnum):
 
 
 class RuntimeName(StrEnum):
-    """Where GPU ranks find torch and Megatron: in NVIDIA's container, or on this machine."""
+    """Software environment of GPU ranks: NVIDIA's container, or this machine's."""
 
     DOCKER = "docker"
     HOST = "host"
 
 
 class OptimizerName(StrEnum):
-    """What updates the weights; Muon leaves embeddings and norms to AdamW."""
+    """The optimizer. Muon leaves embeddings and norms to AdamW."""
 
     ADAMW = "adamw"
     MUON = "muon"
-    """PyTorch's under `BACKEND=native`, Megatron's under Megatron."""
+    """PyTorch's Muon under `BACKEND=native`, Megatron's under Megatron."""
     MEGATRON_MUON = "megatron-muon"
-    """Megatron's rule under both."""
+    """Megatron's Muon under both backends."""
 
 
 class DeviceKind(StrEnum):
-    """What the ranks run on; also the suffix of a target's device count (`2cpu`)."""
+    """Kind of device that ranks run on, and the suffix of a target's device count (`2cpu`)."""
 
     CPU = "cpu"
     GPU = "gpu"
 
 
 class Fp8Recipe(StrEnum):
-    """Products of linear layers in fewer bits (`--fp8-recipe`, `--fp4-format`); attention, norms, the
-    router, embeddings, the output layer, gradients and the optimizer stay as they are."""
+    """Quantisation of the products of linear layers (`--fp8-recipe`, `--fp4-format`).
+
+    Attention, norms, the router, embeddings, the output layer, gradients and the optimizer keep
+    their types.
+    """
 
     NONE = ""
     DELAYED = "delayed"
-    """One scale a tensor, from its maxima in earlier iterations."""
+    """One scale per tensor, from the tensor's maxima in earlier iterations."""
     TENSORWISE = "tensorwise"
-    """One scale a tensor, from its own maximum."""
+    """One scale per tensor, from the tensor's present maximum."""
     BLOCKWISE = "blockwise"
     MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"
@@ -83,30 +87,36 @@ class Fp8Recipe(StrEnum):
 
 @dataclass(frozen=True)
 class StateTypes:
-    """What holds gradients, the optimizer's weights and its moments, where it is not the usual of the
-    run's dtype (empty): `fp32`, `fp16`, `bf16` or `fp8`."""
+    """Types of gradients, main parameters and moments: `fp32`, `fp16`, `bf16` or `fp8`.
+
+    Empty means the default type for the run's dtype.
+    """
 
     gradients: str = ""
     main_parameters: str = ""
     first_moment: str = ""
     second_moment: str = ""
-    aware: bool = False
-    """`--use-precision-aware-optimizer`: Adam reads gradients as they are, and keeps of fp32 weights
-    what the half-precision ones lack."""
-    offloaded: float = 0.0
-    """Share of the parameters whose fp32 weights and moments the host has, which updates them
-    (`--optimizer-cpu-offload`); what a device keeps of the others is then in fp32 too."""
+    precision_aware: bool = False
+    """True for `--use-precision-aware-optimizer`: Adam reads gradients in their own type, and
+    stores of fp32 weights only the bits that the half-precision weights lack.
+    """
+    offloaded_fraction: float = 0.0
+    """Fraction of the parameters that the host stores and updates in fp32 with their moments
+    (`--optimizer-cpu-offload`). The device's part of the optimizer is then in fp32 too.
+    """
 
 
 class Transport(StrEnum):
-    """The library that moves the bytes: it decides what an operation puts on the wire."""
+    """The communication library; it decides how many bytes an operation sends."""
 
     NCCL = "nccl"
     GLOO = "gloo"
 
 
 class TokenDispatcher(StrEnum):
-    """How tokens reach their experts (`--moe-token-dispatcher-type`, and the backend of its `flex`)."""
+    """Algorithm that sends tokens to their experts (`--moe-token-dispatcher-type`, or the backend
+    of its `flex`).
+    """
 
     ALL_TO_ALL = "alltoall"
     ALL_GATHER = "allgather"
@@ -116,19 +126,19 @@ class TokenDispatcher(StrEnum):
 
 @dataclass(frozen=True)
 class PatchFile:
-    """Python files that every rank executes before it trains (`PATCH_FILE=`), changes of Megatron.
+    """Python files that every rank executes before training, to change Megatron (`PATCH_FILE=`).
 
-    Two are equal if they hold the same.
+    Two are equal if their contents are equal.
     """
 
     path: str = field(compare=False)
-    """From the repository's root, or absolute; several with commas between them."""
+    """Path from the repository's root, or absolute path; several are separated by commas."""
     sha256: str
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A model, how it is split, and every choice that changes losses, bytes or time."""
+    """A model, its parallelism, and every choice that changes losses, bytes or time."""
 
     shape: ModelShape
     parallelism: Parallelism
@@ -136,52 +146,63 @@ class RunSpec:
     dtype: str = "bf16"
     """`fp16`, `bf16` or `fp32`."""
     fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
-    half_blocks: str = ""
+    unquantised_blocks: str = ""
     """Blocks of a hybrid that are not quantised (`--num-layers-at-end-in-bf16`), in any order."""
     state_types: StateTypes = StateTypes()
     quantised_weights: bool = False
-    """Linear layers' weights are kept and gathered in eight bits, where products take such
-    (`--fp8-param-gather`)."""
+    """True if linear layers' weights are stored and gathered in eight bits (`--fp8-param-gather`).
+    """
     fused_loss: bool = False
-    """`--cross-entropy-loss-fusion`: few kernels read the logits and write their gradient."""
+    """True for `--cross-entropy-loss-fusion`: a few kernels read the logits and write their
+    gradient.
+    """
     loss_impl: str = "native"
-    """`--cross-entropy-fusion-impl`: `te` writes it over them."""
+    """Value of `--cross-entropy-fusion-impl`; `te` writes the gradient over the logits."""
     optimizer_instances: int = 1
-    """Groups of data-parallel ranks that each shard a whole optimizer
-    (`--num-distributed-optimizer-instances`; hybrid sharding)."""
+    """Groups of data-parallel ranks, each of which shards a full optimizer
+    (`--num-distributed-optimizer-instances`; hybrid sharding).
+    """
     dropout: float = 0.1
     recompute: Recompute = Recompute.NONE
-    offload: Offload = NOTHING
-    """Activations that wait for backward on the host."""
+    offload: Offload = NO_OFFLOAD
+    """Activations that are stored on the host until backward."""
     fused_attention: bool = True
-    """Flash or cuDNN attention; without it the scores of every head are kept."""
+    """True for Flash or cuDNN attention; without it the scores of every head are stored."""
     fused_norms: bool = True
-    """Transformer Engine's layers: a norm is part of the dense linear layer behind it."""
+    """True for Transformer Engine's layers, in which a norm is part of the following dense linear
+    layer.
+    """
     cp_comm_type: str = "p2p"
-    """Context parallelism's: `p2p` (ring), `a2a` or `all_gather`; empty before a search has chosen."""
-    stages: StageSplit = EVEN
-    """How layers are laid on pipeline stages."""
+    """Algorithm of context parallelism: `p2p` (ring), `a2a` or `all_gather`; empty before a search
+    chooses one.
+    """
+    stages: StageSplit = EVEN_SPLIT
+    """Placement of layers on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
     expert_load: ExpertLoad = BALANCED
     optimizer: str = "adam"
-    """As Megatron calls it; its `adam` is AdamW."""
+    """Megatron's name of the optimizer; `adam` is AdamW."""
     seed: int = 1234
     device: DeviceKind = DeviceKind.GPU
     backend: str = Backend.MEGATRON
     model: str = ""
-    """Name of the `.args` file; empty where a log shows another shape than any of them."""
+    """Name of the `.args` file; empty if a log shows a shape that no file has."""
     fused: tuple[str, ...] = ()
     """Patches of `megatron_patches/fused` (`FUSED=`)."""
     link_bits_per_second: int | None = None
-    """Limit of the link between the two halves of the ranks (`NET=`); None is none."""
+    """Limit of the link between the two halves of the ranks (`NET=`); None means no limit."""
     shares_gpu: bool = False
-    """All ranks are on one GPU, over gloo: its times say nothing about the strategy."""
+    """True if all ranks are on one GPU, over gloo; the times then do not measure the strategy."""
     patch_file: PatchFile | None = None
     strategy: str = field(default="", compare=False)
-    """As it was asked for (`zero1`); what it is says `parallelism`, and `name` names it."""
+    """Strategy as the user wrote it (`zero1`). `parallelism` holds the degrees, and `name` is the
+    display name.
+    """
 
     def __hash__(self) -> int:
-        """Of what differs between the runs of a search, which looks them up more often than all else."""
+        """Return a cached hash over the fields that differ within a search, which looks specs up
+        very often.
+        """
         return self._hash
 
     @cached_property
@@ -191,273 +212,335 @@ class RunSpec:
 
     @property
     def name(self) -> str:
-        """The strategy's name: as asked for, else the grammar's."""
+        """Name of the strategy: as the user wrote it, else as the grammar writes the parallelism."""
         return self.strategy or strategy_name(self.parallelism)
 
     @property
     def transport(self) -> Transport:
-        """The library that moves the bytes."""
+        """Communication library of the ranks: gloo on CPUs, NCCL on GPUs."""
         return Transport.GLOO if self.device is DeviceKind.CPU else Transport.NCCL
 
     @property
     def flagged_parallelism(self) -> Parallelism:
-        """Without virtual stages where a layout says how many there are: Megatron takes one of both."""
+        """The parallelism for Megatron's flags.
+
+        It has no virtual stages if a pipeline layout states them, because Megatron accepts only one
+        of both.
+        """
         return (
             replace(self.parallelism, virtual_stages=1) if self.stages.layout else self.parallelism
         )
 
     @property
     def trained_shape(self) -> ModelShape:
-        """The shape that is trained: some strategies untie the output layer, and Megatron's own layers
-        split latent attention otherwise than Transformer Engine's."""
+        """The shape that is trained, which may differ from the model's: some strategies untie the
+        output layer, and TP splits latent attention's down-projections in Megatron's own layers.
+        """
         shape = self.shape
         if shape.latent and not self.fused_norms:
-            shape = replace(shape, latent=replace(shape.latent, splits_down=True))
+            shape = replace(shape, latent=replace(shape.latent, splits_down_projections=True))
         if self.parallelism.unties_embeddings:
             shape = replace(shape, tied_embeddings=False)
         return shape
 
     @property
-    def kinds(self) -> tuple[tuple[int, RunSpec], ...]:
-        """How many of a layer's blocks are of each kind, with the run of such blocks alone."""
+    def block_specs(self) -> tuple[tuple[int, RunSpec], ...]:
+        """Pairs of a count and a spec: how often each kind of block occurs in a layer, and a run
+        with that block alone. Blocks that are not quantised count as kinds of their own.
+        """
         shape = self.shape
         if len(shape.blocks) <= 1:
             return ((1, self),)
-        found = []
-        halves = Counter(self.half_blocks)
+        specs = []
+        unquantised = Counter(self.unquantised_blocks)
         for blocks, fp8_recipe in (
-            (Counter(shape.blocks) - halves, self.fp8_recipe),
-            (halves, Fp8Recipe.NONE),
+            (Counter(shape.blocks) - unquantised, self.fp8_recipe),
+            (unquantised, Fp8Recipe.NONE),
         ):
             for block, times in blocks.items():
-                kind = replace(self, shape=shape.only(block), fp8_recipe=fp8_recipe, half_blocks="")
-                found.append((times, kind))
-        return tuple(found)
+                kind = replace(
+                    self,
+                    shape=shape.with_only_block(block),
+                    fp8_recipe=fp8_recipe,
+                    unquantised_blocks="",
+                )
+                specs.append((times, kind))
+        return tuple(specs)
 
     @property
     def microbatches(self) -> int:
-        """Micro batches that a rank runs in an iteration (floor; constraints check divisibility).
+        """Micro batches per rank and iteration, rounded down; constraints check divisibility.
 
-        0 where a foreign log names no micro batch, which is then 0 too.
+        0 if a foreign log states no micro batch size.
         """
         together = self.batch.micro_batch_size * self.parallelism.data
         return self.batch.global_batch_size // together if together else 0
 
     @property
-    def tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Tokens of one micro batch on one rank, before sequence parallelism splits them."""
         return self.shape.seq_length // self.parallelism.context * self.batch.micro_batch_size
 
     @property
-    def sent_to_experts(self) -> float:
-        """Copies of its tokens that a rank sends, for each that a router without limit makes."""
+    def expert_send_ratio(self) -> float:
+        """Token copies that a rank sends to experts, divided by those that a router without
+        capacity sends.
+        """
         if self.expert_load == BALANCED:
             return 1.0
-        return self.expert_load.sent(self.shape, self.tokens // self.sequence_shards)
+        return self.expert_load.send_ratio(
+            self.shape, self.micro_batch_tokens // self.sequence_shards
+        )
 
     @property
-    def received_by_experts(self) -> float:
-        """Copies that the busiest rank of EP receives, for the mean of a router without limit."""
+    def expert_receive_ratio(self) -> float:
+        """Token copies that the busiest rank of EP receives, divided by the mean without a
+        capacity.
+        """
         if self.expert_load == BALANCED:
             return 1.0
-        own, ranks = self.tokens // self.sequence_shards, self.parallelism.expert
-        return self.expert_load.received(self.shape, own, ranks)
+        tokens, ranks = self.micro_batch_tokens // self.sequence_shards, self.parallelism.expert
+        return self.expert_load.receive_ratio(self.shape, tokens, ranks)
 
     @property
     def tokens_per_iteration(self) -> int:
-        """Global batch times sequence length."""
+        """Tokens per iteration: global batch size times sequence length."""
         return self.batch.global_batch_size * self.shape.seq_length
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding as trained, padding for TP included."""
+        """Rows of the trained embedding, with the padding for TP."""
         return self.shape.padded_vocabulary(self.parallelism.tensor)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation or weight."""
+        """Bytes per element of an activation or weight."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def sequence_shards(self) -> int:
-        """Ranks over which sequence parallelism splits norms and dropouts."""
+        """Number of ranks over which sequence parallelism splits norms and dropouts; 1 without it."""
         return self.parallelism.tensor if self.parallelism.sequence_parallel else 1
 
     @property
-    def layers_a_stage(self) -> int:
-        """Layers on one pipeline rank, over its virtual stages; of uneven stages the fullest's."""
+    def layers_per_stage(self) -> int:
+        """Layers per pipeline rank over its virtual stages, rounded up."""
         return -(-self.shape.layers // self.parallelism.pipeline)
 
-    def chunk_layers(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Layers of each virtual stage of a pipeline rank; depths ahead are the last one's."""
-        return self._with_depths(range(self.shape.layers), pipeline_rank)
+    def layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Return the layers of each virtual stage of a pipeline rank.
 
-    def chunk_dense_layers(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Of the layers of each virtual stage of a pipeline rank those that are dense among experts'."""
-        return self._with_depths(self.shape.dense_layers, pipeline_rank)
+        Layers of multi-token prediction count for the last virtual stage of the last rank.
+        """
+        return self._add_mtp_layers(range(self.shape.layers), pipeline_rank)
 
-    def _with_depths(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
-        """These layers, and the depths ahead where they are alike: those are as the last layer is."""
-        found, shape = self.laid(layers, pipeline_rank), self.shape
+    def dense_layers_per_chunk(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Return the dense layers of each virtual stage of a pipeline rank, in a model with
+        experts.
+        """
+        return self._add_mtp_layers(self.shape.dense_layers, pipeline_rank)
+
+    def _add_mtp_layers(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
+        """Return the given layers per virtual stage, with the layers of multi-token prediction if
+        they are alike.
+
+        They have the form of the last layer, so they are added if `layers` contains the last layer.
+        """
+        counts, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
-        if shape.mtp_depth and is_last and shape.layers - 1 in layers:
-            return (*found[:-1], found[-1] + shape.mtp_depth)
-        return found
+        if shape.mtp_layers and is_last and shape.layers - 1 in layers:
+            return (*counts[:-1], counts[-1] + shape.mtp_layers)
+        return counts
 
-    def laid(self, layers: Collection[int], pipeline_rank: int) -> tuple[int, ...]:
-        """How many of these layers, from 0, each virtual stage of a pipeline rank has."""
+    def count_layers_per_chunk(
+        self, layers: Collection[int], pipeline_rank: int
+    ) -> tuple[int, ...]:
+        """Return how many of `layers` (indices from 0) each virtual stage of a pipeline rank has."""
         split, all_layers = self.parallelism, self.shape.layers
         degrees = (split.pipeline, split.virtual_stages)
         if not layers:
             return (0,) * split.virtual_stages
         if len(layers) == all_layers:
-            return self.stages.chunks(all_layers, *degrees, pipeline_rank)
-        return _laid(self.stages, all_layers, frozenset(layers), *degrees)[pipeline_rank]
+            return self.stages.layers_per_chunk(all_layers, *degrees, pipeline_rank)
+        return _count_layers_per_chunk(self.stages, all_layers, frozenset(layers), *degrees)[
+            pipeline_rank
+        ]
 
-    def stage_layers(self, pipeline_rank: int) -> int:
-        """Layers on one pipeline rank, over its virtual stages."""
-        return sum(self.chunk_layers(pipeline_rank))
+    def num_layers_on_stage(self, pipeline_rank: int) -> int:
+        """Return the number of layers on one pipeline rank, over its virtual stages."""
+        return sum(self.layers_per_chunk(pipeline_rank))
 
-    def layers_again(self, pipeline_rank: int) -> int:
-        """Layers of one pipeline rank that are computed again whole."""
-        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+    def num_recomputed_layers(self, pipeline_rank: int) -> int:
+        """Return the number of fully recomputed layers on one pipeline rank."""
+        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
         return sum(map(sum, chunks))
 
     @property
-    def on_stages(self) -> RunSpec:
-        """Its layers on its stages, and nothing else of it: for what depends on those alone."""
+    def stage_layout_spec(self) -> RunSpec:
+        """A minimal run with the same layers on the same stages, as a cache key for what depends on
+        these alone.
+        """
         split = self.parallelism
         return _on_stages(self.shape, self.stages, split.pipeline, split.virtual_stages)
 
     @cached_property
-    def kept(self) -> RunSpec:
-        """A run that computes nothing again."""
+    def without_recompute(self) -> RunSpec:
+        """This run without recomputation."""
         return replace(self, recompute=Recompute.NONE)
 
     @cached_property
     def without_cp_comm_type(self) -> RunSpec:
-        """A run whose context-parallel algorithm is not chosen: for what does not depend on it."""
+        """This run without a context-parallel algorithm, as a cache key for what does not depend on
+        it.
+        """
         return replace(self, cp_comm_type="") if self.cp_comm_type else self
 
     @cached_property
-    def one_layer(self) -> RunSpec:
-        """The same micro batch with one layer a stage, recomputed if any is, and no more data
-        parallelism than EP needs: what a layer takes and keeps depends on nothing else."""
-        own, samples = self.parallelism, self.batch.micro_batch_size
-        data = max(1, own.expert // own.context)
-        one = replace_shared(
-            own, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
+    def one_layer_per_stage(self) -> RunSpec:
+        """This run with one layer per stage and the smallest data parallelism that EP allows.
+
+        Time and stored bytes of one layer depend on nothing else. The layer is recomputed if any
+        layer of the run is.
+        """
+        split, samples = self.parallelism, self.batch.micro_batch_size
+        data = max(1, split.expert // split.context)
+        single_stage_split = replace_cached(
+            split, data=data, pipeline=self.shape.layers, virtual_stages=1, sharding=Sharding.NONE
         )
         return replace(
             self,
-            parallelism=one,
+            parallelism=single_stage_split,
             batch=Batch(samples, samples * data),
-            recompute=Recompute.FULL if self.recompute.whole_layers else self.recompute,
-            stages=EVEN,
-            offload=NOTHING,
+            recompute=Recompute.FULL if self.recompute.is_full else self.recompute,
+            stages=EVEN_SPLIT,
+            offload=NO_OFFLOAD,
         )
 
     @cached_property
-    def dense(self) -> RunSpec:
-        """A run whose layers are all as its dense ones are."""
+    def with_dense_layers(self) -> RunSpec:
+        """This run with dense layers only."""
         return replace(self, shape=self.shape.without_experts)
 
-    def dense_layers_of(self, pipeline_rank: int) -> tuple[int, int]:
-        """Of the layers of a pipeline rank, and of those computed again whole, the dense: in a virtual
-        stage they come before the others."""
+    def count_dense_layers(self, pipeline_rank: int) -> tuple[int, int]:
+        """Return the dense layers of a pipeline rank, and how many of them are fully recomputed.
+
+        In a virtual stage the dense layers come before those with experts.
+        """
         if not self.shape.dense_layers:
             return 0, 0
-        dense = self.chunk_dense_layers(pipeline_rank)
-        chunks = map(self.recompute.checkpoints, self.chunk_layers(pipeline_rank))
+        dense = self.dense_layers_per_chunk(pipeline_rank)
+        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
         return sum(dense), sum(map(min, dense, map(sum, chunks)))
 
-    def stage_runs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
-        """Even runs whose stages together have as many layers of each kind as this one's and compute as
-        many again, in one virtual stage: for calls inside layers."""
-        shape, some = self.shape, self.recompute.some_layers
-        if self.stages == EVEN and not (some or shape.mtp_depth or shape.dense_layers):
+    def uniform_stage_specs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
+        """Return runs with equal stages that together have the layers of this pipeline rank.
+
+        There is one run per kind of layer (with experts, dense). Each run recomputes as many layers
+        per stage as this rank does. The calls inside layers are computed from these runs.
+        """
+        shape, some = self.shape, self.recompute.is_block_method
+        if self.stages == EVEN_SPLIT and not (some or shape.mtp_layers or shape.dense_layers):
             return (self,)
-        layers, again = self.stage_layers(pipeline_rank), self.layers_again(pipeline_rank)
-        dense, dense_again = self.dense_layers_of(pipeline_rank)
+        layers, again = (
+            self.num_layers_on_stage(pipeline_rank),
+            self.num_recomputed_layers(pipeline_rank),
+        )
+        dense, dense_again = self.count_dense_layers(pipeline_rank)
         kinds = [(self, layers - dense, again - dense_again)]
         if dense:
-            kinds.append((self.dense, dense, dense_again))
+            kinds.append((self.with_dense_layers, dense, dense_again))
         return tuple(run._even(count, again) for run, count, again in kinds if count)
 
     def _even(self, layers: int, again: int) -> RunSpec:
-        """A run with so many layers of one kind on every stage, of which so many are computed again."""
-        whole = layers * self.parallelism.pipeline
-        shape = replace(self.shape, layers=whole, mtp_depth=0, dense_layers=())
-        found = replace(self, stages=EVEN, shape=shape)
-        if not self.recompute.some_layers:
-            return found
+        """Return a run with `layers` layers of one kind on every stage, of which `again` are
+        recomputed.
+        """
+        total_layers = layers * self.parallelism.pipeline
+        shape = replace(self.shape, layers=total_layers, mtp_layers=0, dense_layers=())
+        even_spec = replace(self, stages=EVEN_SPLIT, shape=shape)
+        if not self.recompute.is_block_method:
+            return even_spec
         return replace(
-            found,
+            even_spec,
             parallelism=replace(self.parallelism, virtual_stages=1),
             recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
         )
 
     @cached_property
-    def joining(self) -> RunSpec:
-        """A run with one block a stage, that which a depth of multi-token prediction begins with."""
-        shape = replace(self.shape.only(MTP), layers=self.parallelism.pipeline, mtp_depth=0)
-        return replace(self, stages=EVEN, shape=shape)
+    def mtp_joining_spec(self) -> RunSpec:
+        """A run with one block per stage: the block that a layer of multi-token prediction begins
+        with.
+        """
+        shape = replace(
+            self.shape.with_only_block(MTP), layers=self.parallelism.pipeline, mtp_layers=0
+        )
+        return replace(self, stages=EVEN_SPLIT, shape=shape)
 
     @property
-    def embeds_twice(self) -> bool:
-        """Whether the first and the last of several stages hold one embedding, whose gradients they add:
-        a tied one, or with multi-token prediction any (`setup_embeddings_and_output_layer`)."""
-        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_depth)
+    def shares_embedding_across_stages(self) -> bool:
+        """True if the first and the last of several stages hold the same embedding and add up its
+        gradients.
+
+        That is so for tied embeddings, and with multi-token prediction for all embeddings
+        (`setup_embeddings_and_output_layer`).
+        """
+        shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_layers)
         return shared and self.parallelism.pipeline > 1
 
 
 @lru_cache(maxsize=4096)
 def _on_stages(shape: ModelShape, stages: StageSplit, pipeline: int, virtual: int) -> RunSpec:
+    """Return a minimal run with this shape on these stages; equal arguments give the same object."""
     split = Parallelism(pipeline=pipeline, virtual_stages=virtual)
     return RunSpec(shape, split, Batch(1, 1), stages=stages)
 
 
 @lru_cache(maxsize=4096)
-def _laid(
-    stages: StageSplit, layers: int, some: frozenset[int], pipeline: int, virtual: int
+def _count_layers_per_chunk(
+    stages: StageSplit, layers: int, selected_layers: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank how many of some layers each of its virtual stages has."""
-    counts = [stages.chunks(layers, pipeline, virtual, rank) for rank in range(pipeline)]
-    found: list[list[int]] = [[] for _ in counts]
+    """Return, per pipeline rank, how many of the layers `some` each of its virtual stages has."""
+    counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
+    counts_by_rank: list[list[int]] = [[] for _ in counts]
     first = 0
     for stage in range(virtual):
         for rank, chunks in enumerate(counts):
-            behind = first + chunks[stage]
-            found[rank].append(sum(first <= layer < behind for layer in some))
-            first = behind
-    return tuple(tuple(chunks) for chunks in found)
+            next_first = first + chunks[stage]
+            counts_by_rank[rank].append(
+                sum(first <= layer < next_first for layer in selected_layers)
+            )
+            first = next_first
+    return tuple(tuple(chunks) for chunks in counts_by_rank)
 
 
-def spec_of_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
-    """A model as its `.args` file has it, on GPUs: its dtype, dropout and recomputation."""
+def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
+    """Return the run of a model on GPUs, with the dtype, dropout and recomputation of the model's
+    flags.
+    """
     return RunSpec(
         shape=model.shape,
         parallelism=parallelism,
         batch=batch,
         dtype=model.dtype,
-        fp8_recipe=fp8_recipe_of(Flags(model.flags)),
+        fp8_recipe=parse_fp8_recipe(Flags(model.flags)),
         dropout=model.dropout,
-        recompute=recompute_of(Flags(model.flags)),
+        recompute=parse_recompute(Flags(model.flags)),
         model=model.name,
     )
 
 
-def spec_of_flags(
-    words: Sequence[str], devices: int, device: DeviceKind, model: str = ""
+def spec_from_flags(
+    arguments: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
-    """What a command line, the model's own flags in it, makes Megatron train on so many ranks.
+    """Return the run that Megatron trains with these flags, the model's own included, on `devices`
+    ranks.
 
     Raises:
         ValueError: A flag that defines the shape is missing; the message names it.
         StrategyError: The degrees do not divide `devices`.
     """
-    flags = Flags(words)
-    parallelism = parallelism_from_flags(words, devices)
+    flags = Flags(arguments)
+    parallelism = parallelism_from_flags(arguments, devices)
     # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep scores and
     # GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
     on_cpu = device is DeviceKind.CPU
@@ -466,34 +549,37 @@ def spec_of_flags(
         **flags.fields("run"),
         shape=shape_from_flags(model, flags),
         parallelism=parallelism,
-        batch=batch_of(flags, parallelism.data),
-        dtype=dtype_of(flags),
-        fp8_recipe=fp8_recipe_of(flags),
-        state_types=state_types_of(flags),
-        dropout=max(flags.number(f"--{what}-dropout") for what in ("hidden", "attention")),
-        recompute=recompute_of(flags),
-        offload=offload_of(flags),
+        batch=parse_batch(flags, parallelism.data),
+        dtype=parse_dtype(flags),
+        fp8_recipe=parse_fp8_recipe(flags),
+        state_types=parse_state_types(flags),
+        dropout=max(flags.number(f"--{kind}-dropout") for kind in ("hidden", "attention")),
+        recompute=parse_recompute(flags),
+        offload=parse_offload(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
         fused_norms=not local,
         cp_comm_type="all_gather" if local else _cp_comm_type(flags),
-        stages=stages_of(flags),
-        token_dispatcher=token_dispatcher_of(flags),
-        expert_load=expert_load_of(flags),
+        stages=parse_stage_split(flags),
+        token_dispatcher=parse_token_dispatcher(flags),
+        expert_load=parse_expert_load(flags),
         device=device,
         model=model,
     )
 
 
-def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
-    """What a log's printed arguments (`num_layers`) say; None where they do not define a model and its
-    layout."""
-    words = flags_of_printed(arguments)
-    flags = Flags(words)
+def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
+    """Return the run that a log's printed arguments (`num_layers`) describe; None if they are
+    incomplete.
+    """
+    printed_flags = flags_from_printed_arguments(arguments)
+    flags = Flags(printed_flags)
     degrees = flags.fields("parallelism")
     devices = flags.integer("--data-parallel-size", 1)
     devices *= degrees["tensor"] * degrees["pipeline"] * degrees["context"]
     try:
-        spec = spec_of_flags(words, flags.integer("--world-size", devices), DeviceKind.GPU)
+        spec = spec_from_flags(
+            printed_flags, flags.integer("--world-size", devices), DeviceKind.GPU
+        )
     except (ValueError, ZeroDivisionError):
         return None
     # Somebody else's Megatron has no patches: its own layers keep the scores.
@@ -501,74 +587,84 @@ def spec_of_printed(arguments: Mapping[str, str]) -> RunSpec | None:
     return replace(spec, fused_attention=False) if local else spec
 
 
-def flags_of_printed(arguments: Mapping[str, str]) -> tuple[str, ...]:
-    """Printed arguments as the flags that give them."""
-    words: list[str] = []
+def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the flags that set the arguments that a log prints."""
+    flags: list[str] = []
     for name, value in arguments.items():
         if name == "add_bias_linear":
-            words += ["--disable-bias-linear"] if value == "False" else []
+            flags += ["--disable-bias-linear"] if value == "False" else []
         elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
             continue
         elif value not in ("None", "False", ""):
             flag = _FLAGS_OF.get(name, "--" + name.replace("_", "-"))
-            words += [flag] if value == "True" else [flag, value]
-    return tuple(words)
+            flags += [flag] if value == "True" else [flag, value]
+    return tuple(flags)
 
 
 _FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
-"""Of arguments that go by another name than their flags (`dest` in `arguments.py`)."""
+"""Flags of arguments whose name differs from the flag's (`dest` in `arguments.py`)."""
 
 
-def flags_of_spec(spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's flags for everything in a spec but the model's own shape and the device."""
-    rest = {
+def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
+    """Return Megatron's flags for a spec, without those of the model's shape and of the device."""
+    precision_flags = {
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
-    layout = (*strategy_flags(spec.flagged_parallelism), *chosen_flags(spec))
-    run = (*words_of(spec.batch, "batch"), *flag_words(rest), *words_of(spec, "run"))
+    layout = (*strategy_flags(spec.flagged_parallelism), *searched_flags(spec))
+    run = (
+        *format_fields_as_flags(spec.batch, "batch"),
+        *format_flags(precision_flags),
+        *format_fields_as_flags(spec, "run"),
+    )
     return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
 _OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
 _STATE_TYPES = ("fp32", "fp16", "bf16", "fp8")
 _TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
-"""As a log prints them; fp8 moments are bytes with scales beside them (`map_dtype`)."""
+"""Types as a log prints them. fp8 moments are bytes with separate scales (`map_dtype`)."""
 
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
-    if types.aware:
-        return (*words_of(types, "state_types"), *((_OFFLOAD,) if types.offloaded else ()))
+    """Return Megatron's flags for the types of the optimizer's state."""
+    if types.precision_aware:
+        return (
+            *format_fields_as_flags(types, "state_types"),
+            *((_OFFLOAD,) if types.offloaded_fraction else ()),
+        )
     return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
 
 
-def state_types_of(flags: Flags) -> StateTypes:
-    """What the flags store gradients and the optimizer in.
+def parse_state_types(flags: Flags) -> StateTypes:
+    """Return the types of gradients and optimizer state that the flags choose.
 
     Raises:
-        ValueError: A type that Megatron does not have, or an offload that it refuses.
+        ValueError: Megatron does not have a type, or refuses the offload.
     """
-    given = flags.fields("state_types")
-    aware, offloaded = given["aware"], given.get("offloaded", 0.0)
+    stated = flags.fields("state_types")
+    aware, offloaded = stated["precision_aware"], stated.get("offloaded_fraction", 0.0)
     if not 0 <= offloaded <= 1:
         raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
     if offloaded and not aware:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
     texts = (flag for flag in flags_in_group("state_types") if flag.kind == "text")
-    for flag in (each for each in texts if each.field in given):
-        kind = given[flag.field].removeprefix("torch.")
+    for flag in (each for each in texts if each.field in stated):
+        kind = stated[flag.field].removeprefix("torch.")
         kind = _TORCHS_NAMES.get(kind, kind)
         refuse_unknown(flag.name, [kind], _STATE_TYPES)
-        given[flag.field] = kind if kind != "fp32" else ""
+        stated[flag.field] = kind if kind != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
-        given["gradients"] = "bf16"
-    return StateTypes(**given)
+        stated["gradients"] = "bf16"
+    return StateTypes(**stated)
 
 
-def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's flags for what a search chooses and no strategy's name says: what is computed again,
-    context parallelism's algorithm, and how layers are laid on stages."""
+def searched_flags(spec: RunSpec) -> tuple[str, ...]:
+    """Return Megatron's flags for choices of a search that no strategy name states.
+
+    These are recomputation, context parallelism's algorithm, and the placement of layers on stages.
+    """
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
     # CPU ranks gather keys and values whatever it says.
     is_said = differs and spec.device is DeviceKind.GPU
@@ -576,19 +672,21 @@ def chosen_flags(spec: RunSpec) -> tuple[str, ...]:
     return (*recompute_flags(spec.recompute), *context, *spec.stages.flags)
 
 
-def on_cpu_ranks(spec: RunSpec) -> RunSpec:
-    """The run as this kit trains it on CPU ranks: in fp32, by PyTorch's own kernels."""
+def adapt_to_cpu_ranks(spec: RunSpec) -> RunSpec:
+    """Return the run as the kit trains it on CPU ranks: in fp32, with PyTorch's own kernels."""
     return replace(
         spec, dtype="fp32", fused_attention=False, fused_norms=False, device=DeviceKind.CPU
     )
 
 
 _FP8_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
-"""Megatron's (`megatron/core/enums.py: Fp8Recipe`); what `Fp8Recipe` lacks is `tensorwise`."""
+"""Megatron's recipes (`megatron/core/enums.py: Fp8Recipe`). A recipe that `Fp8Recipe` lacks is
+planned as `tensorwise`.
+"""
 
 
-def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
-    """How the flags quantise the products of linear layers; Megatron's own recipe is `delayed`."""
+def parse_fp8_recipe(flags: Flags) -> Fp8Recipe:
+    """Return the quantisation that the flags choose; Megatron's default recipe is `delayed`."""
     if flags.has("--fp4-format"):
         return Fp8Recipe.NVFP4
     if not flags.has("--fp8-format"):
@@ -599,12 +697,17 @@ def fp8_recipe_of(flags: Flags) -> Fp8Recipe:
 
 
 def _cp_comm_type(flags: Flags) -> str:
+    """Return context parallelism's algorithm in the flags; `p2p` for algorithms that the kit does
+    not know.
+    """
     value = flags.text("--cp-comm-type").strip("[]' ")
     return value if value in {"p2p", "all_gather", "a2a"} else "p2p"
 
 
-def token_dispatcher_of(flags: Flags) -> TokenDispatcher:
-    """How the flags route tokens; Megatron's own default is to gather."""
+def parse_token_dispatcher(flags: Flags) -> TokenDispatcher:
+    """Return the token dispatcher in the flags; a value that the kit does not know gives
+    `alltoall`.
+    """
     value = flags.text("--moe-token-dispatcher-type")
     if value == "flex":
         value = flags.text("--moe-flex-dispatcher-backend")

@@ -1,4 +1,6 @@
-"""The values of make's variables: each read as its kind says, or refused in one sentence."""
+"""Values of make's variables: each text is parsed as the variable's kind, or refused in one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from parakit.config.settings import RENAMED, REPLACED, Setting
 
 
 class SettingError(ValueError):
-    """A variable that is not known, not used or not of its kind; one sentence that names it."""
+    """A variable that is unknown, unused or not of its kind; the message is one sentence that names
+    it.
+    """
 
 
 def refuse_renamed(name: str) -> None:
-    """Refuse a variable by the name that an older version gave it.
+    """Raise an error if `name` is an older version's name of a variable.
 
     Raises:
-        SettingError: It is one; the sentence has the name of now.
+        SettingError: The name is old; the message has the present name.
     """
     if name in RENAMED:
         raise SettingError(f"{name}= is {RENAMED[name]}= now.")
@@ -32,11 +36,11 @@ def refuse_renamed(name: str) -> None:
         raise SettingError(f"{name}= is {REPLACED[name]} now.")
 
 
-def read(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:
-    """A variable's value from text, by a reader that only the caller knows where there is one.
+def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:
+    """Return a variable's value, parsed from text by `reader` or else by its kind.
 
     Raises:
-        SettingError: The text is not of its kind.
+        SettingError: The text is not of the variable's kind.
     """
     try:
         return (reader or _reader(setting.kind))(text)
@@ -46,21 +50,22 @@ def read(setting: Setting, text: str, reader: Callable[[str], Any] | None = None
         raise SettingError(f"{setting.name}={text} is not {setting.kind}.") from None
 
 
-def values(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
-    """The value of every variable, by its name in small letters: of its text, else its default.
+def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the value of every variable by its lower-case name: parsed from its text, or the
+    default.
 
     Raises:
-        SettingError: A text is not of its kind.
+        SettingError: A text is not of its variable's kind.
     """
     found = {setting: texts.get(setting.name) or setting.default for setting in known}
     return {
-        setting.name.lower(): read(setting, value) if isinstance(value, str) else value
+        setting.name.lower(): parse_setting(setting, value) if isinstance(value, str) else value
         for setting, value in found.items()
     }
 
 
-def text_of(value: object) -> str:
-    """A value as make is given it; `read` gives the value back."""
+def format_setting(value: object) -> str:
+    """Return a value as text for make; `parse_setting` restores the value."""
     if isinstance(value, bool):
         return str(int(value))
     return shlex.join(value) if isinstance(value, tuple) else str(value)
@@ -73,53 +78,62 @@ _NUMBER = re.compile(
 
 
 def _reader(kind: str) -> Callable[[str], Any]:
+    """Return the function that parses texts of a kind."""
     if kind in _READERS:
         return _READERS[kind]
-    if found := _NUMBER.fullmatch(kind):
-        return partial(_number, *found.groups())
+    if bounds := _NUMBER.fullmatch(kind):
+        return partial(_number, *bounds.groups())
     return partial(_one_of, re.split(", | or ", kind))
 
 
 def _number(
     whole: str | None,
     begins: str | None,
-    least: str | None,
-    most: str | None,
+    lower: str | None,
+    upper: str | None,
     below: str | None,
     text: str,
 ) -> int | float:
-    """A number as the words of its kind have it; `most` digits alone."""
+    """Return the number in `text`; the other arguments are the bounds in the words of its kind.
+
+    If there is an upper bound `most`, the text must consist of digits.
+    """
     number = int(text) if whole else float(text)
-    first, last = float(least or "-inf"), float(below or "inf")
+    first, last = float(lower or "-inf"), float(below or "inf")
     is_in = (first < number if begins == "above" else first <= number) and number < last
-    if not is_in or (most and not (text.isdecimal() and number <= int(most))):
+    if not is_in or (upper and not (text.isdecimal() and number <= int(upper))):
         raise ValueError(text)
     return number
 
 
 def _one_of(choices: Sequence[str], text: str) -> str:
+    """Return the text if it is one of the choices; raises ValueError if not."""
     if text not in choices:
         raise ValueError(text)
     return text
 
 
 def _switch(text: str) -> bool:
+    """Return True for `1` and False for `0`; raises ValueError for other texts."""
     if text not in ("0", "1"):
         raise ValueError(text)
     return text == "1"
 
 
 def _words(text: str) -> tuple[str, ...]:
+    """Return the arguments in the text, split as a shell would."""
     return tuple(shlex.split(text))
 
 
 def _plain_name(text: str) -> str:
+    """Return the text if it can name a file or folder; raises ValueError if not."""
     if not is_plain_name(text):
         raise ValueError(text)
     return text
 
 
 def _picture(text: str) -> Path:
+    """Return the path of a picture to write; raises SettingError if its folder does not exist."""
     path = Path(text)
     if path.is_dir():
         raise SettingError(f"SVG={text} is a folder; name a file in it.")
@@ -129,16 +143,18 @@ def _picture(text: str) -> Path:
 
 
 _DATA, _MADE = "owt-ds/", "_text_document"
-"""Where `make prepare-ds NAME=` writes, and what it adds to the name."""
+"""Folder that `make prepare-ds NAME=` writes to, and the suffix that it adds to the name."""
 
 
 def _prefix(text: str) -> str:
-    """A data set by its prefix, or by the name that it was made with; one of neither as it is."""
+    """Return the prefix of a data set, found by prefix or by name; the text's prefix if there is no
+    such file.
+    """
     plain = text.removesuffix(".bin").removesuffix(".idx")
     named = plain if "/" in plain else _DATA + plain
     known = (plain, plain + _MADE, named, named + _MADE)
     unmade = plain if "/" in plain or plain.endswith(_MADE) else named + _MADE
-    return next((each for each in known if Path(f"{ROOT / each}.idx").is_file()), unmade)
+    return next((prefix for prefix in known if Path(f"{ROOT / prefix}.idx").is_file()), unmade)
 
 
 _NO_MEGATRON_DEEPSPEED = (
@@ -155,6 +171,9 @@ _NO_DATA_PARALLEL = (
 
 
 def _backend(text: str) -> Backend:
+    """Return the backend; raises SettingError for two backends of other projects that the kit does
+    not start.
+    """
     if text.replace("_", "-") == "megatron-deepspeed":
         raise SettingError(f"BACKEND={text} is {_NO_MEGATRON_DEEPSPEED}")
     if re.sub("[-_]", "", text).lower() == "dataparallel":
@@ -163,6 +182,7 @@ def _backend(text: str) -> Backend:
 
 
 def _checkout(text: str) -> Path:
+    """Return the folder of a Megatron-LM checkout; raises SettingError for Megatron-DeepSpeed."""
     folder = Path(text).expanduser().resolve()
     entry = folder / "pretrain_gpt.py"
     if not entry.is_file():

@@ -14,18 +14,24 @@ PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
 
 
 class Setting(NamedTuple):
-    """One variable. Where a command means something else by it, it has its own (`_replace`)."""
+    """One variable of make. A command that uses a variable in another sense has its own copy
+    (`_replace`).
+    """
 
     name: str
     kind: str
-    """As a refusal names it: `ITERS=x is not a whole number above 0.`; `a, b or c` is a choice."""
+    """Kind of value, as an error names it (`ITERS=x is not a whole number above 0.`). `a, b or c`
+    is a choice.
+    """
     help: str
     default: object = None
-    """A value, or text that is read as one."""
+    """Default value, or a text that is parsed as the kind says."""
     option: str = ""
-    """On a command line; empty is the name, `--global-batch`."""
-    in_make: str = ""
-    """What make is given in its place, where it is an option of `parakit` and no variable of make."""
+    """Option on a command line; empty means the name, such as `--global-batch`."""
+    make_equivalent: str = ""
+    """What make takes instead, for an option of `parakit` that is no variable of make; empty for a
+    variable.
+    """
 
 
 # What is trained.
@@ -59,7 +65,7 @@ MEGATRON_LM_B = Setting(
     "MEGATRON_LM_B",
     CHECKOUT,
     "the checkout of the strategy alone, not of its reference",
-    in_make='ARGS="--megatron-lm-b FOLDER"',
+    make_equivalent='ARGS="--megatron-lm-b FOLDER"',
 )
 PATCH_FILE = Setting(
     "PATCH_FILE",
@@ -87,7 +93,7 @@ PAGE = Setting(
     "PAGE",
     FOLDER,
     "folder of the matrix's pages (beside its cells)",
-    in_make='ARGS="--page docs"',
+    make_equivalent='ARGS="--page docs"',
 )
 CHANGED = Setting(
     "CHANGED",
@@ -100,7 +106,7 @@ EXECUTED = Setting(
     SWITCH,
     "1 records which files of Megatron each strategy and level executes",
     False,
-    in_make="ARGS=--executed",
+    make_equivalent="ARGS=--executed",
 )
 MINUTES = Setting("MINUTES", NUMBER, "minutes after which no cell is begun")
 
@@ -136,7 +142,10 @@ RUN_FOLDER = Setting("RUN_FOLDER", FOLDER, "an existing folder for this run")
 RUN = Setting("RUN", TEXT, "a run folder")
 STRATEGY = Setting("STRATEGY", TEXT, "a strategy")
 HOURS = Setting(
-    "HOURS", "a number above 0", "hours of a soak, 0.33 or 24", in_make='ARGS="--hours 0.33"'
+    "HOURS",
+    "a number above 0",
+    "hours of a soak, 0.33 or 24",
+    make_equivalent='ARGS="--hours 0.33"',
 )
 
 # Several machines.
@@ -162,12 +171,18 @@ MODELS = Setting("MODELS", TEXT, 'every combination is trained, DEVICES="1cpu 2c
 STRATEGIES = Setting("STRATEGIES", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
 BACKENDS = Setting("BACKENDS", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
 DEVICES = Setting("DEVICES", TEXT, 'every combination is trained, DEVICES="1cpu 2cpu"')
-ONLY = Setting("ONLY", TEXT, "these settings alone", in_make='ARGS="--only tuned"')
+ONLY = Setting("ONLY", TEXT, "these settings alone", make_equivalent='ARGS="--only tuned"')
 BUDGET = Setting(
-    "BUDGET", "a number above 0", "seconds for all settings (510)", in_make='ARGS="--budget 300"'
+    "BUDGET",
+    "a number above 0",
+    "seconds for all settings (510)",
+    make_equivalent='ARGS="--budget 300"',
 )
 TARGET = Setting(
-    "TARGET", TEXT, "the training target to use", in_make='ARGS="--target train-tp2-gpt2-tiny-2cpu"'
+    "TARGET",
+    TEXT,
+    "the training target to use",
+    make_equivalent='ARGS="--target train-tp2-gpt2-tiny-2cpu"',
 )
 
 # Before a run: planner, dry run, schedules.
@@ -180,26 +195,26 @@ GPUS_PER_NODE = Setting(
     "GPUS_PER_NODE",
     "a whole number",
     "devices per NVLink domain (8, of GB200 72)",
-    in_make='ARGS="--gpus-per-node 8"',
+    make_equivalent='ARGS="--gpus-per-node 8"',
 )
-INTRA = Setting("INTRA", TEXT, "link inside a machine", in_make='ARGS="--intra nvlink4"')
+INTRA = Setting("INTRA", TEXT, "link inside a machine", make_equivalent='ARGS="--intra nvlink4"')
 INTER = Setting("INTER", TEXT, "link between machines")
 NICS = Setting("NICS", "a whole number", "network ports of a machine (one a device)")
 OVERSUBSCRIPTION = Setting(
     "OVERSUBSCRIPTION",
     "a number from 1 up",
     "ports' rate over uplinks' between machines (1)",
-    in_make='ARGS="--oversubscription 4"',
+    make_equivalent='ARGS="--oversubscription 4"',
 )
 IMBALANCE = Setting(
     "IMBALANCE", "a number from 1 up", "tokens of the busiest rank of experts, for the mean (1)"
 )
 SEQ = Setting("SEQ", "a whole number", "sequence length")
 TOKENS = Setting(
-    "TOKENS", "a number above 0", "tokens to train on", in_make='ARGS="--tokens 300e9"'
+    "TOKENS", "a number above 0", "tokens to train on", make_equivalent='ARGS="--tokens 300e9"'
 )
 CALIBRATION = Setting(
-    "CALIBRATION", PATH, "file of measured constants", in_make='ARGS="--calibration FILE"'
+    "CALIBRATION", PATH, "file of measured constants", make_equivalent='ARGS="--calibration FILE"'
 )
 RECIPE = Setting(
     "RECIPE",
@@ -210,20 +225,25 @@ VERIFY = Setting("VERIFY", "a whole number from 0 to 10", "dry-run this many of 
 ALPA = Setting("ALPA", SWITCH, "1 also solves Alpa's dynamic program", False)
 LARGEST = Setting("LARGEST", SWITCH, "1 sizes the largest model that fits, by strategy", False)
 DP = Setting(
-    "DP", NUMBER, "data-parallel replicas", 1, "--data", in_make="STRATEGY=tp8pp16dp8-zero1"
+    "DP", NUMBER, "data-parallel replicas", 1, "--data", make_equivalent="STRATEGY=tp8pp16dp8-zero1"
 )
-TP = Setting("TP", NUMBER, "TP degree", 1, "--tensor", in_make="STRATEGY=tp8pp16dp8-zero1")
+TP = Setting("TP", NUMBER, "TP degree", 1, "--tensor", make_equivalent="STRATEGY=tp8pp16dp8-zero1")
 PP = Setting(
     "PP",
     NUMBER,
     "pipeline stages",
     1,
     "--pipeline",
-    in_make='STRATEGY=tp8pp16dp8-zero1 of dryrun, and ARGS="--pipeline 4" of schedules',
+    make_equivalent='STRATEGY=tp8pp16dp8-zero1 of dryrun, and ARGS="--pipeline 4" of schedules',
 )
-CP = Setting("CP", NUMBER, "CP degree", 1, "--context", in_make="STRATEGY=tp8pp16dp8-zero1")
+CP = Setting("CP", NUMBER, "CP degree", 1, "--context", make_equivalent="STRATEGY=tp8pp16dp8-zero1")
 EP = Setting(
-    "EP", NUMBER, "EP degree, inside DP and CP", 1, "--expert", in_make="STRATEGY=tp8pp16dp8-zero1"
+    "EP",
+    NUMBER,
+    "EP degree, inside DP and CP",
+    1,
+    "--expert",
+    make_equivalent="STRATEGY=tp8pp16dp8-zero1",
 )
 VPP = Setting(
     "VPP",
@@ -231,7 +251,7 @@ VPP = Setting(
     "virtual stages per rank",
     1,
     "--virtual",
-    in_make='STRATEGY=tp8vpp2dp8-zero1 of dryrun, and ARGS="--virtual 2" of schedules',
+    make_equivalent='STRATEGY=tp8vpp2dp8-zero1 of dryrun, and ARGS="--virtual 2" of schedules',
 )
 SP = Setting(
     "SP",
@@ -239,7 +259,7 @@ SP = Setting(
     "1 adds sequence parallelism",
     False,
     "--sequence-parallel",
-    in_make="STRATEGY=tp8pp16dp8-zero1",
+    make_equivalent="STRATEGY=tp8pp16dp8-zero1",
 )
 ZERO1 = Setting(
     "ZERO1",
@@ -247,7 +267,7 @@ ZERO1 = Setting(
     "1 shards optimizer states",
     False,
     "--distributed-optimizer",
-    in_make="STRATEGY=tp8pp16dp8-zero1",
+    make_equivalent="STRATEGY=tp8pp16dp8-zero1",
 )
 RECOMPUTE = Setting(
     "RECOMPUTE",
@@ -259,10 +279,13 @@ RANKS = Setting(
     TEXT,
     "first,middle,last or numbers",
     "first,last",
-    in_make='ARGS="--ranks first,middle,last"',
+    make_equivalent='ARGS="--ranks first,middle,last"',
 )
 MICROBATCHES = Setting(
-    "MICROBATCHES", NUMBER, "microbatches in an iteration", in_make='ARGS="--microbatches 8"'
+    "MICROBATCHES",
+    NUMBER,
+    "microbatches in an iteration",
+    make_equivalent='ARGS="--microbatches 8"',
 )
 SVG = Setting("SVG", "a file to write", "write a picture to this file")
 JSON = Setting("JSON", SWITCH, "1 prints JSON", False)
@@ -271,7 +294,7 @@ LEAVE_OUT = Setting(
     "LEAVE_OUT",
     TEXT,
     "the source that constants are fitted without (each measurement's own)",
-    in_make='ARGS="--leave-out SOURCE"',
+    make_equivalent='ARGS="--leave-out SOURCE"',
 )
 READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: readings/mine.csv)")
 
@@ -290,7 +313,11 @@ DUMPS = Setting(
 
 # After a run, and data.
 SCRAPE = Setting(
-    "SCRAPE", SWITCH, "print what the logs say and write no report", False, in_make="ARGS=--scrape"
+    "SCRAPE",
+    SWITCH,
+    "print what the logs say and write no report",
+    False,
+    make_equivalent="ARGS=--scrape",
 )
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
@@ -306,16 +333,19 @@ CALCULON = Setting(
     "CALCULON",
     FOLDER,
     "a checkout of calculon-ai/calculon",
-    in_make='ARGS="--calculon ../calculon"',
+    make_equivalent='ARGS="--calculon ../calculon"',
 )
 SIMUMAX = Setting(
-    "SIMUMAX", FOLDER, "a checkout of MooreThreads/SimuMax", in_make='ARGS="--simumax ../SimuMax"'
+    "SIMUMAX",
+    FOLDER,
+    "a checkout of MooreThreads/SimuMax",
+    make_equivalent='ARGS="--simumax ../SimuMax"',
 )
 TOKENIZER = Setting(
     "TOKENIZER",
     TEXT,
     "gpt2, or a folder with tokenizer.json",
-    in_make='ARGS="--tokenizer FOLDER"',
+    make_equivalent='ARGS="--tokenizer FOLDER"',
 )
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
 
@@ -324,18 +354,18 @@ ARGS = Setting(
     "ARGS", WORDS, 'further options of the command, as its --help lists them: "--hours 0.33"', ()
 )
 
-OF_NODES = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
+NODE_SETTINGS = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
 SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
-"""sbatch's options, by their names without `SLURM_`."""
-OF_SLURM = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
+"""Options of sbatch, named without `SLURM_`."""
+SLURM_SETTINGS = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
 
 _ALL = tuple(value for value in list(globals().values()) if isinstance(value, Setting))
 
-SETTINGS = tuple(setting for setting in _ALL if not setting.in_make)
+SETTINGS = tuple(setting for setting in _ALL if not setting.make_equivalent)
 """Every variable of make, in the order of `make help-all`."""
 
-OPTIONS = tuple(setting for setting in _ALL if setting.in_make)
-"""What `parakit` has an option for and make no variable."""
+OPTIONS = tuple(setting for setting in _ALL if setting.make_equivalent)
+"""Options of `parakit` that are no variables of make."""
 
 RENAMED = {
     "FILE": "INPUT",
@@ -344,10 +374,11 @@ RENAMED = {
     "PLANT": "PATCH_FILE",
     "UNTRIED": "ALLOW_UNKNOWN_MEGATRON",
 }
-"""Variables as older versions named them: refused, with the name of now."""
+"""Old names of variables, with the present names; the old names are refused."""
 
 REPLACED = {
-    **{setting.name: setting.in_make for setting in OPTIONS},
+    **{setting.name: setting.make_equivalent for setting in OPTIONS},
     "TABLE": "READINGS=figures.csv of validate",
 }
-"""Variables of older versions without a variable that takes their place: refused, with what does."""
+"""Old variables that no variable replaces, with what to use instead; the old variables are refused.
+"""

@@ -1,7 +1,9 @@
-"""How many layers each pipeline stage has where they are not laid evenly.
+"""How many layers each pipeline stage has if stages are unequal.
 
-The arithmetic of `get_num_layers_to_build` (`megatron/core/transformer/transformer_block.py`) and the
-refusals of `TransformerConfig`, at core_v0.19.0.
+The arithmetic is that of `get_num_layers_to_build`
+(`megatron/core/transformer/transformer_block.py`), and the checks are those of `TransformerConfig`,
+at core_v0.19.0. A layout is the text of `--pipeline-model-parallel-layout`, such as `Ett|ttL`. A
+chunk is one virtual stage of a rank.
 """
 
 from __future__ import annotations
@@ -11,53 +13,59 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parakit.config.flags import Flags, words_of
+from parakit.config.flags import Flags, format_fields_as_flags
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
 
 @dataclass(frozen=True)
 class StageSplit:
-    """What makes pipeline stages unequal; the default is an even split."""
+    """The placement of layers on pipeline stages; the default is an even split."""
 
     first: int = 0
-    """Layers of the first stage; 0 is as many as the others have."""
+    """Layers of the first stage; 0 means as many as other stages."""
     last: int = 0
-    """Layers of the last stage; 0 is as many as the others have."""
+    """Layers of the last stage; 0 means as many as other stages."""
     embedding: bool = False
-    """The embedding counts as a layer of the first stage."""
+    """True if the embedding counts as one layer of the first stage."""
     loss: bool = False
-    """The output layer and the loss count as a layer of the last stage."""
+    """True if the output layer and the loss count as one layer of the last stage."""
     layout: str = ""
-    """Every virtual stage in the model's order, as Megatron writes them: `Ett|(tt|)*5tmL` are embedding,
-    layers, a depth of multi-token prediction and loss on seven (`pipeline_parallel_layer_layout.py`)."""
+    """All virtual stages in the model's order, as Megatron writes them
+    (`pipeline_parallel_layer_layout.py`). `Ett|(tt|)*5tmL` places embedding, layers, one layer of
+    multi-token prediction and the loss on 7 stages.
+    """
 
     @property
-    def counted(self) -> int:
-        """Layers that are none."""
+    def counted_ends(self) -> int:
+        """Number of ends that count as a layer: embedding and loss, 0 to 2."""
         return self.embedding + self.loss
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's."""
-        return words_of(self, "stages")
+        """Megatron's flags for this placement."""
+        return format_fields_as_flags(self, "stages")
 
-    def virtual(self, pipeline: int) -> int:
-        """Virtual stages of each of so many pipeline ranks in a layout; 1 without one."""
+    def virtual_stages_in_layout(self, pipeline: int) -> int:
+        """Return the virtual stages per rank of a layout over `pipeline` ranks; 1 without a layout."""
         return max(1, len(_stages_of_layout(self.layout)) // pipeline)
 
     @property
-    def depths(self) -> int:
-        """Of multi-token prediction in a layout."""
+    def mtp_layers_in_layout(self) -> int:
+        """Layers of multi-token prediction in the layout."""
         return sum(stage.count("m") for stage in _stages_of_layout(self.layout))
 
-    def chunks(self, layers: int, pipeline: int, virtual: int, rank: int) -> tuple[int, ...]:
-        """Layers of each virtual stage of a pipeline rank (floors where a degree does not divide)."""
-        if self is EVEN:  # By far the most of a search's.
+    def layers_per_chunk(
+        self, layers: int, pipeline: int, virtual: int, rank: int
+    ) -> tuple[int, ...]:
+        """Return the layers of each virtual stage of a pipeline rank, rounded down if a degree does
+        not divide.
+        """
+        if self is EVEN_SPLIT:  # By far the most of a search's.
             return (layers // pipeline // virtual,) * virtual
         if self.layout:
             return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
-        whole = self._of_stage(layers, pipeline, rank)
+        whole = self._count_stage_layers(layers, pipeline, rank)
         chunks = [whole // virtual] * virtual
         if self.embedding and rank == 0:
             chunks[0] -= 1
@@ -65,12 +73,12 @@ class StageSplit:
             chunks[-1] -= 1
         return tuple(chunks)
 
-    def problem(self, layers: int, pipeline: int, virtual: int) -> str:
-        """Why Megatron does not lay `layers` so; empty if it does."""
-        stages, all_layers = pipeline * virtual, layers + self.counted
+    def find_problem(self, layers: int, pipeline: int, virtual: int) -> str:
+        """Return why Megatron refuses to place `layers` layers in this way; empty if it accepts."""
+        stages, all_layers = pipeline * virtual, layers + self.counted_ends
         if self.layout:
             return self._layout_problem(layers, stages)
-        if self.counted and (self.first or self.last):
+        if self.counted_ends and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:
             return "a stage has at least one layer"
@@ -78,119 +86,146 @@ class StageSplit:
             return self._own_stages_problem(layers, pipeline, virtual)
         if all_layers % stages:
             with_ends = f"{all_layers} with embedding or loss counted"
-            return f"{with_ends if self.counted else 'they'} do not divide"
-        smallest = self.chunks(layers, pipeline, virtual, 0)[0]
-        last = self.chunks(layers, pipeline, virtual, pipeline - 1)[-1]
+            return f"{with_ends if self.counted_ends else 'they'} do not divide"
+        smallest = self.layers_per_chunk(layers, pipeline, virtual, 0)[0]
+        last = self.layers_per_chunk(layers, pipeline, virtual, pipeline - 1)[-1]
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
 
-    def _layout_problem(self, layers: int, wanted: int) -> str:
+    def _layout_problem(self, layers: int, num_stages: int) -> str:
+        """Return why Megatron refuses the layout for `wanted` stages; empty if it accepts."""
         stages = _stages_of_layout(self.layout)
         text = "".join(stages)
         wrong = {
-            "a layout excludes other ways to lay layers": self.first or self.last or self.counted,
+            "a layout excludes other ways to lay layers": self.first
+            or self.last
+            or self.counted_ends,
             "it is not E, layers t, depths m of multi-token prediction and L": not re.fullmatch(
                 "Et*m*L", text
             ),
-            f"it has {len(stages)} stages": len(stages) != wanted,
+            f"it has {len(stages)} stages": len(stages) != num_stages,
             f"it has {text.count('t')} layers": text.count("t") != layers,
             "depths are planned on the last stage alone": any("m" in s for s in stages[:-1]),
             # A stage of its own may have the embedding, and one the loss.
             "they do not fill the stages": not all("t" in stage for stage in stages[1:-1]),
         }
-        return next((words for words, found in wrong.items() if found), "")
+        return next((reason for reason, applies in wrong.items() if applies), "")
 
     def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
-        left, stages = layers - self.first - self.last, pipeline - (self.first > 0)
+        """Return why Megatron refuses the first or last stage's own number of layers; empty if it
+        accepts.
+        """
+        remaining_layers, stages = layers - self.first - self.last, pipeline - (self.first > 0)
         stages -= self.last > 0
-        if stages < 0 or left < 0 or (left == 0) != (stages == 0):
-            return f"{left} layers are left for {max(0, stages)} other stages"
-        if stages and left % stages:
-            return f"the {left} layers left do not divide over {stages} other stages"
-        own = [count for count in (self.first, self.last) if count]
-        if any(count % virtual for count in (*own, *([left // stages] if stages else []))):
+        if stages < 0 or remaining_layers < 0 or (remaining_layers == 0) != (stages == 0):
+            return f"{remaining_layers} layers are left for {max(0, stages)} other stages"
+        if stages and remaining_layers % stages:
+            return f"the {remaining_layers} layers left do not divide over {stages} other stages"
+        end_stages = [count for count in (self.first, self.last) if count]
+        if any(
+            count % virtual
+            for count in (*end_stages, *([remaining_layers // stages] if stages else []))
+        ):
             return f"{virtual} virtual stages do not divide a stage's layers"
         return ""
 
-    def _of_stage(self, layers: int, pipeline: int, rank: int) -> int:
+    def _count_stage_layers(self, layers: int, pipeline: int, rank: int) -> int:
+        """Return the layers of one pipeline rank; embedding and loss are included if they count as
+        layers.
+        """
         if self.first and rank == 0:
             return self.first
         if self.last and rank == pipeline - 1:
             return self.last
         stages = pipeline - (self.first > 0) - (self.last > 0)
-        return (layers - self.first - self.last + self.counted) // max(1, stages)
+        return (layers - self.first - self.last + self.counted_ends) // max(1, stages)
 
 
-EVEN = StageSplit()
+EVEN_SPLIT = StageSplit()
 
 
-def spread(layers: int, stages: int) -> StageSplit:
-    """A layout as even as can be, the ends with fewer."""
-    few, more = divmod(layers, stages)
-    return _layout([few + (1 <= place <= more) for place in range(stages)])
+def even_layout(layers: int, stages: int) -> StageSplit:
+    """Return a layout that is as even as possible; the stages at both ends have fewer layers."""
+    fewest, num_larger = divmod(layers, stages)
+    return _layout([fewest + (1 <= stage <= num_larger) for stage in range(stages)])
 
 
-def filled(layers: int, stages: int, depths: int) -> StageSplit:
-    """A layout whose stages have as many as any needs and whose last has what is left, which makes room
-    there for depths of multi-token prediction and the loss."""
-    each = -(-layers // stages)
-    return _layout([min(each, max(0, layers - place * each)) for place in range(stages)], depths)
+def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
+    """Return a layout whose stages have the same number of layers until none is left for the last
+    stages.
+
+    This makes room on the last stage for `depths` layers of multi-token prediction and for the
+    loss.
+    """
+    full_count = -(-layers // stages)
+    return _layout(
+        [min(full_count, max(0, layers - stage * full_count)) for stage in range(stages)], depths
+    )
 
 
 def _layout(counts: Sequence[int], depths: int = 0) -> StageSplit:
+    """Return the layout with these numbers of layers per stage."""
     return StageSplit(layout=f"E{'|'.join('t' * count for count in counts)}{'m' * depths}L")
 
 
 _REPEATED = re.compile(r"(?:\(([^()*]+)\)|([A-Za-z|]))\*([0-9]{1,3})(?![0-9*])")
-"""Letters in parentheses or one alone, and how often: a model has no thousand layers."""
+"""A group in parentheses or one letter, and its number of repetitions of at most three digits."""
 
 
 @lru_cache(maxsize=4096)
 def _stages_of_layout(layout: str) -> tuple[str, ...]:
-    """Commas mean nothing, `*` repeats one letter or what is in parentheses; a `*` that is left over is
-    part of no layout."""
+    """Return the letters of each stage, with repetitions expanded.
+
+    Commas are dropped. A `*` that repeats nothing is kept, so the layout is refused later.
+    """
     text = layout.replace(",", "")
-    while found := _REPEATED.search(text):
-        whole = (found[1] or found[2]) * int(found[3])
-        text = text[: found.start()] + whole + text[found.end() :]
+    while match := _REPEATED.search(text):
+        repeated = (match[1] or match[2]) * int(match[3])
+        text = text[: match.start()] + repeated + text[match.end() :]
     return tuple(text.split("|"))
 
 
-def stages_of(flags: Flags) -> StageSplit:
-    """What the flags say; Megatron ignores them without pipeline stages."""
+def parse_stage_split(flags: Flags) -> StageSplit:
+    """Return the placement in the flags; Megatron ignores these flags without pipeline stages."""
     if flags.integer("--pipeline-model-parallel-size") == 1:
-        return EVEN
+        return EVEN_SPLIT
     return StageSplit(**flags.fields("stages"))
 
 
 @lru_cache(maxsize=4096)
-def stage_split(layers: int, pipeline: int) -> StageSplit | None:
-    """Even where the degree divides the layers, else uneven; None if neither can be."""
-    return EVEN if layers % pipeline == 0 else uneven_stages(layers, pipeline, 1)
+def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
+    """Return the even split if the degree divides the layers, else an uneven one; None if neither
+    is possible.
+    """
+    return EVEN_SPLIT if layers % pipeline == 0 else find_uneven_split(layers, pipeline, 1)
 
 
 @lru_cache(maxsize=4096)
 def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
-    """Numbers of virtual stages that this split admits."""
-    most = -(-(layers + stages.counted) // pipeline)
-    return tuple(v for v in range(1, most + 1) if not stages.problem(layers, pipeline, v))
+    """Return the numbers of virtual stages per rank that are possible with this split."""
+    max_degree = -(-(layers + stages.counted_ends) // pipeline)
+    return tuple(
+        degree
+        for degree in range(1, max_degree + 1)
+        if not stages.find_problem(layers, pipeline, degree)
+    )
 
 
-def uneven_stages(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
-    """The split for degrees that do not divide the layers; None if there is none.
+def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
+    """Return a split for degrees that do not divide the layers; None if there is none.
 
-    The ends are counted as layers where that divides, since they take about one's time; else the last
-    stage, which has the loss, is given what is left.
+    Embedding and loss count as layers if the sum is divisible, because each takes about as long as
+    a layer. Otherwise the last stage, which computes the loss, gets fewer layers than the others.
     """
     for counted in (
         StageSplit(embedding=True, loss=True),
         StageSplit(loss=True),
         StageSplit(embedding=True),
     ):
-        ends = (counted.chunks(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
-        if not counted.problem(layers, pipeline, virtual) and all(map(sum, ends)):
+        ends = (counted.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
+        if not counted.find_problem(layers, pipeline, virtual) and all(map(sum, ends)):
             return counted
-    others = -(-layers // (pipeline * virtual)) * virtual
-    shorter = StageSplit(last=layers - (pipeline - 1) * others)
-    if shorter.last > 0 and not shorter.problem(layers, pipeline, virtual):
+    other_layers = -(-layers // (pipeline * virtual)) * virtual
+    shorter = StageSplit(last=layers - (pipeline - 1) * other_layers)
+    if shorter.last > 0 and not shorter.find_problem(layers, pipeline, virtual):
         return shorter
     return None

@@ -1,11 +1,12 @@
-"""The grammar of strategies: `baseline`, or a product of degrees, its data-parallel part sharded.
+"""The grammar of strategies: `baseline`, or a product of degrees and optionally a sharding.
 
-`tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2, two virtual stages a
-rank; `vpp2x3` three) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` · `dp2-zero1` · `zero3`
-(over all ranks). `tp2ep2-etp1` splits each expert over one rank of TP; `-etp` stands before a sharding,
-and without it experts are split as all other layers. Pipelines by other schedules than Megatron's stand
-alone: `gpipe2` · `1f1b2` · `interleaved2` · `pipedream2` · `pipedream2bw` · `pipedream-flush2`, each of
-that many stages. A strategy's identity is its `Parallelism`: parsing and naming stand here, once.
+`tp2` · `sp2` (TP 2 with sequence parallelism) · `cp2` · `pp2` · `vpp2` (PP 2 with two virtual
+stages per rank; `vpp2x3` has three) · `dp2` · `ep2` (inside data parallelism) · `tp2pp2dp2` ·
+`dp2-zero1` · `zero3` (over all ranks). `tp2ep2-etp1` splits each expert over one TP rank. `-etp`
+comes before a sharding; without it, experts are split as all other layers. Pipelines with other
+schedules than Megatron's are names of their own, followed by the number of stages: `gpipe2` ·
+`1f1b2` · `interleaved2` · `pipedream2` · `pipedream2bw` · `pipedream-flush2`. A strategy is
+identified by its `Parallelism`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from parakit.config.flags import Flags, flag_words, words_of
-from parakit.config.stages import stages_of
+from parakit.config.flags import Flags, format_fields_as_flags, format_flags
+from parakit.config.stages import parse_stage_split
 
 
 class Sharding(StrEnum):
-    """How the data-parallel part of a strategy is sharded."""
+    """The sharding of the data-parallel part of a strategy."""
 
     NONE = ""
     ZERO1 = "zero1"
@@ -35,42 +36,48 @@ class Sharding(StrEnum):
 
     @property
     def shards_gradients(self) -> bool:
-        """A rank keeps its share of the gradients: `optim_grads` and further, `fully_shard`."""
+        """True if each rank stores only its shard of the gradients."""
         return self.wraps_modules
 
     @property
     def shards_weights(self) -> bool:
-        """A rank keeps its share of the weights: `optim_grads_params`, `fully_shard`."""
+        """True if each rank stores only its shard of the weights (`optim_grads_params`,
+        `fully_shard`).
+        """
         return self in (Sharding.ZERO3, Sharding.FSDP2)
 
     @property
     def wraps_modules(self) -> bool:
-        """FSDP takes the place of DDP, Megatron's or torch's; the distributed optimizer keeps DDP."""
+        """True if FSDP, Megatron's or torch's, replaces DDP; the distributed optimizer keeps DDP."""
         return self.is_megatron_fsdp or self.is_torch_fsdp
 
     @property
-    def overlaps(self) -> bool:
-        """Its calls run beside arithmetic without a flag more, as both FSDPs' do."""
+    def overlaps_by_default(self) -> bool:
+        """True if collectives overlap with computation without a further flag, as in both FSDPs."""
         return self.wraps_modules
 
     @property
     def is_megatron_fsdp(self) -> bool:
-        """`--use-megatron-fsdp`: weights and gradients in flat buffers, a bucket for each layer."""
+        """True for `--use-megatron-fsdp`: weights and gradients in flat buffers, one bucket per
+        layer.
+        """
         return self in (Sharding.ZERO2, Sharding.ZERO3)
 
     @property
     def is_torch_fsdp(self) -> bool:
-        """`--use-torch-fsdp2`: a DTensor for each weight."""
+        """True for `--use-torch-fsdp2`: one DTensor per weight."""
         return self is Sharding.FSDP2
 
     @property
     def stage(self) -> int:
-        """Of ZeRO (arXiv:1910.02054): 1 shards the optimizer, 2 gradients too, 3 weights too."""
+        """Stage of ZeRO (arXiv:1910.02054): 1 shards the optimizer, 2 also gradients, 3 also
+        weights; 0 is none.
+        """
         return bool(self) + self.shards_gradients + self.shards_weights
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
-"""Megatron's flag for an output layer with a matrix of its own."""
+"""Megatron's flag for an output layer with its own matrix."""
 
 
 class PipelineSchedule(StrEnum):
@@ -81,29 +88,35 @@ class PipelineSchedule(StrEnum):
     GPIPE = "gpipe"
     """All forward passes, then all backward passes (arXiv:1811.06965)."""
     ONE_F_ONE_B = "1f1b"
+    """1F1B with a flush in each iteration, run by plain PyTorch."""
     INTERLEAVED = "interleaved"
     PIPEDREAM = "pipedream"
-    """1F1B without flushes; an update after each backward, older weights kept (arXiv:1806.03377)."""
+    """1F1B without flushes: an update after each backward, with older weights stored
+    (arXiv:1806.03377).
+    """
     PIPEDREAM_2BW = "pipedream-2bw"
-    """The same with gradients added up over micro batches, and two versions (arXiv:2006.09503)."""
+    """PipeDream with gradients accumulated over micro batches, and two weight versions
+    (arXiv:2006.09503).
+    """
     PIPEDREAM_FLUSH = "pipedream-flush"
-    """1F1B as arXiv:2006.09503 (section 3.2) calls it."""
+    """1F1B under the name of arXiv:2006.09503 (section 3.2)."""
 
     @property
     def paper_name(self) -> str:
-        """As the papers write it."""
+        """Name as the papers write it."""
         return _TITLES[self]
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the pipeline is never flushed, so that gradients are of older weights."""
+        """True if the pipeline is never flushed, so that gradients belong to older weights."""
         return self in (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
 
     def staleness(self, stages: int, stage: int) -> int:
-        """Updates between the weights that a gradient is of and those that it changes, once filled.
+        """Return the updates between the weights of a gradient and the weights it changes, in a
+        full pipeline.
 
         p − s − 1 for PipeDream (arXiv:1806.03377 section 3.3), 1 on every stage for PipeDream-2BW
-        (arXiv:2006.09503 section 3.1).
+        (arXiv:2006.09503 section 3.1), 0 for other schedules.
         """
         if self is PipelineSchedule.PIPEDREAM:
             return stages - stage - 1
@@ -123,24 +136,26 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Degrees of every dimension a model is split in. World size is data·tensor·pipeline·context."""
+    """The degrees of all parallel dimensions. World size is data·tensor·pipeline·context."""
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Expert parallelism lies inside data (and context) parallelism; it adds no ranks."""
+    """Expert parallelism. It lies inside data and context parallelism and adds no ranks."""
     expert_tensor: int = 0
-    """Tensor parallelism inside each expert; 0 is that of all other layers."""
+    """Tensor parallelism inside each expert (ETP); 0 means the TP of all other layers."""
     virtual_stages: int = 1
-    """Pipeline stages a rank holds; more than one is the interleaved schedule."""
+    """Pipeline stages per rank; more than one means the interleaved schedule."""
     sequence_parallel: bool = False
     sharding: Sharding = Sharding.NONE
     schedule: PipelineSchedule = PipelineSchedule.MEGATRON
 
     def __hash__(self) -> int:
-        """Of all fields: routes and runs are looked up by it more often than it is made."""
+        """Return a cached hash over all fields: parallelisms are looked up more often than they are
+        made.
+        """
         return self._hash
 
     @cached_property
@@ -151,56 +166,62 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks over all dimensions."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
-    def tensor_of_experts(self) -> int:
-        """Ranks over which each expert's matrices are split (ETP)."""
+    def effective_expert_tensor(self) -> int:
+        """Number of ranks over which each expert's matrices are split (ETP)."""
         return self.expert_tensor or self.tensor
 
     @property
     def unties_embeddings(self) -> bool:
-        """Whether its flags give the output layer a matrix of its own.
+        """True if the strategy's flags give the output layer its own matrix.
 
-        Torch FSDP2 needs it (`validate_args`). Without flushes the first and the last stage change the
-        two ends of a tied matrix at different times.
+        Torch FSDP2 needs it (`validate_args`). In a pipeline without flushes, the first and the
+        last stage would update their copies of a tied matrix at different times.
         """
         return self.sharding.is_torch_fsdp or self.schedule.is_asynchronous
 
     @property
-    def run_schedule(self) -> PipelineSchedule:
-        """The schedule that is run; Megatron's is one of the two 1F1B."""
+    def executed_schedule(self) -> PipelineSchedule:
+        """The schedule that is executed; Megatron's is 1F1B, or interleaved 1F1B with virtual
+        stages.
+        """
         if self.schedule:
             return self.schedule
         interleaves = self.virtual_stages > 1
         return PipelineSchedule.INTERLEAVED if interleaves else PipelineSchedule.ONE_F_ONE_B
 
     @property
-    def needs_a_micro_batch_a_stage(self) -> bool:
-        """Whether its schedule runs at least as many micro batches as stages."""
+    def needs_micro_batch_per_stage(self) -> bool:
+        """True if the schedule needs at least as many micro batches as stages."""
         two_versions = self.schedule is PipelineSchedule.PIPEDREAM_2BW
         return self.pipeline > 1 and (self.virtual_stages > 1 or two_versions)
 
     def pipeline_rank(self, rank: int) -> int:
-        """The pipeline stage of a global rank: PP is the outermost dimension of Megatron's order."""
+        """Return the pipeline stage of a global rank; PP is the outermost dimension of Megatron's
+        rank order.
+        """
         return rank // (self.world_size // self.pipeline)
 
     def weight_versions(self, stage: int) -> int:
-        """Copies of its weights that a pipeline stage holds."""
+        """Return the number of versions of the weights that a pipeline stage stores."""
         return self.schedule.staleness(self.pipeline, stage) + 1
 
     @property
-    def copies_of_experts(self) -> int:
-        """Expert data parallelism: ranks that hold the same part of the same experts."""
-        return self.world_size // self.ranks_of_expert_copy
+    def expert_data(self) -> int:
+        """Expert data parallelism: the number of ranks that hold the same part of the same experts."""
+        return self.world_size // self.ranks_per_expert_copy
 
     @property
-    def ranks_of_expert_copy(self) -> int:
-        """Ranks that hold one copy of all experts; Megatron refuses a world that they do not divide."""
-        return self.tensor_of_experts * self.expert * self.pipeline
+    def ranks_per_expert_copy(self) -> int:
+        """Ranks that hold one copy of all experts. Megatron refuses a world size that they do not
+        divide.
+        """
+        return self.effective_expert_tensor * self.expert * self.pipeline
 
-    def split_experts(self, degree: int) -> Parallelism:
+    def with_expert_tensor(self, degree: int) -> Parallelism:
         """Return the parallelism with each expert over `degree` ranks of TP.
 
         0 leaves the choice to Megatron, which takes the TP of all other layers
@@ -212,7 +233,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples: of one rank's forward pass, and of one optimizer step over all ranks."""
+    """Samples of one rank's forward pass, and of one optimizer step over all ranks."""
 
     micro_batch_size: int
     global_batch_size: int
@@ -221,16 +242,16 @@ class Batch:
         return f"{self.micro_batch_size}/{self.global_batch_size}"
 
 
-NAMED = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
-"""The six that were published; each has a launch script of its own."""
+PUBLISHED_STRATEGIES = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2")
+"""The six published strategies; each has its own launch script."""
 
-OF_EXPERTS = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
-"""Those of a mixture of experts that have a launch script of their own."""
+EXPERT_STRATEGIES = ("baseline", "dp2", "ep2", "ep2dp2", "tp2ep2", "pp2ep2", "ep8")
+"""Strategies of mixture-of-experts models that have their own launch script."""
 
-EXAMPLES = (
-    *NAMED,
+EXAMPLE_STRATEGIES = (
+    *PUBLISHED_STRATEGIES,
     "vpp2",
-    *OF_EXPERTS[2:],
+    *EXPERT_STRATEGIES[2:],
     "zero1",
     "zero2",
     "zero3",
@@ -267,7 +288,7 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
     Raises:
         StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
     """
-    parallelism = _parsed(text, devices, expert_tensor)
+    parallelism = _parse_grammar(text, devices, expert_tensor)
     if parallelism.world_size != devices:
         raise StrategyError(
             f"Strategy '{text}' uses {parallelism.world_size} devices, but {devices} were named; "
@@ -277,9 +298,9 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
 
 
 def strategy_name(parallelism: Parallelism) -> str:
-    """The grammar's one name for a parallelism (`tp2pp2dp2-zero1`, `baseline`).
+    """Return the grammar's name of a parallelism (`tp2pp2dp2-zero1`, `baseline`).
 
-    `parse_strategy` gives the parallelism back, over as many devices.
+    `parse_strategy` parses the name into the same parallelism, for the same number of devices.
     """
     if parallelism.schedule:
         pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
@@ -302,7 +323,7 @@ def strategy_name(parallelism: Parallelism) -> str:
     return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
 
 
-def devices_of(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
+def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
     """Return how many ranks a strategy's degrees multiply to.
 
     Args:
@@ -314,65 +335,69 @@ def devices_of(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
     Raises:
         StrategyError: It is not in the grammar.
     """
-    return _parsed(text, otherwise, expert_tensor).world_size
+    return _parse_grammar(text, otherwise, expert_tensor).world_size
 
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
     """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
     # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
     unclipped = {UNTIED: True, "--clip-grad": 0} if parallelism.schedule.is_asynchronous else {}
-    more = flag_words(unclipped | _SHARDING_FLAGS[parallelism.sharding])
-    return (*words_of(parallelism, "parallelism"), *more)
+    more = format_flags(unclipped | _SHARDING_FLAGS[parallelism.sharding])
+    return (*format_fields_as_flags(parallelism, "parallelism"), *more)
 
 
-def parallelism_from_flags(words: Sequence[str], devices: int) -> Parallelism:
-    """Read the degrees that Megatron will see in a list of flags; data parallelism is the rest.
+def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelism:
+    """Return the parallelism that Megatron derives from flags on `devices` ranks.
+
+    Data parallelism is `devices` divided by the other degrees.
 
     Raises:
         StrategyError: The degrees do not divide `devices`.
     """
-    flags = Flags(words)
-    said = flags.fields("parallelism")
-    tensor, pipeline, context = said["tensor"], said["pipeline"], said["context"]
+    flags = Flags(arguments)
+    degrees = flags.fields("parallelism")
+    tensor, pipeline, context = degrees["tensor"], degrees["pipeline"], degrees["context"]
     model_ranks = tensor * pipeline * context
     if model_ranks < 1 or devices % model_ranks:
         raise StrategyError(
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
             f"{devices} devices; name a number of devices that is a multiple of it."
         )
-    stages = stages_of(flags)
+    stages = parse_stage_split(flags)
     layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
-    layers = flags.integer("--num-layers") + stages.counted
+    layers = flags.integer("--num-layers") + stages.counted_ends
     # Megatron prints the number it derived; a command line has one of the other three.
-    virtual = flags.integer("--virtual-pipeline-model-parallel-size", stages.virtual(pipeline))
+    virtual = flags.integer(
+        "--virtual-pipeline-model-parallel-size", stages.virtual_stages_in_layout(pipeline)
+    )
     virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
-    said.setdefault("virtual_stages", virtual)
-    found = Parallelism(
-        **said,
+    degrees.setdefault("virtual_stages", virtual)
+    parallelism = Parallelism(
+        **degrees,
         data=devices // model_ranks,
-        sharding=_sharding(flags),
+        sharding=_parse_sharding(flags),
     )
     return replace(
-        found.split_experts(found.expert_tensor),
+        parallelism.with_expert_tensor(parallelism.expert_tensor),
         # Megatron drops sequence parallelism silently where there is no tensor parallelism.
-        sequence_parallel=found.sequence_parallel and tensor > 1,
-        schedule=PipelineSchedule(found.schedule),
+        sequence_parallel=parallelism.sequence_parallel and tensor > 1,
+        schedule=PipelineSchedule(parallelism.schedule),
     )
 
 
-def batch_for(own: Batch, parallelism: Parallelism) -> Batch:
-    """Scale a model's own batch as the published runs did: baseline B/B, DP2 B/2B, the others 2B/2B.
+def scale_batch(model_batch: Batch, parallelism: Parallelism) -> Batch:
+    """Return a model's own batch scaled for a strategy, as in the published runs.
 
-    The global batch grows with the ranks; the micro batch with those ranks that share one replica,
-    so every device keeps the work that the baseline's has. A pipeline that needs as many micro batches
-    as stages gets them.
+    The global batch grows with all ranks, and the micro batch with the ranks that share one
+    replica, so each device keeps the work that it has in the baseline: baseline B/B, DP 2 B/2B,
+    others 2B/2B. A pipeline that needs as many micro batches as stages gets them.
     """
     sharing = parallelism.world_size // parallelism.data
-    if parallelism.needs_a_micro_batch_a_stage:
+    if parallelism.needs_micro_batch_per_stage:
         sharing //= parallelism.pipeline
     return Batch(
-        micro_batch_size=own.micro_batch_size * sharing,
-        global_batch_size=own.global_batch_size * parallelism.world_size,
+        micro_batch_size=model_batch.micro_batch_size * sharing,
+        global_batch_size=model_batch.global_batch_size * parallelism.world_size,
     )
 
 
@@ -380,15 +405,17 @@ BATCH_RULE = (
     "the micro batch times the ranks of a replica (without PP's where stages interleave), the global "
     "batch times all ranks"
 )
-"""`batch_for` in words."""
+"""The rule of `scale_batch` as text for users."""
 
 
-def scaling_sentence(own: Batch, batch: Batch, parallelism: Parallelism) -> str:
-    """That a model file's batch was scaled; empty if it was not, or another one was asked for."""
-    if batch == own or batch != batch_for(own, parallelism):
+def describe_batch_scaling(model_batch: Batch, batch: Batch, parallelism: Parallelism) -> str:
+    """Return a sentence that the model file's batch was scaled; empty if `batch` is not the scaled
+    one.
+    """
+    if batch == model_batch or batch != scale_batch(model_batch, parallelism):
         return ""
     return (
-        f"Batch {batch} (micro/global), not the model file's {own}: as in the published runs a "
+        f"Batch {batch} (micro/global), not the model file's {model_batch}: as in the published runs a "
         f"strategy scales it, {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= give a baseline the same."
     )
 
@@ -407,7 +434,8 @@ _SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
 }
 
 
-def _sharding(flags: Flags) -> Sharding:
+def _parse_sharding(flags: Flags) -> Sharding:
+    """Return the sharding that the flags choose."""
     if flags.has("--use-torch-fsdp2"):
         return Sharding.FSDP2
     if flags.has("--use-megatron-fsdp") or flags.has("--use-custom-fsdp"):
@@ -419,15 +447,15 @@ def _sharding(flags: Flags) -> Sharding:
     return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
 
 
-def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
-    """What a strategy means, over `devices` ranks if it names no degrees (`zero1`)."""
-    if scheduled := _scheduled(text):
+def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
+    """Return the parallelism of a strategy; `devices` is used if it names no degrees (`zero1`)."""
+    if scheduled := _parse_scheduled_pipeline(text):
         return scheduled
     product, *suffixes = text.split("-")
-    named, sharding = _suffixes(text, suffixes)
+    named, sharding = _parse_suffixes(text, suffixes)
     if product in _SHARDED and not sharding:
         product, sharding = f"dp{devices}" if devices > 1 else "baseline", product
-    degrees = {} if product == "baseline" else _degrees(product, text)
+    degrees = {} if product == "baseline" else _parse_degrees(product, text)
     expert = degrees.get("ep", 1)
     parallelism = Parallelism(
         data=degrees.get("dp", 1) * expert,
@@ -439,11 +467,11 @@ def _parsed(text: str, devices: int, expert_tensor: int) -> Parallelism:
         # Megatron refuses experts under tensor parallelism without sequence parallelism.
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
         sharding=Sharding(sharding),
-    ).split_experts(named or expert_tensor)
+    ).with_expert_tensor(named or expert_tensor)
     return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
 
 
-def _suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
+def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
     """Return the ETP that a strategy names, 0 if it names none, and its sharding, which may be empty.
 
     Raises:
@@ -473,13 +501,13 @@ def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Paralleli
     if devices < 1 or devices % model_ranks:
         return parallelism
     over_others = replace(parallelism, data=devices // model_ranks)
-    if over_others.data % over_others.expert and devices % over_others.ranks_of_expert_copy == 0:
+    if over_others.data % over_others.expert and devices % over_others.ranks_per_expert_copy == 0:
         return over_others
     return parallelism
 
 
-def _scheduled(text: str) -> Parallelism | None:
-    """The pipeline that a name such as `gpipe2` means; None if it is none of these."""
+def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
+    """Return the pipeline that a name such as `gpipe2` means; None if the name is not of this form."""
     match = _SCHEDULED.fullmatch(text)
     if match is None:
         return None
@@ -498,12 +526,17 @@ def _scheduled(text: str) -> Parallelism | None:
     )
 
 
-def _degrees(product: str, text: str) -> dict[str, int]:
+def _parse_degrees(product: str, text: str) -> dict[str, int]:
+    """Return the degrees of a product such as `tp2pp2`, by dimension.
+
+    The keys `is_sp`, `is_tp`, … tell which names occur, and `virtual` is the virtual stages of
+    `vpp`.
+    """
     factors = _FACTOR.findall(product)
     if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
         raise StrategyError(
-            _sharding_inside(product)
-            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLES)} and products of them."
+            _explain_inner_sharding(product)
+            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLE_STRATEGIES)} and products of them."
         )
     degrees: dict[str, int] = {}
     for name, degree, stages in factors:
@@ -519,18 +552,22 @@ def _degrees(product: str, text: str) -> dict[str, int]:
     return degrees
 
 
-def _sharding_inside(product: str) -> str:
-    """What to write for `zero3tp2`, whose sharding is a factor; empty for what is none."""
-    sharding = next((Sharding(each) for each in _SHARDED if each in product), Sharding.NONE)
-    rest = product.replace(sharding, "", 1) if sharding else ""
-    if not _FACTOR.match(rest):
+def _explain_inner_sharding(product: str) -> str:
+    """Return an error sentence with the right spelling of `zero3tp2`, whose sharding is a factor;
+    empty for other products.
+    """
+    sharding = next((Sharding(name) for name in _SHARDED if name in product), Sharding.NONE)
+    product_without_sharding = product.replace(sharding, "", 1) if sharding else ""
+    if not _FACTOR.match(product_without_sharding):
         return ""
-    shown = rest if "dp" in rest else f"{rest}dp2"
-    told = (
+    example = (
+        product_without_sharding
+        if "dp" in product_without_sharding
+        else f"{product_without_sharding}dp2"
+    )
+    explanation = (
         f"'{product}' has its sharding inside the product; it stands last, over the ranks of DP: "
     )
-    if "pp" in rest and sharding.wraps_modules:
-        return (
-            f"{told}with PP that is {shown}-zero1, because no FSDP of Megatron's takes a pipeline."
-        )
-    return f"{told}{shown}-{sharding}."
+    if "pp" in product_without_sharding and sharding.wraps_modules:
+        return f"{explanation}with PP that is {example}-zero1, because no FSDP of Megatron's takes a pipeline."
+    return f"{explanation}{example}-{sharding}."

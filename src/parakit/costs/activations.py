@@ -1,10 +1,10 @@
-"""What forward saves for backward in layers, tensor by tensor, and where it is until then: on the
-device, on its host, or nowhere and made again.
+"""Activations that forward stores for backward, tensor by tensor: on the device, on its host, or
+recomputed.
 
-Activations are from arXiv:2205.05198 (its equations 1 to 4), written per tensor instead of per
-coefficient so that other widths, dtypes, gated MLPs, grouped queries and dropout-free training follow;
-at h→4h, two bytes and dropout the sum is the paper's sbh(34 + 5as/h), sbh(10 + 24/t + 5as/(ht)) under
-TP and (sbh/t)(34 + 5as/h) under TP with SP.
+The formulas are arXiv:2205.05198's equations 1 to 4, written per tensor instead of per coefficient,
+so that other widths, dtypes, gated MLPs, grouped queries and training without dropout follow. At
+h→4h, two bytes and dropout, the sum is the paper's sbh(34 + 5as/h), under TP sbh(10 + 24/t +
+5as/(ht)), and under TP with SP (sbh/t)(34 + 5as/h).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAttention, Mamba
-from parakit.config.offload import GROUPS
+from parakit.config.offload import OFFLOAD_MODULES
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec
 
@@ -29,85 +29,95 @@ FP8_RECIPE_BYTES = {
     Fp8Recipe.MXFP8: 1.03,
     Fp8Recipe.NVFP4: 0.56,
 }
-"""Of an operand's element, scales included."""
+"""Bytes per element of a quantised operand, scales included."""
 
 
 def layer_activation_bytes(spec: RunSpec) -> int:
-    """Bytes that one layer saves of one micro batch, on one rank, here or on its host.
+    """Return the bytes that one layer of one rank stores per micro batch, on the device or on its
+    host.
 
-    Its input always; of all else what backward does not compute again. Of whole layers that are
-    computed again a checkpoint's input.
+    They are the layer's input and all tensors that backward does not recompute. With full
+    recomputation they are the input of one checkpoint.
     """
-    if spec.recompute.whole_layers:
-        inputs = [times * (2 if kind.shape.blocks == MTP else 1) for times, kind in spec.kinds]
+    if spec.recompute.is_full:
+        inputs = [
+            times * (2 if kind.shape.blocks == MTP else 1) for times, kind in spec.block_specs
+        ]
         return sum(inputs) * residual_bytes(spec)
-    return _layer_bytes(spec.one_layer)
+    return _layer_bytes(spec.one_layer_per_stage)
 
 
 @lru_cache(maxsize=4096)
 def _layer_bytes(spec: RunSpec) -> int:
+    """Return the bytes that one layer stores per micro batch without full recomputation."""
     if len(spec.shape.blocks) > 1:
-        return sum(times * _layer_bytes(kind) for times, kind in spec.kinds)
+        return sum(times * _layer_bytes(kind) for times, kind in spec.block_specs)
     again = spec.recompute.modules
     return sum(tensor.size for tensor in _tensors(spec) if again.isdisjoint(tensor.modules))
 
 
 def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
-    """Bytes that a virtual stage of so many layers keeps of one micro batch on the device.
+    """Return the bytes that a virtual stage of `layers` layers stores on the device per micro
+    batch.
 
-    The first `dense` of them are so; what of their tensors goes to the host is taken to be experts'.
+    The first `dense` layers are dense. All offloaded tensors are taken to be those of layers with
+    experts.
     """
-    checkpoints = spec.recompute.checkpoints(layers)
-    again = sum(checkpoints)
-    found = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    dense_kept = max(0, dense - again)
-    whole = spec.kept if spec.recompute.whole_layers else spec
-    if others := layers - again - dense_kept:
-        found += others * layer_activation_bytes(whole)
+    checkpoints = spec.recompute.layers_per_checkpoint(layers)
+    recomputed = sum(checkpoints)
+    stored = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
+    dense_kept = max(0, dense - recomputed)
+    without_recompute = spec.without_recompute if spec.recompute.is_full else spec
+    if layers_with_experts := layers - recomputed - dense_kept:
+        stored += layers_with_experts * layer_activation_bytes(without_recompute)
     if dense_kept:
-        found += dense_kept * layer_activation_bytes(whole.dense)
-    return found - offloaded_bytes(spec, layers).left if spec.offload else found
+        stored += dense_kept * layer_activation_bytes(without_recompute.with_dense_layers)
+    return stored - offloaded_bytes(spec, layers).freed if spec.offload else stored
 
 
 def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
-    """What a virtual stage of so many layers does not keep and backward makes again, at most at once.
+    """Return the peak of the bytes that backward recomputes in a virtual stage of `layers` layers.
 
-    Backward ends with its first layer: what it has freed until then makes room for the layers of a
-    checkpoint, which it computes all together.
+    Backward reaches the recomputed layers last. Activations of layers that it has freed by then
+    make room for one checkpoint's layers, which are recomputed together.
     """
     if spec.recompute == Recompute.NONE:
         return 0
     if len(spec.shape.blocks) > 1:
-        return max(recomputed_bytes(kind) for _, kind in spec.kinds)
-    whole = layer_activation_bytes(spec.kept)
-    kept, checkpoints = layer_activation_bytes(spec), spec.recompute.checkpoints(layers)
+        return max(recomputed_bytes(kind) for _, kind in spec.block_specs)
+    full = layer_activation_bytes(spec.without_recompute)
+    stored, checkpoints = layer_activation_bytes(spec), spec.recompute.layers_per_checkpoint(layers)
     if not checkpoints:
-        return 0 if spec.recompute.whole_layers else whole - kept
-    freed = (layers - sum(checkpoints)) * whole
+        return 0 if spec.recompute.is_full else full - stored
+    freed = (layers - sum(checkpoints)) * full
     # Of checkpoints of one size the last needs most: nothing of the others is free then.
     backward = checkpoints[::-1]
-    needed = (size * whole - (1 + backward.index(size)) * kept for size in set(checkpoints))
+    needed = (size * full - (1 + backward.index(size)) * stored for size in set(checkpoints))
     return max(0, max(needed) - freed)
 
 
 class Offloaded(NamedTuple):
-    """Bytes of one micro batch."""
+    """Offloaded bytes per micro batch."""
 
-    left: int = 0
-    """That the device no longer holds."""
+    freed: int = 0
+    """Bytes that the device no longer stores."""
     copied: int = 0
-    """To the host and back: twice what two modules save, and also what backward makes again."""
+    """Bytes copied to the host and back. A tensor that two modules store counts twice, and
+    recomputed tensors count too.
+    """
 
 
 def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloaded:
-    """What a virtual stage of so many layers gives to its host.
+    """Return the bytes that a virtual stage of `layers` layers offloads to the host per micro
+    batch.
 
-    Groups of tensors go, one a module and layer, in forward's order, up to the share that is asked for.
-    Of the micro batch and virtual stage that backward begins with (`first`) the last of each module
-    stay, so that nothing waits for them (`PipelineOffloadManager.post_warmup_callback`).
-    Or whole layers go, from the first on (Transformer Engine, `cpu_offload.py`).
+    Groups of tensors, one per module and layer, are offloaded in forward's order up to the
+    requested fraction. With `first`, for the micro batch and virtual stage that backward begins
+    with, the last group of each module stays on the device
+    (`PipelineOffloadManager.post_warmup_callback`). If full layers are offloaded, they go from the
+    first layer on (Transformer Engine, `cpu_offload.py`).
     """
-    groups = _groups(spec)
+    groups = _offloaded_modules(spec)
     if not groups:
         return Offloaded()
     if spec.offload.layers:
@@ -115,65 +125,87 @@ def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloade
     else:
         count = (layers - first) * len(groups)
         count -= int(count * (1 - spec.offload.fraction))
-    whole, rest = divmod(max(0, count), len(groups))
-    return Offloaded(*(whole * sum(each) + sum(each[:rest]) for each in zip(*groups, strict=True)))
+    full_layers, remaining_groups = divmod(max(0, count), len(groups))
+    return Offloaded(
+        *(
+            full_layers * sum(sizes) + sum(sizes[:remaining_groups])
+            for sizes in zip(*groups, strict=True)
+        )
+    )
 
 
-def _groups(spec: RunSpec) -> list[Offloaded]:
-    """What of one layer goes to the host, in the order in which forward comes to it."""
+def _offloaded_modules(spec: RunSpec) -> list[Offloaded]:
+    """Return the offloaded bytes of one layer by module, in forward's order."""
     offload = spec.offload
     if not offload:
         return []
-    left, copied = Counter[str](), Counter[str]()
+    freed, copied = Counter[str](), Counter[str]()
     for tensor in _tensors(spec):
-        if tensor.elements < offload.smallest:
+        if tensor.elements < offload.min_elements:
             continue
         # Whatever is saved in a whole layer goes with it.
-        savers = tensor.savers if not offload.layers else (GROUPS[0],)
-        going = [name for name in savers if offload.layers or name in offload.modules]
-        for name in going:
+        savers = tensor.savers if not offload.layers else (OFFLOAD_MODULES[0],)
+        offloading = [name for name in savers if offload.layers or name in offload.modules]
+        for name in offloading:
             copied[name] += tensor.size
-        if savers and len(going) == len(savers) and not spec.recompute.again(*tensor.modules):
-            left[going[-1]] += tensor.size
-    return [Offloaded(left[name], copied[name]) for name in GROUPS if copied[name]]
+        if (
+            savers
+            and len(offloading) == len(savers)
+            and not spec.recompute.recomputes(*tensor.modules)
+        ):
+            freed[offloading[-1]] += tensor.size
+    return [Offloaded(freed[name], copied[name]) for name in OFFLOAD_MODULES if copied[name]]
 
 
 def residual_bytes(spec: RunSpec) -> int:
-    """One hidden state of one micro batch on one rank: a layer's input, a pipeline message."""
-    return spec.element_bytes * spec.tokens * spec.shape.hidden // spec.sequence_shards
+    """Return the bytes of one hidden state of one micro batch on one rank: a layer's input, or a
+    pipeline message.
+    """
+    return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
 
 
 class _Tensor(NamedTuple):
-    """One that forward saves."""
+    """A tensor that forward stores for backward."""
 
     size: int
     """Bytes."""
     elements: int
     modules: tuple[str, ...] = ()
-    """Of `--recompute-modules`, with which it is made again; in none, with its layer alone."""
+    """Modules of `--recompute-modules` that recompute the tensor; empty if only full recomputation
+    does.
+    """
     savers: tuple[str, ...] = ()
-    """Of `--offload-modules`, those in which it is saved, in forward's order: it leaves the device when
-    all of them are offloaded."""
+    """Modules of `--offload-modules` that store the tensor, in forward's order. The tensor leaves
+    the device if all of them are offloaded.
+    """
 
 
-def _saved(spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str) -> _Tensor:
+def _stored_tensor(
+    spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str
+) -> _Tensor:
+    """Return a stored tensor in the type of activations."""
     return _Tensor(spec.element_bytes * elements, elements, modules, savers)
 
 
-def _operand(spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str) -> _Tensor:
-    """What linear layers keep of inputs for the gradients of their weights: quantised ones in the layout
-    that backward reads, and those alone (Transformer Engine, `pytorch/module/linear.py`)."""
+def _linear_input(
+    spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str
+) -> _Tensor:
+    """Return the input of a linear layer as stored for the gradient of its weight.
+
+    A quantised input is stored only in the layout that backward reads (Transformer Engine,
+    `pytorch/module/linear.py`).
+    """
     if not spec.fp8_recipe:
-        return _saved(spec, elements, modules, *savers)
+        return _stored_tensor(spec, elements, modules, *savers)
     return _Tensor(int(FP8_RECIPE_BYTES[spec.fp8_recipe] * elements), elements, modules, savers)
 
 
 def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """Of a layer of one kind, its input first."""
+    """Yield the stored tensors of a layer of one kind, its input first."""
     if spec.shape.blocks == MTP:
-        yield from _joining(spec)
+        yield from _mtp_joining_tensors(spec)
         return
-    yield from _outside_tensor_parallel(spec)
+    yield from _norm_and_dropout_tensors(spec)
     if spec.shape.mamba and spec.shape.blocks == MAMBA:
         yield from _mamba_tensors(spec, spec.shape.mamba)
         return
@@ -192,11 +224,11 @@ _ALONE = ("layernorm",)
 
 
 def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
-    """For each norm of a layer of one kind the modules that it is computed again with.
+    """Return, for each norm of a layer of one kind, the modules that recompute its output.
 
-    Transformer Engine's dense linear layers have it in them: `layernorm` finds none there
-    (`gpt_layer_specs.py`: `IdentityOp`), and `mlp` takes it along. Before experts and latent attention
-    it stands alone.
+    Transformer Engine's dense linear layers contain the preceding norm. There `layernorm`
+    recomputes nothing (`gpt_layer_specs.py`: `IdentityOp`), and `mlp` recomputes the norm too.
+    Norms before experts and latent attention are layers of their own.
     """
     shape = spec.shape
     before_attention = _ALONE if shape.latent or not spec.fused_norms else ()
@@ -205,162 +237,187 @@ def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
     by_block = {ATTENTION: before_attention, MLP: before_mlp, EXPERTS: before_mlp}
     if not shape.blocks:
         return before_attention, before_mlp
-    return (by_block.get(shape.blocks, ()),) * shape.norms
+    return (by_block.get(shape.blocks, ()),) * shape.norms_per_layer
 
 
 def norm_steps(spec: RunSpec) -> int:
-    """Products that a norm is made of, each of which saves its input: on a CPU PyTorch's RMSNorm scales
-    the hidden state, then multiplies it with the weight (`aten/src/ATen/native/layer_norm.cpp`)."""
+    """Return the number of products in a norm, each of which stores its input.
+
+    On a CPU, PyTorch's RMSNorm scales the hidden state and then multiplies it with the weight
+    (`aten/src/ATen/native/layer_norm.cpp`).
+    """
     return 2 if spec.shape.rms_norm and spec.device is DeviceKind.CPU else 1
 
 
-def _outside_tensor_parallel(spec: RunSpec) -> Iterator[_Tensor]:
-    """Inputs and outputs of norms, masks of dropouts: what SP splits and TP does not.
+def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
+    """Yield inputs and outputs of norms and masks of dropouts, which SP splits and TP does not.
 
-    Outputs are inputs of linear layers; a router's, before experts, is not quantised.
+    Outputs are inputs of linear layers and may be quantised; the input of a router is not.
     """
-    elements = spec.tokens * spec.shape.hidden // spec.sequence_shards
+    elements = spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
     steps = norm_steps(spec)
     norms = norm_modules(spec)
-    for place, modules in enumerate(norms):
-        attends = place == 0 and spec.shape.blocks in ("", ATTENTION)
+    for index, modules in enumerate(norms):
+        attends = index == 0 and spec.shape.blocks in ("", ATTENTION)
         inside = ("qkv_linear",) if attends else ()
         alone = ("attn_norm",) if attends else ("mlp_norm",)
-        yield _saved(spec, elements, (), *(alone if modules == _ALONE else inside))
-        routed = spec.shape.experts and place == len(norms) - 1
-        yield (_saved if routed else _operand)(spec, elements, modules, *inside)
+        yield _stored_tensor(spec, elements, (), *(alone if modules == _ALONE else inside))
+        routed = spec.shape.experts and index == len(norms) - 1
+        yield (_stored_tensor if routed else _linear_input)(spec, elements, modules, *inside)
         if steps > 1:
-            yield _saved(spec, elements, modules)
+            yield _stored_tensor(spec, elements, modules)
     if spec.dropout:
-        yield _Tensor(spec.shape.residuals * elements, elements)
+        yield _Tensor(spec.shape.residual_additions * elements, elements)
 
 
-def _joining(spec: RunSpec) -> Iterator[_Tensor]:
-    """What a depth of multi-token prediction keeps beside its layer: the inputs of three norms, which
-    are the embeddings, the hidden states before and the layer's output; the projection's input, as wide
-    as the first two together; its part of what the output layer reads, all depths' in one tensor
-    (`multi_token_prediction.py`). Recomputed, it keeps the first two and the last, of which one is
-    counted with the layer.
+def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
+    """Yield the stored tensors of a layer of multi-token prediction besides those of its
+    transformer layer.
 
-    The layer's input is a view of the projection's output, which sequence parallelism does not split.
+    They are the inputs of three norms (embeddings, preceding hidden states, the layer's output),
+    the projection's input, which is as wide as the first two together, and its part of the output
+    layer's input, which is one tensor for all MTP layers (`multi_token_prediction.py`). With
+    recomputation, only the first two norms' inputs and the output layer's input are stored; one of
+    them is counted with the layer.
+
+    The layer's input is a view of the projection's output, which sequence parallelism does not
+    split.
     """
-    elements = spec.tokens * spec.shape.hidden
-    own = elements // spec.sequence_shards
-    yield _saved(spec, 4 * own)
-    yield _operand(spec, 2 * own)
-    yield _saved(spec, elements - own)
+    elements = spec.micro_batch_tokens * spec.shape.hidden
+    elements_per_rank = elements // spec.sequence_shards
+    yield _stored_tensor(spec, 4 * elements_per_rank)
+    yield _linear_input(spec, 2 * elements_per_rank)
+    yield _stored_tensor(spec, elements - elements_per_rank)
 
 
 def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
-    """The input projection's output and the scan's; backward computes convolution and states again
-    (`mamba_ssm: mamba_split_conv1d_scan_combined`). Behind them the output projection's input."""
+    """Yield the stored tensors of a Mamba-2 mixer: outputs of the input projection and of the scan,
+    and the output projection's input.
+
+    Backward recomputes convolution and states (`mamba_ssm: mamba_split_conv1d_scan_combined`).
+    """
     tensor = spec.parallelism.tensor
-    yield _saved(spec, spec.tokens * (mamba.projected + mamba.width) // tensor)
-    yield _operand(spec, spec.tokens * mamba.width // tensor)
+    yield _stored_tensor(
+        spec, spec.micro_batch_tokens * (mamba.projected_columns + mamba.width) // tensor
+    )
+    yield _linear_input(spec, spec.micro_batch_tokens * mamba.width // tensor)
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
+    """Yield the stored tensors of attention without latent projections: Q, K, V and the output."""
     shape = spec.shape
     # Unfused products take K and V repeated for each head (`repeat_interleave`).
-    repeats = not spec.fused_attention and not spec.recompute.again("core_attn")
+    repeats = not spec.fused_attention and not spec.recompute.recomputes("core_attn")
     keys = shape.heads if repeats else shape.query_groups
     tensor = spec.parallelism.tensor
     for heads in (shape.heads, keys, keys):
-        yield _saved(spec, spec.tokens * heads * shape.head_width // tensor, (), "core_attn")
+        yield _stored_tensor(
+            spec, spec.micro_batch_tokens * heads * shape.head_width // tensor, (), "core_attn"
+        )
     if _keeps_whole_projection(spec) and keys == shape.query_groups:
         replaced = (shape.heads + keys) * shape.head_width
-        yield _saved(spec, spec.tokens * replaced // tensor, (), "core_attn")
-    attended = spec.tokens * shape.heads * shape.head_width // tensor
-    yield from _attended(spec, attended)
+        yield _stored_tensor(spec, spec.micro_batch_tokens * replaced // tensor, (), "core_attn")
+    attended = spec.micro_batch_tokens * shape.heads * shape.head_width // tensor
+    yield from _attention_output(spec, attended)
     if spec.parallelism.context > 1 and spec.cp_comm_type == "a2a":
         # As heads have it, before it goes back to where its tokens are (`context_parallel.py`).
-        yield _saved(spec, attended, (), "core_attn")
+        yield _stored_tensor(spec, attended, (), "core_attn")
 
 
 def _keeps_whole_projection(spec: RunSpec) -> bool:
-    """Whether V, a view of what the projection made, keeps Q and K there too, beside their rotated
-    copies.
+    """Return True if Q and K are stored twice: before rotation in the projection's output, and
+    rotated.
 
-    Transformer Engine's attention copies V (`dot_product_attention/utils.py: get_qkv_layout`), as does
-    the dry run, and context parallelism gathers it; PyTorch's takes the view.
+    The projection's output stays because V is a view of it. Transformer Engine's attention copies V
+    (`dot_product_attention/utils.py: get_qkv_layout`), as does the dry run, and context parallelism
+    gathers V; PyTorch's attention takes the view.
     """
     torchs = spec.device is DeviceKind.CPU or spec.fused_attention
     rotary = not spec.shape.positions
     return torchs and rotary and not spec.fused_norms and spec.parallelism.context == 1
 
 
-def _attended(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
-    """Attention's output, which it keeps if it is fused, and the projection its own copy of in fewer
-    bits."""
-    own = ("core_attn",) if spec.fused_attention else ()
+def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
+    """Yield attention's output, which fused attention stores, and the output projection's quantised
+    copy.
+    """
+    storing_modules = ("core_attn",) if spec.fused_attention else ()
     if not spec.fp8_recipe:
-        yield _saved(spec, elements, (), *own, "attn_proj")
+        yield _stored_tensor(spec, elements, (), *storing_modules, "attn_proj")
         return
-    yield _saved(spec, elements, ("core_attn",), *own)
-    yield _operand(spec, elements, (), "attn_proj")
+    yield _stored_tensor(spec, elements, ("core_attn",), *storing_modules)
+    yield _linear_input(spec, elements, (), "attn_proj")
 
 
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
-    """Queries and what keys and values share, compressed, before and behind a norm; both and the rotary
-    part, once for each head, as they are multiplied (`multi_latent_attention.py`)."""
-    own, again = spec.tokens // spec.sequence_shards, ("mla_up_proj",)
+    """Yield the stored tensors of latent attention.
+
+    They are the low-rank queries, keys and values before and after a norm, and the full queries,
+    keys and values with the rotary part repeated per head, as they are multiplied
+    (`multi_latent_attention.py`).
+    """
+    tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     for rank in (latent.query_rank, latent.key_value_rank):
-        yield _saved(spec, own * rank, (), "qkv_linear")
-        yield _operand(spec, own * rank, again if spec.fused_norms else (), "qkv_linear")
-    yield _saved(spec, own * latent.rotary_width, (), "qkv_linear")
-    heads = spec.tokens * spec.shape.heads // spec.parallelism.tensor
+        yield _stored_tensor(spec, tokens * rank, (), "qkv_linear")
+        yield _linear_input(spec, tokens * rank, modules if spec.fused_norms else (), "qkv_linear")
+    yield _stored_tensor(spec, tokens * latent.rotary_width, (), "qkv_linear")
+    heads = spec.micro_batch_tokens * spec.shape.heads // spec.parallelism.tensor
     key = latent.head_width + latent.rotary_width
     for width in (key, key, latent.value_width):
-        yield _saved(spec, heads * width, again, "core_attn")
-    yield from _attended(spec, heads * latent.value_width)
+        yield _stored_tensor(spec, heads * width, modules, "core_attn")
+    yield from _attention_output(spec, heads * latent.value_width)
 
 
 def _scores(spec: RunSpec) -> _Tensor:
-    """Softmax statistics if attention is fused, else softmax, dropout mask and dropout output."""
-    heads, own = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
+    """Return the softmax statistics of fused attention, or else softmax, dropout mask and dropout
+    output.
+    """
+    heads, modules = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
     if spec.fused_attention:
-        statistics = heads * spec.tokens
-        return _Tensor(_FP32_BYTES * statistics, statistics, own, own)
+        statistics = heads * spec.micro_batch_tokens
+        return _Tensor(_FP32_BYTES * statistics, statistics, modules, modules)
     element = spec.element_bytes
-    bytes_a_score = 2 * element + 1 if spec.dropout else element
-    scores = heads * spec.tokens * spec.shape.seq_length
-    return _Tensor(bytes_a_score * scores, scores, own, own)
+    bytes_per_score = 2 * element + 1 if spec.dropout else element
+    scores = heads * spec.micro_batch_tokens * spec.shape.seq_length
+    return _Tensor(bytes_per_score * scores, scores, modules, modules)
 
 
 def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
-    """Both wide tensors."""
+    """Yield both wide tensors of an MLP: the input and the output of its activation."""
     shape, tensor = spec.shape, spec.parallelism.tensor
-    yield _saved(spec, spec.tokens * (ffn * (2 if shape.gated else 1) // tensor), modules)
-    yield _operand(spec, spec.tokens * ffn // tensor, modules)
+    yield _stored_tensor(
+        spec, spec.micro_batch_tokens * (ffn * (2 if shape.gated else 1) // tensor), modules
+    )
+    yield _linear_input(spec, spec.micro_batch_tokens * ffn // tensor, modules)
 
 
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """The busiest rank's routed tokens as its experts read them, both wide tensors, and the router's
-    scores.
+    """Yield the stored tensors of experts on the busiest rank.
 
-    Dispatching, permuting and putting back in order save where each token went, and no tokens
-    (Transformer Engine, `pytorch/permutation.py`: `row_id_map`; Megatron, `fused_a2a.py`: handles). An
-    activation that no kernel multiplies with its probabilities is saved for their gradients
-    (`experts.py: bias_act_func`), and what is clamped before as well as behind.
+    They are routed tokens, both wide tensors, and the router's scores. Dispatching and permuting
+    store where each token went, and no tokens (Transformer Engine, `pytorch/permutation.py`:
+    `row_id_map`; Megatron, `fused_a2a.py`: handles). An activation that no kernel multiplies with
+    its probabilities is stored for their gradients (`experts.py: bias_act_func`). A clamped
+    activation is stored before and after clamping.
     """
-    shape, split = spec.shape, spec.parallelism.tensor_of_experts
-    own, inside = spec.tokens // spec.sequence_shards, ("moe",)
-    routed = round(own * split * shape.experts_per_token * spec.received_by_experts)
+    shape, split = spec.shape, spec.parallelism.effective_expert_tensor
+    tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)
+    routed = round(tokens * split * shape.experts_per_token * spec.expert_receive_ratio)
     ffn = shape.expert_ffn_hidden // split
     first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     hidden = shape.latent_experts or shape.hidden  # Whole, as column-parallel layers read it.
     fused = "fused_group_mlp"
     permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
-    yield _operand(spec, routed * hidden, inside, permuted)
-    yield _saved(spec, routed * first, inside, wide)
-    if shape.clamped:
-        yield _saved(spec, routed * first, ("moe", "moe_act"))
+    yield _linear_input(spec, routed * hidden, modules, permuted)
+    yield _stored_tensor(spec, routed * first, modules, wide)
+    if shape.clamps_activations:
+        yield _stored_tensor(spec, routed * first, ("moe", "moe_act"))
     if not shape.gated:
-        yield _saved(spec, routed * ffn, ("moe", "moe_act"))
-    yield _operand(spec, routed * ffn, ("moe", "moe_act"), fused)
+        yield _stored_tensor(spec, routed * ffn, ("moe", "moe_act"))
+    yield _linear_input(spec, routed * ffn, ("moe", "moe_act"), fused)
     if shape.latent_experts:
-        yield _saved(spec, own * shape.latent_experts, inside)
-    scores = spec.tokens * shape.experts // spec.sequence_shards
-    yield _Tensor(2 * _FP32_BYTES * scores, scores, inside)
+        yield _stored_tensor(spec, tokens * shape.latent_experts, modules)
+    scores = spec.micro_batch_tokens * shape.experts // spec.sequence_shards
+    yield _Tensor(2 * _FP32_BYTES * scores, scores, modules)
     if shape.shared_expert_ffn:
         yield from _mlp_tensors(spec, shape.shared_expert_ffn, ("moe", "shared_experts"))

@@ -1,8 +1,8 @@
-"""Which combinations Megatron refuses, each in one sentence that names a fix.
+"""Combinations that Megatron refuses; each gives one sentence that names a fix.
 
 The rules are those of `megatron/training/arguments.py: validate_args`, `TransformerConfig`, the
-pipeline schedules and the FSDP adapters, read at f4fa7d6b and at core_v0.19.0; where the two differ
-the stricter one counts and its sentence says so.
+pipeline schedules and the FSDP adapters, at f4fa7d6b and core_v0.19.0. If the two differ, the
+stricter rule counts and its sentence names the version.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from math import gcd
 from parakit.config.model import BLOCKS, round_up
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, DeviceKind, RunSpec
-from parakit.config.stages import EVEN, uneven_stages
+from parakit.config.stages import EVEN_SPLIT, find_uneven_split
 from parakit.config.strategy import PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
-"""Context-parallel attention that the planner knows (`--cp-comm-type`)."""
+"""Context-parallel algorithms that the planner knows (`--cp-comm-type`)."""
 
 _EXPERTS_IN_FP16 = (0, 16)
 """First release without `Expert parallelism is not supported with fp16 training`."""
@@ -27,20 +27,20 @@ _SHARED_GROUPS = (0, 16)
 """First release whose `num_query_groups` may divide TP instead of being divided by it."""
 
 NEWEST = (0, 16)
-"""The release from which on the rules are the fewest."""
+"""The release from which on the fewest rules apply."""
 
 _LARGEST_NAMED = 64
 
 
-def violations(
+def find_violations(
     spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
-    """Every reason why Megatron refuses a run; empty if it would train.
+    """Return every reason why Megatron refuses a run, one sentence each; empty if it would train.
 
     Args:
         spec: The run.
-        release: Megatron's major and minor version, whose own rules alone are asked; None asks all.
-        patched: A patch file changes the run: what Megatron does wrong without refusing it is left out.
+        release: Megatron's major and minor version, so that only its rules apply; None applies the rules of all.
+        patched: True if a patch file changes Megatron; errors that Megatron makes silently are then left out.
     """
     parallelism, batch, shape = spec.parallelism, spec.batch, spec.shape
     sizes = {
@@ -55,7 +55,7 @@ def violations(
         "PP": parallelism.pipeline,
         "CP": parallelism.context,
         "EP": parallelism.expert,
-        "ETP": parallelism.tensor_of_experts,
+        "ETP": parallelism.effective_expert_tensor,
         "virtual stages": parallelism.virtual_stages,
         "micro batch": batch.micro_batch_size,
         "global batch": batch.global_batch_size,
@@ -82,19 +82,20 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 
 def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    """Yield why TP does not divide heads, columns or positions, one sentence per reason."""
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor = parallelism.tensor
     splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
     # From 0.16 on ranks may share a group, such as the one of multi-query attention.
     shared = release is not None and release >= _SHARED_GROUPS and tensor % shape.query_groups == 0
     if shape.query_groups != shape.heads and not shared:
         splits["query groups"] = shape.query_groups
-    for what, value in splits.items():
+    for dimension, value in splits.items():
         if value % tensor:
-            ways = _choices(_degrees(gcd(*splits.values())))
+            degrees = _choices(_degrees(gcd(*splits.values())))
             yield (
-                f"{model} has {value} {what}, which TP {tensor} does not divide; "
-                f"use a TP of {ways}."
+                f"{model} has {value} {dimension}, which TP {tensor} does not divide; "
+                f"use a TP of {degrees}."
             )
     part = shape.seq_length // parallelism.context
     if parallelism.sequence_parallel and part % tensor:
@@ -105,7 +106,8 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 
 def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
+    """Yield why the model's layers do not fit the pipeline stages, one sentence per reason."""
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     if parallelism.schedule and spec.backend == Backend.MEGATRON:
         yield (
@@ -124,27 +126,30 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
             "virtual stage."
         )
-    elif problem := spec.stages.problem(shape.layers, pipeline, virtual):
+    elif problem := spec.stages.find_problem(shape.layers, pipeline, virtual):
         stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
         ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
         # The pipelines of plain PyTorch lay layers evenly alone.
-        uneven = None if parallelism.schedule else uneven_stages(shape.layers, pipeline, virtual)
+        uneven = (
+            None if parallelism.schedule else find_uneven_split(shape.layers, pipeline, virtual)
+        )
         flags = f", or {' '.join(uneven.flags)}" if uneven else ""
-        if spec.stages == EVEN:
+        if spec.stages == EVEN_SPLIT:
             problem = f"which {stages} does not divide"
         else:
             split = " ".join(spec.stages.flags) or "the most even split"
             problem = f"which {split} does not lay on {stages}: {problem}"
         yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
-    elif spec.stages.layout and spec.stages.depths != shape.mtp_depth:
+    elif spec.stages.layout and spec.stages.mtp_layers_in_layout != shape.mtp_layers:
         yield (
-            f"{' '.join(spec.stages.flags)} has {spec.stages.depths} depths (m) of multi-token "
-            f"prediction and {model} {shape.mtp_depth}; write as many as --mtp-num-layers says."
+            f"{' '.join(spec.stages.flags)} has {spec.stages.mtp_layers_in_layout} depths (m) of multi-token "
+            f"prediction and {model} {shape.mtp_layers}; write as many as --mtp-num-layers says."
         )
 
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:
-    shape, model = spec.shape, _called(spec)
+    """Yield why the sequence does not fit CP or the position table, one sentence per reason."""
+    shape, model = spec.shape, _model_name(spec)
     context, cp_comm_type = spec.parallelism.context, spec.cp_comm_type
     if shape.blocks and context > 1:
         yield (
@@ -155,7 +160,7 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
             f"The sequence length {shape.seq_length} exceeds {model}'s {shape.positions} learned "
             f"positions; use at most {shape.positions}, or raise --max-position-embeddings."
         )
-    if shape.positions and shape.mtp_depth:
+    if shape.positions and shape.mtp_layers:
         yield "Multi-token prediction refuses learned positions; add --position-embedding-type rope."
     if context == 1:
         return
@@ -178,6 +183,9 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _batch_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why the global batch does not fit micro batch, DP and schedule, one sentence per
+    reason.
+    """
     parallelism, batch = spec.parallelism, spec.batch
     step = batch.micro_batch_size * parallelism.data
     if batch.global_batch_size % step:
@@ -209,7 +217,8 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
-    shape, expert, model = spec.shape, spec.parallelism.expert, _called(spec)
+    """Yield why the experts do not fit EP, ETP and TP, one sentence per reason."""
+    shape, expert, model = spec.shape, spec.parallelism.expert, _model_name(spec)
     yield from _expert_tensor_rules(spec)
     if not shape.experts:
         if expert > 1:
@@ -234,8 +243,10 @@ def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 
 def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
-    """Yield why ETP fits no stage. Megatron makes the groups of experts for a dense model too."""
-    parallelism, split = spec.parallelism, spec.parallelism.tensor_of_experts
+    """Yield why ETP does not divide a stage's ranks. Megatron makes expert groups for a dense model
+    too.
+    """
+    parallelism, split = spec.parallelism, spec.parallelism.effective_expert_tensor
     ranks = parallelism.world_size // parallelism.pipeline
     if ranks % split:
         yield (
@@ -245,8 +256,9 @@ def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
-    shape, parallelism, model = spec.shape, spec.parallelism, _called(spec)
-    tensor, split = parallelism.tensor, parallelism.tensor_of_experts
+    """Yield why EP and ETP do not fit the experts or the ranks, one sentence per reason."""
+    shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
+    tensor, split = parallelism.tensor, parallelism.effective_expert_tensor
     if parallelism.tensor > 1 and not parallelism.sequence_parallel:
         yield f"Experts under TP {tensor} need --sequence-parallel; use sp{tensor}."
     if shape.expert_ffn_hidden % split:
@@ -267,11 +279,12 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why the sharding is impossible with the other choices, one sentence per reason."""
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
-    if spec.state_types.aware and not sharding:
+    if spec.state_types.precision_aware and not sharding:
         yield "--use-precision-aware-optimizer needs the distributed optimizer; use zero1."
-    if spec.state_types.offloaded and (not sharding or sharding.wraps_modules):
+    if spec.state_types.offloaded_fraction and (not sharding or sharding.wraps_modules):
         yield "--optimizer-cpu-offload is planned for the distributed optimizer alone; use zero1."
     ranks, instances = parallelism.data * parallelism.context, spec.optimizer_instances
     if instances < 1 or ranks % instances:
@@ -297,27 +310,31 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
 def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
     # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
     # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
-    again = not spec.recompute.whole_layers and spec.recompute.again("mlp")
+    """Yield why the recomputation is impossible or not planned; `patched` allows Megatron's endless
+    backward.
+    """
+    again = not spec.recompute.is_full and spec.recompute.recomputes("mlp")
     if again and spec.shape.bias and not spec.shape.experts and not patched:
         yield (
             "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
             "--disable-bias-linear, or leave mlp out."
         )
 
-    partly = spec.recompute.whole_layers and spec.recompute != Recompute.FULL
+    partly = spec.recompute.is_full and spec.recompute != Recompute.FULL
     if spec.shape.blocks and partly:
         yield (
-            f"{_called(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
             "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
-    if spec.shape.mtp_depth and partly:
+    if spec.shape.mtp_layers and partly:
         yield (
-            f"{_called(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
+            f"{_model_name(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
             "at all; use --recompute-method uniform --recompute-num-layers 1."
         )
 
 
 def _offload_rules(spec: RunSpec) -> Iterator[str]:
+    """Yield why the offload is impossible or not planned, one sentence per reason."""
     offload, recompute = spec.offload, spec.recompute
     whole, fine = "--cpu-offloading-num-layers", "--fine-grained-activation-offloading"
     flag = whole if offload.layers else fine
@@ -327,13 +344,13 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
         yield f"{flag} needs a GPU and Transformer Engine; leave it out here."
     if spec.shape.blocks:
         yield (
-            f"{_called(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
             f"planned; leave {flag} out."
         )
     if offload.layers:
         if offload.layers >= spec.shape.layers:
             yield (
-                f"{whole} {offload.layers} leaves none of {_called(spec)}'s {spec.shape.layers} layers; "
+                f"{whole} {offload.layers} leaves none of {_model_name(spec)}'s {spec.shape.layers} layers; "
                 f"use at most {spec.shape.layers - 1}."
             )
         if spec.parallelism.pipeline > 1:
@@ -349,30 +366,31 @@ def _offload_rules(spec: RunSpec) -> Iterator[str]:
         yield (
             f"--offload-modules fused_group_mlp includes {_choices(sorted(experts))}; leave out either."
         )
-    if recompute.whole_layers:
+    if recompute.is_full:
         # Its first pass saves nothing, and the second gives to the host what backward reads at once.
         yield f"{fine} with whole layers recomputed is not planned; recompute modules."
         return
-    if recompute.again("moe") and (inside := modules & {"fused_group_mlp"} | experts):
+    if recompute.recomputes("moe") and (inside := modules & {"fused_group_mlp"} | experts):
         yield (
             f"--recompute-modules moe makes {_choices(sorted(inside))} again, which --offload-modules "
             "then refuses; leave out either."
         )
-    if recompute.again("core_attn") and "core_attn" in modules:
+    if recompute.recomputes("core_attn") and "core_attn" in modules:
         # Its checkpoint does not enter the group that the commit behind it looks for (`attention.py`).
         yield "core_attn is recomputed or offloaded, not both; leave out either."
 
 
 def _degrees(number: int) -> list[int]:
-    """Degrees that divide `number`, as far as a fix names them."""
+    """Return the divisors of `number` that an error sentence may suggest as degrees."""
     return divisors(number, _LARGEST_NAMED)
 
 
-def _called(spec: RunSpec) -> str:
+def _model_name(spec: RunSpec) -> str:
+    """Return the model's name, or 'the model' without one."""
     return spec.model or "the model"
 
 
 def _choices(values: Sequence[object]) -> str:
-    """`1`, `1 or 5`, `1, 5 or 25`."""
-    words = [str(value) for value in values] or ["1"]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    """Return the values as text: `1`, `1 or 5`, `1, 5 or 25`."""
+    texts = [str(value) for value in values] or ["1"]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -1,4 +1,7 @@
-"""What one rank holds at its fullest, by component, and what that figure assumes."""
+"""Predicted memory of one rank at its peak, by component, and the assumptions of the prediction.
+
+"In flight" means between forward and backward. A chunk is one virtual stage of a pipeline rank.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
-from parakit.config.stages import EVEN
+from parakit.config.stages import EVEN_SPLIT
 from parakit.costs.activations import (
     FP8_RECIPE_BYTES,
     chunk_activation_bytes,
@@ -19,86 +22,109 @@ from parakit.costs.activations import (
     residual_bytes,
 )
 from parakit.costs.dispatchers import dispatcher_bytes
-from parakit.costs.tensors import Parameters, layer_parameters, rank_parameters, unlike_weights
+from parakit.costs.tensors import (
+    Parameters,
+    distinct_weight_elements,
+    layer_parameters,
+    rank_parameters,
+)
 from parakit.formatting.units import MIB
 
 _FP32_BYTES = 4
 
 
 def embedding_bytes(spec: RunSpec) -> int:
-    """Kept by the embedding: its dropout's mask, one byte an element."""
-    return spec.tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
+    """Return the bytes that the embedding stores: its dropout's mask, one byte per element."""
+    return (
+        spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
+    )
 
 
 def head_bytes(spec: RunSpec) -> int:
-    """Kept by the final norm and the output layer: the input of each."""
+    """Return the bytes that the final norm and the output layer store: their inputs."""
     return (norm_steps(spec) + 1) * residual_bytes(spec)
 
 
 def logit_elements(spec: RunSpec) -> int:
-    """Logits of one micro batch on one rank of the last stage; the vocabulary is split over TP."""
-    return spec.tokens * spec.padded_vocabulary // spec.parallelism.tensor
+    """Return the logits of one micro batch on one rank of the last stage; TP splits the vocabulary."""
+    return spec.micro_batch_tokens * spec.padded_vocabulary // spec.parallelism.tensor
 
 
 def logits_bytes(spec: RunSpec) -> int:
-    """Live at the loss: the logits, and their fp32 copy that becomes softmax and then gradient.
+    """Return the live bytes at the loss: logits, and their fp32 copy that becomes softmax and then
+    gradient.
 
-    `VocabParallelCrossEntropy` works in place on that copy; fp32 logits are not copied, nor those that
-    their gradient is written over (Transformer Engine, `pytorch/cross_entropy.py`). Losses of tokens
-    ahead come before it and keep theirs (`multi_token_prediction.py: process_mtp_loss`).
+    `VocabParallelCrossEntropy` works in place on the copy. fp32 logits are not copied, nor are
+    logits that their gradient overwrites (Transformer Engine, `pytorch/cross_entropy.py`). The
+    losses of multi-token prediction come first and store their copies (`multi_token_prediction.py:
+    process_mtp_loss`).
     """
     overwritten = (spec.fused_loss and spec.loss_impl == "te") or "cross_entropy" in spec.fused
     copied = spec.dtype != "fp32" and not overwritten
-    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted
+    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted_tokens
     return (kept + (spec.element_bytes if copied else 0)) * logit_elements(spec)
 
 
 def head_backward_bytes(spec: RunSpec) -> int:
-    """Live while the output layer is differentiated: gradients of logits and of hidden states, which
-    TP's ranks have whole and then reduce (`tensor_parallel/layers.py`)."""
-    whole = spec.element_bytes * spec.tokens * spec.shape.hidden
+    """Return the live bytes in the output layer's backward: gradients of logits and of hidden
+    states.
+
+    Each TP rank holds the full gradient of the hidden states and then reduces it
+    (`tensor_parallel/layers.py`).
+    """
+    whole = spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
     scattered = residual_bytes(spec) if spec.sequence_shards > 1 else 0
     return spec.element_bytes * logit_elements(spec) + whole + scattered
 
 
 def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
-    """Layers' worth of micro batches that a rank holds at its fullest.
+    """Return the peak number of layers in flight on a rank, summed over micro batches.
 
     1F1B: (L/p)·min(p − rank, m). Interleaved: arXiv:2104.04473 §2.2 and `get_pp_rank_microbatches`,
     2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
     rank 0.
     """
-    return _bytes_in_flight(spec, pipeline_rank, spec.chunk_layers(pipeline_rank))
+    return _bytes_in_flight(spec, pipeline_rank, spec.layers_per_chunk(pipeline_rank))
 
 
-def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, each: tuple[int, ...]) -> int:
-    """The same of anything that a micro batch leaves on each virtual stage until its backward."""
+def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[int, ...]) -> int:
+    """Return the peak of the bytes in flight on a rank; `each` is the bytes per micro batch of each
+    chunk.
+    """
     chunks = chunks_in_flight(spec, pipeline_rank)
-    if len(set(each)) == 1:
-        return chunks * each[0]
+    if len(set(bytes_per_chunk)) == 1:
+        return chunks * bytes_per_chunk[0]
     # What is begun and ended repeats after a group of micro batches.
-    steps = min(spec.microbatches * len(each), chunks + spec.parallelism.pipeline * len(each))
-    return _most_held(each, spec.parallelism.pipeline, chunks, steps)
+    steps = min(
+        spec.microbatches * len(bytes_per_chunk),
+        chunks + spec.parallelism.pipeline * len(bytes_per_chunk),
+    )
+    return _peak_bytes_in_flight(bytes_per_chunk, spec.parallelism.pipeline, chunks, steps)
 
 
 @lru_cache(maxsize=4096)
-def _most_held(each: tuple[int, ...], pipeline: int, chunks: int, steps: int) -> int:
-    """The same where virtual stages are unequal: forward and backward take turns after warm-up.
+def _peak_bytes_in_flight(
+    bytes_per_chunk: tuple[int, ...], pipeline: int, chunks: int, steps: int
+) -> int:
+    """Return the peak of the bytes in flight for unequal chunks; forward and backward alternate
+    after warm-up.
 
-    Megatron runs PP micro batches through a virtual stage, then through the next; backward begins with
-    the last (`get_schedule_table`).
+    Megatron runs PP micro batches through one chunk and then through the next; backward begins with
+    the last chunk (`get_schedule_table`).
     """
-    forwards = [each[step // pipeline % len(each)] for step in range(steps)]
-    held = most = sum(forwards[:chunks])
-    backwards = (each[-1 - step // pipeline % len(each)] for step in range(steps))
+    forwards = [bytes_per_chunk[step // pipeline % len(bytes_per_chunk)] for step in range(steps)]
+    current = peak = sum(forwards[:chunks])
+    backwards = (
+        bytes_per_chunk[-1 - step // pipeline % len(bytes_per_chunk)] for step in range(steps)
+    )
     for begun, ended in zip(forwards[chunks:], backwards, strict=False):
-        held += begun - ended
-        most = max(most, held)
-    return most
+        current += begun - ended
+        peak = max(peak, current)
+    return peak
 
 
 def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
-    """Micro batches, of a virtual stage each, between forward and backward on a rank at its fullest."""
+    """Return the peak number of chunks in flight on a rank, each with one micro batch."""
     parallelism, microbatches = spec.parallelism, spec.microbatches
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     warmup = pipeline - pipeline_rank - 1
@@ -108,13 +134,15 @@ def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 DEVICE_BASE_BYTES = 3870 * MIB
-"""Fitted once, over all eight published measurements: CUDA context, cuBLAS and cuDNN workspaces, NCCL
-buffers and the allocator's unusable remainders on a GPU."""
+"""CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers and unusable remainders of the allocator
+on a GPU. Fitted once, over all eight published measurements.
+"""
 
 LOGIT_SLACK_BYTES = 2
-"""Fitted once, over the same readings, a logit on the rank: a block of the half-precision logits'
-size that the caching allocator cannot reuse once Adam's state sits among the activations' blocks
-(inferred)."""
+"""Bytes per logit on the rank: a block of the half-precision logits' size that the caching
+allocator cannot reuse after Adam's state lies among the activations' blocks (inferred). Fitted
+once, over the same published measurements.
+"""
 
 _WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
 _OLDER_WORKSPACE_BYTES, _OLDER_FUSED_BYTES = 8_519_680, 4 * MIB
@@ -123,33 +151,35 @@ _HANDLES, _GROUPED_STREAMS = 2, 4
 
 
 def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
-    """What matrix products hold in the allocator between iterations.
+    """Return the bytes that matrix products hold in the allocator between iterations.
 
-    cuBLAS has a workspace for each thread that launches products, forward's and backward's
+    cuBLAS has one workspace for each thread that launches products, forward's and backward's
     (`aten/src/ATen/cuda/CublasHandlePool.cpp`: 32 MiB from Hopper on, 8.1 MiB before;
-    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which determinism wants, 32 MiB). Transformer Engine has its own
-    (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), four more for grouped ones.
+    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which determinism needs, 32 MiB). Transformer Engine has one
+    of its own (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), and four
+    more for grouped products.
     """
     usual = _WORKSPACE_BYTES.get(generation, _OLDER_WORKSPACE_BYTES)
     handle = _FIXED_WORKSPACE_BYTES if deterministic else usual
-    fused = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
-    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * fused
+    transformer_engine = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
+    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * transformer_engine
 
 
 CPU_PROCESS_BYTES = 900 * MIB
-"""Resident size of a CPU rank before it builds a model: Python, torch, Megatron."""
+"""Resident bytes of a CPU rank before it builds a model: Python, torch, Megatron."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes a parameter, by what they hold."""
+    """Bytes per parameter, by content."""
 
     weights: int
     gradients: int
     main_parameters: int
     gradient_copies: int
-    """fp32 copies of half-precision gradients, alive from the optimizer step to the next zero_grad;
-    their blocks stay reserved."""
+    """fp32 copies of half-precision gradients, live from the optimizer step to the next zero_grad.
+    Their blocks stay reserved.
+    """
     adam: int = 8
 
 
@@ -158,28 +188,31 @@ PRECISIONS = {
     "bf16": Precision(weights=2, gradients=4, main_parameters=4, gradient_copies=0),
     "fp32": Precision(weights=4, gradients=4, main_parameters=0, gradient_copies=0),
 }
-"""`Float16OptimizerWithFloat16Params` and `FP32Optimizer` (`megatron/core/optimizer/optimizer.py`):
-20, 18 and 16 bytes a parameter. bf16 accumulates gradients in fp32 unless a flag says otherwise."""
+"""Bytes per parameter by dtype: 20, 18 and 16 in all (`Float16OptimizerWithFloat16Params` and
+`FP32Optimizer` in `megatron/core/optimizer/optimizer.py`). bf16 accumulates gradients in fp32
+unless a flag changes it.
+"""
 
 
 _USUAL_TYPES = StateTypes()
 _TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-def precision_of(spec: RunSpec) -> Precision:
-    """The dtype's, but for what the run's flags store otherwise.
+def bytes_per_parameter(spec: RunSpec) -> Precision:
+    """Return the bytes per parameter of the run's dtype, changed by the run's flags.
 
-    Gradients in bf16 are copied to fp32 for the update unless the optimizer reads them as they are. That
-    one (`--use-precision-aware-optimizer`, with a distributed optimizer alone) keeps 16 bits of an fp32
-    weight beside its bf16 one (`store_param_remainders`), but not under fp8 or Megatron-FSDP, which keep
-    fp32 weights themselves (`megatron/core/optimizer/__init__.py`). What an offload leaves here is
-    updated in fp32, whatever the flags say (`hybrid_optimizer.py`: `param_update_in_fp32`).
+    bf16 gradients are copied to fp32 for the update unless the optimizer reads them directly. That
+    optimizer (`--use-precision-aware-optimizer`, only with a distributed optimizer) stores 16 bits
+    of an fp32 weight besides its bf16 weight (`store_param_remainders`). Under fp8 or Megatron-FSDP
+    it stores fp32 weights instead (`megatron/core/optimizer/__init__.py`). If a part of the
+    optimizer is offloaded, the device updates the other part in fp32 in any case
+    (`hybrid_optimizer.py`: `param_update_in_fp32`).
     """
     usual, types = PRECISIONS[spec.dtype], spec.state_types
     if types == _USUAL_TYPES or spec.dtype != "bf16":
         return usual
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
-    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
     own_adam = not spec.parallelism.sharding.wraps_modules
     remainders = own_adam and not types.main_parameters and not spec.fp8_recipe
@@ -187,7 +220,9 @@ def precision_of(spec: RunSpec) -> Precision:
         usual,
         gradients=gradients,
         main_parameters=2 if remainders else _TYPE_BYTES[types.main_parameters or "fp32"],
-        adam=sum(_TYPE_BYTES[each or "fp32"] for each in (types.first_moment, types.second_moment)),
+        adam=sum(
+            _TYPE_BYTES[moment or "fp32"] for moment in (types.first_moment, types.second_moment)
+        ),
     )
 
 
@@ -200,40 +235,44 @@ class PredictedMemory:
     main_parameters: int
     optimizer_state: int
     activations: int
-    """Of all layers and micro batches in flight, the embedding and the head."""
+    """Activations of all layers and micro batches in flight, of the embedding and of the head."""
     temporaries: int
-    """The larger of the loss's logits and one layer's gradients of activations; under ZeRO-3 the whole
-    output layer beside them."""
+    """The larger of the loss's logits and one layer's gradients of activations; with ZeRO-3 also
+    the full output layer.
+    """
     communication: int
     """Pipeline messages, gathered units of ZeRO-3 and FSDP2, gradient buckets of ZeRO-2."""
     allocator: int
-    """Context, workspaces, dispatchers' buffers, and blocks reserved but not usable; see the
-    assumptions."""
-    returned: int = 0
-    """Of the allocator's, what it gives back before it runs out: blocks that nothing is in."""
+    """Context, workspaces, dispatchers' buffers, and reserved blocks that cannot be used; see the
+    assumptions.
+    """
+    reclaimable: int = 0
+    """Part of `allocator` in empty blocks, which the allocator returns before it runs out of
+    memory.
+    """
 
     @property
     def total(self) -> int:
-        """Bytes as the device itself reports them."""
+        """Bytes as the device reports them."""
         return self.live + self.allocator
 
     @property
     def needed(self) -> int:
-        """Bytes without which it runs out of memory."""
-        return self.total - self.returned
+        """Bytes without which the rank runs out of memory."""
+        return self.total - self.reclaimable
 
     @property
     def live(self) -> int:
-        """Bytes of live tensors: what a memory ledger sees."""
+        """Bytes of live tensors, as the memory accounting measures them."""
         return self.state + self.activations + self.temporaries + self.communication
 
     @property
     def state(self) -> int:
-        """Weights, gradients and optimizer."""
+        """Bytes of weights, gradients and optimizer."""
         return self.weights + self.gradients + self.main_parameters + self.optimizer_state
 
 
-COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "returned")
+COMPONENTS = tuple(field.name for field in fields(PredictedMemory) if field.name != "reclaimable")
 
 MEMORY_ASSUMPTIONS = (
     "Activations are arXiv:2205.05198's, tensor by tensor; kernels' workspaces are not counted.",
@@ -249,24 +288,24 @@ MEMORY_ASSUMPTIONS = (
 )
 
 
-def memory_of_rank(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
-    """Peak of one pipeline rank (all its TP, CP and DP ranks are alike).
+def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
+    """Return the peak memory of one pipeline rank; all of its TP, CP and DP ranks have the same.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
     """
-    found = _memory_within(spec, pipeline_rank, inf)
-    assert found is not None
-    return found
+    memory = _memory_within(spec, pipeline_rank, inf)
+    assert memory is not None
+    return memory
 
 
 def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> PredictedMemory | None:
-    """Return the peak of one pipeline rank, or None if it holds more than `limit` bytes.
+    """Return the peak memory of one pipeline rank, or None if it exceeds `limit` bytes.
 
-    Its first parts often say so.
+    The first components often exceed the limit already; the others are then not computed.
     """
-    parameters, precision = rank_parameters(spec, pipeline_rank), precision_of(spec)
-    updated = _updated_here(parameters, spec)
+    parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
+    updated = _count_updated_parameters(parameters, spec)
     state = _state_bytes(spec, parameters, precision, updated)
     last = pipeline_rank == spec.parallelism.pipeline - 1
     base, blocks = _allocator_bytes(spec, precision.gradient_copies * updated, last)
@@ -281,18 +320,20 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     if activations + temporaries + communication > room:
         return None
     return PredictedMemory(
-        *state, activations, temporaries, communication, base + blocks, returned=blocks
+        *state, activations, temporaries, communication, base + blocks, reclaimable=blocks
     )
 
 
 def _state_bytes(
     spec: RunSpec, parameters: Parameters, precision: Precision, updated: int
 ) -> tuple[int, int, int, int]:
-    """Weights, gradients, main parameters and optimizer state."""
+    """Return the bytes of weights, gradients, main parameters and optimizer state."""
     sharding = spec.parallelism.sharding
-    weights = precision.weights * _held(parameters, spec, sharding.shards_weights)
+    weights = precision.weights * _count_stored_elements(parameters, spec, sharding.shards_weights)
     weights += _quantised_weight_bytes(spec, parameters, precision.weights)
-    gradients = precision.gradients * _held(parameters, spec, sharding.shards_gradients)
+    gradients = precision.gradients * _count_stored_elements(
+        parameters, spec, sharding.shards_gradients
+    )
     # Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
     # (`param_and_grad_buffer.py: main_weight_buffer`).
     main_parameters = precision.main_parameters or 4 * sharding.is_megatron_fsdp
@@ -300,16 +341,22 @@ def _state_bytes(
 
 
 def keeps_quantised_weights(spec: RunSpec) -> bool:
-    """Whether linear layers have their weights in eight bits alone (`--fp8-param-gather`: Transformer
-    Engine's `quantized_model_init`, as `megatron/core/fp8_utils.py: get_fp8_context` enters it)."""
+    """Return True if linear layers store their weights in eight bits only (`--fp8-param-gather`).
+
+    Megatron then enters Transformer Engine's `quantized_model_init` (`megatron/core/fp8_utils.py:
+    get_fp8_context`).
+    """
     return spec.quantised_weights and spec.fp8_recipe not in (Fp8Recipe.NONE, Fp8Recipe.NVFP4)
 
 
 def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -> int:
-    """Of linear layers' weights in fewer bits, as forward and as backward reads them (row by row and
-    transposed): each module keeps its own over an iteration's micro batches (biases are counted with
-    them), beside those in `whole` bytes or in their place. Of weights that are gathered as they are
-    needed nothing stays (`--keep-fp8-transpose-cache` is off by default)."""
+    """Return the bytes of quantised linear weights, minus those of weights that they replace.
+
+    Each module stores its weights twice, as forward and as backward reads them (row by row and
+    transposed), over an iteration's micro batches; biases are counted too. They are stored beside
+    weights of `whole` bytes or replace them. Weights that are gathered on demand store no quantised
+    copy (`--keep-fp8-transpose-cache` is off by default).
+    """
     if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
     linear = parameters.attention + parameters.dense_mlp + parameters.experts
@@ -318,178 +365,215 @@ def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
-    """Kept for backward at the fullest moment of a pipeline rank."""
-    chunks = spec.chunk_layers(pipeline_rank)
-    kinds = tuple(zip(chunks, spec.chunk_dense_layers(pipeline_rank), strict=True))
-    each = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
-    kept = _bytes_in_flight(spec, pipeline_rank, tuple(each[kind] for kind in kinds))
+    """Return the peak of the activation bytes that a pipeline rank stores for backward."""
+    chunks = spec.layers_per_chunk(pipeline_rank)
+    kinds = tuple(zip(chunks, spec.dense_layers_per_chunk(pipeline_rank), strict=True))
+    bytes_by_kind = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
+    stored = _bytes_in_flight(spec, pipeline_rank, tuple(bytes_by_kind[kind] for kind in kinds))
     if spec.offload:
-        kept += _not_yet_gone(spec, pipeline_rank)
+        stored += _bytes_still_on_device(spec, pipeline_rank)
     flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
     if pipeline_rank == 0:
-        kept += flights * embedding_bytes(spec)
+        stored += flights * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        kept += head_bytes(spec) + spec.shape.depths * embedding_bytes(spec)
-        if spec.shape.mtp_depth:
-            kept += spec.shape.mtp_depth * layer_activation_bytes(spec.joining)
-    return kept
+        stored += head_bytes(spec) + spec.shape.total_mtp_layers * embedding_bytes(spec)
+        if spec.shape.mtp_layers:
+            stored += spec.shape.mtp_layers * layer_activation_bytes(spec.mtp_joining_spec)
+    return stored
 
 
-def _not_yet_gone(spec: RunSpec, pipeline_rank: int) -> int:
-    """Of what is offloaded, what a rank still has when backward begins: the last group of each module,
-    in whose place come those that backward reads next, and what later stages keep."""
-    chunks = spec.chunk_layers(pipeline_rank)
+def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
+    """Return the bytes of offloaded tensors that are still on the device when backward begins.
+
+    They are the last group of each module, later replaced by the groups that backward reads next,
+    and the bytes that later stages keep on request.
+    """
+    chunks = spec.layers_per_chunk(pipeline_rank)
     last = next((layers for layers in reversed(chunks) if layers), 0)
-    begun = offloaded_bytes(spec, last).left - offloaded_bytes(spec, last, first=True).left
-    asked = pipeline_rank * spec.offload.kept_by_stage
+    begun = offloaded_bytes(spec, last).freed - offloaded_bytes(spec, last, first=True).freed
+    asked = pipeline_rank * spec.offload.kept_bytes_per_stage
     if not asked:
         return begun
-    gone = tuple(offloaded_bytes(spec, layers).left for layers in chunks)
+    gone = tuple(offloaded_bytes(spec, layers).freed for layers in chunks)
     return begun + min(asked, _bytes_in_flight(spec, pipeline_rank, gone) - begun)
 
 
 _HOST_STATE_BYTES = 4 + 4 + 8
-"""A parameter that the host updates: weight, gradient and both moments in fp32."""
+"""Bytes per parameter that the host updates: weight, gradient and both moments in fp32."""
 
 
 def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
-    """What a rank keeps on its host at its fullest: activations of the micro batches in flight, and the
-    offloaded part of the optimizer."""
-    held, _ = held_parameters(spec, pipeline_rank)
-    found = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
-    if not spec.offload:
-        return found
-    chunks = spec.chunk_layers(pipeline_rank)
-    copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
-    return found + _bytes_in_flight(spec, pipeline_rank, copies)
-
-
-def fullest_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
-    """The pipeline rank with the highest peak: the first, or the last with its logits.
-
-    Where stages are unequal one between may hold more.
+    """Return the peak of a rank's bytes on its host: offloaded activations and the offloaded
+    optimizer.
     """
-    found = fullest_within(spec, inf)
-    assert found is not None
-    return found
+    held, _ = held_parameters(spec, pipeline_rank)
+    optimizer_bytes = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
+    if not spec.offload:
+        return optimizer_bytes
+    chunks = spec.layers_per_chunk(pipeline_rank)
+    copies = tuple(offloaded_bytes(spec, layers).copied for layers in chunks)
+    return optimizer_bytes + _bytes_in_flight(spec, pipeline_rank, copies)
 
 
-def fullest_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
-    """Return the fullest pipeline rank and its peak, or None if a rank holds more than `limit` bytes."""
+def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
+    """Return the pipeline rank with the peak memory, and its memory.
+
+    It is the first rank, or the last one with its logits; if stages are unequal, it may be one
+    between.
+    """
+    peak = find_peak_rank_within(spec, inf)
+    assert peak is not None
+    return peak
+
+
+def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
+    """Return the pipeline rank with the peak memory, and its memory; None if a rank exceeds `limit`
+    bytes.
+    """
     by_rank = {}
-    for rank in ranks_apart(spec):
+    for rank in distinct_ranks(spec):
         if not (memory := _memory_within(spec, rank, limit)):
             return None
         by_rank[rank] = memory
     return max(by_rank.items(), key=lambda item: item[1].needed)
 
 
-def ranks_apart(spec: RunSpec) -> set[int]:
-    """The ends of a pipeline and, where stages are unequal, the ranks that stand for those between."""
+def distinct_ranks(spec: RunSpec) -> set[int]:
+    """Return the pipeline ranks whose memory may differ: both ends, and of unequal stages one of
+    each kind.
+    """
     ends = {0, spec.parallelism.pipeline - 1}
-    alike = spec.stages == EVEN and not spec.shape.dense_layers
+    alike = spec.stages == EVEN_SPLIT and not spec.shape.dense_layers
     return ends if alike else ends | middle_ranks(spec).keys()
 
 
 def middle_ranks(spec: RunSpec) -> dict[int, int]:
-    """Of the pipeline ranks between the ends the first with each number of layers, and of dense ones
-    among them, and how many have it: one, unless a layout says otherwise or layers are of two kinds."""
+    """Return, for the ranks between both ends, the first rank of each kind and the number of its
+    kind.
+
+    Ranks are of one kind if they have equally many layers and dense layers. Without a layout and
+    without dense layers among those with experts, all are of one kind.
+    """
     between = range(1, spec.parallelism.pipeline - 1)
     if not (spec.stages.layout or spec.shape.dense_layers):
         return {1: len(between)} if between else {}
-    return _unlike_ranks(spec.on_stages)
+    return _find_distinct_ranks(spec.stage_layout_spec)
 
 
 @lru_cache(maxsize=4096)
-def _unlike_ranks(spec: RunSpec) -> dict[int, int]:
+def _find_distinct_ranks(spec: RunSpec) -> dict[int, int]:
+    """Return the first rank of each kind between both ends, and the number of ranks of that kind."""
     between = range(1, spec.parallelism.pipeline - 1)
-    layers = [(spec.stage_layers(rank), sum(spec.chunk_dense_layers(rank))) for rank in between]
+    layers = [
+        (spec.num_layers_on_stage(rank), sum(spec.dense_layers_per_chunk(rank))) for rank in between
+    ]
     return {1 + layers.index(number): times for number, times in Counter(layers).items()}
 
 
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
-    """Parameters whose optimizer state a rank holds, and those whose gradients it holds."""
+    """Return the numbers of parameters whose optimizer state and whose gradients a rank stores."""
     parameters, sharding = rank_parameters(spec, pipeline_rank), spec.parallelism.sharding
-    gradients = _held(parameters, spec, sharding.shards_gradients)
-    return _held(parameters, spec, bool(sharding)), gradients
+    gradients = _count_stored_elements(parameters, spec, sharding.shards_gradients)
+    return _count_stored_elements(parameters, spec, bool(sharding)), gradients
 
 
 def offloaded_parameters(spec: RunSpec, held: int) -> int:
-    """Of so many parameters whose state a rank holds, those that its host holds and updates.
+    """Return how many of `held` parameters the host stores and updates; 0 for CPU ranks.
 
-    Megatron offloads whole tensors until it has the share, so up to one tensor more; of CPU ranks
-    nothing.
+    Megatron offloads full tensors until the fraction is reached, so up to one tensor more.
     """
-    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded * held)
+    return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded_fraction * held)
 
 
-def _updated_here(parameters: Parameters, spec: RunSpec) -> int:
-    held = _held(parameters, spec, bool(spec.parallelism.sharding))
+def _count_updated_parameters(parameters: Parameters, spec: RunSpec) -> int:
+    """Return the number of parameters that the rank's device updates."""
+    held = _count_stored_elements(parameters, spec, bool(spec.parallelism.sharding))
     return held - offloaded_parameters(spec, held)
 
 
 def _update_bytes(spec: RunSpec, updated: int) -> int:
-    """fp32 copies of what is kept of each parameter in fewer bits, all alive in the update (Transformer
-    Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`)."""
+    """Return the bytes of fp32 copies of optimizer state stored in fewer bits, which are live in
+    the update.
+
+    Source: Transformer Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`.
+    """
     types = spec.state_types
-    if not types.aware or not spec.parallelism.sharding or types.offloaded:
+    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return 0
-    kept = (types.main_parameters, types.first_moment, types.second_moment)
-    return _FP32_BYTES * sum(each not in ("", "fp32") for each in kept) * updated
+    stored_types = (types.main_parameters, types.first_moment, types.second_moment)
+    return (
+        _FP32_BYTES * sum(state_type not in ("", "fp32") for state_type in stored_types) * updated
+    )
 
 
-def _held(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
-    """Elements a rank holds; Megatron shards over DP×CP, and experts over what EP leaves of it, in each
-    instance of the distributed optimizer."""
+def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
+    """Return the elements that a rank stores, sharded or not.
+
+    Megatron shards over DP×CP, and experts over expert data parallelism, within each instance of
+    the distributed optimizer.
+    """
     if not sharded:
         return parameters.total
     parallelism, instances = spec.parallelism, spec.optimizer_instances
     ranks = max(1, parallelism.data * parallelism.context // instances)
-    copies = max(1, parallelism.copies_of_experts // instances)
+    copies = max(1, parallelism.expert_data // instances)
     return -(-parameters.shared // ranks) + -(-parameters.experts // copies)
 
 
 def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    """Alive while a layer is differentiated, gradients of its MLP's wide tensors and what is computed
-    again, or at the loss and the output layer behind it."""
+    """Return the larger of two peaks: in a layer's backward, and at the loss and the output layer's
+    backward.
+
+    In a layer's backward, gradients of its MLP's wide tensors and recomputed activations are live.
+    """
     shape, element = spec.shape, spec.element_bytes
     ffn = shape.ffn_hidden
     if shape.experts:
-        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.received_by_experts)
+        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.expert_receive_ratio)
     width = ffn * (3 if shape.gated else 2) // spec.parallelism.tensor
-    again = max(recomputed_bytes(spec, layers) for layers in set(spec.chunk_layers(pipeline_rank)))
-    most = element * spec.tokens * width + again
+    recomputed = max(
+        recomputed_bytes(spec, layers) for layers in set(spec.layers_per_chunk(pipeline_rank))
+    )
+    peak = element * spec.micro_batch_tokens * width + recomputed
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        most = max(most, logits_bytes(spec))
+        peak = max(peak, logits_bytes(spec))
         if spec.fused_norms:  # Without, what a dry run holds is exact so.
-            most = max(most, head_backward_bytes(spec))
+            peak = max(peak, head_backward_bytes(spec))
             # Where the output layer gathers its input under SP, kept for good.
-            most += element * spec.tokens * shape.hidden if spec.sequence_shards > 1 else 0
-    return most
+            peak += (
+                element * spec.micro_batch_tokens * shape.hidden if spec.sequence_shards > 1 else 0
+            )
+    return peak
 
 
 def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    """What backward returns for gradients that products add to Megatron's own: an empty tensor for each
-    shape of weight, made once and never freed (Transformer Engine, `pytorch/module/base.py:
-    get_dummy_wgrad`, which Megatron's output layer takes too)."""
+    """Return the bytes of placeholders for weight gradients that products add to Megatron's own
+    buffers.
+
+    There is one empty tensor per shape of weight, made once and never freed (Transformer Engine,
+    `pytorch/module/base.py: get_dummy_wgrad`, which Megatron's output layer uses too).
+    """
     fused = spec.fused_norms and not spec.parallelism.sharding.is_torch_fsdp
     if spec.device is DeviceKind.CPU or not fused:
         return 0
-    return spec.element_bytes * unlike_weights(spec, pipeline_rank)
+    return spec.element_bytes * distinct_weight_elements(spec, pipeline_rank)
 
 
 def communication_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Of messages between stages and of layers whose shards are put together; beyond those the output
-    layer and its gradient at the loss.
+    """Return the bytes of pipeline messages and gathered layers, and the further bytes of the
+    output layer and its gradient at the loss.
 
-    None of those layers is whole then. Megatron-FSDP gathers the weights once an iteration
-    (`collectives/data.py: _fully_sharded`).
+    No layer is gathered at the loss. Megatron-FSDP gathers the weights once per iteration
+    (`collectives/data.py: _fsdp_calls`).
     """
     parallelism, sharding = spec.parallelism, spec.parallelism.sharding
     pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not sharding.wraps_modules:
         return pipeline, 0
-    precision, layer = precision_of(spec), max(layer_parameters(k).total for _, k in spec.kinds)
+    precision, layer = (
+        bytes_per_parameter(spec),
+        max(layer_parameters(k).total for _, k in spec.block_specs),
+    )
     if not sharding.shards_weights:
         return pipeline + precision.gradients * layer, 0
     layers = pipeline + 2 * layer * (precision.weights + precision.gradients)
@@ -501,9 +585,12 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _allocator_bytes(spec: RunSpec, copies: int, last: bool) -> tuple[int, int]:
-    """What is never given back, and blocks that are free at the peak: those of the update's `copies` of
-    gradients and of the logits. The caching allocator returns them to the device before it runs out
-    (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`)."""
+    """Return the bytes that are never returned, and those in blocks that are empty at the peak.
+
+    The empty blocks are those of the update's `copies` of gradients and of the logits. The caching
+    allocator returns them to the device before it runs out (`c10/cuda/CUDACachingAllocator.cpp:
+    release_cached_blocks`).
+    """
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES, 0
     logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0

@@ -1,7 +1,4 @@
-"""Operations of torch.distributed, the phases of an iteration, and the bytes that a call puts on the wire.
-
-`wire_bytes` defines what a call sends under NCCL and gloo.
-"""
+"""Operations of torch.distributed, the phases of an iteration, and the bytes that a call sends."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     PIPELINE = "pipeline"
-    """Sending to and waiting for the neighbouring stages: the bubble is in here."""
+    """Communication with neighbouring stages and waiting for them; this includes the bubble."""
     GRADIENT_SYNC = "gradient_sync"
     OPTIMIZER = "optimizer"
     OTHER = "other"
-    """Outside Megatron's own timers: loss reduction, logging, the step's bookkeeping."""
+    """Time outside Megatron's own timers: loss reduction, logging, bookkeeping."""
 
 
 class Operation(StrEnum):
@@ -62,11 +59,12 @@ _GLOO_SEGMENT_BYTES = 1 << 20
 """`gloo::ReduceOptions::kMaxSegmentSize`."""
 
 
-def algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
-    """Return the algorithm that `wire_bytes` assumes of an operation.
+def describe_algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
+    """Return a description of the algorithm that `wire_bytes` assumes for an operation.
 
-    NCCL's rings; gloo's as written in its `allreduce.cc`, `allgather.cc`, `broadcast.cc` and
-    `reduce.cc`, and in torch's `ProcessGroupGloo`, which has no reduce-scatter of its own.
+    NCCL uses rings. gloo's algorithms are those of its `allreduce.cc`, `allgather.cc`,
+    `broadcast.cc` and `reduce.cc`, and of torch's `ProcessGroupGloo`, which has no reduce-scatter
+    of its own.
     """
     return (_GLOO if transport is Transport.GLOO else _NCCL)[operation]
 
@@ -77,9 +75,9 @@ def wire_bytes(
     ranks: int,
     transport: Transport = Transport.NCCL,
 ) -> int:
-    """Bytes one rank sends for one call, rounded down; nothing in a group of one rank.
+    """Return the bytes that one rank sends per call, rounded down; 0 in a group of one rank.
 
-    The payload is the whole tensor: gathered, before scattering, or as sent.
+    `payload_bytes` is the size of the full tensor: gathered, before scattering, or as sent.
     """
     if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
         return 0

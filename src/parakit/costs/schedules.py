@@ -1,9 +1,9 @@
-"""Pipeline schedules, event by event: GPipe, 1F1B, interleaved 1F1B, and PipeDream's.
+"""Pipeline schedules, simulated pass by pass: GPipe, 1F1B, interleaved 1F1B, and PipeDream's.
 
-Every worker has a list of passes in a fixed order and runs each as soon as its input has arrived.
-Sources: GPipe arXiv:1811.06965; PipeDream arXiv:1806.03377 (asynchronous 1F1B with weight
-stashing), with two versions arXiv:2006.09503; 1F1B with flushes and interleaving arXiv:2104.04473
-§2.2 and Megatron's `pipeline_parallel/schedules.py`.
+Every worker runs its passes in a fixed order, each as soon as its input has arrived. Sources: GPipe
+arXiv:1811.06965; PipeDream arXiv:1806.03377 (asynchronous 1F1B with weight stashing), with two
+versions arXiv:2006.09503; 1F1B with flushes and interleaving arXiv:2104.04473 §2.2 and Megatron's
+`pipeline_parallel/schedules.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from enum import StrEnum
 from parakit.config.model import round_up
 from parakit.config.strategy import PipelineSchedule
 
-MOST_STEPS = 100_000
-"""Forwards and backwards of one schedule: some ten seconds for all four."""
-COMPARED = (
+MAX_STEPS = 100_000
+"""Maximum of forward and backward passes in one simulation; all schedules then take some ten
+seconds.
+"""
+COMPARED_SCHEDULES = (
     PipelineSchedule.GPIPE,
     PipelineSchedule.ONE_F_ONE_B,
     PipelineSchedule.INTERLEAVED,
     PipelineSchedule.PIPEDREAM,
     PipelineSchedule.PIPEDREAM_2BW,
 )
-"""PipeDream-Flush is 1F1B."""
+"""Schedules that are compared. PipeDream-Flush is left out because it is 1F1B."""
 
 
 class Pass(StrEnum):
@@ -41,14 +43,14 @@ class Step:
 
     direction: Pass
     microbatch: int
-    """Counted over all iterations."""
+    """Index of the micro batch over all iterations."""
     chunk: int = 0
-    """Virtual stage of the worker."""
+    """Index of the worker's virtual stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step with its time."""
+    """A step with its start and end."""
 
     worker: int
     step: Step
@@ -58,12 +60,12 @@ class Event:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """A simulated schedule."""
+    """The timeline of a simulated schedule."""
 
     schedule: PipelineSchedule
     pipeline: int
     microbatches: int
-    """In one iteration."""
+    """Micro batches per iteration."""
     iterations: int
     virtual: int
     events: tuple[Event, ...]
@@ -74,7 +76,7 @@ class SimulatedSchedule:
         return max(event.end for event in self.events)
 
 
-def simulate(
+def simulate_schedule(
     schedule: PipelineSchedule,
     pipeline: int,
     microbatches: int,
@@ -85,22 +87,24 @@ def simulate(
     backward: float = 2.0,
     transfer: float = 0.0,
 ) -> SimulatedSchedule:
-    """Run a schedule, whose whole stages take so long for a pass, and a message so long.
+    """Simulate a schedule in which a pass through a full stage takes `forward` or `backward`, and a
+    message takes `transfer`.
 
-    GPipe and both 1F1B flush: the next iteration starts when all stages have finished this one.
-    PipeDream updates after every backward, PipeDream-2BW once in an iteration; neither ever flushes.
+    GPipe and both 1F1B flush: the next iteration starts when all stages have finished the present
+    one. PipeDream updates after every backward, PipeDream-2BW once per iteration; neither ever
+    flushes.
 
     Raises:
-        ValueError: Degrees below 1, interleaving with a number of micro batches that PP does not
-            divide, or PipeDream-2BW with fewer micro batches than stages.
+        ValueError: A degree is below 1, there are too many steps, PP does not divide the micro batches of
+            an interleaved schedule, or PipeDream-2BW has fewer micro batches than stages.
     """
     if min(pipeline, microbatches, iterations, virtual) < 1:
         raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
     steps = 2 * pipeline * microbatches * iterations * virtual
-    if steps > MOST_STEPS:
+    if steps > MAX_STEPS:
         raise ValueError(
             f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
-            f"{iterations:,} iterations are {steps:,} steps; use at most {MOST_STEPS:,} "
+            f"{iterations:,} iterations are {steps:,} steps; use at most {MAX_STEPS:,} "
             "(2 x stages x micro batches x virtual stages x iterations)."
         )
     if schedule is not PipelineSchedule.INTERLEAVED:
@@ -131,6 +135,7 @@ def simulate(
 def _order(
     schedule: PipelineSchedule, worker: int, pipeline: int, count: int, virtual: int
 ) -> list[Step]:
+    """Return the steps of one worker in order, for `count` micro batches."""
     forwards = [_virtual_step(Pass.FORWARD, k, pipeline, virtual) for k in range(count * virtual)]
     backwards = [_virtual_step(Pass.BACKWARD, k, pipeline, virtual) for k in range(count * virtual)]
     if schedule is PipelineSchedule.GPIPE:
@@ -143,18 +148,20 @@ def _order(
 
 
 def _warmup(worker: int, pipeline: int, virtual: int) -> int:
-    """Forwards of 1F1B before the first backward may come."""
+    """Return the number of forwards of 1F1B before the first backward."""
     stages = pipeline - worker - 1
     return 2 * stages + (virtual - 1) * pipeline if virtual > 1 else stages
 
 
 def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> Step:
-    """Megatron's order: groups of `pipeline` micro batches go through each chunk in turn."""
-    group, place = divmod(index, pipeline * virtual)
-    chunk = place // pipeline
+    """Return the `index`-th step in Megatron's order: groups of PP micro batches pass each chunk in
+    turn.
+    """
+    group, position = divmod(index, pipeline * virtual)
+    chunk = position // pipeline
     if direction is Pass.BACKWARD:
         chunk = virtual - 1 - chunk
-    return Step(direction, group * pipeline + place % pipeline, chunk)
+    return Step(direction, group * pipeline + position % pipeline, chunk)
 
 
 def _run(
@@ -165,7 +172,9 @@ def _run(
     seconds: Mapping[Pass, float],
     transfer: float,
 ) -> list[Event]:
-    """Start every step when its worker is free and its input is there."""
+    """Return the events of all workers: each step starts when its worker is free and its input has
+    arrived.
+    """
     pipeline = len(orders)
     done: dict[tuple[int, Step], float] = {}
     free, position = [start] * pipeline, [0] * pipeline
@@ -194,7 +203,7 @@ def _run(
 
 
 def _source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, Step] | None:
-    """The step whose output this one needs."""
+    """Return the worker and step whose output this step needs; None for the first forward."""
     forward, stage = step.direction is Pass.FORWARD, step.chunk * pipeline + worker
     if forward and stage == 0:
         return None
@@ -206,40 +215,46 @@ def _source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, 
 
 @dataclass(frozen=True)
 class ScheduleFigures:
-    """Measured on a simulated timeline."""
+    """Measurements of a simulated timeline."""
 
     bubble: float
-    """Idle time over working time, of a worker, (p−1)/m in closed form for GPipe and 1F1B."""
-    idle_share: float
-    """Idle time over all time."""
+    """Idle time divided by working time of a worker; for GPipe and 1F1B the closed form is (p−1)/m.
+    """
+    idle_fraction: float
+    """Idle time divided by total time."""
     activations: tuple[float, ...]
-    """Most activations a worker holds, in whole stages' worth of micro batches."""
+    """Peak of stored activations per worker, in micro batches of a full stage."""
     weight_versions: tuple[int, ...]
-    """Versions of its weights a worker must keep."""
+    """Number of weight versions that each worker stores."""
     staleness: tuple[int, ...]
-    """Updates of a worker's weights between a micro batch's forward and its backward, at most."""
+    """Maximum number of updates of a worker's weights between a micro batch's forward and its
+    backward.
+    """
 
 
-def figures(timeline: SimulatedSchedule) -> ScheduleFigures:
-    """Measure a timeline."""
+def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
+    """Return the measurements of a timeline."""
     workers = range(timeline.pipeline)
     by_worker = [[e for e in timeline.events if e.worker == worker] for worker in workers]
     working = sum(event.end - event.start for event in timeline.events) / timeline.pipeline
     idle = timeline.length - working
-    stale = [_staleness(events, timeline) for events in by_worker]
+    staleness = [_staleness(events, timeline) for events in by_worker]
     return ScheduleFigures(
         bubble=idle / working,
-        idle_share=idle / timeline.length,
-        activations=tuple(_most_held(events) / timeline.virtual for events in by_worker),
-        weight_versions=tuple(most + 1 for most in stale),
-        staleness=tuple(stale),
+        idle_fraction=idle / timeline.length,
+        activations=tuple(
+            _count_stored_forwards(events) / timeline.virtual for events in by_worker
+        ),
+        weight_versions=tuple(updates + 1 for updates in staleness),
+        staleness=tuple(staleness),
     )
 
 
 def closed_form_bubble(timeline: SimulatedSchedule) -> float:
-    """Idle over working time if messages take none: (p−1)/m, /v interleaved, once for PipeDream.
+    """Return idle time divided by working time if messages take no time: (p−1)/m, or (p−1)/(mv)
+    interleaved.
 
-    PipeDream fills and drains once over all iterations; the others once in each.
+    PipeDream fills and drains the pipeline once over all iterations; the others once per iteration.
     """
     microbatches = timeline.microbatches
     if timeline.schedule.is_asynchronous:
@@ -248,7 +263,7 @@ def closed_form_bubble(timeline: SimulatedSchedule) -> float:
 
 
 def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
-    """Stages' worth of micro batches in flight, by worker."""
+    """Return the peak of stored activations by worker, in micro batches of a full stage."""
     pipeline, microbatches, virtual = timeline.pipeline, timeline.microbatches, timeline.virtual
     if timeline.schedule is PipelineSchedule.GPIPE:
         return (float(microbatches),) * pipeline
@@ -258,20 +273,22 @@ def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
     return tuple(min(count, microbatches * virtual) / virtual for count in chunks)
 
 
-def _most_held(events: list[Event]) -> int:
-    """Forward passes whose backward has not ended, at most."""
-    held = most = 0
+def _count_stored_forwards(events: list[Event]) -> int:
+    """Return the maximum number of forwards whose backward has not ended."""
+    current = peak = 0
     for event in sorted(events, key=lambda e: e.start):
-        held += 1 if event.step.direction is Pass.FORWARD else 0
-        most = max(most, held)
-        held -= 1 if event.step.direction is Pass.BACKWARD else 0
-    return most
+        current += 1 if event.step.direction is Pass.FORWARD else 0
+        peak = max(peak, current)
+        current -= 1 if event.step.direction is Pass.BACKWARD else 0
+    return peak
 
 
 def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
-    """PipeDream updates after every backward; the others only between iterations.
+    """Return the maximum number of updates between a micro batch's forward and its backward.
 
-    With two versions a batch always takes the weights before the newest: the first two take the same.
+    PipeDream updates after every backward; others update only between iterations. With two weight
+    versions, a batch uses the weights before the newest, so the first two batches use the same
+    weights.
     """
     if timeline.schedule is PipelineSchedule.PIPEDREAM_2BW:
         return min(timeline.schedule.staleness(timeline.pipeline, 0), timeline.iterations - 1)
@@ -281,6 +298,6 @@ def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
     starts = {e.step.microbatch: e.start for e in events if e.step.direction is Pass.FORWARD}
     ends = sorted(e.end for e in backwards)
     return max(
-        bisect_right(ends, own.start) - bisect_right(ends, starts[own.step.microbatch])
-        for own in backwards
+        bisect_right(ends, backward.start) - bisect_right(ends, starts[backward.step.microbatch])
+        for backward in backwards
     )

@@ -1,18 +1,21 @@
-"""Seconds that one link between two nodes is busy, when all process groups that cross it share it."""
+"""Seconds that one link between two nodes is busy if all process groups that cross the link share
+it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.strategy import Parallelism
 
-NODES = 2
+NUM_NODES = 2
+"""Number of nodes, each with half of the ranks."""
 
 
 class Sent(Protocol):
-    """Calls of one rank: the planner's `CollectiveCall` or a ledger's `Calls`."""
+    """Equal calls of one rank: a `CollectiveCall`, or calls recorded in a communication log."""
 
     @property
     def group(self) -> str:
@@ -20,16 +23,17 @@ class Sent(Protocol):
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank over all these calls."""
+        """Bytes that this rank sends over all these calls."""
 
 
 def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_second: float) -> float:
-    """Seconds of an iteration that the link is busy, each way, if nothing runs beside it.
+    """Return the seconds per iteration that the link is busy in each direction.
 
-    Half of the ranks, in order, sit on each side. Every ring that crosses the link carries there what
-    each of its ranks sends; groups that lie on one side do not use it. All rings share the link.
+    Nothing overlaps with the transfers. Half of the ranks, in order, are on each side. A ring that
+    crosses the link sends over the link what each of its ranks sends; groups on one side do not use
+    the link. All rings share the link's rate.
     """
-    per_node, sent = parallelism.world_size // NODES, 0
+    per_node, sent = parallelism.world_size // NUM_NODES, 0
     for call in calls:
         # A ledger's group that Megatron does not have spans all ranks.
         group = Group(call.group) if call.group in set(Group) else Group.WORLD
@@ -39,12 +43,12 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
     return 8 * sent / bits_per_second
 
 
-def at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
-    """An iteration measured at one rate, as it would be at another: only the link's part changes.
+def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
+    """Return the seconds of an iteration at another link rate; only the link's part changes.
 
     Args:
         seconds: The measured iteration.
-        link: `link_seconds` at the rate it was measured at.
+        link: `link_seconds` at the rate of the measurement.
         measured_at: That rate in bit/s.
         rate: The other rate in bit/s.
     """
@@ -52,13 +56,13 @@ def at_other_rate(seconds: float, link: float, measured_at: float, rate: float) 
 
 
 def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
-    """Distance between neighbours of a group in global ranks, and its size.
+    """Return the distance between neighbours of a group in global ranks, and the group's size.
 
-    Groups that no single stride describes move a few numbers only; they count as the whole world.
+    Groups without a single stride move only a few numbers; they count as the whole world.
     """
     tensor, context = parallelism.tensor, parallelism.context
     replicas = tensor * context * parallelism.data
-    expert_tensor = parallelism.tensor_of_experts
+    expert_tensor = parallelism.effective_expert_tensor
     strides = {
         Group.TENSOR: 1,
         Group.EXPERT_TENSOR: 1,
@@ -73,4 +77,4 @@ def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     }
     if group not in strides:
         return 1, parallelism.world_size
-    return strides[group], group_ranks(parallelism, group)
+    return strides[group], group_size(parallelism, group)

@@ -1,8 +1,8 @@
-"""The parameter tensors of a model and of each rank: one inventory that every count is a sum of.
+"""The parameter tensors of a model and of each rank, from which all parameter counts are summed.
 
-Counts are exactly what Megatron prints as "number of parameters on (tensor, pipeline) model
-parallel rank" (`megatron/training/training.py: get_model`, at f4fa7d6b and core_v0.19.0).
-Column-parallel matrices are split with their biases; row-parallel ones keep the bias whole
+Counts equal Megatron's printed "number of parameters on (tensor, pipeline) model parallel rank"
+(`megatron/training/training.py: get_model`, at f4fa7d6b and core_v0.19.0). Column-parallel matrices
+are split with their biases; row-parallel ones keep a full bias
 (`megatron/core/tensor_parallel/layers.py`).
 """
 
@@ -29,47 +29,47 @@ from parakit.config.model import (
 from parakit.config.run import RunSpec
 
 ALIGNMENT = 64
-"""The distributed optimizer starts every tensor at a multiple of this many elements."""
+"""Elements: the distributed optimizer starts every tensor at a multiple of this number."""
 
 
 class UnevenSplitError(ValueError):
-    """A degree that does not divide what it splits."""
+    """A degree that does not divide the dimension it splits."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements by component, of a whole model or of one rank."""
+    """Number of elements by component, of a model or of one rank."""
 
     word_embedding: int = 0
     position_embedding: int = 0
     attention: int = 0
-    """Its projections, and those of linear attention and Mamba-2 mixers."""
+    """Projections of attention, of linear attention and of Mamba-2 mixers."""
     dense_mlp: int = 0
     router: int = 0
     experts: int = 0
     norms: int = 0
     output_layer: int = 0
-    """A matrix of its own: untied, or the last pipeline stage's copy of a tied one."""
+    """The output layer's own matrix: untied, or the last pipeline stage's copy of a tied one."""
 
     @property
     def total(self) -> int:
-        """All elements."""
+        """Elements of all components."""
         return self.shared + self.experts
 
     @property
     def shared(self) -> int:
-        """Elements whose gradients are reduced over all of DP×CP: everything but the experts."""
+        """Elements whose gradients are reduced over all of DP×CP: all but the experts."""
         embeddings = self.word_embedding + self.position_embedding + self.output_layer
         return embeddings + self.attention + self.dense_mlp + self.router + self.norms
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Some tensors, one behind another."""
+    """Consecutive tensors in one buffer."""
 
     elements: int = 0
     aligned_elements: int = 0
-    """With every tensor started at a multiple of `ALIGNMENT`."""
+    """Elements if every tensor starts at a multiple of `ALIGNMENT`."""
 
     def __add__(self, other: Buffer) -> Buffer:
         return Buffer(
@@ -82,38 +82,41 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBuffers:
-    """One virtual stage's tensors, by the buffer they are in."""
+    """The tensors of one virtual stage by buffer."""
 
     untied: Buffer
-    """Everything that is in neither of the others."""
+    """All tensors that are in neither of the other buffers."""
     tied: Buffer
     """The embedding that the first and the last of several stages share."""
     experts: Buffer
-    """Under expert parallelism; without it experts are like any other weight."""
+    """Experts under expert parallelism; without it, experts are in `untied`."""
 
 
-def parameters_total(shape: ModelShape, tensor: int = 1) -> int:
-    """Distinct parameters of the model, with the vocabulary padded for `tensor` ranks."""
+def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
+    """Return the number of distinct parameters of the model; the vocabulary is padded for `tensor`
+    ranks.
+    """
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
     return ends.total + sum(
         count * _parameters(_layer_tensors(kind, 1, 1, 1)).total
-        for count, kind in shape.layers_by_kind(shape.mtp_layers_held)
+        for count, kind in shape.count_layers_by_kind(shape.stored_mtp_layers)
     )
 
 
-def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str:
-    """What it changes to train a model over the tokens of the kit's data; empty if they are its own.
+def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
+    """Return a sentence on how the data's vocabulary changes the number of parameters; empty if it
+    does not.
 
     Args:
-        shape: With the model's own vocabulary.
+        shape: The shape with the model's own vocabulary.
         trained: Entries of the vocabulary that is trained.
         tensor: Ranks for which the vocabulary is padded.
     """
     if shape.vocabulary == trained:
         return ""
-    planned = parameters_total(shape, tensor)
-    actual = parameters_total(replace(shape, vocabulary=trained), tensor)
+    planned = total_parameters(shape, tensor)
+    actual = total_parameters(replace(shape, vocabulary=trained), tensor)
     return (
         f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
         f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "
@@ -123,22 +126,25 @@ def vocabulary_sentence(shape: ModelShape, trained: int, tensor: int = 1) -> str
 
 
 def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Parameters that one token uses: of the experts only those it is routed to."""
+    """Return the number of parameters that one token uses: of the experts, only those it is routed
+    to.
+    """
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
     layers = sum(
         count * times
-        for count, layer in shape.layers_by_kind(shape.mtp_layers_held)
-        for times, kind in layer.kinds
+        for count, layer in shape.count_layers_by_kind(shape.stored_mtp_layers)
+        for times, kind in layer.block_shapes
         if kind.experts
     )
-    return parameters_total(shape, tensor) - layers * idle * expert.total
+    return total_parameters(shape, tensor) - layers * idle * expert.total
 
 
 def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
-    """Components on each TP rank of a pipeline rank, over all its virtual stages.
+    """Return the parameters by component of each TP rank of a pipeline rank, over its virtual
+    stages.
 
-    A tied output embedding is a second copy on the last of several pipeline ranks
+    The last of several pipeline ranks holds a second copy of a tied embedding
     (`LanguageModule.setup_embeddings_and_output_layer`).
 
     Raises:
@@ -153,112 +159,129 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
 
 
 def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
-    """Elements of each tensor on each TP rank of a pipeline rank."""
+    """Return the number of elements of each tensor on each TP rank of a pipeline rank."""
     tensors = _stage(spec, pipeline_rank).tensors
     return [tensor.elements for tensor in tensors for _ in range(tensor.copies)]
 
 
 def layer_parameters(spec: RunSpec) -> Parameters:
-    """Components of one transformer layer on a rank."""
+    """Return the parameters of one transformer layer on a rank by component."""
     return _parameters(_layer_tensors(spec.shape, *_degrees(spec)))
 
 
 def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
-    """Elements that every TP rank holds whole and, under SP, has only its tokens' gradient of."""
+    """Return the elements of tensors that every TP rank holds in full and that have partial
+    gradients under SP.
+
+    Under SP each rank computes such a gradient from its own tokens only.
+    """
     return _stage(spec, pipeline_rank).partial_elements
 
 
-def unlike_weights(spec: RunSpec, pipeline_rank: int) -> int:
-    """Elements of one weight of each shape that linear layers of a rank have, the output layer's too;
-    biases are counted with them."""
+def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
+    """Return the elements of one weight per distinct shape among a rank's linear layers.
+
+    The output layer counts too, and biases are counted with weights.
+    """
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
-    held = zip(_held_layers(spec.on_stages, pipeline_rank), shape.layer_kinds, strict=True)
-    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.kinds]
-    if last and shape.mtp_depth:
-        kinds.append(shape.only(MTP))
+    held = zip(_held_layers(spec.stage_layout_spec, pipeline_rank), shape.layer_kinds, strict=True)
+    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.block_shapes]
+    if last and shape.mtp_layers:
+        kinds.append(shape.with_only_block(MTP))
     table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
     return table * last + _unlike_elements(tuple(kinds), _degrees(spec))
 
 
 @lru_cache(maxsize=256)
 def _unlike_elements(kinds: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
-    unlike: Counter[tuple[str, int]] = Counter()
+    """Return the elements of one tensor per distinct shape of linear layers of these kinds."""
+    distinct: Counter[tuple[str, int]] = Counter()
     for kind in kinds:
         tensors = _layer_tensors(kind, *degrees)
-        unlike |= Counter(
-            (one.component, one.elements) for one in tensors if one.component in _LINEAR
+        distinct |= Counter(
+            (item.component, item.elements) for item in tensors if item.component in _LINEAR
         )
-    return sum(elements * times for (_, elements), times in unlike.items())
+    return sum(elements * times for (_, elements), times in distinct.items())
 
 
 _LINEAR = ("attention", "dense_mlp", "experts")
 
 
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
-    """Buffers of every virtual stage of a pipeline rank, first to last."""
+    """Return the buffers of every virtual stage of a pipeline rank, first to last."""
     split, shape = spec.parallelism, spec.trained_shape
     degrees = _degrees(spec)
     table = spec.padded_vocabulary * shape.hidden // split.tensor
     tables = _shared_tables(spec)
     chunks = []
-    held = zip(*_held_layers(spec.on_stages, pipeline_rank), strict=True)
+    held = zip(*_held_layers(spec.stage_layout_spec, pipeline_rank), strict=True)
     for stage, counts in enumerate(held):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         sizes: dict[bool, list[int]] = {False: [], True: []}
         for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
             sizes[end.component in tables].append(end.elements)
-        untied, experts = buffer_of(sizes[False]), Buffer()
+        untied, experts = build_buffer(sizes[False]), Buffer()
         for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
             of_all, of_experts = _layer_buffers(kind, *degrees)
             untied, experts = untied + of_all * count, experts + of_experts * count
-        chunks.append(ChunkBuffers(untied, buffer_of(sizes[True]), experts))
+        chunks.append(ChunkBuffers(untied, build_buffer(sizes[True]), experts))
     return chunks
 
 
-def buffer_of(sizes: Iterable[int]) -> Buffer:
-    """Tensors of these sizes."""
+def build_buffer(sizes: Iterable[int]) -> Buffer:
+    """Return the buffer of tensors with these sizes."""
     sizes = tuple(sizes)
     return Buffer(sum(sizes), sum(round_up(size, ALIGNMENT) for size in sizes))
 
 
 def _degrees(spec: RunSpec) -> tuple[int, int, int]:
+    """Return TP, EP and ETP of a run."""
     split = spec.parallelism
-    return split.tensor, split.expert, split.tensor_of_experts
+    return split.tensor, split.expert, split.effective_expert_tensor
 
 
 class _Tensor(NamedTuple):
-    """A parameter, or so many equal ones."""
+    """One parameter, or `copies` equal parameters."""
 
     component: str
-    """A field of `Parameters`."""
+    """Name of a field of `Parameters`."""
     elements: int
     copies: int = 1
     partial: bool = False
-    """Megatron marks it `sequence_parallel`: see `partial_gradient_elements`."""
+    """True if Megatron marks the parameter `sequence_parallel`; see `partial_gradient_elements`."""
 
 
 def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
-    """Components that two stages hold and reduce together. With multi-token prediction it is the
-    embedding of both; a tied model's copy in the output layer is then in nobody's use, and is kept."""
-    if not spec.embeds_twice:
+    """Return the components that two stages hold and whose gradients they add up.
+
+    With multi-token prediction this is the embedding of both stages. The tied model's copy in the
+    output layer is then stored but unused.
+    """
+    if not spec.shares_embedding_across_stages:
         return ()
-    return ("word_embedding",) if spec.shape.mtp_depth else ("word_embedding", "output_layer")
+    return ("word_embedding",) if spec.shape.mtp_layers else ("word_embedding", "output_layer")
 
 
 def _end_tensors(
     shape: ModelShape, table: int, tensor: int, stages: int, first: bool, last: bool
 ) -> Iterator[_Tensor]:
-    """Embeddings before the first layer; after the last the final norm, what joins depths ahead, their
-    embedding on a stage of its own, and the output layer."""
-    if first or (last and shape.mtp_depth):
+    """Yield the tensors outside layers: embeddings on the first stage; final norm and output layer
+    on the last.
+
+    With multi-token prediction, the last stage also has the joining blocks and, as a stage of its
+    own, an embedding.
+    """
+    if first or (last and shape.mtp_layers):
         yield _Tensor("word_embedding", table)
         if shape.positions:
             yield _Tensor("position_embedding", shape.positions * shape.hidden)
     if last:
         yield from (_Tensor("norms", size, partial=True) for size in _norm(shape))
-        if shape.mtp_depth:
-            yield from _layer_tensors(shape.only(MTP), tensor, 1, 1) * shape.mtp_layers_held
+        if shape.mtp_layers:
+            yield from (
+                _layer_tensors(shape.with_only_block(MTP), tensor, 1, 1) * shape.stored_mtp_layers
+            )
         if stages > 1 or not shape.tied_embeddings:
             yield _Tensor("output_layer", table)
 
@@ -267,30 +290,35 @@ def _end_tensors(
 def _layer_tensors(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[_Tensor, ...]:
-    """One layer on a rank of TP `tensor`, EP `expert` and ETP `expert_tensor`."""
+    """Return the tensors of one layer on a rank of TP `tensor`, EP `expert` and ETP
+    `expert_tensor`.
+    """
     if len(shape.blocks) > 1:
         kinds = (
             _layer_tensors(kind, tensor, expert, expert_tensor) * times
-            for times, kind in shape.kinds
+            for times, kind in shape.block_shapes
         )
-        return tuple(found for kind in kinds for found in kind if found.elements)
-    found = [_Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms]
+        return tuple(tensors for kind in kinds for tensors in kind if tensors.elements)
+    tensors = [
+        _Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms_per_layer
+    ]
     if shape.blocks == MAMBA and shape.mamba:
-        found += _mamba_tensors(shape, shape.mamba, tensor)
+        tensors += _mamba_tensors(shape, shape.mamba, tensor)
     elif shape.blocks == LINEAR and shape.linear:
-        found += _linear_tensors(shape, shape.linear, tensor)
+        tensors += _linear_tensors(shape, shape.linear, tensor)
     elif shape.blocks == MTP:
-        found.append(_Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
+        tensors.append(_Tensor("attention", 2 * shape.hidden * shape.hidden // tensor))
     elif shape.blocks not in (MLP, EXPERTS):
-        found += _attention_tensors(shape, tensor)
+        tensors += _attention_tensors(shape, tensor)
     if shape.blocks in ("", EXPERTS) and shape.experts:
-        found += _expert_tensors(shape, tensor, expert, expert_tensor)
+        tensors += _expert_tensors(shape, tensor, expert, expert_tensor)
     elif shape.blocks in ("", MLP):
-        found += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
-    return tuple(found)
+        tensors += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
+    return tuple(tensors)
 
 
 def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
+    """Yield the tensors of attention on one TP rank."""
     if shape.latent:
         yield from _latent_tensors(shape, shape.latent, tensor)
     else:
@@ -312,7 +340,7 @@ def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
 def _expert_tensors(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> Iterator[_Tensor]:
-    """A router, the expert that every token passes, and a rank's own of the others."""
+    """Yield the tensors of a layer's router, shared expert and routed experts on one rank."""
     yield _Tensor("router", shape.experts * shape.hidden, partial=True)
     if shape.bias:
         yield _Tensor("router", shape.experts, partial=True)
@@ -322,25 +350,27 @@ def _expert_tensors(
             yield _Tensor("dense_mlp", shape.hidden, partial=True)
     if shape.latent_experts:
         yield from [_Tensor("router", shape.hidden * shape.latent_experts, partial=True)] * 2
-    own, ffn = shape.experts // expert, shape.expert_ffn_hidden
-    yield from _mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, own)
+    experts_per_rank, ffn = shape.experts // expert, shape.expert_ffn_hidden
+    yield from _mlp_tensors(_routed(shape), "experts", ffn, expert_tensor, experts_per_rank)
 
 
 def _routed(shape: ModelShape) -> ModelShape:
-    """The shape as its experts see it."""
+    """Return the shape with the width that tokens have when they are routed to experts."""
     return replace(shape, hidden=shape.latent_experts) if shape.latent_experts else shape
 
 
 _CONVOLUTION = 4
-"""Tokens that the short convolution of a Mamba-2 mixer looks at (`mamba_mixer.py: d_conv`)."""
+"""Tokens that the short convolution of a Mamba-2 mixer covers (`mamba_mixer.py: d_conv`)."""
 
 
 def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Tensor]:
-    """`megatron/core/ssm/mamba_mixer.py`: everything is split by heads or groups; no biases but the
-    convolution's."""
-    yield _Tensor("attention", shape.hidden * mamba.projected // tensor)
-    yield _Tensor("norms", _CONVOLUTION * mamba.convolved // tensor)
-    yield _Tensor("norms", mamba.convolved // tensor)
+    """Yield the tensors of a Mamba-2 mixer on one TP rank (`megatron/core/ssm/mamba_mixer.py`).
+
+    All are split by heads or groups. Only the convolution has a bias.
+    """
+    yield _Tensor("attention", shape.hidden * mamba.projected_columns // tensor)
+    yield _Tensor("norms", _CONVOLUTION * mamba.convolved_channels // tensor)
+    yield _Tensor("norms", mamba.convolved_channels // tensor)
     for _ in ("dt_bias", "A_log", "D"):
         yield _Tensor("norms", mamba.heads // tensor)
     yield _Tensor("norms", mamba.width // tensor)
@@ -348,23 +378,29 @@ def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Te
 
 
 def _linear_tensors(shape: ModelShape, linear: LinearAttention, tensor: int) -> Iterator[_Tensor]:
-    """`megatron/core/ssm/gated_delta_net`: all but the output's norm is split by heads; no biases,
-    whatever other layers have."""
-    yield _Tensor("attention", shape.hidden * linear.projected // tensor)
-    yield _Tensor("norms", linear.kernel * linear.convolved // tensor)
+    """Yield the tensors of linear attention on one TP rank (`megatron/core/ssm/gated_delta_net`).
+
+    All but the output's norm are split by heads. There are no biases, even if other layers have
+    them.
+    """
+    yield _Tensor("attention", shape.hidden * linear.projected_columns // tensor)
+    yield _Tensor("norms", linear.kernel * linear.convolved_channels // tensor)
     for _ in ("dt_bias", "A_log"):
         yield _Tensor("norms", linear.value_heads // tensor)
     yield from (_Tensor("norms", size, partial=True) for size in _norm(shape, linear.value_width))
-    yield _Tensor("attention", linear.values * shape.hidden // tensor)
+    yield _Tensor("attention", linear.value_channels * shape.hidden // tensor)
 
 
 def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
-    """Down-projections are whole on each TP rank, or split, with a norm each if there are any;
-    up-projections and output split; no biases but the output's."""
+    """Yield the tensors of latent attention on one TP rank.
+
+    Down-projections are full or split, each followed by a norm if there are QK norms;
+    up-projections and output projection are split. Only the output projection has a bias.
+    """
     heads, hidden = shape.heads // tensor, shape.hidden
     queries = heads * (latent.head_width + latent.rotary_width)
     keys_and_values = heads * (latent.head_width + latent.value_width)
-    down = tensor if latent.splits_down else 1
+    down = tensor if latent.splits_down_projections else 1
     normed = (1 if shape.rms_norm else 2) if shape.qk_norm else 0
     if latent.query_rank:
         yield _Tensor("attention", hidden * latent.query_rank // down)
@@ -379,6 +415,7 @@ def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> 
 def _mlp_tensors(
     shape: ModelShape, component: str, ffn: int, tensor: int, copies: int = 1
 ) -> Iterator[_Tensor]:
+    """Yield the tensors of an MLP, or of `copies` equal ones, with `ffn` columns."""
     first = ffn * (2 if shape.gated else 1) // tensor
     yield _Tensor(component, shape.hidden * first, copies)
     yield _Tensor(component, ffn // tensor * shape.hidden, copies)
@@ -388,21 +425,28 @@ def _mlp_tensors(
 
 
 def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
-    """One normalisation, of hidden states unless of another width: weight, and bias unless RMSNorm."""
+    """Return the sizes of a norm's tensors: weight, and bias unless RMSNorm. 0 means the hidden
+    state's width.
+    """
     return (width or shape.hidden,) * (1 if shape.rms_norm else 2)
 
 
 @lru_cache(maxsize=4096)
 def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
-    """For each kind of layer how many each virtual stage of a pipeline rank holds the weights of."""
+    """Return, per kind of layer, how many layers' weights each virtual stage of a pipeline rank
+    holds.
+    """
     shape = spec.shape
-    held = [list(spec.laid(layers, pipeline_rank)) for _, layers in shape.layer_kinds]
+    held = [
+        list(spec.count_layers_per_chunk(layers, pipeline_rank)) for _, layers in shape.layer_kinds
+    ]
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        held[shape.mtp_is_dense][-1] += shape.mtp_layers_held
+        held[shape.mtp_is_dense][-1] += shape.stored_mtp_layers
     return tuple(map(tuple, held))
 
 
 def _parameters(tensors: Iterable[_Tensor]) -> Parameters:
+    """Return the sum of the tensors' elements by component."""
     totals: Counter[str] = Counter()
     for tensor in tensors:
         totals[tensor.component] += tensor.copies * tensor.elements
@@ -410,7 +454,7 @@ def _parameters(tensors: Iterable[_Tensor]) -> Parameters:
 
 
 class _Stage(NamedTuple):
-    """What each TP rank of a pipeline rank holds."""
+    """The tensors that each TP rank of a pipeline rank holds, with their sums."""
 
     tensors: tuple[_Tensor, ...]
     parameters: Parameters
@@ -418,10 +462,11 @@ class _Stage(NamedTuple):
 
 
 def _stage(spec: RunSpec, pipeline_rank: int) -> _Stage:
+    """Return the tensors of a pipeline rank."""
     split = spec.parallelism
     degrees = (*_degrees(spec), split.pipeline)
     first, last = pipeline_rank == 0, pipeline_rank == split.pipeline - 1
-    held = tuple(map(sum, _held_layers(spec.on_stages, pipeline_rank)))
+    held = tuple(map(sum, _held_layers(spec.stage_layout_spec, pipeline_rank)))
     return _stage_of(spec.trained_shape, degrees, held, first, last)
 
 
@@ -433,49 +478,57 @@ def _stage_of(
     first: bool,
     last: bool,
 ) -> _Stage:
+    """Return the tensors of a stage; the arguments are all that they depend on, as a cache key."""
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    found = (
+    tensors = (
         *_end_tensors(shape, table, tensor, pipeline, first, last),
         *(
-            item._replace(copies=count * item.copies)
+            layer_tensor._replace(copies=count * layer_tensor.copies)
             for count, (kind, _) in zip(held, shape.layer_kinds, strict=True)
-            for item in _layer_tensors(kind, tensor, expert, expert_tensor)
+            for layer_tensor in _layer_tensors(kind, tensor, expert, expert_tensor)
         ),
     )
-    partial = sum(item.copies * item.elements for item in found if item.partial)
-    return _Stage(found, _parameters(found), partial)
+    partial = sum(
+        layer_tensor.copies * layer_tensor.elements
+        for layer_tensor in tensors
+        if layer_tensor.partial
+    )
+    return _Stage(tensors, _parameters(tensors), partial)
 
 
 @lru_cache(maxsize=256)
 def _layer_buffers(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[Buffer, Buffer]:
-    """One layer's tensors without and with expert parallelism."""
+    """Return the buffers of one layer's tensors without and with expert parallelism."""
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for item in _layer_tensors(shape, tensor, expert, expert_tensor):
         apart = expert > 1 and item.component == "experts"
         sizes[apart] += [item.elements] * item.copies
-    return buffer_of(sizes[False]), buffer_of(sizes[True])
+    return build_buffer(sizes[False]), build_buffer(sizes[True])
 
 
 def _refuse_uneven(spec: RunSpec) -> None:
+    """Raise an UnevenSplitError that names the first dimension that a degree does not divide."""
     shape, split = spec.shape, spec.parallelism
     stages = split.pipeline * split.virtual_stages
     # A group that several ranks share is cut as rows of one matrix.
     groups = 0 if split.tensor % shape.query_groups == 0 else shape.query_groups
-    if spec.stages.problem(shape.layers, split.pipeline, split.virtual_stages):
+    if spec.stages.find_problem(shape.layers, split.pipeline, split.virtual_stages):
         raise UnevenSplitError(
             f"{shape.layers} layers cannot be split evenly over PP x virtual stages {stages}."
         )
-    for what, value, degree, size in (
+    for dimension, value, degree, size in (
         ("attention heads", shape.heads, "TP", split.tensor),
         ("query groups", groups, "TP", split.tensor),
         ("MLP columns", shape.ffn_hidden, "TP", split.tensor),
         ("experts", shape.experts, "EP", split.expert),
-        ("columns of experts", shape.expert_ffn_hidden, "ETP", split.tensor_of_experts),
+        ("columns of experts", shape.expert_ffn_hidden, "ETP", split.effective_expert_tensor),
         ("Mamba groups", shape.mamba.groups if shape.mamba else 0, "TP", split.tensor),
         ("heads of keys", shape.linear.key_heads if shape.linear else 0, "TP", split.tensor),
     ):
         if value % size:
-            raise UnevenSplitError(f"{value} {what} cannot be split evenly over {degree} {size}.")
+            raise UnevenSplitError(
+                f"{value} {dimension} cannot be split evenly over {degree} {size}."
+            )

@@ -284,7 +284,7 @@ def _read_stage(paths: Sequence[Path], logs: Sequence[Path]) -> StepStage | None
         spec = spec or parse_printed_spec(scrape_log(log).arguments, None)
     if spec is None or spec.parallelism.virtual_stages > 1 or not spec.microbatches:
         return None
-    return StepStage(spec.layers_a_stage, spec.microbatches)
+    return StepStage(spec.layers_per_stage, spec.microbatches)
 
 
 def _has_failed(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """Refuse flags that attention without Transformer Engine would ignore, before a run starts.
 
 CPU ranks, and GPU ranks without Transformer Engine, compute attention with Megatron's own layers and the
-kit's patch (`megatron_patches/no_te/attention.py`). Under context parallelism the patch gathers keys
+kit's patch (`megatron_patches/no_te/attention.py`): CPU ranks with explicit scores, GPU ranks with PyTorch's
+attention. Under context parallelism the patch gathers keys
 and values, and gathers them again in backward, as Transformer Engine does for `--cp-comm-type
 all_gather`. The ring of `p2p`, Megatron's default, sends the same bytes, so the default is let through.
 """
@@ -17,17 +18,17 @@ from parakit.launch.compose import Launch
 RESET_MASK = "--reset-attention-mask"
 _COMM_TYPE, _ATTENTION_BACKEND = "--cp-comm-type", "--attention-backend"
 _COMM_TYPES_COMPUTED = ("p2p", "all_gather", "allgather")
-"""Values of `--cp-comm-type` that the patch stands for; Megatron's help spells the last one."""
+"""Values of `--cp-comm-type` that the patch replaces; Megatron's help spells the last one."""
 _BACKENDS_COMPUTED = ("auto", "unfused")
-"""Values of `--attention-backend` that Megatron's own attention stands for: it keeps its scores."""
+"""Values of `--attention-backend` that Megatron's own attention replaces, which stores its scores."""
 _IGNORED = ("--flash-attention-version",)
 _IGNORED_UNDER_CONTEXT = ("--hierarchical-context-parallel-sizes",)
 _NOT_COMPUTED_UNDER_CONTEXT = ("--window-size", "--softmax-type")
-"""Flags that Megatron's own attention follows and the patch does not."""
+"""Flags that Megatron's own attention follows and the patch ignores."""
 
 
 def attention_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence for each flag that attention without Transformer Engine would not follow."""
+    """Yield a sentence for each flag that attention without Transformer Engine would ignore."""
     on_gpu = launch.spec.device is DeviceKind.GPU
     if launch.spec.backend is not Backend.MEGATRON or (
         on_gpu and launch.runtime.transformer_engine
@@ -40,7 +41,7 @@ def attention_problems(launch: Launch) -> Iterator[str]:
         )
     flags = Flags(launch.flags)
     remedy = f"{_name_way_to_transformer_engine(launch)}, or leave the flag out."
-    for name in _list_ignored_flags(flags, launch.spec.parallelism.context):
+    for name in _list_ignored_flags(flags, launch.spec.parallelism.context, on_gpu=on_gpu):
         value = " ".join(flags.texts(name))
         yield (
             f"{name} {value} chooses how Transformer Engine computes attention; the attention here is "
@@ -57,11 +58,13 @@ def attention_problems(launch: Launch) -> Iterator[str]:
 
 def _describe_attention(launch: Launch) -> str:
     """Return how attention is computed without Transformer Engine, as a part of a sentence."""
+    on_gpu = launch.spec.device is DeviceKind.GPU
+    computed_by = (
+        "by PyTorch's attention" if on_gpu else "by Megatron's own layers, with explicit scores"
+    )
     if launch.spec.parallelism.context > 1:
-        return "keys and values are gathered, as all_gather does, and given to PyTorch's attention"
-    if launch.spec.device is DeviceKind.GPU:
-        return "by PyTorch's attention"
-    return "by Megatron's own layers, with explicit scores"
+        return f"keys and values are gathered, as all_gather does; {computed_by}"
+    return computed_by
 
 
 def _name_way_to_transformer_engine(launch: Launch) -> str:
@@ -71,10 +74,13 @@ def _name_way_to_transformer_engine(launch: Launch) -> str:
     return "train on GPUs with Transformer Engine (a target that ends in gpu)"
 
 
-def _list_ignored_flags(flags: Flags, context: int) -> Iterator[str]:
-    """Yield the names of the flags whose values would change nothing."""
+def _list_ignored_flags(flags: Flags, context: int, *, on_gpu: bool) -> Iterator[str]:
+    """Yield the names of the flags whose values would change nothing.
+
+    `context` is the context-parallel size.
+    """
     is_split = context > 1
-    backends = ("auto",) if is_split else _BACKENDS_COMPUTED
+    backends = ("auto",) if is_split and on_gpu else _BACKENDS_COMPUTED
     if set(flags.texts(_ATTENTION_BACKEND)) - set(backends):
         yield _ATTENTION_BACKEND
     if is_split and set(flags.texts(_COMM_TYPE)) - set(_COMM_TYPES_COMPUTED):

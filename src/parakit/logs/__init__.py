@@ -1,8 +1,8 @@
-"""Logs of training runs, of many trainers and versions, and run folders, read into values.
+"""Read logs of training runs, of many trainers and versions, and run folders.
 
-This package decides which runs a log holds, what each line says, why a run failed, and which iterations are
-measurements. Each trainer's words are in one file of `dialects`. It draws no conclusion from several runs: that is
-the report's.
+This package decides which runs a log holds, what each line means, why a run failed, and which iterations are
+measurements. The lines of each trainer are described in one file of `dialects`. Conclusions from several runs are
+drawn in `parakit.reporting`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How a run ended, from its log: `diagnose` for a file, `classify_log` for a scraped log."""
+"""Find out how a run ended: `diagnose_log` for a file, `classify_log` for a scraped log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from parakit.logs.failures import NCCL_TIMEOUT, SCHEDULER, signal_name
 from parakit.logs.scrape import scrape_log
 from parakit.logs.scraped import LoggedError, ScrapedLog
 
-_MEMORY = re.compile(
+_OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|Unable to allocate"
     r"|CUBLAS_STATUS_ALLOC_FAILED|MemoryError|bad_alloc|could not (?:create|execute) a primitive$",
     re.IGNORECASE,
 )
-"""Texts of an allocation that was refused.
+"""Texts of a refused allocation.
 
-oneDNN says no more than that it could not create or execute a primitive. A primitive that it does not
-support fails before, and the text goes on: `could not create a primitive descriptor for …`.
+If memory runs out, oneDNN only reports that it could not create or execute a primitive. The text of a primitive that
+oneDNN does not support goes on: `could not create a primitive descriptor for …`.
 """
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 _ALLOCATION = re.compile(r"ried to allocate ([\d.]{1,20} ?[A-Za-z]{1,6})")
@@ -30,20 +30,24 @@ _CAPACITY = re.compile(
 )
 _NAN = re.compile(r"found NaN|found Inf|Unexpected result (?:nan|-?inf|NaN)|is NaN", re.IGNORECASE)
 _GLOO = "gloo"
-"""It ends whichever rank first notices that calls do not fit or a peer is gone: it accuses nobody."""
-_SILENT = (4, 7, 8, 9)
-"""Signals after which a rank logs nothing; after SIGSEGV and SIGABRT it may."""
-_STOPPED = (None, 1, -2, -15, 130, 143)
-"""Root causes that a stopped run has; torchrun also stops the others when one is killed."""
+"""Text in errors of gloo, which do not name a cause.
+
+gloo ends the first rank that notices a call that does not fit or a lost peer."""
+_SILENT_SIGNALS = (4, 7, 8, 9)
+"""Signals after which a rank logs nothing. After SIGSEGV and SIGABRT it may log an error."""
+_EXIT_CODES_OF_STOPPED_RUN = (None, 1, -2, -15, 130, 143)
+"""Exit codes of the root-cause rank if somebody stopped the run.
+
+Other codes mean that this rank failed, and that torchrun stopped the others."""
 
 
 def diagnose_log(log_path: Path, exit_code: int | None, interrupted: bool) -> StatusRecord:
-    """Say how a run ended.
+    """Return how a run ended, by its log.
 
     Args:
-        log_path: Its log, which need not exist.
-        exit_code: Of the launcher; None where it is not known (a foreign log, a stale run folder).
-        interrupted: Whether the launcher was asked to stop.
+        log_path: Path of the log, which need not exist.
+        exit_code: Exit code of the launcher; None if unknown (a foreign log, an old run folder).
+        interrupted: True if the launcher was asked to stop.
     """
     try:
         return classify_log(scrape_log(log_path), exit_code, interrupted)
@@ -55,137 +59,169 @@ def diagnose_log(log_path: Path, exit_code: int | None, interrupted: bool) -> St
 def classify_log(
     log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False
 ) -> StatusRecord:
-    """Say how the run of a scraped log ended; arguments as in `diagnose`."""
+    """Return how the run of a scraped log ended. `exit_code` and `interrupted` are as in `diagnose_log`."""
     if log.other_trainer is not None and exit_code is None:
-        return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    by, where = log.trace.interrupted_by, describe_log_end(log)
+        return StatusRecord(Status.NO_LOG, exit_code, _describe_foreign_log(log))
+    log_end = describe_log_end(log)
     if interrupted:
-        return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped on request{where}.")
-    last = log.iterations[-1] if log.iterations else None
-    if log.exit_reason is not None:
-        finished = "SIGTERM" not in log.exit_reason
-    else:
-        finished = last is not None and last.iteration == last.total_iterations
-    if exit_code == 0 or (exit_code is None and finished):
+        return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped on request{log_end}.")
+    if exit_code == 0 or (exit_code is None and _is_finished(log)):
         return _classify_lines(log, exit_code, finished=True)
-    if by and log.trace.root_cause_exit_code in _STOPPED:
-        # Noted only if nothing had failed before it: what a rank raises while it ends is no news.
-        return StatusRecord(Status.INTERRUPTED, exit_code, f"Stopped by {by}{where}.")
-    if error := find_first_error(log):
+    interrupted_by = log.trace.interrupted_by
+    if interrupted_by and log.trace.root_cause_exit_code in _EXIT_CODES_OF_STOPPED_RUN:
+        # A signal is noted only if no error came before it. Errors after it follow from the stop.
+        reason = f"Stopped by {interrupted_by}{log_end}."
+        return StatusRecord(Status.INTERRUPTED, exit_code, reason)
+    error = find_first_error(log)
+    if error:
         return _classify_error(log, error, exit_code)
     return _classify_exit_code(log, exit_code) or _classify_lines(log, exit_code, finished=False)
 
 
-def find_first_error(log: ScrapedLog) -> LoggedError | None:
-    """The first real error: no follow-up, and of torchrun's root-cause rank if that has any.
+def _is_finished(log: ScrapedLog) -> bool:
+    """Return True if the log says that training ended as planned, or has its last iteration."""
+    if log.exit_reason is not None:
+        return "SIGTERM" not in log.exit_reason
+    if not log.iterations:
+        return False
+    last = log.iterations[-1]
+    return last.iteration == last.total_iterations
 
-    None where a signal killed a rank: the others only report that they lost it.
+
+def find_first_error(log: ScrapedLog) -> LoggedError | None:
+    """Return the first error that is a cause, of torchrun's root-cause rank if this rank has any.
+
+    None means that the log has no error, or that a signal killed a rank. In that case the other ranks only
+    report that they lost the rank, and only an error of the scheduler is returned.
     """
-    trace, code = log.trace, log.trace.root_cause_exit_code
-    errors = [error for error in trace.errors if not error.secondary]
-    if code is not None and -code in _SILENT:
-        return next((error for error in errors if error.kind == SCHEDULER), None)
-    candidates = errors or [error for error in trace.errors if error.kind != "ChildFailedError"]
-    of_root = [e for e in candidates if e.rank is not None and e.rank == trace.root_cause_rank]
-    return next(iter(of_root or candidates), None)
+    trace, exit_code = log.trace, log.trace.root_cause_exit_code
+    causes = [error for error in trace.errors if not error.secondary]
+    if exit_code is not None and -exit_code in _SILENT_SIGNALS:
+        return next((error for error in causes if error.kind == SCHEDULER), None)
+    candidates = causes or [error for error in trace.errors if error.kind != "ChildFailedError"]
+    errors_of_root_cause = [
+        error
+        for error in candidates
+        if error.rank is not None and error.rank == trace.root_cause_rank
+    ]
+    return next(iter(errors_of_root_cause or candidates), None)
 
 
 def describe_log_end(log: ScrapedLog) -> str:
-    """Where a log ends: ` after iteration 7`."""
+    """Return where a log ends, with a blank before: ` after iteration 7`."""
     if not log.iterations:
         return " before the first iteration"
     return f" after iteration {log.iterations[-1].iteration}"
 
 
 def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> StatusRecord:
-    """Of a run that finished, or whose log stops without a reason."""
-    lines, where = log.iterations, describe_log_end(log)
+    """Return the status of a run without an error, by its iterations.
+
+    `finished` is False if the log stops without a reason.
+    """
+    lines, log_end = log.iterations, describe_log_end(log)
     rank = None if finished else log.trace.root_cause_rank
     if not log.is_megatron:
-        return StatusRecord(Status.NO_LOG, exit_code, _not_megatron(log))
-    if (since := _nan_since(log)) is not None:
-        end = " to the end." if finished else f", where the log stops{where}."
-        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {since}{end}", rank)
+        return StatusRecord(Status.NO_LOG, exit_code, _describe_foreign_log(log))
+    first_nan = _find_first_iteration_of_nan(log)
+    if first_nan is not None:
+        end = " to the end." if finished else f", where the log stops{log_end}."
+        return StatusRecord(Status.NAN, exit_code, f"NaN from iteration {first_nan}{end}", rank)
     if not finished:
-        text = f"The log stops{where} without saying why."
+        text = f"The log stops{log_end} without saying why."
         return StatusRecord(Status.INCOMPLETE, exit_code, text, rank)
     if not lines:
         reason = "The run ended without a single iteration line."
         return StatusRecord(Status.INCOMPLETE, exit_code, reason)
-    # A loss scale that was too large has every step skipped.
-    lossless = ~(np.abs(lines.values("lm_loss")) > 0)
-    if np.all((lines.values("skipped_iterations") > 0) & lossless):
-        return StatusRecord(Status.NAN, exit_code, _skipped(log))
+    # If the loss scale is too large, Megatron skips every step and prints no loss.
+    has_no_loss = ~(np.abs(lines.values("lm_loss")) > 0)
+    if np.all((lines.values("skipped_iterations") > 0) & has_no_loss):
+        return StatusRecord(Status.NAN, exit_code, _describe_skipped_run(log))
     return StatusRecord(Status.OK, exit_code, "")
 
 
-def _skipped(log: ScrapedLog) -> str:
+def _describe_skipped_run(log: ScrapedLog) -> str:
+    """Return the sentences on a run whose steps were all skipped, with a way out."""
     last = log.iterations[-1]
     scale = f" The loss scale has come down to {last.loss_scale:.0f}." if last.loss_scale else ""
-    # 65536 fits most models; one that was skipped at that scale needs less than the scale it ended with.
-    fits = min(2**16, last.loss_scale / 4) if last.loss_scale else 2**16
+    # A scale of 65536 fits most models. If that was too large, less than the last scale is needed.
+    smaller_scale = min(2**16, last.loss_scale / 4) if last.loss_scale else 2**16
     return (
-        f"No step was taken: each of {last.iteration} iterations was skipped, its gradients being "
-        f"inf or NaN.{scale} Train more iterations (ITERS=), or begin with a smaller one "
-        f"(EXTRA='--initial-loss-scale {max(fits, 1):.0f}')."
+        f"No step was taken: each of {last.iteration} iterations was skipped, because its gradients were "
+        f"inf or NaN.{scale} Train more iterations (ITERS=), or begin with a smaller scale "
+        f"(EXTRA='--initial-loss-scale {max(smaller_scale, 1):.0f}')."
     )
 
 
 def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) -> StatusRecord:
+    """Return the status of a run that failed with `error`: out of memory, NaN or crashed."""
     rank = error.rank if error.rank is not None else log.trace.root_cause_rank
     text = f"{error.kind}: {error.message}" if error.message else error.kind
-    if _MEMORY.search(text):
-        return StatusRecord(Status.OUT_OF_MEMORY, exit_code, _allocation(error, rank), rank)
+    if _OUT_OF_MEMORY.search(text):
+        return StatusRecord(
+            Status.OUT_OF_MEMORY, exit_code, _describe_out_of_memory(error, rank), rank
+        )
     if _OPEN_FILES.search(text):
-        who = f"Rank {rank}" if rank is not None else "A rank"
-        reason = f"{who} was allowed no more open files ({text}); raise the limit (ulimit -n)."
+        subject = f"Rank {rank}" if rank is not None else "A rank"
+        reason = f"{subject} was allowed no more open files ({text}); raise the limit (ulimit -n)."
         return StatusRecord(Status.CRASHED, exit_code, reason, rank)
     status = Status.NAN if _NAN.search(text) else Status.CRASHED
-    place = f"rank {rank}: " if rank is not None else ""
-    accused = None if _GLOO in text or error.kind == NCCL_TIMEOUT else rank
-    return StatusRecord(status, exit_code, f"{place}{text}{describe_log_end(log)}", accused)
+    prefix = f"rank {rank}: " if rank is not None else ""
+    # Errors of gloo and timeouts of NCCL come from the rank that notices, not from the cause.
+    failed_rank = None if _GLOO in text or error.kind == NCCL_TIMEOUT else rank
+    reason = f"{prefix}{text}{describe_log_end(log)}"
+    return StatusRecord(status, exit_code, reason, failed_rank)
 
 
 def _classify_exit_code(log: ScrapedLog, exit_code: int | None) -> StatusRecord | None:
-    """What an exit code tells, the root cause's before the launcher's; None where it tells nothing."""
+    """Return the status by the exit code of the root-cause rank, else of the launcher; None if it is 0."""
     rank, code = log.trace.root_cause_rank, log.trace.root_cause_exit_code
     code = exit_code if code is None else code
     if not code:
         return None
-    signal = -code if code < 0 else code - 128 if code > 128 else 0
-    who = f"Rank {rank} was killed" if rank is not None else "Killed"
+    # Python reports a signal as a negative exit code, and a shell adds 128.
+    signal = 0
+    if code < 0:
+        signal = -code
+    elif code > 128:
+        signal = code - 128
     text = f"Exit code {code}, and the log names no error"
     if name := signal_name(signal):
-        text = f"{who} by {name}{_MEANS.get(signal, '')}"
+        subject = f"Rank {rank} was killed" if rank is not None else "Killed"
+        text = f"{subject} by {name}{_CAUSES_OF_SIGNALS.get(signal, '')}"
     return StatusRecord(Status.CRASHED, exit_code, f"{text}; ended{describe_log_end(log)}", rank)
 
 
-_MEANS = {
+_CAUSES_OF_SIGNALS = {
     9: ", which the kernel sends when memory runs out",
     7: ": a file it had mapped became shorter, or its disk failed",
 }
-"""What a signal tells, where it tells more than its name."""
+"""Usual cause of a signal, in words that follow its name."""
 
 
-def _allocation(error: LoggedError, rank: int | None) -> str:
-    wanted, room = (pattern.search(error.message) for pattern in (_ALLOCATION, _CAPACITY))
+def _describe_out_of_memory(error: LoggedError, rank: int | None) -> str:
+    """Return the sentence on a rank that ran out of memory, with sizes if the error has them."""
+    allocation = _ALLOCATION.search(error.message)
+    capacity = _CAPACITY.search(error.message)
     text = f"{f'Rank {rank}' if rank is not None else 'A rank'} ran out of memory"
-    if wanted:
-        text += f" when it tried to allocate {wanted[1]}"
-    if room:
-        text += f" ({room[1]} of {room[2]}" + (f", {room[3]} free)" if room[3] else ")")
-    return text + "." if wanted else f"{text}: {error.message or error.kind}"
+    if allocation:
+        text += f" when it tried to allocate {allocation[1]}"
+    if capacity:
+        free = f", {capacity[3]} free" if capacity[3] else ""
+        text += f" ({capacity[1]} of {capacity[2]}{free})"
+    return text + "." if allocation else f"{text}: {error.message or error.kind}"
 
 
-def _not_megatron(log: ScrapedLog) -> str:
+def _describe_foreign_log(log: ScrapedLog) -> str:
+    """Return the sentence on a log from which no line can be read."""
     name = Path(log.path).name
     if log.other_trainer is not None:
         return f"{name} looks like a log of {log.other_trainer}."
     return f"{name} holds no line of Megatron's; name the log that training itself wrote."
 
 
-def _nan_since(log: ScrapedLog) -> int | None:
-    """The iteration from which on all are NaN to the last; None where the last is not."""
-    finite = np.flatnonzero(~log.iterations.has_nan)
-    since = int(finite[-1]) + 1 if len(finite) else 0
-    return log.iterations[since].iteration if since < len(log.iterations) else None
+def _find_first_iteration_of_nan(log: ScrapedLog) -> int | None:
+    """Return the iteration from which on all iterations are NaN; None if the last one is not NaN."""
+    finite_positions = np.flatnonzero(~log.iterations.has_nan)
+    first = int(finite_positions[-1]) + 1 if len(finite_positions) else 0
+    return log.iterations[first].iteration if first < len(log.iterations) else None

@@ -1,4 +1,7 @@
-"""How a run failed or was stopped: exceptions with their rank, torchrun's epilogue, signals, Slurm."""
+"""Collect from a log how a run failed or was stopped.
+
+The sources are exceptions with their rank, torchrun's summary of failures, signals, and Slurm's messages.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,22 @@ from signal import Signals
 
 from parakit.logs.scraped import ErrorTrace, LoggedError
 
-_UNTRACED = ("rror", "Patch '", "Segmentation", "terminate", "memory")
-_OF_SLURM = ("srun", "slurm", "CANCELLED", "OUT_OF_ME")
+_WORDS_OF_ERRORS_WITHOUT_TRACEBACK = ("rror", "Patch '", "Segmentation", "terminate", "memory")
+_WORDS_OF_SLURM = ("srun", "slurm", "CANCELLED", "OUT_OF_ME")
 _WORDS = (
-    *(*_UNTRACED, *_OF_SLURM, "Traceback", "Unexpected result", "Failures:", "Root Cause", "ignal"),
+    *(
+        *_WORDS_OF_ERRORS_WITHOUT_TRACEBACK,
+        *_WORDS_OF_SLURM,
+        "Traceback",
+        "Unexpected result",
+        "Failures:",
+        "Root Cause",
+        "ignal",
+    ),
     *("SIG", "Exception ignored", "Terminated", "Killed", "Watchdog caught", "exiting via 9"),
 )
 FAILURES = re.compile("|".join(map(re.escape, _WORDS)))
-"""What every line holds that begins to tell of a failure."""
+"""Pattern of at least one word in every line that begins a report of a failure."""
 
 _PREFIX = re.compile(r"\s{0,8}(?:\[(?:default|rank|Rank |RANK )?(\d{1,6})\]:? ?){1,3}", re.ASCII)
 _TRACEBACK = "Traceback (most recent call last)"
@@ -33,14 +44,14 @@ _FATAL = re.compile(
     r"|(?<=watchdog thread terminated with exception: )CUDA error: .{1,200})"
 )
 _OUT_OF_MEMORY = re.compile("out ?of ?memory", re.IGNORECASE)
-_OUTSIDE = re.compile(
+_ERROR_BEFORE_TRAINING = re.compile(
     r"(Error response from daemon): (.{1,1000})|Patch '\S{1,80}' \(.{1,400}?\) expects .{1,1000}"
 )
-"""What Docker's client and the kit's own patches say before anything trains."""
+"""Errors of Docker's client and of the kit's own patches, before training starts."""
 _UNEXPECTED_RESULT = re.compile(
     r"(Unexpected result \S{1,40}) on rank (\d{1,6}) at iteration #(\d{1,9}).{0,40}message='(.{1,200})'"
 )
-"""Megatron's `rerun_state_machine`, which then ends with exit code 16 or 17 and no traceback."""
+"""Report of Megatron's `rerun_state_machine`, which then exits with code 16 or 17 and no traceback."""
 
 _FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
 _FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})(?: \(pid: (\d{1,9})\))?")
@@ -66,8 +77,8 @@ _SLURM_OUT_OF_MEMORY = re.compile(
 _SLURM_NODE_FAILED = re.compile(r"DUE TO NODE FAILURE|srun: error: Node failure on (\S{1,200})")
 _SLURM_TASK_FAILED = re.compile(r"srun: error: \S{1,200}: tasks? \S{1,200}: Exited with exit code")
 SCHEDULER = "Slurm"
-"""Kind of an error that the cluster's scheduler reports; what the ranks say follows from it."""
-_SECONDARY = re.compile(
+"""Kind of an error that the cluster's scheduler reports. Errors of ranks follow from it."""
+_CONSEQUENCE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
     r"|communicator was aborted|collective operation timeout|recvValue failed|ncclRemoteError"
     r"|Socket Timeout|failed to recv|Rank \d+ successfully reached monitoredBarrier"
@@ -79,8 +90,10 @@ _NCCL_TIMEOUT = re.compile(
     r"OpType=(\w{1,40}),.{0,200}?ran for (\d{1,12}) milliseconds"
 )
 NCCL_TIMEOUT = "NCCL timeout"
-"""Kind of an error that NCCL's watchdog reports. The device then goes on with what was not received,
-until the watchdog ends the process: a NaN in between is no news."""
+"""Kind of an error that NCCL's watchdog reports.
+
+The device then continues with data that it did not receive, until the watchdog ends the process. A NaN in between
+follows from the timeout."""
 _ENDED_BY_TORCHRUN = re.compile(
     r"Unable to shutdown process (\d{1,9}) via 15, forcefully exiting via 9"
 )
@@ -90,64 +103,71 @@ _HOST_MEMORY = (
     "the job used more host memory than Slurm gave it (out of memory); ask for more (--mem=)"
 )
 _SIGKILL = 9
-_KILLING = (4, 7, 8, 9, 11)
-"""Signals that a rank dies of by itself or by the kernel; torchrun ends the others with SIGTERM."""
+_KILLING_SIGNALS = (4, 7, 8, 9, 11)
+"""Signals by which a rank fails or the kernel kills it. torchrun ends the other ranks with SIGTERM."""
 _MAX_ERRORS = 256
 _MAX_MESSAGE = 2000
 
 
 class ErrorCollector:
-    """Feed it every line; `trace()` is what was found."""
+    """Collector of failures. `feed` gets every line of a run, and `trace` returns the failures."""
 
     def __init__(self) -> None:
         self._errors: list[LoggedError] = []
         self._frames: dict[int | None, str] = {}
+        """Innermost frame so far (file and line) of each open traceback, by rank."""
         self._sources: dict[int | None, str] = {}
-        """The innermost frame's line of code, by the rank whose traceback is open."""
+        """Source code of that frame, by rank."""
         self._in_epilogue = False
         self._ignored = False
+        """True if Python ignores the next exception."""
         self._listed_rank: int | None = None
         self._failures: list[tuple[int | None, int]] = []
+        """Ranks and exit codes that torchrun lists."""
         self._ended_by_torchrun: set[str] = set()
+        """Process numbers of ranks that torchrun killed."""
         self._timed_out: set[int | None] = set()
         self._interrupted_by: str | None = None
         self._killed_by_shell = False
         self._task_failed = False
 
     def feed(self, line: str) -> None:
-        """Look at one line."""
+        """Read one line of the run, and collect the failure that it reports."""
         if self._frames:
             self._follow_traceback(line)
-        if not self._in_epilogue and not any(map(line.__contains__, _WORDS)):
+        if not self._in_epilogue and not any(word in line for word in _WORDS):
             return
         if _TRACEBACK in line:
             rank, _ = _split_prefix(line)
             if len(self._frames) < _MAX_ERRORS:
                 self._frames[rank] = ""
-        elif any(word in line for word in _UNTRACED):
-            self._feed_untraced(line)
-        elif found := _UNEXPECTED_RESULT.search(line):
-            self._add(found[1], f"{found[4]}, at iteration {found[3]}", int(found[2]), False)
+        elif any(word in line for word in _WORDS_OF_ERRORS_WITHOUT_TRACEBACK):
+            self._feed_error_without_traceback(line)
+        elif match := _UNEXPECTED_RESULT.search(line):
+            message = f"{match[4]}, at iteration {match[3]}"
+            self._add_error(match[1], message, rank=int(match[2]))
         if "Watchdog caught" in line:
             self._feed_timeout(line)
         self._feed_torchrun(line)
-        if found := _SIGNAL.search(line):
-            name = next(filter(None, found.groups())).replace("Terminated", "SIGTERM")
+        if match := _SIGNAL.search(line):
+            name = next(filter(None, match.groups())).replace("Terminated", "SIGTERM")
             if name.isdecimal():
                 name = signal_name(int(name)) or f"signal {name}"
             self._note_interruption(name)
-        if any(word in line for word in _OF_SLURM):
+        if any(word in line for word in _WORDS_OF_SLURM):
             self._feed_slurm(line)
         if _SHELL_KILLED.search(line):
             self._killed_by_shell = True
         self._ignored = self._ignored or "Exception ignored in" in line
 
     def trace(self) -> ErrorTrace:
-        """What was found in the lines so far."""
-        # torchrun looks ten times a second, and of ranks found dead together it names the lowest; one
-        # that a signal killed is the cause, because the others only lost their connection to it. Else
-        # the root cause is listed last.
-        killed = next(((r, code) for r, code in self._failures if -code in _KILLING), None)
+        """Return the failures in the lines so far, with the root cause."""
+        # torchrun looks for dead ranks ten times a second, and lists the root cause last. Of ranks that it
+        # finds together it takes the lowest. A rank that a signal killed is the cause, because the others
+        # only lost their connection to it.
+        killed = next(
+            ((rank, code) for rank, code in self._failures if -code in _KILLING_SIGNALS), None
+        )
         last = self._failures[-1] if self._failures else (None, None)
         rank, code = killed or last
         if code is None and self._killed_by_shell:
@@ -155,6 +175,7 @@ class ErrorCollector:
         return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
 
     def _follow_traceback(self, line: str) -> None:
+        """Read a line of an open traceback; the line with the exception closes the traceback."""
         rank, text = _split_prefix(line)
         if rank not in self._frames:
             return
@@ -166,88 +187,122 @@ class ErrorCollector:
             elif not self._sources.get(rank):
                 self._sources[rank] = text.strip()
             return
-        if not (found := _EXCEPTION.match(text.rstrip())):
+        match = _EXCEPTION.match(text.rstrip())
+        if not match:
             return
-        where, source = self._frames.pop(rank), self._sources.pop(rank, "")
-        kind, message = found[1].rsplit(".", 1)[-1], (found[2] or "").strip()
+        location, source = self._frames.pop(rank), self._sources.pop(rank, "")
+        kind, message = match[1].rsplit(".", 1)[-1], (match[2] or "").strip()
         if kind == "KeyboardInterrupt":
             self._note_interruption(kind)
             return
-        if not message and where:
-            asserted = source.removeprefix("assert ") if source.startswith("assert ") else ""
-            message = f"{f'{asserted} does not hold, ' if asserted else ''}in {where}"
-        self._add(kind, message, rank, kind in _LAUNCHER_KINDS)
+        if not message and location:
+            message = f"in {location}"
+            if source.startswith("assert "):
+                message = f"{source.removeprefix('assert ')} does not hold, {message}"
+        self._add_error(kind, message, rank, kind in _LAUNCHER_KINDS)
 
-    def _feed_untraced(self, line: str) -> None:
+    def _feed_error_without_traceback(self, line: str) -> None:
+        """Read a line with an error that has no Python traceback, such as a wrong option."""
         usage = _USAGE.search(line) if ": error: " in line else None
         if usage and usage[1].endswith(".py"):
             message = f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}"
-            self._add("usage", message, _split_prefix(line)[0])
-        elif outside := _OUTSIDE.search(line):
-            self._add(outside[1] or "PatchError", outside[2] or outside[0], None)
+            self._add_error("usage", message, _split_prefix(line)[0])
+        elif early := _ERROR_BEFORE_TRAINING.search(line):
+            self._add_error(early[1] or "PatchError", early[2] or early[0], None)
         elif fatal := _FATAL.search(line):
-            known = fatal[1].split(": ", 1)[-1]
-            if not any(known in error.message for error in self._errors):
+            text = fatal[1].split(": ", 1)[-1]
+            if not any(text in error.message for error in self._errors):
                 kind = "OutOfMemoryError" if _OUT_OF_MEMORY.search(fatal[1]) else "fatal"
                 message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
-                self._add(kind, message, _split_prefix(line)[0])
+                self._add_error(kind, message, _split_prefix(line)[0])
 
     def _feed_slurm(self, line: str) -> None:
+        """Read a message of Slurm: an error, a failed task, or that it cancelled the job."""
         if _SLURM_OUT_OF_MEMORY.search(line):
-            self._add(SCHEDULER, _HOST_MEMORY, None)
+            self._add_error(SCHEDULER, _HOST_MEMORY, None)
         elif failed := _SLURM_NODE_FAILED.search(line):
-            self._add(SCHEDULER, f"node {failed[1]} failed" if failed[1] else "a node failed", None)
+            message = f"node {failed[1]} failed" if failed[1] else "a node failed"
+            self._add_error(SCHEDULER, message, None)
         elif _SLURM_TASK_FAILED.search(line):
-            self._task_failed = True  # Slurm then cancels the step, which is no news.
-        elif (found := _CANCELLED.search(line)) and not self._task_failed:
-            why = (found[1] or "").strip()
-            self._note_interruption(_SLURM_STOPPED.get(why, f"Slurm {why.lower()}".strip()))
+            self._task_failed = True
+        elif not self._task_failed:  # After a failed task Slurm cancels the step as a consequence.
+            self._feed_cancellation(line)
+
+    def _feed_cancellation(self, line: str) -> None:
+        """Note that Slurm cancelled the job, if the line says so, and why."""
+        match = _CANCELLED.search(line)
+        if match:
+            reason = (match[1] or "").strip()
+            default = f"Slurm {reason.lower()}".strip()
+            self._note_interruption(_SLURM_STOPPED.get(reason, default))
 
     def _note_interruption(self, by: str) -> None:
-        # Stopping what has already failed is no interruption.
+        """Note the first signal, key or scheduler that stopped the run, unless an error came before."""
         if self._interrupted_by is None and all(error.secondary for error in self._errors):
             self._interrupted_by = by
 
     def _feed_timeout(self, line: str) -> None:
+        """Read the report of NCCL's watchdog on a call that timed out; the first one per rank counts."""
         rank, text = _split_prefix(line)
-        if rank not in self._timed_out and (found := _NCCL_TIMEOUT.search(text)):
-            number = f" no. {found[1]}" if found[1] else ""
-            message = f"it waited {int(found[3]) / 1000:.0f} s in {found[2]}{number}"
-            if self._errors and self._errors[-1].message.startswith(_TERMINATED):
-                self._errors.pop()  # Its next line says by what, and this is that.
-            causes = (error.kind for error in self._errors if not error.secondary)
-            self._add(NCCL_TIMEOUT, message, rank, any(kind != NCCL_TIMEOUT for kind in causes))
-            self._timed_out.add(rank)
+        match = _NCCL_TIMEOUT.search(text)
+        if match is None or rank in self._timed_out:
+            return
+        number = f" no. {match[1]}" if match[1] else ""
+        message = f"it waited {int(match[3]) / 1000:.0f} s in {match[2]}{number}"
+        if self._errors and self._errors[-1].message.startswith(_TERMINATED):
+            # The line before only says that C++ terminated, and this line says why.
+            self._errors.pop()
+        has_other_cause = any(
+            error.kind != NCCL_TIMEOUT for error in self._errors if not error.secondary
+        )
+        self._add_error(NCCL_TIMEOUT, message, rank, has_other_cause)
+        self._timed_out.add(rank)
 
     def _feed_torchrun(self, line: str) -> None:
+        """Read a line of torchrun: its list of failed ranks, or that it killed a process."""
         if self._in_epilogue:
-            if rank_of := _FAILED_RANK.search(line):
-                self._listed_rank = int(rank_of[1])
-            elif (
-                (code := _FAILED_EXIT.search(line))
-                and code[2] not in self._ended_by_torchrun
-                and len(self._failures) < _MAX_ERRORS
-            ):
-                self._failures.append((self._listed_rank, int(code[1])))
+            self._feed_epilogue(line)
         elif line.strip() in _EPILOGUE:
             self._in_epilogue = True
-        elif found := _ENDED_BY_TORCHRUN.search(line):
-            self._ended_by_torchrun.add(found[1])
+        elif match := _ENDED_BY_TORCHRUN.search(line):
+            self._ended_by_torchrun.add(match[1])
 
-    def _add(self, kind: str, message: str, rank: int | None, secondary: bool = False) -> None:
-        follows = self._ignored or (bool(self._timed_out) and kind not in (NCCL_TIMEOUT, SCHEDULER))
-        secondary = secondary or follows or bool(_SECONDARY.search(message[:_MAX_MESSAGE]))
+    def _feed_epilogue(self, line: str) -> None:
+        """Read a line of torchrun's list: a rank, then its exit code and process number."""
+        if rank := _FAILED_RANK.search(line):
+            self._listed_rank = int(rank[1])
+            return
+        exit_code = _FAILED_EXIT.search(line)
+        if exit_code is None or exit_code[2] in self._ended_by_torchrun:
+            return
+        if len(self._failures) < _MAX_ERRORS:
+            self._failures.append((self._listed_rank, int(exit_code[1])))
+
+    def _add_error(
+        self, kind: str, message: str, rank: int | None, secondary: bool = False
+    ) -> None:
+        """Add an error. `secondary` says that the error follows from another one.
+
+        An error also counts as secondary if Python ignores it, if it comes after a timeout of NCCL, or if its
+        message reports a lost connection.
+        """
+        is_after_timeout = bool(self._timed_out) and kind not in (NCCL_TIMEOUT, SCHEDULER)
+        secondary = secondary or self._ignored or is_after_timeout
+        secondary = secondary or bool(_CONSEQUENCE.search(message[:_MAX_MESSAGE]))
         self._ignored = False
         if len(self._errors) < _MAX_ERRORS:
             self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` of 15; empty of what is no signal."""
+    """Return the name of a signal: `SIGTERM` for 15; empty for a number that is no signal."""
     return Signals(number).name if number in Signals else ""
 
 
 def _split_prefix(line: str) -> tuple[int | None, str]:
-    """The rank in `[default1]:` or `[rank1]: ` and the text behind it."""
-    found = _PREFIX.match(line)
-    return (int(found[1]), line[found.end() :]) if found else (None, line)
+    """Return the rank in a prefix such as `[default1]:` or `[rank1]: `, and the text after the prefix.
+
+    Without prefix the rank is None.
+    """
+    match = _PREFIX.match(line)
+    return (int(match[1]), line[match.end() :]) if match else (None, line)

@@ -1,14 +1,15 @@
-"""The iteration lines of a run by column: half a million take 50 MB, and one field is one array.
+"""Iteration lines of a run, stored by column.
 
-As a sequence it gives `Iteration`s, made when they are asked for. What must look at every line of a
-long run takes `values` and `known`, which cost no object a line.
+A field of all lines is one array, so half a million lines take 50 MB. `IterationTable` is also a sequence of
+`Iteration` objects, which are made on request. Code that reads every line of a long run uses `values` and `known`
+instead, which make no objects.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -18,7 +19,10 @@ from numpy.typing import NDArray
 
 
 class Iteration(msgspec.Struct, frozen=True, gc=False):
-    """One iteration line. A msgspec struct: half a million are made in seconds, frozen or not."""
+    """Numbers of one iteration line; None if the line does not have a number.
+
+    The class is a msgspec struct because half a million of them must be made in seconds.
+    """
 
     iteration: int
     total_iterations: int | None = None
@@ -38,17 +42,17 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
     skipped_iterations: int | None = None
     nan_iterations: int | None = None
     extra_metrics: dict[str, float] | None = None
-    """Every further number of the line under its own name: MoE's balancing losses, MTP's."""
+    """All other numbers of the line by their printed names, such as load-balancing losses of MoE."""
     first_of_start: bool = False
-    """First line after a start or a resume."""
+    """True for the first line after a start or a resume."""
     averaged: bool = False
-    """Mean over all iterations since the start, losses included (second line, 0.16 on)."""
+    """True if the numbers are means over all iterations since the start (second line, from 0.16 on)."""
     after_pause: bool = False
-    """Follows an evaluation or a checkpoint."""
+    """True if an evaluation or a checkpoint came before the line."""
 
     @property
     def has_nan(self) -> bool:
-        """Whether its loss or its gradient norm is no number."""
+        """True if the loss is NaN or infinite, or the gradient norm is NaN."""
         return (
             bool(self.nan_iterations)
             or (self.lm_loss is not None and not math.isfinite(self.lm_loss))
@@ -57,13 +61,15 @@ class Iteration(msgspec.Struct, frozen=True, gc=False):
 
 
 EXTRA_METRIC_PREFIX = "other/"
-"""Before the name of a number that has no field of its own."""
+"""Prefix of the column of a number that has no field of `Iteration`; its printed name follows."""
 MEAN_SECONDS = EXTRA_METRIC_PREFIX + "mean seconds of all iterations so far"
-"""What some trainers print in place of an iteration's own time, which follows from two of them."""
+"""Column of the mean iteration time since the start, which some trainers print instead of the time.
+
+Two such means give an iteration's time."""
 SECONDS_SO_FAR = EXTRA_METRIC_PREFIX + "seconds since the start"
-"""Whole ones, beside such a mean: both count from the start of the process, which may be a resume."""
+"""Column of the full seconds since the start of the process, which such trainers print with the mean."""
 LOG_LINE = "log_line"
-"""The column with each line's own number in its file, from 1 on; no part of what it says."""
+"""Column of the line number of each iteration in the file, from 1."""
 _BLOCK = 4096
 _FLAGS = ("first_of_start", "averaged", "after_pause")
 _FIELDS = tuple(name for name in Iteration.__struct_fields__ if name != "extra_metrics")
@@ -74,43 +80,58 @@ _INTEGERS = frozenset(
 
 @dataclass
 class Columns:
-    """Values of some lines by field; where not every line has one, `known` says which do."""
+    """Columns of some iteration lines, by field.
+
+    `known` says which lines have a value. A field without an entry in `known` has a value in every line.
+    """
 
     count: int = 0
     values: dict[str, NDArray[Any]] = field(default_factory=dict)
     known: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
 
-    def at(self, places: slice | NDArray[np.int64]) -> Columns:
-        """The lines at these places, copied."""
-        values = {name: column[places].copy() for name, column in self.values.items()}
-        known = {name: column[places].copy() for name, column in self.known.items()}
-        count = len(np.arange(self.count)[places])
+    def select(self, indices: slice | NDArray[np.int64]) -> Columns:
+        """Return copies of the lines at these indices."""
+        values = {name: column[indices].copy() for name, column in self.values.items()}
+        known = {name: column[indices].copy() for name, column in self.known.items()}
+        count = len(np.arange(self.count)[indices])
         return Columns(count, values, known)
 
     def rows(self, start: int, stop: int) -> Iterator[Iteration]:
-        """The lines from `start` to before `stop` as objects."""
+        """Yield the lines from `start` to before `stop` as objects."""
         lists: dict[str, list[Any]] = {}
         for name, column in self.values.items():
-            lists[name] = column[start:stop].tolist()
+            values = column[start:stop].tolist()
             if name in self.known:
-                pairs = zip(lists[name], self.known[name][start:stop].tolist(), strict=True)
-                lists[name] = [value if there else None for value, there in pairs]
-        if others := {
-            n.removeprefix(EXTRA_METRIC_PREFIX): lists[n]
-            for n in lists
-            if n.startswith(EXTRA_METRIC_PREFIX)
-        }:
-            rows = (zip(others, row, strict=True) for row in zip(*others.values(), strict=True))
-            found = ({name: value for name, value in row if value is not None} for row in rows)
-            lists["extra_metrics"] = [row or None for row in found]
+                is_known = self.known[name][start:stop].tolist()
+                values = [
+                    value if known else None for value, known in zip(values, is_known, strict=True)
+                ]
+            lists[name] = values
+        extra_names = [name for name in lists if name.startswith(EXTRA_METRIC_PREFIX)]
+        if extra_names:
+            extra_lists = {name: lists[name] for name in extra_names}
+            lists["extra_metrics"] = list(_join_extra_metrics(extra_lists))
         for name in Iteration.__struct_fields__:
-            lists.setdefault(name, [False if name in _FLAGS else None] * (stop - start))
+            default = False if name in _FLAGS else None
+            lists.setdefault(name, [default] * (stop - start))
         return map(Iteration, *(lists[name] for name in Iteration.__struct_fields__))
 
 
-def columns_of(lines: Sequence[Iteration]) -> Columns:
-    """Lines as columns; integers must be below 2**63."""
-    found = Columns(len(lines))
+def _join_extra_metrics(
+    lists: Mapping[str, Sequence[float | None]],
+) -> Iterator[dict[str, float] | None]:
+    """Yield the extra metrics of each line by printed name; None for a line without any."""
+    names = [name.removeprefix(EXTRA_METRIC_PREFIX) for name in lists]
+    for values in zip(*lists.values(), strict=True):
+        metrics = {
+            name: value for name, value in zip(names, values, strict=True) if value is not None
+        }
+        yield metrics or None
+
+
+def make_columns(lines: Sequence[Iteration]) -> Columns:
+    """Return lines as columns. Integers must be below 2**63. Fields without any value get no column."""
+    columns = Columns(len(lines))
     values = {name: list(map(operator.attrgetter(name), lines)) for name in _FIELDS}
     for name in sorted({name for line in lines for name in line.extra_metrics or ()}):
         values[EXTRA_METRIC_PREFIX + name] = [
@@ -120,42 +141,42 @@ def columns_of(lines: Sequence[Iteration]) -> Columns:
         if any(value is not None and value is not False for value in column):
             known = [value is not None for value in column]
             if not all(known):
-                found.known[name] = np.array(known)
+                columns.known[name] = np.array(known)
             plain = [0 if value is None else value for value in column]
-            found.values[name] = np.array(plain, dtype=dtype_of(name))
-    return found
+            columns.values[name] = np.array(plain, dtype=find_dtype(name))
+    return columns
 
 
-def dtype_of(name: str) -> type[np.generic]:
-    """The type of a field's column."""
+def find_dtype(name: str) -> type[np.generic]:
+    """Return the NumPy dtype of a field's column: bool for flags, else int64 or float64."""
     if name in _FLAGS:
         return np.bool_
     return np.int64 if name in _INTEGERS or name == LOG_LINE else np.float64
 
 
 class IterationTable(Sequence[Iteration]):
-    """Iteration lines in order of their numbers, each number once."""
+    """Iteration lines in the order of their numbers; no number comes twice."""
 
     def __init__(self, columns: Columns | None = None) -> None:
         self._columns = columns or Columns()
 
     @classmethod
     def of(cls, lines: Iterable[Iteration]) -> IterationTable:
-        """A table of these lines, as they come."""
-        return cls(columns_of(list(lines)))
+        """Return a table of these lines in their order."""
+        return cls(make_columns(list(lines)))
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """A field of every line; NaN where the line does not have it (or holds NaN, see `known`)."""
+        """Return a field of every line; NaN if the line has no value (see `known`) or its value is NaN."""
         column = self._columns.values.get(name)
         if column is None:
             return np.full(len(self), np.nan)
-        found: NDArray[np.float64] = column.astype(np.float64)
+        values: NDArray[np.float64] = column.astype(np.float64)
         if name in self._columns.known:
-            found[~self._columns.known[name]] = np.nan
-        return found
+            values[~self._columns.known[name]] = np.nan
+        return values
 
     def known(self, name: str) -> NDArray[np.bool_]:
-        """Which lines have a field; of a flag, which carry it."""
+        """Return for every line whether it has a value of a field, or whether a flag is set."""
         column = self._columns.values.get(name)
         if column is None:
             return np.zeros(len(self), np.bool_)
@@ -163,52 +184,55 @@ class IterationTable(Sequence[Iteration]):
             return column.copy()
         return self._columns.known.get(name, np.ones(len(self), np.bool_)).copy()
 
-    def timed(self) -> IterationTable:
-        """With the times that means over all iterations so far imply, where a log has only these."""
+    def derive_times(self) -> IterationTable:
+        """Return the table with iteration times, computed from mean times if the log has only these."""
         if self.known("elapsed_ms").any() or MEAN_SECONDS not in self._columns.values:
             return self
         values = dict(self._columns.values)
         del values[MEAN_SECONDS]
         values.pop(SECONDS_SO_FAR, None)
-        times = self._times_of_means()
+        times = self._compute_times_from_means()
         values["elapsed_ms"] = np.nan_to_num(times)
         known = self._columns.known | {"elapsed_ms": ~np.isnan(times)}
         return IterationTable(Columns(len(self), values, known))
 
-    def _times_of_means(self) -> NDArray[np.float64]:
-        """Milliseconds of an iteration; NaN where a mean is not the time so far over its iterations."""
+    def _compute_times_from_means(self) -> NDArray[np.float64]:
+        """Return the milliseconds of each iteration, from mean times and seconds since the start.
+
+        A mean counts from the start of a process, and the first iteration of a process is not printed. NaN
+        stands for lines whose mean fits no such first iteration.
+        """
         times = np.full(len(self), np.nan)
-        lines = zip(
-            *(self.numbers, self.values(MEAN_SECONDS), self.values(SECONDS_SO_FAR)), strict=True
-        )
-        start = last = 0
-        before = 0.0
-        for place, (number, mean, elapsed) in enumerate(lines):
+        means, seconds_so_far = self.values(MEAN_SECONDS), self.values(SECONDS_SO_FAR)
+        first = last = 0
+        seconds_before = 0.0
+        lines = zip(self.numbers, means, seconds_so_far, strict=True)
+        for index, (number, mean, elapsed) in enumerate(lines):
             if not (mean > 0 and elapsed < math.inf):
                 continue
-            slack = 1 + 1e-3 * elapsed  # A mean may be printed with four digits.
-            for first in (start, 0, number - max(1, round(elapsed / mean))):
-                if abs(mean * (number - first) - elapsed) <= slack:
-                    break
-            else:
+            likely_first = number - max(1, round(elapsed / mean))
+            new_first = _find_first_iteration(
+                number, mean=mean, elapsed=elapsed, candidates=(first, 0, likely_first)
+            )
+            if new_first is None:
                 continue
-            if first != start:
-                start, last, before = first, first, 0.0
-            # Of many iterations the seconds say more than a rounded mean.
-            so_far = min(max(mean * (number - first), elapsed - 0.5), elapsed + 0.5)
-            if number > last and so_far > before:
-                times[place] = 1000 * (so_far - before) / (number - last)
-                last, before = number, so_far
+            if new_first != first:
+                first, last, seconds_before = new_first, new_first, 0.0
+            # The mean is rounded. Over many iterations the printed seconds are more precise.
+            seconds = min(max(mean * (number - first), elapsed - 0.5), elapsed + 0.5)
+            if number > last and seconds > seconds_before:
+                times[index] = 1000 * (seconds - seconds_before) / (number - last)
+                last, seconds_before = number, seconds
         return times
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """The iterations' numbers."""
+        """Number of every iteration, in rising order."""
         return self._columns.values.get("iteration", np.zeros(0, np.int64)).copy()
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Names of the numbers without a field; `values(OTHER + name)` has them."""
+        """Printed names of the extra metrics; `values(EXTRA_METRIC_PREFIX + name)` returns one of them."""
         return tuple(
             name.removeprefix(EXTRA_METRIC_PREFIX)
             for name in self._columns.values
@@ -217,25 +241,26 @@ class IterationTable(Sequence[Iteration]):
 
     @property
     def has_nan(self) -> NDArray[np.bool_]:
-        """`Iteration.has_nan` of every line."""
+        """`Iteration.has_nan` for every line."""
         loss = self.known("lm_loss") & ~np.isfinite(self.values("lm_loss"))
         norm = self.known("grad_norm") & np.isnan(self.values("grad_norm"))
-        found: NDArray[np.bool_] = (np.nan_to_num(self.values("nan_iterations")) > 0) | loss | norm
-        return found
+        counted = np.nan_to_num(self.values("nan_iterations")) > 0
+        has_nan: NDArray[np.bool_] = counted | loss | norm
+        return has_nan
 
     def __len__(self) -> int:
         return self._columns.count
 
     @overload
-    def __getitem__(self, place: int) -> Iteration: ...
+    def __getitem__(self, index: int) -> Iteration: ...
     @overload
-    def __getitem__(self, place: slice) -> tuple[Iteration, ...]: ...
-    def __getitem__(self, place: int | slice) -> Iteration | tuple[Iteration, ...]:
-        if isinstance(place, slice):
-            found = self._columns.at(place)
-            return tuple(found.rows(0, found.count))
-        index = range(len(self))[place]
-        return next(self._columns.rows(index, index + 1))
+    def __getitem__(self, index: slice) -> tuple[Iteration, ...]: ...
+    def __getitem__(self, index: int | slice) -> Iteration | tuple[Iteration, ...]:
+        if isinstance(index, slice):
+            columns = self._columns.select(index)
+            return tuple(columns.rows(0, columns.count))
+        position = range(len(self))[index]
+        return next(self._columns.rows(position, position + 1))
 
     def __iter__(self) -> Iterator[Iteration]:
         for start in range(0, len(self), _BLOCK):
@@ -252,22 +277,36 @@ class IterationTable(Sequence[Iteration]):
         return f"IterationTable({len(self)} lines)"
 
 
+def _find_first_iteration(
+    number: int, *, mean: float, elapsed: float, candidates: Sequence[int]
+) -> int | None:
+    """Return the first candidate whose iterations up to `number` take `elapsed` seconds; None if none fits.
+
+    A candidate is the number of the last iteration before the process started.
+    """
+    slack = 1 + 1e-3 * elapsed  # The mean may be printed with only four digits.
+    for candidate in candidates:
+        if abs(mean * (number - candidate) - elapsed) <= slack:
+            return candidate
+    return None
+
+
 class TableBuilder:
-    """Takes lines in the order of a log; of two with one number the later counts."""
+    """Builder of a table from lines in the order of a log. Of lines with one number the last counts."""
 
     def __init__(self) -> None:
         self._chunks: list[Columns] = []
         self._recent: list[tuple[Iteration, int]] = []
         self._count = 0
         self.first: int | None = None
-        """Number of the first line."""
+        """Number of the first line's iteration; None before any line."""
         self.last: Iteration | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def append(self, line: Iteration, log_line: int) -> None:
-        """Add the iteration that stands in a line of the file."""
+        """Add an iteration; `log_line` is the number of its line in the file."""
         if self.first is None:
             self.first = line.iteration
         self._recent.append((line, log_line))
@@ -277,7 +316,7 @@ class TableBuilder:
             self._flush()
 
     def extend(self, lines: Columns) -> None:
-        """Add lines that are columns already, with rising numbers."""
+        """Add lines that are stored by column, with rising numbers."""
         self._flush()
         if self.first is None:
             self.first = int(lines.values["iteration"][0])
@@ -286,36 +325,40 @@ class TableBuilder:
         (self.last,) = lines.rows(lines.count - 1, lines.count)
 
     def build(self) -> tuple[IterationTable, IterationTable]:
-        """The table, and the lines that a later one replaced. The builder is empty afterwards."""
+        """Return the table, and a table of the lines that later ones replaced.
+
+        The builder is empty afterwards.
+        """
         self._flush()
-        columns = _joined(self._chunks, self._count)
+        columns = _join_chunks(self._chunks, self._count)
         numbers = columns.values.get("iteration", np.zeros(0, np.int64))
         if np.all(numbers[1:] > numbers[:-1]):
             return IterationTable(columns), IterationTable()
-        _, places = np.unique(numbers[::-1], return_index=True)
-        keep = len(numbers) - 1 - places
-        replaced = columns.at(np.setdiff1d(np.arange(len(numbers)), keep))
-        for each in (columns.values, columns.known):
-            for name in each:
-                each[name] = each[name][keep]
+        _, positions_from_end = np.unique(numbers[::-1], return_index=True)
+        keep = len(numbers) - 1 - positions_from_end
+        replaced = columns.select(np.setdiff1d(np.arange(len(numbers)), keep))
+        for arrays in (columns.values, columns.known):
+            for name in arrays:
+                arrays[name] = arrays[name][keep]
         columns.count = len(keep)
         return IterationTable(columns), IterationTable(replaced)
 
     def _flush(self) -> None:
+        """Store the lines that were appended since the last flush as columns."""
         if self._recent:
-            lines, places = zip(*self._recent, strict=True)
-            columns = columns_of(lines)
-            columns.values[LOG_LINE] = np.array(places, dtype_of(LOG_LINE))
+            lines, line_numbers = zip(*self._recent, strict=True)
+            columns = make_columns(lines)
+            columns.values[LOG_LINE] = np.array(line_numbers, find_dtype(LOG_LINE))
             self._chunks.append(columns)
             self._recent = []
 
 
-def _joined(chunks: list[Columns], count: int) -> Columns:
-    """Chunks as one; a chunk's column is given up as soon as it is copied."""
+def _join_chunks(chunks: list[Columns], count: int) -> Columns:
+    """Return all chunks as one, and empty them: each column is freed as soon as it is copied."""
     joined = Columns(count)
     names = dict.fromkeys(name for chunk in chunks for name in chunk.values)
     for name in names:
-        column = np.zeros(count, dtype_of(name))
+        column = np.zeros(count, find_dtype(name))
         known = np.zeros(count, np.bool_)
         start = 0
         for chunk in chunks:

@@ -1,9 +1,9 @@
-"""Lines that differ from one already understood only in their digits, read as columns.
+"""Read iteration lines by column that differ only in their digits from a line that was parsed before.
 
-Nearly all of a long log is such lines. A `LineLayout` is learned from one line, which its dialect
-has taken apart: where its numbers stand, and which byte is fixed. Any other line of that length whose
-other bytes are the same must then mean the same, so the numbers of thousands are computed at once, each
-rounded once, as `float` does it.
+Nearly all lines of a long log are such lines. A `LineLayout` is learned from one line that its dialect has parsed: it
+says where the numbers are, and which bytes are fixed. Another line of the same length with the same fixed bytes has
+the same meaning, so the numbers of thousands of lines are computed at once. Each number is rounded once, as by
+`float`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.logs.dialects import LineField, LineFormat
-from parakit.logs.iterations import LOG_LINE, Columns, dtype_of
+from parakit.logs.iterations import LOG_LINE, Columns, find_dtype
 from parakit.logs.lines import is_torn
 
 Bytes = NDArray[np.uint8]
@@ -26,12 +26,13 @@ Bytes = NDArray[np.uint8]
 _PLAIN = re.compile(rb"[\t -~]*\r?\Z")
 _NUMBER = re.compile(rb"( *)(\d{1,15})(?:\.(\d{1,15}))?(?:[eE]([-+])(\d\d)(?!\d))?(?![\d.eE])")
 _MAX_DIGITS = 15
-"""Of a number that a float holds exactly; so is a power of ten up to 22."""
+"""Most digits of a number that a float holds exactly."""
 _MAX_POWER = 22
+"""Largest power of ten that a float holds exactly."""
 _POWERS = np.array([float(f"1e{power}") for power in range(_MAX_POWER + 1)])
 _LONGEST, _SHORTEST = 2000, 40
-_OF_THE_START = ("iteration", "total_iterations")
-_MAX_START = 12
+_ITERATION_NUMBERS = ("iteration", "total_iterations")
+_MAX_ITERATION_DIGITS = 12
 _MAX_LAYOUTS = 256
 _MAX_FAILURES = 256
 _DIGIT, _BLANK = ord("0"), ord(" ")
@@ -41,86 +42,96 @@ _CLASSES[_DIGIT : _DIGIT + 10] = _DIGIT
 
 @dataclass(frozen=True)
 class _Number:
-    """Where a field's digits stand."""
+    """Positions of the digits of one field in a line."""
 
     field: str
     digits: NDArray[np.intp]
-    """Of the mantissa."""
+    """Positions of the mantissa's digits."""
     padded: slice
-    """Blanks, then digits; as one they are never mixed."""
+    """Positions of the padding and the digits before the point. In each line blanks come first, then digits."""
     shift: int
     """Power of ten of the last digit, without the exponent."""
     exponent: NDArray[np.intp] | None = None
+    """Positions of the exponent's digits; None without exponent."""
     sign: int = 1
+    """Sign of the exponent."""
 
 
 @dataclass(frozen=True)
 class LineLayout:
-    """One kind of line."""
+    """Layout of one kind of iteration line."""
 
     length: int
     classes: Bytes
-    """The line with each digit as 0."""
+    """Bytes of the line, with each digit replaced by 0."""
     fixed: NDArray[np.intp]
-    """Where a digit must be the very same."""
+    """Positions of digits that are equal in all lines, such as in names."""
     fixed_bytes: Bytes
     pads: NDArray[np.intp]
-    """Where a blank may stand for a digit and the other way round."""
+    """Positions that may have a blank or a digit."""
     numbers: tuple[_Number, ...]
     constants: tuple[tuple[str, float], ...]
-    """Fields whose value is no number of digits (`nan`), the same in every line of this kind."""
+    """Fields with a value that is no number of digits (`nan`), which is equal in all lines of this kind."""
 
     def read(self, lines: Bytes) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
-        """Which rows are of this kind, and their fields."""
+        """Return for each line whether it has this layout, and the fields of all lines by name.
+
+        `lines` has one row of bytes per line. Fields of lines without this layout are meaningless.
+        """
         classes = _CLASSES[lines]
-        same = classes == self.classes
-        padded, following = classes[:, self.pads], classes[:, self.pads + 1]
-        # No blank follows a digit.
-        same[:, self.pads] = (padded == _BLANK) | (padded == _DIGIT) & (following == _DIGIT)
-        right = same.all(axis=1)
-        right &= (lines[:, self.fixed] == self.fixed_bytes).all(axis=1)
+        is_equal = classes == self.classes
+        padded, next_classes = classes[:, self.pads], classes[:, self.pads + 1]
+        # A blank may come before digits, and never after a digit.
+        is_equal[:, self.pads] = (padded == _BLANK) | (padded == _DIGIT) & (next_classes == _DIGIT)
+        has_layout = is_equal.all(axis=1)
+        has_layout &= (lines[:, self.fixed] == self.fixed_bytes).all(axis=1)
         columns: dict[str, NDArray[Any]] = {}
         for number in self.numbers:
-            columns[number.field], exact = _value(number, lines)
-            right &= exact
+            columns[number.field], is_exact = _compute_values(number, lines)
+            has_layout &= is_exact
         for name, value in self.constants:
-            columns[name] = np.full(len(lines), value, dtype_of(name))
-        return right, columns
+            columns[name] = np.full(len(lines), value, find_dtype(name))
+        return has_layout, columns
 
 
-def learn(line: bytes, format_: LineFormat) -> LineLayout | None:
-    """The layout of a line that is one iteration of plain characters; None where it is not.
+def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
+    """Return the layout of a line with one iteration; None if the line cannot be read by column.
 
     Args:
-        line: Without its line end.
-        format_: Takes it apart.
+        line: A line without its line end.
+        format_: Format that parses the line.
     """
     if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
         return None
     text = line.decode("ascii")
-    if len(format_.opening.findall(text)) != 1 or len(found := format_.find(text)) != 1:
+    if len(format_.opening.findall(text)) != 1 or is_torn(text):
         return None
-    if is_torn(text):
+    iterations = format_.find(text)
+    if len(iterations) != 1:
         return None
-    parts = sorted(found[0].fields, key=lambda part: part.start)
+    parts = sorted(iterations[0].fields, key=lambda part: part.start)
     names = [part.field for part in parts if part.field]
     if len(set(names)) < len(names) or any(part.start >= part.stop for part in parts):
         return None
-    if (layout := _layout(line, parts)) is None:
+    layout = _make_layout(line, parts)
+    if layout is None:
         return None
-    # The line itself must be read as its dialect has read it.
-    right, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
-    numbers = {number.field for number in layout.numbers}
-    same = (columns[part.field][0] == part.value for part in parts if part.field in numbers)
-    return layout if right[0] and all(same) else None
+    # The layout must give the same numbers for the line as the dialect.
+    has_layout, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
+    number_fields = {number.field for number in layout.numbers}
+    is_equal = all(
+        columns[part.field][0] == part.value for part in parts if part.field in number_fields
+    )
+    return layout if has_layout[0] and is_equal else None
 
 
-def _layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
+def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
+    """Return the layout of a line whose fields are `parts`, in order; None if no part is the iteration."""
     numbers, constants, free = [], [], np.zeros(len(line), np.bool_)
     free[: parts[0].start] = True
-    free[parts[-1].stop :] = True  # Nothing behind the last field is read.
+    free[parts[-1].stop :] = True  # Bytes after the last field are not read.
     for part in parts:
-        number = _number(part, line)
+        number = _locate_number(part, line)
         if number is not None:
             numbers.append(number)
         elif part.field and part.value is not None:
@@ -132,23 +143,34 @@ def _layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
     buffer = np.frombuffer(line, np.uint8)
     classes = _CLASSES[buffer]
     fixed = np.flatnonzero((classes == _DIGIT) & ~free)
-    pads = np.concatenate([np.arange(each.padded.start, each.padded.stop - 1) for each in numbers])
-    of_digits = (fixed, buffer[fixed], pads)
-    return LineLayout(len(line), classes, *of_digits, tuple(numbers), tuple(constants))
+    pads = np.concatenate(
+        [np.arange(number.padded.start, number.padded.stop - 1) for number in numbers]
+    )
+    return LineLayout(
+        length=len(line),
+        classes=classes,
+        fixed=fixed,
+        fixed_bytes=buffer[fixed],
+        pads=pads,
+        numbers=tuple(numbers),
+        constants=tuple(constants),
+    )
 
 
-def _number(part: LineField, line: bytes) -> _Number | None:
-    """Where the digits of a part are; None where its value is not one of digits alone."""
+def _locate_number(part: LineField, line: bytes) -> _Number | None:
+    """Return the positions of a part's digits; None if its value is no number of digits."""
     if not part.field or part.value is None:
         return None
     match = _NUMBER.match(line, part.start, part.stop)
     if match is None:
         return None
-    # The first blank parts the name from the number; the others may be digits in another line.
+    # The first blank separates the name from the number. Other blanks may be digits in another line.
     start, stop = part.start + bool(match[1]), match.end(2)
     fraction = np.arange(*match.span(3)) if match[3] else np.zeros(0, np.intp)
     digits = np.concatenate([np.arange(start, stop), fraction])
-    if len(digits) > _MAX_DIGITS or (part.field in _OF_THE_START and stop - start > _MAX_START):
+    if len(digits) > _MAX_DIGITS or (
+        part.field in _ITERATION_NUMBERS and stop - start > _MAX_ITERATION_DIGITS
+    ):
         return None
     return _Number(
         part.field,
@@ -160,33 +182,37 @@ def _number(part: LineField, line: bytes) -> _Number | None:
     )
 
 
-def _value(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """A number of each line, and whether it is exact to the last bit: of each line, or of all."""
-
-    def whole(digits: NDArray[np.intp]) -> NDArray[np.float64]:
-        # The low four bits of a digit are its value, those of a blank are zero.
-        weights = 10.0 ** np.arange(len(digits) - 1, -1, -1)
-        found: NDArray[np.float64] = (lines[:, digits] & 15) @ weights
-        return found
-
-    mantissa = whole(number.digits)
-    if dtype_of(number.field) is np.int64:
+def _compute_values(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return the number of each line, and whether it is exact to the last bit (per line, or for all)."""
+    mantissa = _compute_integers(lines, number.digits)
+    if find_dtype(number.field) is np.int64:
         return mantissa.astype(np.int64), np.ones(1, np.bool_)
     power = np.array([float(number.shift)])
     if number.exponent is not None:
-        power = power + number.sign * whole(number.exponent)
-    exact = np.abs(power) <= _MAX_POWER
-    power = np.where(exact, power, 0)
-    shift = np.abs(power).astype(np.intp)
-    return np.where(power >= 0, mantissa * _POWERS[shift], mantissa / _POWERS[shift]), exact
+        power = power + number.sign * _compute_integers(lines, number.exponent)
+    is_exact = np.abs(power) <= _MAX_POWER
+    power = np.where(is_exact, power, 0)
+    scale = _POWERS[np.abs(power).astype(np.intp)]
+    # One multiplication or division by an exact power of ten rounds only once.
+    return np.where(power >= 0, mantissa * scale, mantissa / scale), is_exact
+
+
+def _compute_integers(lines: Bytes, digits: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the integer of each line whose digits are at these positions; blanks count as 0."""
+    weights = 10.0 ** np.arange(len(digits) - 1, -1, -1)
+    # The low four bits of a digit are its value, and those of a blank are zero.
+    integers: NDArray[np.float64] = (lines[:, digits] & 15) @ weights
+    return integers
 
 
 class LogBlock:
-    """Whole lines of a log: which of them are plain iteration lines, and those as columns.
+    """Complete lines of a log, with the plain iteration lines among them as columns.
+
+    A plain line is one that a layout reads.
 
     Args:
-        data: The lines, each with its newline.
-        numbers: Of each line, where it stands in the file.
+        data: The lines with their newlines.
+        numbers: Number of each line in the file.
     """
 
     def __init__(self, data: bytes, numbers: Sequence[int]) -> None:
@@ -194,34 +220,34 @@ class LogBlock:
         self.numbers = numbers
         self._buffer = np.frombuffer(data, np.uint8)
         self.stops = np.flatnonzero(self._buffer == ord("\n"))
-        """Where each line ends, its line end excluded."""
+        """Position of each line's newline."""
         self.starts = np.concatenate([[0], self.stops[:-1] + 1])
         self.plain = np.zeros(len(self.stops), np.bool_)
         self.columns = Columns(len(self.stops), {LOG_LINE: np.array(numbers, np.int64)})
 
     def text(self, first: int, behind: int) -> bytes:
-        """The lines from `first` to before `behind`, line ends included."""
+        """Return the lines from `first` to before `behind`, with their newlines."""
         return self.data[self.starts[first] : self.stops[behind - 1] + 1]
 
     def fill(self, layout: LineLayout, first: int = 0) -> None:
-        """Read the lines of a kind, from one on."""
+        """Read the lines with a layout from line `first` on into `columns`, and mark them as plain."""
         lengths = self.stops[first:] - self.starts[first:]
-        places = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
-        if not len(places):
+        candidates = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
+        if not len(candidates):
             return
         windows = np.lib.stride_tricks.sliding_window_view(self._buffer, layout.length)
-        right, columns = layout.read(windows[self.starts[places]])
-        places = places[right]
-        self.plain[places] = True
+        has_layout, columns = layout.read(windows[self.starts[candidates]])
+        lines = candidates[has_layout]
+        self.plain[lines] = True
         for name, values in columns.items():
             if name not in self.columns.values:
-                self.columns.values[name] = np.zeros(self.columns.count, dtype_of(name))
+                self.columns.values[name] = np.zeros(self.columns.count, find_dtype(name))
                 self.columns.known[name] = np.zeros(self.columns.count, np.bool_)
-            self.columns.values[name][places] = values[right]
-            self.columns.known[name][places] = True
+            self.columns.values[name][lines] = values[has_layout]
+            self.columns.known[name][lines] = True
 
-    def runs(self) -> Iterator[tuple[int, int, bool]]:
-        """Lines of one sort that follow each other: first, behind the last, whether plain."""
+    def sections(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield the sections of plain and of other lines: first line, line after the last, whether plain."""
         edges = np.flatnonzero(self.plain[1:] != self.plain[:-1]) + 1
         bounds = [0, *edges.tolist(), len(self.plain)]
         for first, behind in pairwise(bounds):
@@ -229,38 +255,45 @@ class LogBlock:
 
 
 class LayoutReader:
-    """Cuts a log into blocks, and learns the layouts of its lines on the way.
+    """Reader of blocks of a log, which learns the layouts of the log's lines.
 
     Args:
-        other_news: What a line holds that may say more than an iteration's numbers.
+        event_pattern: Pattern of lines that may state more than an iteration's numbers. No layout is learned
+            from such lines.
     """
 
-    def __init__(self, other_news: re.Pattern[bytes]) -> None:
+    def __init__(self, event_pattern: re.Pattern[bytes]) -> None:
         self.format: LineFormat | None = None
-        """Of the log's iterations; none is learned before it is known."""
-        self._other_news = other_news
+        """Format of the log's iterations. No layout is learned before the format is known."""
+        self._event_pattern = event_pattern
         self._layouts: dict[int, list[LineLayout]] = {}
         self._count = 0
         self._failures = 0
 
     def block(self, data: bytes, numbers: Sequence[int]) -> LogBlock:
-        """Whole lines as a block."""
-        block, format_ = LogBlock(data, numbers), self.format
+        """Return complete lines as a block, in which all lines with a known or new layout are read."""
+        block = LogBlock(data, numbers)
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
                 block.fill(layout)
+        format_ = self.format
         if format_ is None or format_.mark not in data:
             return block
-        for place in np.flatnonzero(~block.plain).tolist():
+        for index in np.flatnonzero(~block.plain).tolist():
             if self._count >= _MAX_LAYOUTS or self._failures >= _MAX_FAILURES:
                 break
-            line = block.data[block.starts[place] : block.stops[place]]
-            if block.plain[place] or format_.mark not in line:
-                continue
-            learned = None if self._other_news.search(line) else learn(line, format_)
-            self._failures = self._failures + 1 if learned is None else 0
-            if learned is not None:
-                self._count += 1
-                self._layouts.setdefault(learned.length, []).append(learned)
-                block.fill(learned, place)
+            line = block.data[block.starts[index] : block.stops[index]]
+            if not block.plain[index] and format_.mark in line:
+                self._learn(block, index, line, format_)
         return block
+
+    def _learn(self, block: LogBlock, index: int, line: bytes, format_: LineFormat) -> None:
+        """Learn the layout of a line, if it has one, and read the lines from `index` on with the layout."""
+        layout = None if self._event_pattern.search(line) else learn_layout(line, format_)
+        if layout is None:
+            self._failures += 1
+            return
+        self._failures = 0
+        self._count += 1
+        self._layouts.setdefault(layout.length, []).append(layout)
+        block.fill(layout, index)

@@ -1,11 +1,11 @@
-"""A log's bytes as clean lines, whatever is in them.
+"""Split the bytes of a log into clean lines, and join lines that a launcher tore in two.
 
-Invalid UTF-8 is replaced, ANSI escapes and whatever else a terminal would obey are dropped, a carriage
-return ends a line as a newline does; a line too long for one piece is cut before an iteration's text.
+Invalid UTF-8 is replaced. ANSI escapes and other characters that a terminal would obey are dropped. A carriage
+return ends a line like a newline. A line longer than MAX_LINE is cut before the text of an iteration.
 
-Lines that were torn in two behind a label of their rank (`srun -l`, `torchrun --tee`) are joined: a
-launcher that labels lines writes what it has of a line when its buffer is full, and the rest as a line
-of its own behind the same label. Which lines these are shows in what they lack.
+A launcher that labels lines with their rank (`srun -l`, `torchrun --tee`) may tear a line: it writes the first part
+when its buffer is full, and the second part as a separate line with the same label. A torn line is recognised by its
+missing end.
 """
 
 from __future__ import annotations
@@ -17,63 +17,73 @@ from pathlib import Path
 
 import msgspec
 
-from parakit.logs.dialects import line_formats
+from parakit.logs.dialects import load_line_formats
 from parakit.logs.pieces import MAX_LINE, read_chunks
 
-# Those that end a line stay, and so does the escape, which is dropped with its sequence.
+# Control characters but those that end a line, and the escape, which is dropped with its sequence.
 _CONTROLS = bytes({*range(0x20), 0x7F} - {*b"\t\n\v\f\r\x1b\x1c\x1d\x1e"})
-# C1 controls, and what changes the direction of a text or cannot be seen.
-_UNSEEN = re.compile("[\x80-\x84\x86-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
-_WRAPPED = ('{"log"', '{"message"', '{"msg"')
+# C1 controls, invisible characters, and characters that change the direction of a text.
+_INVISIBLE = re.compile(
+    "[\x80-\x84\x86-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
+)
+_JSON_PREFIXES = ('{"log"', '{"message"', '{"msg"')
 _BLANKED = dict.fromkeys((*range(32), 127, 133, 8232, 8233, *range(0xD800, 0xE000)), " ")
-# Longest escape kept apart is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
+# The length of an escape is bounded, so that a hostile "\x1b[0;0;0;…" costs one pass.
 _ANSI = re.compile(
     r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )
 
 _LABEL = re.compile(r"\s{0,8}(?:\d{1,6}: |\[[A-Za-z]{0,16}\d{1,6}\]:)")
 _ARGUMENT = re.compile(r"  [A-Za-z_]\w{0,80} \.{1,60} .")
-_BARE = re.compile(r"[\w.,'\[\]+-]{1,40}\Z")
-"""The end of a value."""
+_VALUE_END = re.compile(r"[\w.,'\[\]+-]{1,40}\Z")
+"""Second part of an argument's value."""
 _UNFINISHED = re.compile(
     r"  [A-Za-z_]\w{0,80} ?\.{0,60} ?\Z"
     r"|\[Rank \d{1,6}\] \((?!.*max reserved: [\d.]).*"
     r"|iteration +\d{1,12}/ *\d{1,12} \|(?!.*max reserved).*(?:[^|]|\| )\Z"
 )
-"""An argument without its value, memory without its last figure, an iteration without its last bar."""
+"""Pattern of a torn line: an argument without value, memory without its last number, an iteration without its
+last bar."""
 _MAX_LABELS = 4096
 _MAX_LENGTH = 1 << 14
 
 
 class LineSplitter:
-    """Cuts bytes into clean lines, wherever they are cut themselves."""
+    """Splitter of bytes into clean lines. The bytes may be fed in pieces that end anywhere."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest = ""
+        self._unfinished = ""
+        """Text after the last line end so far."""
 
     def feed(self, data: bytes) -> list[tuple[int, str]]:
-        """The lines that end in these bytes, each behind how many newlines; empty ones are left out."""
+        """Return the lines that end in these bytes, each with the number of newlines before it in `data`.
+
+        Empty lines are left out.
+        """
         text = self._decoder.decode(data.translate(None, _CONTROLS))
-        text = self._rest + (text if text.isascii() else _UNSEEN.sub("", text))
-        lines, self._rest = split_lines(text)
+        text = self._unfinished + (text if text.isascii() else _INVISIBLE.sub("", text))
+        lines, self._unfinished = split_lines(text)
         if len(lines) == text.count("\n"):
-            return [(place, line) for place, line in enumerate(lines) if line]
-        # Some end otherwise (a carriage return), or are too long for one piece.
-        *whole, rest = text.split("\n")
-        parts = [split_lines(line + "\n")[0] for line in whole]
-        last, self._rest = split_lines(rest)
-        return [(at, line) for at, part in enumerate([*parts, last]) for line in part if line]
+            return [(number, line) for number, line in enumerate(lines) if line]
+        # Some lines end with a carriage return, or are cut because they are too long.
+        *complete_lines, last_line = text.split("\n")
+        parts_by_line = [split_lines(line + "\n")[0] for line in complete_lines]
+        last_parts, self._unfinished = split_lines(last_line)
+        parts_by_line.append(last_parts)
+        return [
+            (number, part) for number, parts in enumerate(parts_by_line) for part in parts if part
+        ]
 
     def finish(self) -> list[str]:
-        """The last line, if no line end followed it."""
-        rest = self._rest + self._decoder.decode(b"", final=True)
-        self._rest = ""
-        return [clean(rest)] if rest else []
+        """Return the last line if no line end followed it; else nothing."""
+        last_line = self._unfinished + self._decoder.decode(b"", final=True)
+        self._unfinished = ""
+        return [drop_escapes(last_line)] if last_line else []
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a log, plain or compressed; empty ones are left out.
+    """Yield the clean lines of a log, plain or compressed. Empty lines are left out.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -85,99 +95,111 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def split_lines(text: str) -> tuple[list[str], str]:
-    """Split text into complete, clean lines and the unfinished rest."""
+    """Return the complete lines of a text, clean and cut to MAX_LINE, and the text after the last line end."""
     lines = text.splitlines()
-    rest = lines.pop() if lines and text[-1] not in "\r\n" else ""
+    unfinished = lines.pop() if lines and text[-1] not in "\r\n" else ""
     if any(len(line) > MAX_LINE for line in lines):
-        lines = [piece for line in lines for piece in _cut(line)]
-    *whole, rest = _cut(rest)
-    lines += whole
-    return ([clean(line) for line in lines] if "\x1b" in text else lines), rest
+        lines = [piece for line in lines for piece in _cut_line(line)]
+    *pieces, unfinished = _cut_line(unfinished)
+    lines += pieces
+    return ([drop_escapes(line) for line in lines] if "\x1b" in text else lines), unfinished
 
 
-def clean(line: str) -> str:
-    """Drop ANSI escapes, and what is left of broken ones."""
+def drop_escapes(line: str) -> str:
+    """Return a line without ANSI escapes, also broken ones."""
     return _ANSI.sub("", line).replace("\x1b", "") if "\x1b" in line else line
 
 
-def unwrapped(line: str) -> str:
-    """The line that a container's log keeps as JSON (`{"log": …}`); any other as it is."""
-    if not line.startswith(_WRAPPED):
+def unwrap_json(line: str) -> str:
+    """Return the line that a container's log wraps in JSON (`{"log": …}`); any other line as it is."""
+    if not line.startswith(_JSON_PREFIXES):
         return line
     try:
-        found = msgspec.json.decode(line)
+        entry = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return line
-    text = next((found[name] for name in ("log", "message", "msg") if name in found), None)
+    text = next((entry[name] for name in ("log", "message", "msg") if name in entry), None)
     return make_printable(text.rstrip("\r\n")) if isinstance(text, str) else line
 
 
 def make_printable(text: str) -> str:
-    """A text on one line, without escapes and whatever a terminal or a page would obey."""
-    return _UNSEEN.sub("", clean(text)).translate(_BLANKED)
+    """Return a text on one line, without escapes and other characters that a terminal or a page would obey."""
+    return _INVISIBLE.sub("", drop_escapes(text)).translate(_BLANKED)
 
 
 def is_torn(line: str) -> bool:
-    """Whether a labelled line is unfinished."""
+    """Return True if a line has a label of its rank and its end is missing."""
     label = _LABEL.match(line)
     return label is not None and _UNFINISHED.search(line, label.end()) is not None
 
 
 class TornLines:
-    """Feed it lines; `joined` gives them whole, an unfinished one with what follows it."""
+    """Joiner of torn lines. `join` gets every line and returns complete lines."""
 
     def __init__(self) -> None:
         self._before: dict[str, str] = {}
-        """By label the text of an unfinished line, or of an argument whose value may go on."""
+        """Text by label of a line that is torn, or of an argument whose value may continue."""
 
-    def joined(self, line: str) -> list[str]:
-        """The lines that are complete with this one."""
+    def join(self, line: str) -> list[str]:
+        """Return the lines that are complete with this one: none, one, or the one before it too."""
         label = _LABEL.match(line)
         if label is None or len(line) > _MAX_LENGTH:
             return [line]
         text = line[label.end() :]
         before = self._before.pop(label[0], "")
-        waiting = bool(before) and not _ARGUMENT.match(before)
-        if before and self._goes_on(before, text):
-            text, waiting = before + text, False
-        done = [label[0] + before] if waiting else []
-        unfinished = _UNFINISHED.search(text) is not None
-        if (unfinished or _ARGUMENT.match(text)) and len(self._before) < _MAX_LABELS:
+        # An argument was returned before, because its value may be complete.
+        is_before_pending = bool(before) and not _ARGUMENT.match(before)
+        if before and self._is_continuation(before, text):
+            text, is_before_pending = before + text, False
+        lines = [label[0] + before] if is_before_pending else []
+        is_unfinished = _UNFINISHED.search(text) is not None
+        may_continue = is_unfinished or _ARGUMENT.match(text) is not None
+        if may_continue and len(self._before) < _MAX_LABELS:
             self._before[label[0]] = text
-        return done if unfinished else [*done, label[0] + text]
+        return lines if is_unfinished else [*lines, label[0] + text]
 
-    def left(self) -> list[str]:
-        """Unfinished lines that nothing has followed."""
-        left = [label + text for label, text in self._before.items() if not _ARGUMENT.match(text)]
+    def flush(self) -> list[str]:
+        """Return the torn lines whose second part never came, and forget all lines."""
+        torn_lines = [
+            label + text for label, text in self._before.items() if not _ARGUMENT.match(text)
+        ]
         self._before.clear()
-        return left
+        return torn_lines
 
     @staticmethod
-    def _goes_on(before: str, text: str) -> bool:
-        """Whether a text ends the one before it behind the same label."""
+    def _is_continuation(before: str, text: str) -> bool:
+        """Return True if `text` is the second part of the line `before` with the same label."""
         if _ARGUMENT.match(before):
-            return _BARE.match(text) is not None
-        whole = before + text
+            return _VALUE_END.match(text) is not None
+        joined = before + text
         if before.startswith("  "):
-            return not text.startswith(("  ", "---")) and _ARGUMENT.match(whole) is not None
-        fresh = text.startswith((" iteration", "iteration", " [", "["))
-        return not fresh and _UNFINISHED.search(whole) is None
+            is_new_line = text.startswith(("  ", "---"))
+            return not is_new_line and _ARGUMENT.match(joined) is not None
+        is_new_line = text.startswith((" iteration", "iteration", " [", "["))
+        return not is_new_line and _UNFINISHED.search(joined) is None
 
 
-def _cut(line: str) -> list[str]:
-    """Pieces of a long line, cut where the last iteration's text in a piece starts, which harms none."""
+def _cut_line(line: str) -> list[str]:
+    """Return a line in pieces of at most MAX_LINE characters.
+
+    A piece ends before the text of the last iteration that begins in it, so that no iteration is cut.
+    """
     pieces: list[str] = []
     start = 0
     while len(line) - start > MAX_LINE:
-        end = start + MAX_LINE
-        for each in line_formats():
-            place = line.rfind(each.word, start + 1, start + MAX_LINE)
-            # The mark is also in lines that are no iteration's.
-            while place >= 0 and not each.opening.match(line, place):
-                place = line.rfind(each.word, start + 1, place)
-            if place >= 0:
-                end = place
-                break
+        end = _find_last_iteration(line, start + 1, start + MAX_LINE) or start + MAX_LINE
         pieces.append(line[start:end])
         start = end
     return [*pieces, line[start:]]
+
+
+def _find_last_iteration(line: str, start: int, stop: int) -> int | None:
+    """Return where the last iteration between `start` and `stop` begins; None if there is none."""
+    for line_format in load_line_formats():
+        index = line.rfind(line_format.word, start, stop)
+        # The word of a format is also in lines that are no iterations.
+        while index >= 0 and not line_format.opening.match(line, index):
+            index = line.rfind(line_format.word, start, index)
+        if index >= 0:
+            return index
+    return None

@@ -1,4 +1,4 @@
-"""One run of a log, line by line, to a `ScrapedLog`."""
+"""Build the `ScrapedLog` of one run from the lines of a log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from parakit.logs.dialects import FoundIteration, dialects
+from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
 from parakit.logs.iterations import Columns, TableBuilder
 from parakit.logs.lines import make_printable
@@ -35,29 +35,35 @@ from parakit.logs.scraped import (
 
 MAX_ITERATIONS = 2_000_000
 _MAX_FACTS = 20_000
-"""Of a kind."""
+"""Most facts of one kind that are stored."""
 _MAX_NAMES = 2_000
 _MAX_REMARKS = 200
 _MAX_REMARK = 120
 _STAMP = re.compile(r"^[\s\d:.,/T\[\]+-]{8,40}(?=[A-Za-z])")
-_FIGURES = attrgetter("iteration", "elapsed_ms", "lm_loss", "consumed_samples", "grad_norm")
-"""What no two lines have in common, unless they are one line printed twice."""
+_FIGURES_OF_ITERATION = attrgetter(
+    "iteration", "elapsed_ms", "lm_loss", "consumed_samples", "grad_norm"
+)
+"""Numbers that are equal in two lines only if one line was printed twice."""
 _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     ParameterCount: lambda count: (count.tensor_rank, count.pipeline_rank),
     TheoreticalMemory: lambda _: "",
     Ending: lambda _: "",
-    TheoreticalParameters: lambda found: found.what,
+    TheoreticalParameters: lambda parameters: parameters.label,
     MoreArgument: lambda argument: argument.name,
 }
-"""Of facts with one key the later counts; of other kinds each does."""
+"""Functions that return the key of a fact. Of facts with one key the last counts; other kinds have no key."""
 
 
 class RunBuilder:
-    """Feed it the lines of one run; `build` gives the result."""
+    """Builder of one run. It gets the run's lines and iterations, and `build` returns the run."""
 
     def __init__(self) -> None:
-        self._news = [(one.mark, one.read) for each in dialects() for one in each.news]
-        self._unread = [one for each in dialects() for one in each.unread]
+        self._event_readers = [
+            (reader.mark, reader.read) for dialect in load_dialects() for reader in dialect.events
+        ]
+        self._unread_trainers = [
+            trainer for dialect in load_dialects() for trainer in dialect.unread
+        ]
         self.iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
@@ -67,8 +73,8 @@ class RunBuilder:
         self._generation = Generation()
         self._first_seen: str | None = None
         self._facts: dict[type[Any], dict[object, Any]] = defaultdict(dict)
-        # Timers of the lines after a start count only where no settled ones follow: from 0.16 on
-        # they are not reset either, and the second line's hold two iterations.
+        # Timers of the first lines after a start count only if no others follow. From Megatron 0.16 on they are
+        # not reset either, so those of the second line hold two iterations.
         self._early_timers: dict[str, tuple[int, float, float]] = {}
         self._timers: dict[str, tuple[int, float, float]] = {}
         self._remarks: dict[str, Remark] = {}
@@ -81,116 +87,128 @@ class RunBuilder:
         self._overflow = False
 
     def is_settled_before(self, iteration: int) -> bool:
-        """Whether an iteration of this number follows the last one, and nothing marks it."""
+        """Return True if an iteration follows the last one in order and needs no mark, such as after a pause."""
         last = self.iterations.last
-        marked = self._restarting or self._paused or self._lines_since_start < 2
-        marked = marked or self._ahead is not None or self._list is not None
-        return not marked and last is not None and iteration > last.iteration
+        needs_mark = self._restarting or self._paused or self._lines_since_start < 2
+        needs_mark = needs_mark or self._ahead is not None or self._list is not None
+        return not needs_mark and last is not None and iteration > last.iteration
 
     def restart(self, pending: RunBuilder | None = None) -> None:
-        """Note that training starts again; take over what the new start has printed so far."""
+        """Note that training starts again, and take over the lines since the new start from `pending`."""
         self._lines_since_start = 0
         self._restarting = True
         self._facts.pop(Ending, None)
-        # Counts of the new start need not follow those of the one before.
+        # Counts of the new start need not continue those of the start before.
         self._stored_ahead = pending._stored_ahead if pending else {}
         if pending is None:
             return
-        self._errors = pending._errors  # What ended the earlier start is no longer news.
+        self._errors = pending._errors  # The run survived the errors of the start before.
         for facts in pending._facts.values():
             for fact in facts.values():
-                self._keep(fact)
+                self._store(fact)
         self._listed |= pending._listed
 
-    def completed(self, line: FoundIteration) -> FoundIteration | None:
-        """An iteration with what lines before it say; None of one that needs it and has none."""
+    def complete_iteration(self, line: ParsedIteration) -> ParsedIteration | None:
+        """Return an iteration with the numbers of earlier lines or of the arguments that belong to it.
+
+        None means that the iteration needs such numbers and there are none.
+        """
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
             return line._replace(iteration=counted) if counted else None
-        found = None
+        completed = None
         if self._ahead:
-            found = self._ahead.complete(line, self._listed, self._stored_ahead)
-        if found is None and line.at_ms is None:
+            completed = self._ahead.complete(line, self._listed, self._stored_ahead)
+        if completed is None and line.at_ms is None:
             return line
         self._ahead = None
-        return line._replace(iteration=found) if found else None
+        return line._replace(iteration=completed) if completed else None
 
-    def add_iteration(self, line: FoundIteration, log_line: int) -> None:
-        """Keep an iteration of a line of the file; of two with one number the later counts."""
+    def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
+        """Store an iteration. Of iterations with one number the last counts.
+
+        At most MAX_ITERATIONS are stored. `log_line` is the number of its line in the file.
+        """
         if len(self.iterations) >= MAX_ITERATIONS:
             self._overflow = True
             return
-        found = line.iteration
+        iteration = line.iteration
         self._first_seen = self._first_seen or line.stamp or None
         self._generation = self._generation if self._generation.name else line.generation
-        figures, last = _FIGURES(found), self.iterations.last
+        figures, last = _FIGURES_OF_ITERATION(iteration), self.iterations.last
         if self._restarting:
-            # Lines that a log repeats word for word, however often, tell of one restart; after one the
-            # same iteration can print the same figures, which elsewhere is a line printed twice.
+            # If a log repeats lines word for word, they count as one restart. After a restart the same iteration
+            # can print the same numbers; elsewhere that is a line that was printed twice.
             if figures not in self._first_again:
-                self._restarts.append(found.iteration)
+                self._restarts.append(iteration.iteration)
             self._first_again.add(figures)
             self._restarting = False
-        elif last is not None and _FIGURES(last) == figures:
+        elif last is not None and _FIGURES_OF_ITERATION(last) == figures:
             return
         self._lines_since_start += 1
-        # Only these few lines are changed, so that the bulk is stored as parsed.
+        # Only these few lines get marks. All other lines are stored as parsed.
         if self._lines_since_start <= 2 or self._paused:
-            first = self._lines_since_start == 1
-            found = msgspec.structs.replace(
-                found,
-                first_of_start=first,
+            is_first = self._lines_since_start == 1
+            iteration = msgspec.structs.replace(
+                iteration,
+                first_of_start=is_first,
                 averaged=self._lines_since_start == 2 and self._generation.averages_second_line,
-                after_pause=self._paused and not first,
+                after_pause=self._paused and not is_first,
             )
         self._paused = False
-        self.iterations.append(found, log_line)
+        self.iterations.append(iteration, log_line)
 
     def add_iterations(self, lines: Columns) -> None:
-        """Keep lines that follow the last one with rising numbers."""
+        """Store lines with rising numbers that follow the last one; at most MAX_ITERATIONS are stored."""
         room = MAX_ITERATIONS - len(self.iterations)
         if room < lines.count:
             self._overflow = True
-            lines = lines.at(slice(max(room, 0)))
+            lines = lines.select(slice(max(room, 0)))
         if lines.count:
             self._lines_since_start += lines.count
             self.iterations.extend(lines)
 
     def feed(self, line: str) -> None:
-        """Look at one line for everything but iterations."""
+        """Read everything but iterations from one line."""
         self._errors.feed(line)
         if self._list is not None:
             if self._list.end.search(line):
                 self._list = None
-            elif (found := self._list.read(line)) and len(self._listed) < _MAX_NAMES:
-                self._listed[found[0]] = found[1]
-        began = self.iterations.last is not None
-        for mark, read in self._news:
-            if mark in line and (mark or began):
+            else:
+                argument = self._list.read(line)
+                if argument and len(self._listed) < _MAX_NAMES:
+                    name, value = argument
+                    self._listed[name] = value
+        has_begun = self.iterations.last is not None
+        for mark, read in self._event_readers:
+            if mark in line and (mark or has_begun):
                 for fact in read(line):
-                    self._take(fact)
-        if not began and self._trainer is None:
-            for trainer, why, only in self._unread:
-                if only.search(line):
-                    self._trainer = f"{trainer}, of which no iteration is read: {why}"
+                    self._take_fact(fact)
+        if not has_begun and self._trainer is None:
+            for trainer, reason, pattern in self._unread_trainers:
+                if pattern.search(line):
+                    self._trainer = f"{trainer}, of which no iteration is read: {reason}"
                     break
 
     def build(self, path: str, part: int, parts: int) -> ScrapedLog:
-        """The run as data."""
+        """Return everything that was stored of the run.
+
+        `path` is the log's path, `part` the run's number in the log, and `parts` the number of runs.
+        """
         iterations, replaced = self.iterations.build()
-        iterations = iterations.timed()
+        iterations = iterations.derive_times()
         notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
             for first in self._restarts[:20]
         ]
         if self._overflow:
             notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
-        # Those that the list of arguments leaves out count only if there is one.
-        more = {found.name: found.value for found in self._all(MoreArgument)}
-        arguments = self._listed | more if self._listed else {}
-        given = arguments.get("log_interval", "")
-        steps = Counter(np.diff(iterations.numbers[:1000]).tolist())
-        usual = steps.most_common(1)[0][0] if steps else None
+        # Arguments outside of the list count only if there is a list.
+        more_arguments = {fact.name: fact.value for fact in self._list_facts(MoreArgument)}
+        arguments = self._listed | more_arguments if self._listed else {}
+        printed_interval = arguments.get("log_interval", "")
+        intervals = Counter(np.diff(iterations.numbers[:1000]).tolist())
+        usual_interval = intervals.most_common(1)[0][0] if intervals else None
         return ScrapedLog(
             path=path,
             part=part,
@@ -199,34 +217,35 @@ class RunBuilder:
             iterations=iterations,
             restarts=tuple(self._restarts),
             replaced=replaced,
-            parameters=tuple(sorted(self._all(ParameterCount), key=_KEYS[ParameterCount])),
-            memory=self._all(MemoryReading),
-            theoretical_memory=next(iter(self._all(TheoreticalMemory)), None),
+            parameters=tuple(sorted(self._list_facts(ParameterCount), key=_KEYS[ParameterCount])),
+            memory=self._list_facts(MemoryReading),
+            theoretical_memory=next(iter(self._list_facts(TheoreticalMemory)), None),
             theoretical_parameters_billions={
-                found.what: found.billions for found in self._all(TheoreticalParameters)
+                fact.label: fact.billions for fact in self._list_facts(TheoreticalParameters)
             },
             timers=tuple(
                 Timer(name, count, low / count, high / count)
                 for name, (count, low, high) in (self._early_timers | self._timers).items()
             ),
-            validation=self._all(Validation),
-            checkpoints=self._all(CheckpointEvent),
+            validation=self._list_facts(Validation),
+            checkpoints=self._list_facts(CheckpointEvent),
             remarks=tuple(self._remarks.values()),
             arguments=arguments,
             other_trainer=None if iterations else self._trainer,
-            log_interval=int(given) if given.isdecimal() else usual,
-            exit_reason=next((found.reason for found in self._all(Ending)), None),
+            log_interval=int(printed_interval) if printed_interval.isdecimal() else usual_interval,
+            exit_reason=next((fact.reason for fact in self._list_facts(Ending)), None),
             trace=self._errors.trace(),
             first_seen=self._first_seen,
             notes=tuple(notes),
         )
 
-    def _take(self, fact: Fact) -> None:
+    def _take_fact(self, fact: Fact) -> None:
+        """Take over a fact: add it to a sum, change the state of the builder, or store it."""
         match fact:
             case Timer():
-                second = 2 if self._generation.averages_second_line else 1
-                settled = self._lines_since_start > second
-                timers = self._timers if settled else self._early_timers
+                num_early_lines = 2 if self._generation.averages_second_line else 1
+                is_settled = self._lines_since_start > num_early_lines
+                timers = self._timers if is_settled else self._early_timers
                 if fact.name in timers or len(timers) < _MAX_NAMES:
                     count, low, high = timers.get(fact.name, (0, 0.0, 0.0))
                     timers[fact.name] = (count + 1, low + fact.min_ms, high + fact.max_ms)
@@ -234,9 +253,9 @@ class RunBuilder:
                 last = self.iterations.last
                 text = _STAMP.sub("", make_printable(fact.text)).strip()[:_MAX_REMARK]
                 if last is not None and text and len(self._remarks) < _MAX_REMARKS:
-                    # What a log says again and again is no news of a later iteration.
-                    plain = re.sub(r"\d+", "0", text)
-                    self._remarks.setdefault(plain, Remark(text, last.iteration))
+                    # A line that a log repeats with other numbers explains nothing about later iterations.
+                    text_without_numbers = re.sub(r"\d+", "0", text)
+                    self._remarks.setdefault(text_without_numbers, Remark(text, last.iteration))
             case Generation():
                 self._generation = fact
             case ArgumentList():
@@ -244,17 +263,19 @@ class RunBuilder:
             case NumbersAhead():
                 self._ahead = fact
             case _:
-                self._keep(fact)
-                # A checkpoint is loaded before training.
-                wrote = isinstance(fact, CheckpointEvent) and fact.action != "loaded"
-                self._paused |= wrote or isinstance(fact, Validation)
+                self._store(fact)
+                # A checkpoint is loaded before training, which is no pause.
+                is_save = isinstance(fact, CheckpointEvent) and fact.action != "loaded"
+                self._paused |= is_save or isinstance(fact, Validation)
 
-    def _keep(self, fact: Fact) -> None:
+    def _store(self, fact: Fact) -> None:
+        """Store a fact. Of facts with one key the last counts; at most _MAX_FACTS of a kind are stored."""
         kind = type(fact)
-        kept = self._facts[kind]
-        key = _KEYS[kind](fact) if kind in _KEYS else len(kept)
-        if key in kept or len(kept) < _MAX_FACTS:
-            kept[key] = fact
+        facts = self._facts[kind]
+        key = _KEYS[kind](fact) if kind in _KEYS else len(facts)
+        if key in facts or len(facts) < _MAX_FACTS:
+            facts[key] = fact
 
-    def _all[F: Fact](self, kind: type[F]) -> tuple[F, ...]:
+    def _list_facts[F: Fact](self, kind: type[F]) -> tuple[F, ...]:
+        """Return the stored facts of one kind in the order of the log."""
         return tuple(self._facts[kind].values())

@@ -1,4 +1,4 @@
-"""Run folders and foreign logs as runs, whatever state they are in."""
+"""Load run folders and foreign logs as `Run` objects, also incomplete and damaged ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
 from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind, RunSpec, flags_of_printed
+from parakit.config.run import DeviceKind, RunSpec, flags_from_printed_arguments
 from parakit.config.strategy import Parallelism
 from parakit.logs.diagnosis import classify_log
-from parakit.logs.dialects import canonical
+from parakit.logs.dialects import canonicalise_arguments
 from parakit.logs.iterations import Iteration
 from parakit.logs.lines import make_printable
-from parakit.logs.printed import parse_printed_spec, readable
+from parakit.logs.printed import drop_unreadable_values, parse_printed_spec
 from parakit.logs.scrape import scrape_runs
 from parakit.logs.scraped import ScrapedLog
 from parakit.logs.sources import (
@@ -35,138 +35,151 @@ from parakit.logs.sources import (
     read_samples,
     read_time_ledger,
 )
-from parakit.logs.stated_model import StatedModel, model_of_arguments, model_of_record
+from parakit.logs.stated_model import StatedModel, find_printed_model, find_recorded_model
 from parakit.logs.window import Window, select_window
 
-COUNTING = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
-"""Statuses of runs whose measurements count, if they have any."""
+STATUSES_WITH_MEASUREMENTS = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, Status.RUNNING)
+"""Statuses of runs whose measurements are used, if they have any."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run with everything that is known of it."""
+    """One training run, with everything that its folder or log states."""
 
     name: str
     path: Path
     spec: RunSpec | None
-    """What was trained; None where a log's arguments define no model."""
+    """What was trained; None if a log's arguments define no model."""
     status: StatusRecord
     log: ScrapedLog
     window: Window
     record: RunRecord | None = None
     device: str = ""
-    """`cpu`, or the name of the GPU; empty where a log does not say."""
+    """`cpu`, or the name of the GPU; empty if a log does not state it."""
     megatron: str = ""
-    """Version and commit."""
+    """Version and commit of Megatron; empty if unknown."""
     dataset: DatasetIdentity | None = None
     start_checkpoint: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Megatron's arguments: as it printed them, else as they were given."""
+    """Megatron's arguments as the log prints them, else as in the command line."""
     samples: DeviceSamples = field(default_factory=DeviceSamples)
     measurements: RankMeasurements = field(default_factory=RankMeasurements)
     notes: tuple[str, ...] = ()
     repeats_name: str = ""
-    """The name under which somebody says that logs are repeats of one another."""
+    """Name that the user gave to logs that are repeats of one run; empty otherwise."""
     earlier_iterations: tuple[Iteration, ...] = ()
-    """Iterations of the run from whose checkpoint it resumed in another strategy, up to that checkpoint.
+    """Iterations of the parent run up to the checkpoint from which this run resumed in another strategy.
 
-    Part of its loss curve, not of its times."""
+    They are part of the loss curve, and not of the times."""
     replaced_iterations: tuple[Iteration, ...] = ()
-    """Iterations that it trained again after it resumed, as they were before."""
+    """Earlier lines of iterations that the run trained again after it resumed."""
 
     @cached_property
     def time_record(self) -> tuple[TimeRecord | None, str]:
-        """Of the ranks that had a steady iteration, read when it is asked for; or why there is none."""
+        """Measured times of the ranks with a steady iteration, or None and the reason. Read on first use."""
         return read_time_ledger(self.path)
 
     @property
     def strategy(self) -> str:
-        """The strategy's name; empty where it is not known."""
+        """Name of the strategy; empty if unknown."""
         return self.spec.name if self.spec else ""
 
     @property
     def model(self) -> str:
-        """The model's name, `<layers>x<hidden>` for one that has none; empty where not known."""
+        """Name of the model, or `<layers>x<hidden>` if it has none; empty if unknown."""
         if self.spec is None:
             return ""
         return self.spec.model or f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
 
     @property
     def model_or_size(self) -> str:
-        """The model, also of arguments that leave its layout open; empty where nothing says it."""
+        """Name or size of the model, also if the arguments do not define its parallelism; empty if unknown."""
         sizes = [self.arguments.get(name) for name in ("num_layers", "hidden_size")]
         return self.model or ("x".join(map(str, sizes)) if all(sizes) else "")
 
     @property
     def dimensions(self) -> str:
-        """Layers and hidden size as `36x1280`, whatever the model is called; empty where not known."""
+        """Layers and hidden size as `36x1280`, also for a model with a name; empty if unknown."""
         if self.spec:
             return f"{self.spec.shape.layers}x{self.spec.shape.hidden}"
         return self.model_or_size
 
     @cached_property
     def stated_model(self) -> StatedModel:
-        """The flags of its model that its arguments state."""
+        """Flags of the model that the run's arguments state."""
         if self.record:
-            return model_of_record(self.record)
-        return model_of_arguments(self.arguments)
+            return find_recorded_model(self.record)
+        return find_printed_model(self.arguments)
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is split in no way, so that others are compared with it."""
+        """True if the run uses no parallelism, so that others can be compared with it."""
         return self.spec is not None and self.spec.parallelism == Parallelism()
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this kit did not make it, or its `run.json` is lost: a log that was named."""
+        """True if the run has no `run.json`: another trainer's log, or a damaged run folder."""
         return self.record is None
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples an iteration; the lines of a log name them even where its arguments do not."""
-        known = self.spec.batch.global_batch_size if self.spec else None
-        return known or self.window.global_batch_size or self._printed("global_batch_size")
+        """Samples per iteration, by the spec, the lines or the arguments; None if unknown."""
+        recorded = self.spec.batch.global_batch_size if self.spec else None
+        return (
+            recorded
+            or self.window.global_batch_size
+            or self._read_printed_number("global_batch_size")
+        )
 
     @property
     def seq_length(self) -> int | None:
-        """Tokens of a sample; also where the arguments define no model."""
-        return self.spec.shape.seq_length if self.spec else self._printed("seq_length")
+        """Tokens per sample, also if the arguments define no model; None if unknown."""
+        return self.spec.shape.seq_length if self.spec else self._read_printed_number("seq_length")
 
     @property
     def num_devices(self) -> int | None:
-        """Devices that trained it; None where a log does not say. CPU ranks share one machine: 1."""
+        """Number of devices that trained the run; 1 for CPU ranks, which share a machine; None if unknown."""
         if self.device == "cpu":
             return 1
-        return self.spec.parallelism.world_size if self.spec else self._printed("world_size")
+        return (
+            self.spec.parallelism.world_size
+            if self.spec
+            else self._read_printed_number("world_size")
+        )
 
-    def _printed(self, name: str) -> int | None:
+    def _read_printed_number(self, name: str) -> int | None:
+        """Return a printed argument of a foreign log as a number; None if it is no positive number."""
         text = self.arguments.get(name, "")
         return int(text) if self.is_foreign and re.fullmatch(r"[1-9]\d{0,8}", text) else None
 
     @property
     def dataset_name(self) -> str | None:
-        """The data set: its hash, else its name."""
+        """Hash of the data set, else its name; None if unknown."""
         return (self.dataset.sha256 or self.dataset.prefix) if self.dataset else None
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """First iteration after each restart from a checkpoint."""
-        own = self.log.iterations[:1] if self.earlier_iterations else ()
-        return (*(found.iteration for found in own), *self.log.restarts)
+        """Number of the first iteration after each restart from a checkpoint."""
+        resumed = self.log.iterations[:1] if self.earlier_iterations else ()
+        return (*(iteration.iteration for iteration in resumed), *self.log.restarts)
 
     @property
     def is_running(self) -> bool:
-        """Whether it is still on, so that its figures are those so far."""
+        """True if the run is still training, so that its numbers are preliminary."""
         return self.status.status is Status.RUNNING
 
     @property
     def has_measurements(self) -> bool:
-        """Whether its measurements are part of the statistics."""
-        return self.status.status in COUNTING and bool(self.window.samples_ms)
+        """True if the run's measurements are part of the statistics: status and samples allow it."""
+        return self.status.status in STATUSES_WITH_MEASUREMENTS and bool(self.window.samples_ms)
 
 
 def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """Load run folders and logs; what cannot be read becomes a sentence, not an exception."""
+    """Load run folders and logs.
+
+    Returns:
+        All runs, and a sentence for each path that cannot be read.
+    """
     runs: list[Run] = []
     problems: list[str] = []
     for path in paths:
@@ -175,28 +188,30 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}; it is left out.")
         except Exception as error:
-            # A fault of the reader's, which must not cost the report of all the others.
-            what = f"{type(error).__name__}: {error}"
-            problems.append(f"{path} cannot be read ({what}); it is left out, please report it.")
+            # A fault in this reader must not stop the report on all other runs.
+            fault = f"{type(error).__name__}: {error}"
+            problems.append(f"{path} cannot be read ({fault}); it is left out, please report it.")
     return runs, problems
 
 
 def find_run_folders(root: Path) -> list[Path]:
-    """The root if it holds a run, else its folders that do, oldest first (names begin with the time)."""
+    """Return the root if it is a run folder, else the run folders in it, oldest first.
+
+    Names of run folders begin with the time. Hidden folders, which are the launcher's, are left out.
+    """
     if not root.is_dir():
         return []
     if records.is_run_folder(root):
         return [root]
-    # Hidden ones are the launcher's own.
     folders = sorted(folder for folder in root.iterdir() if not folder.name.startswith("."))
     return list(filter(records.is_run_folder, folders))
 
 
 def load_folder(folder: Path) -> Run:
-    """Load a run folder; the run's notes say what is missing or damaged in it."""
+    """Load a run folder. The run's notes state what is missing or damaged."""
     notes: list[str] = []
-    record = _read(folder / records.RUN_FILE, records.read_run, notes)
-    status = _read(folder / records.STATUS_FILE, records.read_status, notes)
+    record = _read_file(folder / records.RUN_FILE, records.read_run, notes)
+    status = _read_file(folder / records.STATUS_FILE, records.read_status, notes)
     path = folder / records.LOG_FILE
     log = scrape_runs(path)[-1] if path.is_file() else ScrapedLog(str(path))
     if not log.iterations:
@@ -206,13 +221,13 @@ def load_folder(folder: Path) -> Run:
     elif status is None:
         status = classify_log(log)
     elif status.status is Status.INCOMPLETE and records.looks_alive(folder):
-        wanted = f" of {record.exit_interval}" if record else ""
+        planned = f" of {record.exit_interval}" if record else ""
         reached = log.iterations[-1].iteration if log.iterations else 0
-        status = StatusRecord(Status.RUNNING, None, f"iteration {reached}{wanted}")
+        status = StatusRecord(Status.RUNNING, None, f"iteration {reached}{planned}")
     elif status.status is not Status.OK and not status.reason:
         status = replace(status, reason=classify_log(log, status.exit_code).reason)
     ledgers, ledger_notes = read_all_measurements(folder)
-    before, replaced = _before(folder, record, notes)
+    before, replaced = _read_parent(folder, record, notes)
     notes += [*ledger_notes, *log.notes]
     try:
         notes += [verdict.sentence for verdict in read_verdicts(folder)]
@@ -235,7 +250,7 @@ def load_folder(folder: Path) -> Run:
 
 
 def load_log(path: Path) -> list[Run]:
-    """Load a foreign log; one that holds several runs gives several."""
+    """Load the runs of a foreign log, in order."""
     name, runs = make_printable(path.name), []
     for log in scrape_runs(path):
         part = f"#{log.part}" if log.parts > 1 else ""
@@ -246,12 +261,13 @@ def load_log(path: Path) -> list[Run]:
 
 
 def _add_record(run: Run, record: RunRecord) -> Run:
+    """Return the run with what its record states."""
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
-    reached = run.window.global_batch_size
-    if reached and Flags(record.argv).has("--rampup-batch-size"):
-        # The figures are of the batch that most iterations trained, which need not be the last.
-        spec = replace(spec, batch=replace(spec.batch, global_batch_size=reached))
+    batch_size = run.window.global_batch_size
+    if batch_size and Flags(record.argv).has("--rampup-batch-size"):
+        # The samples have the batch size of most iterations, which need not be the last one.
+        spec = replace(spec, batch=replace(spec.batch, global_batch_size=batch_size))
     versions = (entry.megatron_version, (entry.megatron_commit or "")[:12])
     return replace(
         run,
@@ -261,17 +277,21 @@ def _add_record(run: Run, record: RunRecord) -> Run:
         megatron=" ".join(filter(None, versions)),
         dataset=record.dataset,
         start_checkpoint=record.start_checkpoint,
-        # Printed arguments are as Megatron resolved them.
+        # Printed arguments have the values that Megatron derived.
         arguments=run.log.arguments or parse_flag_values(record.argv),
     )
 
 
-def _before(
+def _read_parent(
     folder: Path, record: RunRecord | None, notes: list[str]
 ) -> tuple[tuple[Iteration, ...], tuple[Iteration, ...]]:
-    """What the run resumed from had trained by then, its own parents' part included; and after it."""
+    """Return the iterations of the parent run up to the checkpoint, with its own parents', and those after it.
+
+    Both are empty if the run did not resume from another run, or if that run's log is missing. Notes on this are
+    added to `notes`.
+    """
     origin = record.resumptions[0] if record and record.resumptions else None
-    # Names begin with the time, so a parent's comes first; anything else is no parent.
+    # Names begin with the time, so a parent's name comes first. Another name is no parent's.
     if not origin or not record or origin.run >= record.run or Path(origin.run).name != origin.run:
         return (), ()
     parent = folder.parent / origin.run
@@ -280,29 +300,31 @@ def _before(
         notes.append(f"{origin.run} is not beside it, so its curve begins there")
         return (), ()
     run = load_folder(parent)
-    found = (*run.earlier_iterations, *run.log.iterations)
-    place = bisect_right(found, origin.iteration, key=lambda line: line.iteration)
-    return found[:place], found[place:]
+    iterations = (*run.earlier_iterations, *run.log.iterations)
+    end = bisect_right(iterations, origin.iteration, key=lambda line: line.iteration)
+    return iterations[:end], iterations[end:]
 
 
 def _add_printed(run: Run) -> Run:
-    arguments, unread = readable(canonical(run.log.arguments))
+    """Return a run of a foreign log with what its printed arguments state."""
+    arguments, unread = drop_unreadable_values(canonicalise_arguments(run.log.arguments))
     if not arguments:
         return run
-    flags = Flags(flags_of_printed(arguments))
+    flags = Flags(flags_from_printed_arguments(arguments))
     data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,
         spec=parse_printed_spec(arguments, run.window.global_batch_size),
         dataset=DatasetIdentity(data) if data else None,
-        # Weights that were loaded to start from; a resumed run's are its own.
+        # Only with --finetune the loaded weights are initial ones. Otherwise the run resumed from its own.
         start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
         arguments=arguments,
         notes=run.notes + ((f"{', '.join(unread)} cannot be read",) if unread else ()),
     )
 
 
-def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
+def _read_file[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
+    """Read a file of a run folder; None and a note in `notes` if it is missing or of another version."""
     try:
         return read(path.parent)
     except FileNotFoundError:
@@ -312,6 +334,6 @@ def _read[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | Non
             schema = json.loads(path.read_bytes()).get("schema")
         except (ValueError, AttributeError):
             schema = None
-        said = f", its schema is {schema}" if schema is not None else ""
-        notes.append(f"{path.name} is not of this version of the kit ({error}){said}")
+        schema_note = f", its schema is {schema}" if schema is not None else ""
+        notes.append(f"{path.name} is not of this version of the kit ({error}){schema_note}")
     return None

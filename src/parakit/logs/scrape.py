@@ -1,7 +1,7 @@
-"""A log file to data, in one pass: `scrape_log` for one run, `scrape_runs` for files with several.
+"""Read a log file in one pass: `scrape_log` for one run, `scrape_runs` for files with several runs.
 
-A restart from a checkpoint repeats iterations: the later line counts and the restart is noted.
-A start from the first iteration on is another run. Memory is bounded, whatever the file holds.
+A restart from a checkpoint repeats iterations: the later lines count, and the restart is noted. A start from the
+first iteration is another run. Memory is bounded for every file.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.logs.dialects import LineFormat, dialects
+from parakit.logs.dialects import LineFormat, load_dialects
 from parakit.logs.failures import FAILURES
 from parakit.logs.layouts import LayoutReader, LogBlock
-from parakit.logs.lines import LineSplitter, TornLines, unwrapped
+from parakit.logs.lines import LineSplitter, TornLines, unwrap_json
 from parakit.logs.pieces import open_log
 from parakit.logs.run_builder import RunBuilder
 from parakit.logs.scraped import ScrapedLog
 
 _SHORTEST = 8
-"""Characters of the shortest line with information."""
-_MIN_TOGETHER = 4
-"""Lines; fewer are read faster one by one."""
-_STARTS = re.compile("|".join(start for each in dialects() for start in each.starts))
+"""Characters of the shortest line that is read."""
+_MIN_PLAIN_LINES = 4
+"""Fewest plain iteration lines that are stored together. Fewer lines are read faster one by one."""
+_STARTS = re.compile("|".join(start for dialect in load_dialects() for start in dialect.starts))
+"""Pattern of lines with which training starts."""
 
 
 def scrape_log(path: Path) -> ScrapedLog:
-    """Scrape a log; of several runs in one file, the last.
+    """Read the last run of a log.
 
     Raises:
         OSError: The file cannot be read.
@@ -38,7 +39,11 @@ def scrape_log(path: Path) -> ScrapedLog:
 
 
 def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
-    """Scrape every run of a log file, in order; raises as `scrape_log`."""
+    """Read every run of a log, in order.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     formats, pieces = open_log(path)
     scraper = _Scraper(formats)
     for piece in pieces:
@@ -50,58 +55,63 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     )
 
 
-def other_news() -> re.Pattern[bytes]:
-    """What a line holds that may say more than an iteration's numbers."""
-    marks = {news.mark for each in dialects() for news in each.news if news.mark}
-    words = "|".join(map(re.escape, sorted(marks)))
-    return re.compile(f"{words}|{_STARTS.pattern}|{FAILURES.pattern}".encode())
+def make_event_pattern() -> re.Pattern[bytes]:
+    """Return a pattern for lines that may state more than an iteration's numbers."""
+    marks = {reader.mark for dialect in load_dialects() for reader in dialect.events if reader.mark}
+    mark_pattern = "|".join(map(re.escape, sorted(marks)))
+    return re.compile(f"{mark_pattern}|{_STARTS.pattern}|{FAILURES.pattern}".encode())
 
 
 class _Scraper:
-    """Decides which run a line belongs to; `RunBuilder` keeps what the line says."""
+    """Reader of a log that decides to which run each line belongs; `RunBuilder` stores what the line states."""
 
     def __init__(self, formats: tuple[LineFormat, ...]) -> None:
         self._formats = formats
-        self._layouts = LayoutReader(other_news())
+        self._layouts = LayoutReader(make_event_pattern())
         self._layouts.format = formats[0] if len(formats) == 1 else None
         self._splitter = LineSplitter()
         self._torn = TornLines()
-        self._last = 1
+        self._last_number = 1
         self._done: list[RunBuilder] = []
         self._run = RunBuilder()
         self._pending: RunBuilder | None = None
-        """A start inside the file: of a resume or of another run, the next iteration line decides."""
+        """Lines since a new start in the file. The next iteration shows whether it is a resume or another run."""
 
     def feed_lines(self, data: bytes, numbers: Sequence[int]) -> None:
-        """Look at each line of some bytes; they stand in these lines of the file."""
-        for place, line in self._splitter.feed(data):
-            for each in self._torn.joined(line):
-                self._feed(each, numbers[place])
-        self._last = numbers[-1]
+        """Read the lines of some bytes one by one; `numbers` are their numbers in the file."""
+        for index, part in self._splitter.feed(data):
+            for line in self._torn.join(part):
+                self._feed(line, numbers[index])
+        self._last_number = numbers[-1]
 
     def feed_block(self, data: bytes, numbers: Sequence[int]) -> None:
-        """Look at whole lines; those that are plain iterations are taken together."""
+        """Read complete lines. Plain iteration lines that follow each other are stored together."""
         block = self._layouts.block(data, numbers)
-        for first, behind, plain in block.runs():
-            if plain and behind - first >= _MIN_TOGETHER:
-                for line in self._torn.left():
+        for first, behind, plain in block.sections():
+            if plain and behind - first >= _MIN_PLAIN_LINES:
+                for line in self._torn.flush():
                     self._feed(line, block.numbers[first])
                 self._feed_plain(block, first, behind)
             else:
                 self.feed_lines(block.text(first, behind), block.numbers[first:behind])
 
     def finish(self) -> list[RunBuilder]:
-        for line in (*self._torn.left(), *self._splitter.finish()):
-            # An iteration's last number that no line's end follows may be cut.
-            cut = any(each.opening.search(line) for each in self._formats)
-            self._feed(f"{line}…" if cut else line, self._last)
+        """Read the unfinished lines at the end, and return the builders of all runs in order."""
+        for line in (*self._torn.flush(), *self._splitter.finish()):
+            # The last number of an iteration may be cut off if no line end follows.
+            may_be_cut = any(format_.opening.search(line) for format_ in self._formats)
+            self._feed(f"{line}…" if may_be_cut else line, self._last_number)
         if self._pending is not None:
-            self._join()
+            self._continue_run()
         return [*self._done, self._run]
 
     def _feed_plain(self, block: LogBlock, first: int, behind: int) -> None:
+        """Store plain iteration lines from `first` to before `behind` of a block.
+
+        Lines after a start or a pause are read one by one until the run is settled.
+        """
         numbers = block.columns.values["iteration"]
-        # Where a number does not rise something happens, which is seen line by line.
+        # If a number does not rise, training has started again, which is decided line by line.
         breaks = first + 1 + np.flatnonzero(np.diff(numbers[first:behind]) <= 0)
         for start, stop in pairwise([first, *breaks.tolist(), behind]):
             begin = start
@@ -111,36 +121,39 @@ class _Scraper:
                 self.feed_lines(block.text(begin, begin + 1), block.numbers[begin : begin + 1])
                 begin += 1
             if begin < stop:
-                self._run.add_iterations(block.columns.at(slice(begin, stop)))
+                self._run.add_iterations(block.columns.select(slice(begin, stop)))
 
     def _feed(self, line: str, number: int) -> None:
+        """Read one line, whose number in the file is `number`."""
         if len(line) < _SHORTEST:
             return
         if line.startswith("{"):
-            line = unwrapped(line)
+            line = unwrap_json(line)
         if self._pending is None and self._run.iterations.last and _STARTS.search(line):
             self._pending = RunBuilder()
-        for each in self._formats:
-            if each.word in line and (found := each.find(line)):
-                self._formats, self._layouts.format = (each,), each
-                for one in filter(None, map((self._pending or self._run).completed, found)):
-                    self._place(one.iteration.iteration)
-                    self._run.add_iteration(one, number)
+        for format_ in self._formats:
+            iterations = format_.find(line) if format_.word in line else []
+            if iterations:
+                self._formats, self._layouts.format = (format_,), format_
+                builder = self._pending or self._run
+                for iteration in filter(None, map(builder.complete_iteration, iterations)):
+                    self._choose_run(iteration.iteration.iteration)
+                    self._run.add_iteration(iteration, number)
                 break
         (self._pending or self._run).feed(line)
 
-    def _place(self, iteration: int) -> None:
-        """Decide whether an iteration goes on with the run, starts it again, or begins another."""
+    def _choose_run(self, iteration: int) -> None:
+        """Set `_run` to the run of an iteration: the current run, its restart, or a new run."""
         first, last = self._run.iterations.first, self._run.iterations.last
         if self._pending is None and (last is None or iteration >= last.iteration):
             return
         if first is None or iteration > first:
-            self._join()
+            self._continue_run()
             return
         self._done.append(self._run)
         self._run, self._pending = self._pending or RunBuilder(), None
 
-    def _join(self) -> None:
-        """The pending start, or one that the log does not show, continued the run before it."""
+    def _continue_run(self) -> None:
+        """Treat the pending start, or a start that the log does not show, as a restart of the run."""
         self._run.restart(self._pending)
         self._pending = None

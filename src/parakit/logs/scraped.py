@@ -1,4 +1,7 @@
-"""What a training log says, as data. Units are in the names; what a log does not say is None."""
+"""Content of a training log as data classes.
+
+Units are in the names of fields. Values that a log does not state are None.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,22 @@ from parakit.logs.iterations import Iteration, IterationTable
 
 
 class Fact:
-    """One thing that a line says beside iterations."""
+    """Base class of everything that a line states besides iterations."""
 
 
 @dataclass(frozen=True)
 class Generation(Fact):
-    """Versions of a trainer that print alike, as far as a log itself shows it."""
+    """Versions of a trainer that print in the same way, as far as the log itself shows it."""
 
     trainer: str = ""
     name: str = ""
     averages_second_line: bool = False
-    """Whether the second line after a start still contains the first iteration."""
+    """True if the numbers of the second line after a start are means that include the first iteration."""
 
 
 @dataclass(frozen=True)
 class ParameterCount(Fact):
-    """Parameters of a model-parallel rank."""
+    """Number of parameters of a model-parallel rank."""
 
     tensor_rank: int
     pipeline_rank: int
@@ -35,7 +38,7 @@ class ParameterCount(Fact):
 
 @dataclass(frozen=True)
 class MemoryReading(Fact):
-    """The allocator's own figures, in MiB."""
+    """Memory of a rank in MiB, as its allocator reports it."""
 
     rank: int
     after_iterations: int | None
@@ -48,7 +51,7 @@ class MemoryReading(Fact):
 
 @dataclass(frozen=True)
 class TheoreticalMemory(Fact):
-    """Megatron's own estimate, in MB as printed."""
+    """Megatron's estimate of its memory, in MB as printed."""
 
     weight_and_optimizer_mb: float
     activation_mb: float | None
@@ -57,33 +60,33 @@ class TheoreticalMemory(Fact):
 
 @dataclass(frozen=True)
 class TheoreticalParameters(Fact):
-    """The same of parameters, under the words of the log."""
+    """Megatron's estimate of its parameters, by the label in the log."""
 
-    what: str
+    label: str
     billions: float
 
 
 @dataclass(frozen=True)
 class Timer(Fact):
-    """One timer, in milliseconds: as a line has it, or the means of all."""
+    """Milliseconds of one timer, of one line or as the mean over all lines."""
 
     name: str
     count: int
-    """How often it was printed."""
+    """Number of lines with the timer."""
     min_ms: float
     """Time of the fastest rank."""
     max_ms: float
-    """Of the slowest; both are equal where only it is printed."""
+    """Time of the slowest rank. Both times are equal if the log prints only one."""
 
 
 @dataclass(frozen=True)
 class Validation(Fact):
-    """An evaluation; the iteration is None for the one after training."""
+    """Losses of an evaluation. The iteration is None for the evaluation after training."""
 
     iteration: int | None
     losses: dict[str, float]
     on: str = ""
-    """`iteration 50 on test set`, as the log puts it."""
+    """Description of the evaluation as printed: `iteration 50 on test set`."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +100,17 @@ class CheckpointEvent(Fact):
 
 @dataclass(frozen=True)
 class ArgumentList(Fact):
-    """A list of arguments begins."""
+    """Beginning of a list of arguments, and how to read the list."""
 
     end: re.Pattern[str]
-    """In the line that ends it."""
+    """Pattern in the line that ends the list."""
     read: Callable[[str], tuple[str, str] | None]
-    """Name and value in one of its lines, as text."""
+    """Function that returns name and value of a line of the list as text; None for another line."""
 
 
 @dataclass(frozen=True)
 class MoreArgument(Fact):
-    """One that the list of arguments leaves out; it counts only where there is a list."""
+    """An argument outside of the list of arguments. It is ignored if the log has no list."""
 
     name: str
     value: str
@@ -115,67 +118,70 @@ class MoreArgument(Fact):
 
 @dataclass(frozen=True)
 class NumbersAhead(Fact):
-    """Numbers of an iteration to come, in a line of their own before its line."""
+    """Numbers of the next iteration, on a separate line before its own line."""
 
     complete: Callable[[Any, Mapping[str, str], dict[str, Any]], Iteration | None]
-    """The iteration with them, of a `FoundIteration`, the arguments and what earlier calls of one start
-    stored; None: they wait for another line."""
+    """Function that returns the iteration with these numbers; None if the numbers belong to a later line.
+
+    Its arguments are a `ParsedIteration`, the log's arguments, and a dict in which the calls since one start can
+    store values."""
 
 
 @dataclass(frozen=True)
 class Ending(Fact):
-    """Training says why it stops."""
+    """Reason why training stops, as the log states it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Remark(Fact):
-    """A line between iterations that may say why their time changes; each only where it is first."""
+    """A line between iterations that may explain why their time changes. Repeated lines are left out."""
 
     text: str
     after: int = 0
-    """The last iteration before it."""
+    """Number of the last iteration before the line."""
 
 
 @dataclass(frozen=True)
 class LoggedError:
-    """One error line and where it came from."""
+    """One error of a log."""
 
     kind: str
-    """The exception's class, or a name for what has none (`Signal`, `usage`)."""
+    """Class of the exception, or another name if there is none (`Signal`, `usage`)."""
     message: str
     rank: int | None
+    """Rank that reported the error; None if unknown."""
     secondary: bool
-    """Follows from another rank's failure (a lost connection), or is the launcher's summary."""
+    """True if the error follows from another one (a lost connection), or is the launcher's summary."""
 
 
 @dataclass(frozen=True)
 class ErrorTrace:
-    """What a log says about failure."""
+    """Failures in a log."""
 
     errors: tuple[LoggedError, ...] = ()
     root_cause_rank: int | None = None
-    """torchrun's `Root Cause (first observed failure)`."""
+    """Rank in torchrun's `Root Cause (first observed failure)`; None if there is none."""
     root_cause_exit_code: int | None = None
     interrupted_by: str | None = None
-    """The signal or key that ended the run."""
+    """Signal, key or scheduler that ended the run; None if nothing did."""
 
 
 @dataclass(frozen=True)
 class ScrapedLog:
-    """One training run out of a log. A file that holds several gives several, by `part`."""
+    """One training run of a log. A file with several runs gives one object per run, numbered by `part`."""
 
     path: str
     part: int = 1
     parts: int = 1
     generation: Generation = Generation()
     iterations: IterationTable = field(default_factory=IterationTable)
-    """In order, each iteration once: after a restart the later line counts."""
+    """Iterations in order. No iteration comes twice: after a restart the later line counts."""
     restarts: tuple[int, ...] = ()
-    """First iteration after each restart."""
+    """Number of the first iteration after each restart."""
     replaced: IterationTable = field(default_factory=IterationTable)
-    """Lines of iterations that a restart trained again, as they were before it."""
+    """Lines of iterations before a restart that the run trained again after the restart."""
     parameters: tuple[ParameterCount, ...] = ()
     memory: tuple[MemoryReading, ...] = ()
     theoretical_memory: TheoreticalMemory | None = None
@@ -185,18 +191,19 @@ class ScrapedLog:
     checkpoints: tuple[CheckpointEvent, ...] = ()
     remarks: tuple[Remark, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
-    """Printed arguments, as text."""
+    """Printed arguments by name, as text."""
     log_interval: int | None = None
+    """Iterations per line, by the arguments, else by the lines themselves."""
     exit_reason: str | None = None
-    """`exiting program at iteration 25`, `after training is done`, …; None: the log just ends."""
+    """Reason of the end: `exiting program at iteration 25`, `after training is done`; None if not stated."""
     trace: ErrorTrace = ErrorTrace()
     other_trainer: str | None = None
-    """A trainer whose log is not read, and why, where there is no iteration line."""
+    """Trainer whose logs are not read, and why. Set only if the log has no iteration line."""
     first_seen: str | None = None
-    """Time stamp of the first iteration line, as printed."""
+    """Time stamp of the first iteration line, as printed; None without stamps."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_megatron(self) -> bool:
-        """Whether anything in the log is Megatron's, or of another trainer that is read."""
+        """True if the log has lines of Megatron or of another trainer whose logs are read."""
         return bool(self.iterations or self.parameters or self.arguments or self.memory)

@@ -1,6 +1,6 @@
-"""What a run folder holds beside its log: device samples, ledgers, TensorBoard's curves.
+"""Read the files of a run folder besides its log: device samples, measurements of ranks, TensorBoard events.
 
-Whatever is missing or damaged is empty or a note, never an error.
+A missing or damaged file gives an empty result or a note, never an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from parakit.logs.iterations import Iteration, IterationTable
 from parakit.logs.scraped import ScrapedLog
 
 MAX_POINTS = 400
-"""A series keeps at most about so many points; a day at 1 Hz is drawn no better with more."""
+"""About the most points that a series keeps. A chart of a day at 1 Hz is no better with more."""
 _MAX_BYTES = 64 << 20
 
 
-_READINGS = (
+_SAMPLED_VALUES = (
     *("utilisation_percent", "memory_bytes", "power_watts"),
     *("temperature_celsius", "sm_clock_mhz"),
 )
@@ -38,7 +38,7 @@ _READINGS = (
 
 @dataclass(frozen=True)
 class DeviceSeries:
-    """One rank's device over time; a reading that it does not give is None."""
+    """Samples of one rank's device over time. Values that the device does not report are None."""
 
     rank: int
     seconds: tuple[float, ...]
@@ -49,65 +49,74 @@ class DeviceSeries:
     sm_clock_mhz: tuple[float | None, ...]
     peak_memory_bytes: int | None
     throttled: tuple[str, ...] = ()
-    """Reasons for a lowered clock that were seen."""
+    """Reasons for which the device lowered its clock at some time."""
 
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """All ranks' series."""
+    """Samples of the devices of all ranks."""
 
     series: tuple[DeviceSeries, ...] = ()
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Largest reading of any device."""
-        peaks = [s.peak_memory_bytes for s in self.series if s.peak_memory_bytes]
+        """Largest memory of any device; None without samples."""
+        peaks = [series.peak_memory_bytes for series in self.series if series.peak_memory_bytes]
         return max(peaks, default=None)
 
 
 def read_samples(path: Path) -> DeviceSamples:
-    """Read `samples.csv`; a missing, foreign or empty file has no series, cut lines are skipped."""
+    """Read `samples.csv`. A missing, foreign, empty or very large file gives no series.
+
+    Lines without a rank or a time are skipped.
+    """
     if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return DeviceSamples()
-    by_rank: dict[int, list[dict[str, str]]] = {}
+    rows_by_rank: dict[int, list[dict[str, str]]] = {}
     with path.open(newline="", errors="replace") as file:
         try:
             for row in csv.DictReader(line.replace("\0", "") for line in file):
                 rank = row.get("rank") or ""
-                if rank.isdecimal() and _column([row], "seconds") != (None,):
-                    by_rank.setdefault(int(rank), []).append(row)
+                if rank.isdecimal() and _parse_column([row], "seconds") != (None,):
+                    rows_by_rank.setdefault(int(rank), []).append(row)
         except csv.Error:
-            pass  # A damaged line ends the file; what came before it counts.
-    return DeviceSamples(tuple(_series(rank, by_rank[rank]) for rank in sorted(by_rank)))
+            pass  # A damaged line ends the reading; the lines before it count.
+    return DeviceSamples(
+        tuple(_make_series(rank, rows) for rank, rows in sorted(rows_by_rank.items()))
+    )
 
 
-def _series(rank: int, rows: Sequence[Mapping[str, str]]) -> DeviceSeries:
-    memory = list(filter(None, _column(rows, "memory_bytes")))
+def _make_series(rank: int, rows: Sequence[Mapping[str, str]]) -> DeviceSeries:
+    """Return the series of one rank from its rows of `samples.csv`, thinned to about MAX_POINTS."""
+    memory = list(filter(None, _parse_column(rows, "memory_bytes")))
     reasons = {row.get("throttle_reasons") or "" for row in rows} - {"", "none", "0"}
     thinned = rows[:: max(1, len(rows) // MAX_POINTS)]
     return DeviceSeries(
         rank=rank,
-        seconds=tuple(second or 0.0 for second in _column(thinned, "seconds")),
+        seconds=tuple(second or 0.0 for second in _parse_column(thinned, "seconds")),
         peak_memory_bytes=int(max(memory)) if memory else None,
         throttled=tuple(sorted(reasons)),
-        **{name: _column(thinned, name) for name in _READINGS},
+        **{name: _parse_column(thinned, name) for name in _SAMPLED_VALUES},
     )
 
 
-def _column(rows: Sequence[Mapping[str, str]], name: str) -> tuple[float | None, ...]:
-    """A reading of each row; None where it is no number."""
-    found: list[float | None] = []
+def _parse_column(rows: Sequence[Mapping[str, str]], name: str) -> tuple[float | None, ...]:
+    """Return a column of the rows as numbers; None for values that are no number."""
+    values: list[float | None] = []
     for row in rows:
         try:
-            found.append(float(row.get(name) or ""))
+            values.append(float(row.get(name) or ""))
         except ValueError:
-            found.append(None)
-    return tuple(found)
+            values.append(None)
+    return tuple(values)
 
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """What the ledgers measured; None where there is none, or it counted no rank's iteration."""
+    """Memory, communication and routing that the ranks of a run measured.
+
+    A field is None if there is no such file, or if it has no rank with a measured iteration.
+    """
 
     memory: MemoryRecord | None = None
     communication: CommunicationRecord | None = None
@@ -115,12 +124,13 @@ class RankMeasurements:
 
     @property
     def peak_memory_bytes_by_rank(self) -> Mapping[int, int]:
-        """Peak of each rank whose memory was counted."""
-        return {r.rank: r.peak_bytes for r in self.memory.ranks} if self.memory else {}
+        """Peak memory of each measured rank."""
+        ranks = self.memory.ranks if self.memory else ()
+        return {rank.rank: rank.peak_bytes for rank in ranks}
 
     @property
     def memory_categories_by_rank(self) -> Mapping[int, Mapping[str, int]]:
-        """What each rank's peak was for; sums to it."""
+        """Bytes by purpose at each rank's peak, which add up to the peak."""
         ranks = self.memory.ranks if self.memory else ()
         return {
             rank.rank: {category.value: size for category, size in rank.categories.items()}
@@ -129,30 +139,34 @@ class RankMeasurements:
 
     @property
     def sent_bytes_by_rank(self) -> Mapping[int, int]:
-        """Bytes a rank puts on the wire in a steady iteration."""
+        """Bytes that each rank sends per steady iteration."""
         record = self.communication
         return {rank.rank: rank.wire_bytes for rank in record.ranks} if record else {}
 
 
 def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
-    """Read the ledgers of a run folder, and say what is wrong with them."""
-    memory, why_no_memory = _read(folder, MemoryRecord, MEMORY_FILE)
-    communication, why_no_calls = _read(folder, CommunicationRecord, COMMUNICATION_FILE)
-    routing, why_no_routing = _read(folder, RoutingRecord, ROUTING_FILE)
+    """Return the measurements in a run folder, and a sentence for each file that cannot be used."""
+    memory, memory_problem = _read_record(folder, MemoryRecord, MEMORY_FILE)
+    communication, communication_problem = _read_record(
+        folder, CommunicationRecord, COMMUNICATION_FILE
+    )
+    routing, routing_problem = _read_record(folder, RoutingRecord, ROUTING_FILE)
     if communication:
-        # A rank that crashed before a steady iteration counted nothing, which is not zero bytes.
+        # A rank that crashed before a steady iteration has no count, which must not look like zero bytes.
         counted = tuple(rank for rank in communication.ranks if rank.steady_iterations)
         communication = replace(communication, ranks=counted)
-    kept = RankMeasurements(
+    measurements = RankMeasurements(
         memory if memory and memory.ranks else None,
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,
     )
-    return kept, list(filter(None, (why_no_memory, why_no_calls, why_no_routing)))
+    return measurements, list(
+        filter(None, (memory_problem, communication_problem, routing_problem))
+    )
 
 
-def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
-    """A ledger, or what is wrong with it; empty where there is none."""
+def _read_record[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
+    """Return the measurements of one kind, or None and what is wrong; no text if the file does not exist."""
     try:
         return read_measurements(folder, kind), ""
     except (FileNotFoundError, NotADirectoryError):
@@ -162,8 +176,8 @@ def _read[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
 
 
 def read_time_ledger(folder: Path) -> tuple[TimeRecord | None, str]:
-    """The time ledger of a run folder, ranks with a steady iteration only; or why there is none."""
-    record, problem = _read(folder, TimeRecord, TIME_FILE)
+    """Return the measured times of the ranks with a steady iteration, or None and the reason."""
+    record, problem = _read_record(folder, TimeRecord, TIME_FILE)
     if record is None:
         return None, problem or f"no {TIME_FILE}"
     timed = tuple(rank for rank in record.ranks if rank.iteration_seconds > 0)
@@ -184,33 +198,35 @@ _TAGS = {
 
 
 _MAX_SAMPLES = 2**53
-"""Of an iteration: from here on a float holds no counts."""
+"""Samples of an iteration from which on a float cannot hold every count."""
 
 
 def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog:
-    """The log, with iterations from event files where there are any."""
+    """Return the log with the iterations of TensorBoard's event files; the log itself if there are none."""
     if not any(folder.rglob("events.out.tfevents.*")):
         return log
-    scalars, found = read_scalars(folder), defaultdict[int, dict[str, Any]](dict)
+    scalars = read_scalars(folder)
+    values_by_step = defaultdict[int, dict[str, Any]](dict)
     for tag, field in _TAGS.items():
         for step, value in scalars.get(tag, {}).items():
             if field == "global_batch_size" and not 0 < value < _MAX_SAMPLES:
                 continue
-            found[step][field] = 1000 * value if field == "elapsed_ms" else value
-    if not found:
+            # TensorBoard's times are in seconds.
+            values_by_step[step][field] = 1000 * value if field == "elapsed_ms" else value
+    if not values_by_step:
         return log
-    first = min(found)
+    first = min(values_by_step)
     iterations = [
         Iteration(step, first_of_start=step == first, **values)
-        for step, values in sorted(found.items())
+        for step, values in sorted(values_by_step.items())
     ]
     note = "iterations come from TensorBoard's event files; the log has none"
     return replace(log, iterations=IterationTable.of(iterations), notes=(*log.notes, note))
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Scalars by tag and step; of repeated steps the later counts."""
-    # Imported here: it takes a second, and most reports need none of it.
+    """Read the scalars of all event files in a folder, by tag and step. Of a repeated step the last counts."""
+    # The import takes a second, and most reports do not need it.
     from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
         EventFileLoader,
     )

@@ -16,13 +16,13 @@ from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import FLAGS, KnownFlag, argument_names, flags_with_role
 from parakit.config.flags import Flags, drop_flags, values_by_flag
-from parakit.config.model import GPT2_VOCABULARY, usual_ffn
-from parakit.config.run import flags_of_printed
+from parakit.config.model import GPT2_VOCABULARY, default_ffn_hidden
+from parakit.config.run import flags_from_printed_arguments
 from parakit.config.strategy import strategy_flags
 from parakit.logs.printed import FEWEST_OF_ALL
 
 type Value = bool | float | str | None
-"""A number, a text, whether a switch is given, or None for nothing."""
+"""Value of a flag: a number, a text, or whether a switch is on; None if the flag has no value."""
 
 REQUIRED_MODEL_FLAGS: Final = (
     "--num-layers",
@@ -34,32 +34,33 @@ REQUIRED_MODEL_FLAGS: Final = (
 _SWITCHED_OFF: Final = ("", "None", "False")
 _LAYOUT_OR_CODE: Final = frozenset(
     {
-        # Padding follows TP; the vocabulary is compared by itself.
+        # Padding follows from TP, and the vocabulary is compared separately.
         *("--make-vocab-size-divisible-by", "--vocab-size"),
         # The report compares it as "sequence length".
         "--seq-length",
         # It chooses one of two implementations of the same layers, and newer Megatrons ignore it.
         "--use-mcore-models",
-        # Other names of flags that are compared: see `_under_one_name`.
+        # Other names of flags that are compared; see `_unify_names`.
         *("--group-query-attention", "--use-rotary-position-embeddings", "--layernorm-epsilon"),
     }
 )
 _COMPARED: Final = tuple(
     FLAGS[name] for name in sorted(flags_with_role("shape", "architecture") - _LAYOUT_OR_CODE)
 )
-_ORDER: Final = {name: place for place, name in enumerate(FLAGS)}
+_ORDER: Final = {name: position for position, name in enumerate(FLAGS)}
 _PRINTED_NAMES: Final = {"--disable-bias-linear": "add_bias_linear"}
-"""Flags whose printed argument says the opposite under another name."""
+"""Flags whose printed argument has another name and the opposite value."""
 
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """A flag that has not the same value in two models, or that one of them does not state."""
+    """A flag with different values in two models, or a flag that one of them does not state."""
 
     flag: str
     reference: str
-    """The reference's value as text; empty where its log does not state the flag."""
+    """The reference's value as text; empty if its log does not state the flag."""
     other: str
+    """The other model's value as text; empty if its log does not state the flag."""
 
     @property
     def is_known(self) -> bool:
@@ -72,117 +73,130 @@ class StatedModel:
     """The values of a model's flags, as far as a run states them."""
 
     values: Mapping[str, Value]
-    """By flag; Megatron's default, or what it derives, where a flag is not stated.
+    """Values by flag. A flag that is not stated has Megatron's default, or the value that Megatron derives.
 
-    Flags that say nothing beside the others, such as the experts' of a dense model, are left out."""
+    Flags without effect are left out, such as those of experts in a dense model."""
     stated: frozenset[str]
-    """Flags that the run states, by name or by leaving them out of a complete list."""
+    """Flags whose values are certain: they are in the list of arguments, or missing in a complete list."""
     lacking: tuple[str, ...]
-    """Flags without which no model is defined and that the run does not state."""
+    """Flags that define a model and that the run does not state."""
     vocabulary: range | None
-    """The sizes that the vocabulary may have: one, or all that are padded alike. None is unknown."""
+    """Possible sizes of the vocabulary: one, or all that give the printed padded size; None if unknown."""
 
     def differences(self, other: StatedModel) -> list[ModelDifference]:
-        """Return what differs between this model and the other, in the flags' order."""
+        """Return the flags that differ between both models, in the order of the flag table; empty if none do."""
         if self == other:
             return []
-        found = []
+        differences = []
         for name in self.values.keys() & other.values.keys():
             if self.values[name] == other.values[name]:
                 continue
-            texts = (self._text(name), other._text(name))
+            texts = (self._format_value(name), other._format_value(name))
             if any(texts):
-                found.append(ModelDifference(name, *texts))
-        found.sort(key=lambda difference: _ORDER[difference.flag])
-        return found + self._difference_of_vocabulary(other)
+                differences.append(ModelDifference(name, *texts))
+        differences.sort(key=lambda difference: _ORDER[difference.flag])
+        return differences + self._compare_vocabularies(other)
 
-    def _text(self, name: str) -> str:
+    def _format_value(self, name: str) -> str:
+        """Return the value of a flag as text; empty if the run does not state it."""
         if name not in self.stated:
             return ""
         value = self.values[name]
         return f"{value:.12g}" if isinstance(value, float) else str(value)
 
-    def _difference_of_vocabulary(self, other: StatedModel) -> list[ModelDifference]:
-        """Return the vocabulary's difference: no size that pads to the one pads to the other."""
-        one, two = self.vocabulary, other.vocabulary
-        if one is None and two is None:
+    def _compare_vocabularies(self, other: StatedModel) -> list[ModelDifference]:
+        """Return the difference of the vocabularies; empty if a size is possible in both models."""
+        sizes, other_sizes = self.vocabulary, other.vocabulary
+        if sizes is None and other_sizes is None:
             return []
-        if one and two and max(one[0], two[0]) <= min(one[-1], two[-1]):
-            return []
-        return [ModelDifference("--vocab-size", *map(_printed_size, (one, two)))]
+        if sizes and other_sizes:
+            first = max(sizes[0], other_sizes[0])
+            last = min(sizes[-1], other_sizes[-1])
+            if first <= last:
+                return []
+        reference_text, other_text = map(_format_vocabulary_size, (sizes, other_sizes))
+        return [ModelDifference("--vocab-size", reference_text, other_text)]
 
 
-def model_of_record(record: RunRecord) -> StatedModel:
-    """Return the model of a run of the kit, without the flags that its strategy needs."""
-    # Torch FSDP2 unties the embeddings: it is judged as a strategy, by the losses.
-    of_strategy = values_by_flag(strategy_flags(record.spec.parallelism))
-    words = drop_flags(record.argv, of_strategy)
-    sizes = record.spec.shape.vocabulary
-    vocabulary = range(sizes, sizes + 1) if sizes else None
-    given = parse_flag_values(words)
-    printed = {name.lstrip("-").replace("-", "_"): text for name, text in given.items()}
-    if "--disable-bias-linear" in given:
+def find_recorded_model(record: RunRecord) -> StatedModel:
+    """Return the model that a run of this kit states, without the flags that its strategy adds."""
+    # Torch FSDP2 unties the embeddings, which belongs to the strategy: its losses are compared instead.
+    flags_of_strategy = values_by_flag(strategy_flags(record.spec.parallelism))
+    argv = drop_flags(record.argv, flags_of_strategy)
+    size = record.spec.shape.vocabulary
+    vocabulary = range(size, size + 1) if size else None
+    values_by_name = parse_flag_values(argv)
+    printed = {name.lstrip("-").replace("-", "_"): text for name, text in values_by_name.items()}
+    if "--disable-bias-linear" in values_by_name:
         printed["add_bias_linear"] = "False"
-    return _model(printed, Flags(words), is_complete=True, vocabulary=vocabulary)
+    return _make_model(printed, Flags(argv), is_complete=True, vocabulary=vocabulary)
 
 
-def model_of_arguments(arguments: Mapping[str, str]) -> StatedModel:
-    """Return the model of a foreign log's printed arguments, under Megatron's present names."""
+def find_printed_model(arguments: Mapping[str, str]) -> StatedModel:
+    """Return the model that printed arguments state, which have Megatron's present names."""
     # GPT-NeoX prints a complete list too, but not of Megatron's flags.
     is_complete = len(arguments) >= FEWEST_OF_ALL and "kv_channels" in arguments
-    flags = Flags(flags_of_printed(arguments))
-    return _model(arguments, flags, is_complete, _printed_vocabulary(arguments))
+    flags = Flags(flags_from_printed_arguments(arguments))
+    return _make_model(arguments, flags, is_complete, _find_vocabulary_sizes(arguments))
 
 
-def _model(
+def _make_model(
     arguments: Mapping[str, str], flags: Flags, is_complete: bool, vocabulary: range | None
 ) -> StatedModel:
-    arguments = _under_one_name(arguments)
+    """Return the model that arguments state.
+
+    Args:
+        arguments: Arguments by their printed names.
+        flags: The same arguments as flags.
+        is_complete: True if the list has all arguments, so that a missing one has its default.
+        vocabulary: Possible sizes of the vocabulary.
+    """
+    arguments = _unify_names(arguments)
     values: dict[str, Value] = {}
     stated = set()
     for flag in _COMPARED:
         name = _PRINTED_NAMES.get(flag.name, flag.name.removeprefix("--").replace("-", "_"))
         text = arguments.get(name)
-        if not _counts(flag, arguments, flags, is_stated=text is not None):
+        if not _has_effect(flag, arguments, flags, is_stated=text is not None):
             continue
         if text is not None:
-            values[flag.name] = _parse(flag, text)
+            values[flag.name] = _parse_value(flag, text)
         elif flag.kind in ("on", "off"):
             values[flag.name] = False
         elif flag.name == "--num-query-groups":
-            values[flag.name] = None  # As many as there are heads.
+            values[flag.name] = None  # `_derive_values` sets the number of heads.
         else:
-            values[flag.name] = _number(flag.default)
+            values[flag.name] = _parse_number(flag.default)
         if text is not None or is_complete:
             stated.add(flag.name)
-    _derive(values)
+    _derive_values(values)
     lacking = tuple(
         name for name in REQUIRED_MODEL_FLAGS if not argument_names([name]) & arguments.keys()
     )
     return StatedModel(values, frozenset(stated), lacking, vocabulary)
 
 
-def _under_one_name(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Return the arguments with one name for flags that say the same in two ways."""
-    found = dict(arguments)
-    heads = found.get("num_attention_heads", "")
-    if found.get("use_rotary_position_embeddings") == "True":
-        found["position_embedding_type"] = "rope"
-    if "layernorm_epsilon" in found:
-        found.setdefault("norm_epsilon", found["layernorm_epsilon"])
-    # Without grouped queries every head has keys and values of its own, whatever number is printed.
-    grouped = found.get("group_query_attention")
+def _unify_names(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Return the arguments with one name for settings that can be printed under two names."""
+    unified = dict(arguments)
+    heads = unified.get("num_attention_heads", "")
+    if unified.get("use_rotary_position_embeddings") == "True":
+        unified["position_embedding_type"] = "rope"
+    if "layernorm_epsilon" in unified:
+        unified.setdefault("norm_epsilon", unified["layernorm_epsilon"])
+    # Without grouped queries every head has its own keys and values, even if another number is printed.
+    grouped = unified.get("group_query_attention")
     if grouped in _SWITCHED_OFF:
-        found["num_query_groups"] = heads
-    elif grouped is None and found.get("num_query_groups") in ("1", *_SWITCHED_OFF):
-        del found["num_query_groups"]
-    return found
+        unified["num_query_groups"] = heads
+    elif grouped is None and unified.get("num_query_groups") in ("1", *_SWITCHED_OFF):
+        del unified["num_query_groups"]
+    return unified
 
 
-def _counts(
+def _has_effect(
     flag: KnownFlag, arguments: Mapping[str, str], flags: Flags, *, is_stated: bool
 ) -> bool:
-    """Return whether the flag says something beside the others of its list."""
+    """Return True if a flag has an effect together with the other arguments of its list."""
     if flag.name == "--num-query-groups":
         return True
     if flag.name == "--max-position-embeddings":
@@ -195,17 +209,17 @@ def _counts(
     return is_stated and not switches & arguments.keys()
 
 
-def _parse(flag: KnownFlag, text: str) -> Value:
-    """Return a printed value in one form, whichever way a list or a number is written."""
+def _parse_value(flag: KnownFlag, text: str) -> Value:
+    """Return the value of a printed argument, in one form for all ways of writing a list or a number."""
     if flag.kind in ("on", "off"):
         is_true = text not in _SWITCHED_OFF
         return is_true is (flag.name not in _PRINTED_NAMES)
     plain = " ".join(re.sub(r"[][',\"()]", " ", text).split())
-    return None if plain in _SWITCHED_OFF else _number(plain)
+    return None if plain in _SWITCHED_OFF else _parse_number(plain)
 
 
-def _number(value: object) -> Value:
-    """Return a number as a float, and anything else as text."""
+def _parse_number(value: object) -> Value:
+    """Return a value as a float if it is a number, else as text; None stays None."""
     if value is None:
         return None
     try:
@@ -214,12 +228,12 @@ def _number(value: object) -> Value:
         return str(value)
 
 
-def _derive(values: dict[str, Value]) -> None:
-    """Fill in what Megatron derives from other flags (`validate_args`) where a flag has no value."""
+def _derive_values(values: dict[str, Value]) -> None:
+    """Set flags without value to what Megatron derives from others (`validate_args`), in place."""
     hidden, heads = values["--hidden-size"], values["--num-attention-heads"]
     _set_if_none(values, "--num-query-groups", heads)
     if isinstance(hidden, float):
-        usual = float(usual_ffn(int(hidden), swiglu=values["--swiglu"] is True))
+        usual = float(default_ffn_hidden(int(hidden), swiglu=values["--swiglu"] is True))
         _set_if_none(values, "--ffn-hidden-size", usual)
         if isinstance(heads, float) and heads >= 1:
             _set_if_none(values, "--kv-channels", hidden // heads)
@@ -230,19 +244,20 @@ def _derive(values: dict[str, Value]) -> None:
 
 
 def _set_if_none(values: dict[str, Value], name: str, value: Value) -> None:
+    """Set a flag that has an effect and no value, in place."""
     if name in values and values[name] is None:
         values[name] = value
 
 
-def _printed_size(sizes: range | None) -> str:
-    """Return the size that a log prints: the tokenizer's, else as padded; empty if none is printed."""
+def _format_vocabulary_size(sizes: range | None) -> str:
+    """Return the size that a log prints: the tokenizer's, else the padded one; empty if unknown."""
     if sizes is None:
         return ""
     return str(sizes[0] if len(sizes) <= 2 else sizes[-1])
 
 
-def _printed_vocabulary(arguments: Mapping[str, str]) -> range | None:
-    """Return the tokenizer's size, else every size that is padded to the printed one."""
+def _find_vocabulary_sizes(arguments: Mapping[str, str]) -> range | None:
+    """Return the size of the tokenizer, else all sizes that give the printed padded size; None if unknown."""
     size = arguments.get("vocab_size", "")
     if not size.isdecimal() and arguments.get("tokenizer_type") == "GPT2BPETokenizer":
         size = str(GPT2_VOCABULARY)

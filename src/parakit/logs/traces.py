@@ -1,8 +1,8 @@
-"""Chrome traces (`traceEvents`), PyTorch's or the ledger's own, and an iteration's time by kernels.
+"""Read Chrome traces (`traceEvents`) of PyTorch or of this kit, and split an iteration's time into groups of kernels.
 
-A kernel's own name says matrix product or attention; elementwise kernels have the same names wherever
-they come from, so those are known by the operators that launched them (`correlation` leads from a kernel
-to its launch). A trace without kernels, of a CPU, is split by the operators' own time.
+The name of a matrix product or of attention says what the kernel is. Elementwise kernels have the same names in all
+operators, so they are classified by the operators that launched them; `correlation` connects a kernel with its
+launch. A trace of a CPU has no kernels: there the time of each operator counts, without the operators inside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 TRACE = "torch_profile/rank-0.json.gz"
-"""Where `--use-pytorch-profiler` puts it, beside the TensorBoard folder (Megatron 0.19)."""
+"""Path of the trace that `--use-pytorch-profiler` writes in a run folder (Megatron 0.19)."""
 
 GAPS, OTHER = "gaps", "other"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -27,8 +27,8 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_HOST = ("cpu_op", "user_annotation", *_LAUNCHES)
 _STEP = "ProfilerStep#"
 
-# The first that fits counts; patterns see the kernel's name, or those of operators around its launch,
-# in any case.
+# Patterns of groups, in any case; the first that fits counts. They are searched in the names of the operators
+# around a launch, in the kernel's name, or in both.
 _BY_OPERATOR = {"optimizer": r"Optimizer\.step#|fused_adam"}
 _BY_KERNEL = {
     "communication": "nccl",
@@ -39,7 +39,7 @@ _BY_EITHER = {
     "cross entropy": "cross_?entropy|log_?sum_?exp|log_softmax|nll_loss",
     "layer norm": "layer_?norm|rms_?norm|GammaBeta|cuComputeGradInput|rsqrt",
     "dropout": "dropout|bernoulli|inductor_random|philox",
-    # Beside the product, Megatron's linear layers add a bias and sum its gradient.
+    # Besides the product, Megatron's linear layers add a bias and sum its gradient.
     "GELU and bias": "gelu|tanh|LinearWithGradAccumulation",
     "embedding": "embedding|index_?select|RadixSort",
     "gradient handling": (
@@ -51,14 +51,14 @@ GROUPS = (*_BY_KERNEL, *_BY_EITHER, *_BY_OPERATOR, OTHER, GAPS)
 
 
 class EventArguments(msgspec.Struct, frozen=True, gc=False):
-    """What is read of an event's `args`."""
+    """The part of an event's `args` that is read."""
 
     correlation: int = -1
-    """Of a kernel and the call that launched it."""
+    """Number that a kernel shares with the call that launched it; -1 if there is none."""
 
 
 class TraceEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event; times in µs."""
+    """One event of a trace, with times in µs."""
 
     ph: str = ""
     cat: str = ""
@@ -71,7 +71,7 @@ class TraceEvent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def end(self) -> float:
-        """In µs."""
+        """End of the event in µs."""
         return self.ts + self.dur
 
 
@@ -80,112 +80,148 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def read_trace_events(path: Path) -> list[TraceEvent]:
-    """The whole events of a trace, packed or not.
+    """Read the complete events of a trace, which may be compressed with gzip.
 
     Raises:
-        OSError: It cannot be read or unpacked.
-        msgspec.DecodeError: It is no trace.
+        OSError: The file cannot be read or unpacked.
+        msgspec.DecodeError: The file is no trace.
     """
     raw = path.read_bytes()
     trace = msgspec.json.decode(gzip.decompress(raw) if path.suffix == ".gz" else raw, type=_Trace)
     return [event for event in trace.traceEvents if event.ph == "X" and event.dur >= 0]
 
 
-class Busy(NamedTuple):
-    """A stretch of the device's time."""
+class DeviceInterval(NamedTuple):
+    """Time in which a kernel, or an operator on the CPU, was running."""
 
     name: str
-    around: tuple[str, ...]
-    """Names of the operators around its launch, outermost first."""
+    operators: tuple[str, ...]
+    """Names of the operators around the launch, outermost first."""
     start_us: float
     duration_us: float
 
 
-def split_of(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
-    """Milliseconds an iteration by group in a run folder's trace, or why there are none."""
+def read_group_milliseconds(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
+    """Return the milliseconds per iteration of each group in a run folder's trace, or nothing and the reason."""
     try:
         events = read_trace_events(folder / TRACE)
         if on_gpu and not any(event.cat in _ON_DEVICE for event in events):
             return {}, "the profiler saw nothing of the GPU (CUPTI may not be allowed here)"
         return milliseconds_by_group(events), ""
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # A cut gzip ends too early.
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # The file may be cut off.
         return {}, f"the profiler's trace cannot be read: {error}"
 
 
 def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Milliseconds an iteration of each group, gaps included; groups without any are left out.
+    """Return the milliseconds per iteration of each group, gaps included; groups without time are left out.
 
-    Counted from the beginning of the first profiled step to the end of the last. Kernels that overlap on
-    several streams count each for itself, so that groups may add up to more than the iteration.
+    The time from the beginning of the first profiled step to the end of the last one counts. Kernels that run
+    concurrently on several streams count separately, so the groups may add up to more than the iteration.
 
     Raises:
-        ValueError: The trace has no profiled step, or nothing in it.
+        ValueError: The trace has no profiled step, or nothing ran in the steps.
     """
-    # Each step has a second event on the device's row.
-    steps = [e for e in events if e.cat == "user_annotation" and e.name.startswith(_STEP)]
+    # Each step has a second event on the row of the device, which is not counted.
+    steps = [
+        event for event in events if event.cat == "user_annotation" and event.name.startswith(_STEP)
+    ]
     if not steps:
         raise ValueError("The trace has no profiled step.")
     begin, end = min(step.ts for step in steps), max(step.end for step in steps)
-    busy = [b for b in _busy(events) if begin <= b.start_us < end]
-    if not busy:
+    intervals = [
+        interval for interval in _find_device_intervals(events) if begin <= interval.start_us < end
+    ]
+    if not intervals:
         raise ValueError("The trace has steps and nothing that ran in them.")
-    found: dict[str, float] = defaultdict(float)
-    covered = reached = 0.0  # µs in which anything ran, and up to where.
-    for stretch in sorted(busy, key=lambda b: b.start_us):
-        found[group_of(stretch.name, stretch.around)] += stretch.duration_us
-        start = max(stretch.start_us, reached)
-        stop = min(stretch.start_us + stretch.duration_us, end)
+    microseconds: dict[str, float] = defaultdict(float)
+    for interval in intervals:
+        microseconds[classify_kernel(interval.name, interval.operators)] += interval.duration_us
+    microseconds[GAPS] = max(end - begin - _count_busy_microseconds(intervals, end), 0.0)
+    num_steps = len({step.name for step in steps})
+    return {
+        group: microseconds[group] / 1000 / num_steps for group in GROUPS if microseconds.get(group)
+    }
+
+
+def _count_busy_microseconds(intervals: Sequence[DeviceInterval], end: float) -> float:
+    """Return the µs up to `end` in which at least one interval was running."""
+    busy = busy_until = 0.0
+    for interval in sorted(intervals, key=lambda interval: interval.start_us):
+        start = max(interval.start_us, busy_until)
+        stop = min(interval.start_us + interval.duration_us, end)
         if stop > start:
-            covered += stop - start
-            reached = stop
-    found[GAPS] = max(end - begin - covered, 0.0)
-    count = len({step.name for step in steps})
-    return {name: found[name] / 1000 / count for name in GROUPS if found.get(name)}
+            busy += stop - start
+            busy_until = stop
+    return busy
 
 
 @cache
-def group_of(name: str, around: tuple[str, ...] = ()) -> str:
-    """The group of a kernel, by its own name first and then by the operators around its launch."""
-    everything = "\n".join((name, *around))
-    tries = [(everything, _BY_OPERATOR), (name, _BY_KERNEL)]
-    tries += [(text, _BY_EITHER) for text in (name, *reversed(around))]
-    groups = ((group, p, text) for text, patterns in tries for group, p in patterns.items())
-    return next((group for group, p, text in groups if re.search(p, text, re.IGNORECASE)), OTHER)
+def classify_kernel(name: str, operators: tuple[str, ...] = ()) -> str:
+    """Return the group of a kernel, by its name, then by the operators around its launch from the inside.
+
+    The optimizer's operators count before the kernel's name. OTHER stands for kernels that fit no group.
+    """
+    all_names = "\n".join((name, *operators))
+    searches = [(all_names, _BY_OPERATOR), (name, _BY_KERNEL)]
+    searches += [(text, _BY_EITHER) for text in (name, *reversed(operators))]
+    for text, patterns in searches:
+        for group, pattern in patterns.items():
+            if re.search(pattern, text, re.IGNORECASE):
+                return group
+    return OTHER
 
 
-def _busy(events: Sequence[TraceEvent]) -> list[Busy]:
-    """The device's kernels; without one, each operator's time without those inside it."""
-    by_thread: dict[object, list[TraceEvent]] = defaultdict(list)
+def _find_device_intervals(events: Sequence[TraceEvent]) -> list[DeviceInterval]:
+    """Return the kernels of a device; without any, the operators of the CPU without their inner ones."""
+    events_by_thread: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event.cat in _ON_HOST and not event.name.startswith(_STEP):
-            by_thread[event.pid, event.tid].append(event)
-    around: dict[int, tuple[str, ...]] = {}
-    own: list[Busy] = []
-    for thread in by_thread.values():
-        _walk(sorted(thread, key=lambda e: (e.ts, -e.dur)), around, own)
-    kernels = [event for event in events if event.cat in _ON_DEVICE]
-    return [Busy(k.name, around.get(k.args.correlation, ()), k.ts, k.dur) for k in kernels] or own
+            events_by_thread[event.pid, event.tid].append(event)
+    operators_by_launch: dict[int, tuple[str, ...]] = {}
+    host_intervals: list[DeviceInterval] = []
+    for thread in events_by_thread.values():
+        outer_first = sorted(thread, key=lambda event: (event.ts, -event.dur))
+        _walk_thread(outer_first, operators_by_launch, host_intervals)
+    kernels = [
+        DeviceInterval(
+            name=event.name,
+            operators=operators_by_launch.get(event.args.correlation, ()),
+            start_us=event.ts,
+            duration_us=event.dur,
+        )
+        for event in events
+        if event.cat in _ON_DEVICE
+    ]
+    return kernels or host_intervals
 
 
-def _walk(
-    ordered: Sequence[TraceEvent], around: dict[int, tuple[str, ...]], own: list[Busy]
+def _walk_thread(
+    events: Sequence[TraceEvent],
+    operators_by_launch: dict[int, tuple[str, ...]],
+    host_intervals: list[DeviceInterval],
 ) -> None:
-    """One thread's events, outer before inner: keep a stack of those that are open."""
-    open_: list[tuple[TraceEvent, list[float]]] = []
+    """Add the launches and the operators of one thread to both collections, in place.
 
-    def close(until: float) -> None:
-        while open_ and open_[-1][0].end <= until:
-            event, inside = open_.pop()
+    `events` are in the order of their beginnings, outer events before inner ones.
+    """
+    open_events: list[tuple[TraceEvent, list[float]]] = []
+    """Events that have not ended, outermost first, with the durations of the operators in them."""
+
+    def close_events(until: float) -> None:
+        while open_events and open_events[-1][0].end <= until:
+            event, inner_durations = open_events.pop()
             if event.cat == "cpu_op":
-                names = tuple(outer.name for outer, _ in open_)
-                own.append(Busy(event.name, names, event.ts, max(event.dur - sum(inside), 0.0)))
+                operators = tuple(outer.name for outer, _ in open_events)
+                duration = max(event.dur - sum(inner_durations), 0.0)
+                host_intervals.append(DeviceInterval(event.name, operators, event.ts, duration))
 
-    for event in ordered:
-        close(event.ts)
+    for event in events:
+        close_events(event.ts)
         if event.cat in _LAUNCHES:
-            around[event.args.correlation] = tuple(outer.name for outer, _ in open_)
+            operators = tuple(outer.name for outer, _ in open_events)
+            operators_by_launch[event.args.correlation] = operators
             continue
-        if open_ and event.cat == "cpu_op":
-            open_[-1][1].append(event.dur)
-        open_.append((event, []))
-    close(float("inf"))
+        if open_events and event.cat == "cpu_op":
+            open_events[-1][1].append(event.dur)
+        open_events.append((event, []))
+    close_events(float("inf"))

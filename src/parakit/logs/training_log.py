@@ -1,4 +1,4 @@
-"""The value that `scrape` prints of a log and that `parakit.read_logs` returns."""
+"""The training runs of a log, as `scrape` prints them and `parakit.read_logs` returns them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from parakit.logs.scraped import ScrapedLog
 if TYPE_CHECKING:
     from rich.console import Console
 
-_AS_THEY_ARE = (
+_FIELDS_AS_STORED = (
     *("parameters", "memory", "theoretical_parameters_billions", "theoretical_memory", "timers"),
     *("validation", "checkpoints", "exit_reason", "notes"),
 )
 
 
 class UnreadableLogError(ValueError):
-    """A log that cannot be read; the message says why."""
+    """Error of a log that cannot be read; the message says why."""
 
 
 @dataclass(frozen=True, repr=False)
 class TrainingLog(PresentedTable):
-    """One training run of a log, and how it ended; a file with several runs gives several logs."""
+    """One training run of a log, and how the run ended. A file may hold several runs."""
 
     log: ScrapedLog
     status: StatusRecord
 
     @property
     def iterations(self) -> IterationTable:
-        """Iteration lines in order; each has its loss, its milliseconds and what else was printed."""
+        """Iterations in order, with loss, milliseconds and all other printed numbers."""
         return self.log.iterations
 
     @property
@@ -55,9 +55,9 @@ class TrainingLog(PresentedTable):
         say(console, self.sentence)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `parakit report scrape --json` prints; what the log does not say is None.
+        """Return what `parakit report scrape --json` prints. Values that the log does not state are None.
 
-        An iteration has only what its line says, and None in place of NaN.
+        An iteration has only the numbers of its line, and None instead of NaN or infinity.
         """
         return {
             "path": self.log.path,
@@ -69,10 +69,10 @@ class TrainingLog(PresentedTable):
             "dialect": self.log.generation.name,
             "iterations": list(self.to_rows()),
             "restarts": list(self.log.restarts),
-        } | {name: msgspec.to_builtins(getattr(self.log, name)) for name in _AS_THEY_ARE}
+        } | {name: msgspec.to_builtins(getattr(self.log, name)) for name in _FIELDS_AS_STORED}
 
     def to_rows(self) -> Sequence[Mapping[str, Any]]:
-        """Return a row per iteration, with what its line says."""
+        """Return one row per iteration with the numbers of its line, and None instead of NaN or infinity."""
         return [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Which iteration lines of a log are measurements, and why the others are not."""
+"""Select the iteration lines of a log that are measurements of time, and say why the others are not."""
 
 from __future__ import annotations
 
@@ -12,107 +12,130 @@ from parakit.logs.iterations import IterationTable
 from parakit.logs.scraped import ScrapedLog
 
 MIN_FOR_WARM_UP = 8
-"""Fewer samples than this show no trend above the noise."""
+"""Fewest samples in which a warm-up is searched. Fewer show no trend above the noise."""
 MAD_TO_SIGMA = 1.4826
+"""Ratio of standard deviation to median absolute deviation of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The samples that count."""
+    """The samples of a run's iteration time that count, and the reasons why other lines do not."""
 
     samples_ms: tuple[float, ...] = ()
     iterations: tuple[int, ...] = ()
     """The iteration of each sample."""
     global_batch_size: int | None = None
-    """Of every sample; None where the lines name none."""
+    """Global batch size of every sample; None if the lines do not state it."""
     dropped: tuple[tuple[str, int], ...] = ()
-    """Why lines do not count, and how many, in the order of the rules."""
+    """Reasons why lines do not count, with the number of lines, in the order of the log."""
 
     @property
     def text(self) -> str:
-        """Window, sample count and what was left out, as text."""
-        span, numbers = "no samples", self.iterations
+        """Sentence on the number of samples, their iterations, and the lines that were left out."""
+        span = "no samples"
         if self.samples_ms:
-            span = f"{len(numbers)} samples, iterations {numbers[0]} to {numbers[-1]}"
+            first, last = self.iterations[0], self.iterations[-1]
+            span = f"{len(self.iterations)} samples, iterations {first} to {last}"
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         return f"{span}; left out: {left_out}" if left_out else span
 
 
-def select_window(log: ScrapedLog) -> Window:
-    """Choose the lines whose time is that of a settled, whole iteration.
+@dataclass
+class _LineSelection:
+    """Lines that still count, and the reasons why others were left out."""
 
-    Known traps go first (first line after a start, the averaged second one, the line after an
-    evaluation or a checkpoint, skipped steps, another batch size), then warm-up as the data shows
-    it. Pauses that would take more than half of the lines are kept: then they are the run's normal
-    state.
+    is_selected: NDArray[np.bool_]
+    reasons: list[tuple[int, str, int]]
+    """First line, reason and number of lines of each reason."""
+
+    def leave_out(self, reason: str, lines: NDArray[np.bool_]) -> None:
+        """Leave out lines for a reason. Lines that were left out before keep their first reason."""
+        lines = lines & self.is_selected
+        if lines.any():
+            self.reasons.append((int(np.argmax(lines)), reason, int(lines.sum())))
+            self.is_selected[lines] = False
+
+
+def select_window(log: ScrapedLog) -> Window:
+    """Return the samples of a log whose time is that of a complete iteration after the warm-up.
+
+    Left out are the first line after a start, the averaged second one, the line after an evaluation or a
+    checkpoint, skipped steps, lines of another batch size, and then the warm-up that the data shows. Lines
+    after a pause are kept if they are more than half of all lines, because pauses are then normal.
     """
     lines = log.iterations
-    left = np.ones(len(lines), np.bool_)
-    counts: list[tuple[int, str, int]] = []
-
-    def leave_out(reason: str, trapped: NDArray[np.bool_]) -> None:
-        trapped = trapped & left
-        if trapped.any():
-            counts.append((int(np.argmax(trapped)), reason, int(trapped.sum())))
-            left[trapped] = False
-
-    # Of several reasons the first is given.
-    times, paused = lines.values("elapsed_ms"), lines.known("after_pause")
-    leave_out("without a time", ~(np.isfinite(times) & (times > 0)))
-    leave_out("first after a start", lines.known("first_of_start"))
-    leave_out("averaged over two iterations", lines.known("averaged"))
-    leave_out("after an evaluation or checkpoint", paused & (paused.sum() <= len(lines) / 2))
-    leave_out("skipped steps", lines.values("skipped_iterations") > 0)
-    batch = _usual_batch(lines, left)
+    selection = _LineSelection(np.ones(len(lines), np.bool_), reasons=[])
+    times, is_after_pause = lines.values("elapsed_ms"), lines.known("after_pause")
+    is_pause_rare = is_after_pause.sum() <= len(lines) / 2
+    selection.leave_out("without a time", ~(np.isfinite(times) & (times > 0)))
+    selection.leave_out("first after a start", lines.known("first_of_start"))
+    selection.leave_out("averaged over two iterations", lines.known("averaged"))
+    selection.leave_out("after an evaluation or checkpoint", is_after_pause & is_pause_rare)
+    selection.leave_out("skipped steps", lines.values("skipped_iterations") > 0)
+    batch = _find_usual_batch_size(lines, selection.is_selected)
     if batch is not None:
-        leave_out("at another global batch size", lines.values("global_batch_size") != batch)
-    warm_up = warm_up_length(times[left])
-    counts.sort(key=lambda each: each[0])
+        is_other_batch = lines.values("global_batch_size") != batch
+        selection.leave_out("at another global batch size", is_other_batch)
+    selected_times = times[selection.is_selected]
+    selected_numbers = lines.numbers[selection.is_selected]
+    warm_up = count_warm_up_samples(selected_times)
+    selection.reasons.sort(key=lambda first_and_reason: first_and_reason[0])
+    dropped = [(reason, count) for _, reason, count in selection.reasons]
+    if warm_up:
+        dropped.append(("warm-up", warm_up))
     return Window(
-        tuple(times[left][warm_up:].tolist()),
-        tuple(lines.numbers[left][warm_up:].tolist()),
-        batch,
-        (*(each[1:] for each in counts), *[("warm-up", warm_up)] * (warm_up > 0)),
+        samples_ms=tuple(selected_times[warm_up:].tolist()),
+        iterations=tuple(selected_numbers[warm_up:].tolist()),
+        global_batch_size=batch,
+        dropped=tuple(dropped),
     )
 
 
-def warm_up_length(samples: Sequence[float] | NDArray[np.float64]) -> int:
-    """Number of leading samples that are not yet settled, at most half of them.
+def count_warm_up_samples(samples: Sequence[float] | NDArray[np.float64]) -> int:
+    """Return the number of leading samples that belong to the warm-up, at most half of all.
 
-    MSER (White 1997): the cut that makes the rest's mean most certain. It is taken only if what it
-    cuts off is clearly apart from the rest, so that noise alone drops nothing.
+    The method is MSER (White 1997): the cut after which the mean of the remaining samples has the smallest
+    standard error. The cut is taken only if the median of the samples before it clearly differs from the
+    settled median, so that noise alone drops nothing. Fewer than MIN_FOR_WARM_UP samples give 0.
     """
     count = len(samples)
     if count < MIN_FOR_WARM_UP:
         return 0
     values = np.asarray(samples, dtype=float)
     settled = values[count // 2 :]
-    middle, spread = float(np.median(settled)), robust_spread(settled)
-    # One hiccup late in the run must not decide where the beginning ends.
-    limit = max(5 * spread, 1e-9 * abs(middle))
-    clipped = np.clip(values, middle - limit, middle + limit)
-    # Squared standard error of the mean of what a cut of up to half leaves.
-    left = count - np.arange(count // 2 + 1)
+    settled_median, spread = float(np.median(settled)), robust_spread(settled)
+    # Values are clipped, so that one outlier late in the run does not decide where the warm-up ends.
+    limit = max(5 * spread, 1e-9 * abs(settled_median))
+    clipped = np.clip(values, settled_median - limit, settled_median + limit)
+    # Squared standard error of the mean of the remaining samples, for each cut of up to half.
+    num_remaining = count - np.arange(count // 2 + 1)
     sums = np.cumsum(clipped[::-1])[::-1][: count // 2 + 1]
     squares = np.cumsum(clipped[::-1] ** 2)[::-1][: count // 2 + 1]
-    cut = int(np.argmin(np.maximum(squares / left - (sums / left) ** 2, 0) / left))
-    if cut == 0 or abs(float(np.median(values[:cut])) - middle) <= 2 * spread:
+    variances = np.maximum(squares / num_remaining - (sums / num_remaining) ** 2, 0)
+    cut = int(np.argmin(variances / num_remaining))
+    if cut == 0 or abs(float(np.median(values[:cut])) - settled_median) <= 2 * spread:
         return 0
     return cut
 
 
 def robust_spread(values: NDArray[np.float64]) -> float:
-    """Standard deviation as estimated from the median absolute deviation."""
+    """Return the standard deviation, estimated from the median absolute deviation."""
     return MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
 
 
-def _usual_batch(lines: IterationTable, left: NDArray[np.bool_]) -> int | None:
-    """The global batch size of most lines, of two with as many the later one: where it ramps up, times
-    of different batches are not of one thing."""
+def _find_usual_batch_size(lines: IterationTable, is_selected: NDArray[np.bool_]) -> int | None:
+    """Return the global batch size of most selected lines; None if no line states one.
+
+    Of two sizes with the same number of lines the one that comes last in the log is returned. While the
+    batch ramps up, times of different batch sizes are not comparable.
+    """
     sizes = lines.values("global_batch_size")
-    known = sizes > 0
-    sizes = sizes[left & known] if (left & known).any() else sizes[known]
-    found, counts = np.unique(sizes, return_counts=True)
-    last = [int(np.flatnonzero(sizes == size)[-1]) for size in found]
-    best = max(zip(counts.tolist(), last, found.tolist(), strict=True), default=None)
+    has_size = sizes > 0
+    if (is_selected & has_size).any():
+        has_size &= is_selected
+    sizes = sizes[has_size]
+    distinct_sizes, counts = np.unique(sizes, return_counts=True)
+    last_positions = [int(np.flatnonzero(sizes == size)[-1]) for size in distinct_sizes]
+    candidates = zip(counts.tolist(), last_positions, distinct_sizes.tolist(), strict=True)
+    best = max(candidates, default=None)
     return int(best[2]) if best else None

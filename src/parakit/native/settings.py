@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
 from parakit.config.flag_table import FLAGS, KnownFlag, flags_for_native
-from parakit.config.model import round_up, usual_ffn
+from parakit.config.model import default_ffn_hidden, round_up
 from parakit.config.strategy import PipelineSchedule
 
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
@@ -137,7 +137,7 @@ class Settings:
     @property
     def mlp_width(self) -> int:
         """Width inside an MLP, or inside each expert."""
-        default_width = usual_ffn(self.hidden_size, self.swiglu)
+        default_width = default_ffn_hidden(self.hidden_size, self.swiglu)
         return self.moe_ffn_hidden_size or self.ffn_hidden_size or default_width
 
     @property

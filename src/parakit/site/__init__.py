@@ -1,5 +1,5 @@
-"""The documentation site, the planner that runs in a browser, and the drawings of strategies.
+"""Build the documentation site, the planner that runs in a browser, and the drawings of strategies.
 
-This package decides which pages the site has and what a page loads. It computes nothing that the planner does
-not compute.
+This package decides which pages the site has, and which files a page loads. All figures are computed by the
+planner.
 """

@@ -1,4 +1,4 @@
-"""The site's pages that are generated from data in the repository, and are too large to be committed.
+"""Generate the pages of the site that are too large to be committed, from data in the repository.
 
 `python -m parakit.site.generated_pages FOLDER` writes them. `parity-cells.html` has every verified cell of
 `docs/parity/`; `residuals.html` has every published measurement of the planner with its prediction.
@@ -15,7 +15,7 @@ from parakit.planner import write_residuals_page
 
 
 def write_generated_pages(folder: Path) -> tuple[Path, Path]:
-    """Write both pages into a folder, which is made if it does not exist; return their paths."""
+    """Write both pages into a folder and return their paths; make the folder if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     cells = write_cells_page(stored=ROOT / "docs", folder=folder, matrix=load_matrix())
     return cells, write_residuals_page(folder)

@@ -1,7 +1,7 @@
-"""What mkdocs calls: the repository's Markdown files become pages where they stand.
+"""Hooks that mkdocs calls to build the site from the repository's Markdown files.
 
-So their links hold, and nothing is said twice. A link to a file that is no page (code, a script) becomes
-its name. `docs/settings.md` is written from the table of settings.
+The files become pages at their own paths, so their links work. A link to a file that is no page, such as a script,
+becomes plain text. `docs/settings.md` is generated from the table of settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MADE_LATER = (
     "docs/parity-cells.html",
     "docs/residuals.html",
 )
-"""Pages that `planner_page.py` and `generated_pages.py` write over these empty ones."""
+"""Pages that are empty until `planner_page.py` and `generated_pages.py` overwrite them."""
 STYLE = "site.css"
 SHOWN = (".md", ".svg", ".png", ".html")
 HIDDEN = (
@@ -39,68 +39,82 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Every Markdown file and picture of the repository, under its own path."""
+    """Return the files of the site: Markdown files and pictures of the repository, and generated pages.
+
+    Files of `docs/` that mkdocs has found are dropped, because they get their paths in the repository.
+    """
     from mkdocs.structure.files import File, Files
 
-    # What mkdocs' theme brings, none of `docs/`.
-    of_theme = (file for file in files if not file.src_uri.startswith("docs/"))
-    found = [file for file in of_theme if not Path(ROOT, "docs", file.src_uri).exists()]
+    site_files = []
+    for file in files:
+        is_in_docs = file.src_uri.startswith("docs/") or Path(ROOT, "docs", file.src_uri).exists()
+        if not is_in_docs:
+            site_files.append(file)
     for name in list_pages():
-        found.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+        site_files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     style = (ROOT / "src/parakit/site/templates" / STYLE).read_text()
-    made = {SETTINGS_PAGE: render_settings_page(), **dict.fromkeys(MADE_LATER, ""), STYLE: style}
-    found += [File.generated(config, name, content=text) for name, text in made.items()]
-    return Files(found)
+    texts = {SETTINGS_PAGE: render_settings_page(), **dict.fromkeys(MADE_LATER, ""), STYLE: style}
+    for name, text in texts.items():
+        site_files.append(File.generated(config, name, content=text))
+    return Files(site_files)
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: object) -> str:
-    """Links to what is no page become plain text; a folder's link is its README's; lists keep levels."""
+    """Return a page's Markdown with links and nested lists as the site needs them.
+
+    A link to a folder leads to the folder's README, and a link to a file that is no page becomes plain text.
+    """
     here = posixpath.dirname(page.file.src_uri)
 
-    def shown(link: re.Match[str]) -> str:
+    def rewrite_link(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
         if ":" in target:
             return link[0]
-        place = posixpath.normpath(posixpath.join(here, target))
-        if files.get_file_from_path(place) is not None:
+        path = posixpath.normpath(posixpath.join(here, target))
+        if files.get_file_from_path(path) is not None:
             return link[0]
-        if files.get_file_from_path(f"{place}/README.md") is not None:
+        if files.get_file_from_path(f"{path}/README.md") is not None:
             return f"[{text}]({target.rstrip('/')}/README.md{anchor})"
-        return text if (ROOT / place).exists() else link[0]
+        return text if (ROOT / path).exists() else link[0]
 
-    return indent_nested_lists(_LINK.sub(shown, markdown))
+    return indent_nested_lists(_LINK.sub(rewrite_link, markdown))
 
 
 def indent_nested_lists(markdown: str) -> str:
-    """With items inside items indented by four spaces, without which mkdocs' renderer flattens them."""
+    """Return Markdown with nested list items indented by four spaces, outside of code blocks.
+
+    mkdocs' renderer flattens nested lists with fewer spaces.
+    """
+    # Every second part is a code block.
     parts = _FENCE.split(markdown)
     return "".join(
-        _NESTED.sub("    ", part) if place % 2 == 0 else part for place, part in enumerate(parts)
+        _NESTED.sub("    ", part) if index % 2 == 0 else part for index, part in enumerate(parts)
     )
 
 
 def list_pages() -> list[str]:
-    """Markdown files and pictures under version control, seen from the repository's root."""
+    """Return the paths of the pages: Markdown files and pictures of the repository that exist and are shown."""
     command = ("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard")
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [
         name
-        for name in listed
+        for name in output.splitlines()
         if name.endswith(SHOWN) and not name.startswith(HIDDEN) and (ROOT / name).is_file()
     ]
 
 
 def render_settings_page() -> str:
-    """Every variable of make, by what it is for, as `make help-all` prints them."""
+    """Return the page of all make variables, by heading, as `make help-all` prints them."""
     lines = [
         "# Reference of settings",
         "",
-        "Variables of make, as `make TARGET NAME=value`. One that the target does not use is refused.",
+        "These are the variables of make: `make TARGET NAME=value`. A target refuses a variable that it "
+        "does not use.",
     ]
-    for names, what in list_variables():
+    for names, meaning in list_variables():
         for title in (HEADINGS[name] for name in names if name in HEADINGS):
             lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
-            lines += ["| variable | what |", "|---|---|"]
-        shown = what.replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
-        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {shown} |")
+            lines += ["| variable | meaning |", "|---|---|"]
+        cell = meaning.replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
+        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {cell} |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""What the pages call in the browser's Python: the functions of everywhere, answering in JSON."""
+"""The functions that the site's pages call in the browser's Python. Each returns its answer as JSON text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from parakit.config.model import load_model, model_names
 from parakit.site.drawing.figure import draw_figure, resolve_run
 
 OWN_MODEL = "mine/config.json"
-"""Where a pasted one would lie; its folder names the model."""
+"""The path that a pasted config.json gets. Its folder is the name of the model."""
 
 
 def choices() -> str:
-    """Models, devices and links to choose from; memory in bytes, links in bytes a second of a device."""
+    """Return the models, devices and links to choose from.
+
+    Memory is in bytes. Links are in bytes per second and device.
+    """
     hardware = load_hardware()
     return json.dumps(
         {
@@ -40,40 +43,44 @@ def choices() -> str:
     )
 
 
-def plan(words: Sequence[str], config: str = "") -> str:
-    """The command line's own answer: its exit code and what it prints.
+def plan(arguments: Sequence[str], config: str = "") -> str:
+    """Run `parakit plan --json`, and return its exit code and what it printed.
 
     Args:
-        words: Options of `python -m parakit plan`.
-        config: Text of a `config.json` that is planned instead of a named model; empty is none.
+        arguments: Options of `python -m parakit plan`.
+        config: The text of a `config.json` to plan instead of a named model; empty for none.
     """
     if config:
         path = Path(mkdtemp(), OWN_MODEL)
         path.parent.mkdir()
         path.write_text(config, encoding="utf-8")
-        words = [*words, "--model", str(path)]
-    return _answer(lambda: run_command("plan", [*words, "--json"], "make plan"))
+        arguments = [*arguments, "--model", str(path)]
+    return _capture_answer(lambda: run_command("plan", [*arguments, "--json"], "make plan"))
 
 
 def draw(model: str, strategy: str, device: str, *numbers: str) -> str:
-    """The drawing of a run as HTML, or why there is none.
+    """Draw a run, and return the drawing as HTML, or the reason why it cannot be drawn.
 
     Args:
-        model: One of `choices`.
-        strategy: As targets have it.
-        device: A GPU's key, or `cpu`.
-        numbers: Devices, micro batch and global batch; an empty one is what training takes.
+        model: The name of a model.
+        strategy: The name of a strategy.
+        device: Key of a GPU, or `cpu`.
+        numbers: Devices, micro batch and global batch as text; an empty text for training's own value.
     """
 
-    def drawn() -> int:
-        given = (int(number) if number else None for number in numbers)
-        print(draw_figure(resolve_run(model, strategy, device, *given), "drawn"))
+    def print_drawing() -> int:
+        sizes = (int(number) if number else None for number in numbers)
+        print(draw_figure(resolve_run(model, strategy, device, *sizes), "drawn"))
         return 0
 
-    return _answer(drawn)
+    return _capture_answer(print_drawing)
 
 
-def _answer(run: Callable[[], int]) -> str:
+def _capture_answer(run: Callable[[], int]) -> str:
+    """Call a function, and return its exit code, stdout and stderr as JSON with the keys code, out and err.
+
+    A ValueError counts as code 2 with its sentence on stderr.
+    """
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:

@@ -1,9 +1,9 @@
-"""The planner and the drawings as pages: Pyodide runs `parakit.planner` in the browser, no server computes.
+"""Write the pages of the planner and the drawings, which run `parakit.planner` in the browser.
 
-`python -m parakit.site.planner_page FOLDER` writes static files. Pyodide comes from the npm registry and
-msgspec's WebAssembly wheel from the Python package index, at the versions below; nothing of either is in
-the repository. The kit itself is its wheel. PyYAML's and rich's Python files are those of the running
-environment.
+`python -m parakit.site.planner_page FOLDER` writes static files, and no server computes. Pyodide, which runs Python
+in the browser, comes from the npm registry. The WebAssembly wheel of msgspec comes from the Python package index.
+Both have the versions below, and nothing of either is in the repository. The kit itself is its wheel. The Python
+files of PyYAML and rich are those of the running environment.
 """
 
 from __future__ import annotations
@@ -32,36 +32,27 @@ RUNTIME = (
     "python_stdlib.zip",
 )
 PYTHON_ONLY_PACKAGES = ("yaml", "rich")
-"""Packages of the environment of which the Python files alone suffice."""
+"""Packages that run in the browser without compiled files."""
 
 TEMPLATES = Path(__file__).with_name("templates")
 COPIED_TEMPLATES = ("planner.html", "planner.js", "drawings.js", "python.js", "worker.js")
 
 
 class PageError(Exception):
-    """The page could not be made; the message says what is missing."""
+    """A page that could not be written; the message names what is missing."""
 
 
 def write_planner_pages(folder: Path) -> None:
-    """Write both pages and everything that they load.
+    """Write both pages and all files that they load; make the folder if it does not exist.
 
     Raises:
-        PageError: A package could not be fetched.
+        PageError: A package could not be fetched, or the kit's wheel could not be built.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "drawings.html").write_text(render_drawings_page(), encoding="utf-8")
     with TemporaryDirectory() as work:
-        _fetch(("npm", "pack", "--silent", PYODIDE), Path(work))
-        wheel = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM)
-        _fetch((*wheel, "--only-binary", ":all:", "--abi", "cp314", MSGSPEC), Path(work))
-        (archive,) = Path(work).glob("pyodide-*.tgz")
-        with tarfile.open(archive) as packed:
-            for name in RUNTIME:
-                member = packed.extractfile(f"package/{name}")
-                assert member is not None
-                (folder / name).write_bytes(member.read())
-        (compiled,) = Path(work).glob("msgspec-*.whl")
-        shutil.copyfile(compiled, folder / "msgspec.zip")
+        _copy_pyodide(Path(work), folder)
+        _copy_msgspec(Path(work), folder)
     build_wheel(folder / "parakit.zip")
     pack_python_files(folder / "pure.zip")
     for name in COPIED_TEMPLATES:
@@ -69,7 +60,31 @@ def write_planner_pages(folder: Path) -> None:
     shutil.copyfile(ROOT / "src/parakit/formatting/house.css", folder / "house.css")
 
 
+def _copy_pyodide(work: Path, folder: Path) -> None:
+    """Fetch Pyodide's package into the folder `work`, and copy the files of RUNTIME from it."""
+    _fetch(("npm", "pack", "--silent", PYODIDE), work)
+    (archive,) = work.glob("pyodide-*.tgz")
+    with tarfile.open(archive) as package:
+        for name in RUNTIME:
+            member = package.extractfile(f"package/{name}")
+            assert member is not None
+            (folder / name).write_bytes(member.read())
+
+
+def _copy_msgspec(work: Path, folder: Path) -> None:
+    """Fetch msgspec's WebAssembly wheel into the folder `work`, and copy it as `msgspec.zip`."""
+    download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *PLATFORM)
+    _fetch((*download, "--only-binary", ":all:", "--abi", "cp314", MSGSPEC), work)
+    (wheel,) = work.glob("msgspec-*.whl")
+    shutil.copyfile(wheel, folder / "msgspec.zip")
+
+
 def _fetch(command: tuple[str, ...], folder: Path) -> None:
+    """Run a command that downloads the package in its last argument to a folder.
+
+    Raises:
+        PageError: The program is missing or fails.
+    """
     try:
         subprocess.run(command, cwd=folder, check=True)
     except FileNotFoundError:
@@ -85,7 +100,7 @@ def build_wheel(path: Path) -> None:
     """Write the kit's wheel, as `pip install .` builds it, to a file.
 
     Raises:
-        PageError: hatchling, which builds it, is not installed.
+        PageError: hatchling, which builds the wheel, is not installed.
     """
     if find_spec("hatchling") is None:
         raise PageError(
@@ -99,12 +114,12 @@ def build_wheel(path: Path) -> None:
 
 
 def pack_python_files(path: Path) -> None:
-    """Write a zip of the Python files of the packages in PURE."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+    """Write a zip with the Python files of the packages in PURE."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in PYTHON_ONLY_PACKAGES:
             package = Path(str(files(name)))
             for file in sorted(package.rglob("*.py")):
-                packed.write(file, file.relative_to(package.parent))
+                archive.write(file, file.relative_to(package.parent))
 
 
 if __name__ == "__main__":

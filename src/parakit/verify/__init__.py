@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from parakit.verify.verdict import (
         Judgement,
         confirm,
+        count_seeds,
         judge,
         refuse_comparison,
         write_forced,
@@ -38,6 +39,7 @@ __all__ = [
     "Judgement",
     "VerifyError",
     "confirm",
+    "count_seeds",
     "explain_by_parts",
     "judge",
     "list_findings",

@@ -37,6 +37,7 @@ from parakit.verify.captured import (
 )
 from parakit.verify.compare import Drift, compare
 from parakit.verify.comparison import CaptureComparison, TensorComparison
+from parakit.verify.kinds import OTHER
 from parakit.verify.locate import LOCAL, list_independent_errors, locate_error
 
 TENSOR_FILE, JUNIT_FILE = "first.npz", "junit.xml"
@@ -85,6 +86,14 @@ class Judgement:
             and self.first.key[0] in carried_stages
             and self.first.ratio < _MAX_ROUNDING_RATIO
         )
+
+    @property
+    def is_near_tolerance(self) -> bool:
+        """True if the first wrong tensor is within twice its tolerance, and need not be equal bit for bit."""
+        if self.first is None or self.first.tolerance == 0:
+            return False
+        is_exact = bool(self.first.replicas_differ or self.first.uncovered or self.first.fault)
+        return not is_exact and self.first.ratio < _MAX_ACCUMULATED_RATIO
 
     @property
     def needs_same_start(self) -> bool:
@@ -355,6 +364,23 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
     added_up = f"{stage}, {name} {slot} at {spread.ratio:.2f}"
     verdict = replace(forced_judgement.verdict, added_up=added_up)
     return replace(forced_judgement, verdict=verdict)
+
+
+def count_seeds(judgement: Judgement, num_wrong: int, num_seeds: int) -> Judgement:
+    """Return a judgement near the tolerance whose kind states the ratio and how many seeds are wrong.
+
+    The kind of the error stays in front if every seed is wrong. If only some seeds are, the error may be
+    rounding, in which a test can find any kind by chance.
+    """
+    if judgement.first is None:
+        return judgement
+    near = (
+        f"just above tolerance ({judgement.first.ratio:.2f}), in {num_wrong} of {num_seeds} seeds"
+    )
+    kind = judgement.verdict.kind
+    is_explained = num_wrong == num_seeds and kind not in (None, OTHER)
+    text = f"{kind}; {near}" if is_explained else near
+    return replace(judgement, verdict=replace(judgement.verdict, kind=text))
 
 
 def write_verdict(folder: Path, judgement: Judgement) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from parakit.cluster.container.versions import _dotted, installed_versions
+from parakit.cluster.container.versions import _format_cudnn_version, installed_versions
 from parakit.config.files import ROOT
 
 
@@ -19,17 +19,17 @@ def test_the_hosts_versions_come_from_metadata_without_importing_torch() -> None
     assert answer.stdout == "False\n"
 
 
-def test_what_trains_is_named_and_what_is_missing_left_out() -> None:
-    found = installed_versions()
-    assert {"python", "torch", "megatron-core", "numpy"} <= found.keys()
-    assert "transformer-engine" not in found
-    assert all(found.values())
+def test_versions_leave_out_packages_that_are_missing() -> None:
+    versions = installed_versions()
+    assert {"python", "torch", "megatron-core", "numpy"} <= versions.keys()
+    assert "transformer-engine" not in versions
+    assert all(versions.values())
 
 
 def test_in_the_image_the_libraries_come_from_its_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("parakit.cluster.container.versions._version", lambda package: None)
+    monkeypatch.setattr("parakit.cluster.container.versions._package_version", lambda package: None)
     monkeypatch.setenv("NCCL_VERSION", "2.27.3")
     assert "nccl" not in installed_versions()
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
@@ -40,11 +40,11 @@ def test_in_the_image_the_libraries_come_from_its_environment(
     ("number", "version"), [(91002, "9.10.2"), (8907, "8.9.7"), (92600, "9.26.0"), (None, "")]
 )
 def test_cudnns_number_is_read_as_its_version(number: int | None, version: str) -> None:
-    assert _dotted(number) == version
+    assert _format_cudnn_version(number) == version
 
 
 @pytest.mark.slow
-def test_torch_itself_says_the_same() -> None:
+def test_torch_reports_the_same_versions() -> None:
     command = (sys.executable, "-m", "parakit.cluster.container.versions")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told, known = json.loads(answer.stdout), installed_versions()

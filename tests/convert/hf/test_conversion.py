@@ -18,7 +18,7 @@ from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.convert.hf import progress
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_import, read_source
@@ -38,7 +38,7 @@ def imported(source: Path, hub: Path, name: str = "mine") -> Path:
 def exported(
     folder: Path, target: Path, as_imported: bool = True, shard_bytes: int = 10**9
 ) -> Path:
-    model = model_of(str(folder / f"{folder.name}.args"))
+    model = find_model(str(folder / f"{folder.name}.args"))
     own = folder if as_imported else None
     export_model(
         folder / CHECKPOINT,
@@ -92,8 +92,8 @@ def test_model_that_was_not_imported_gets_a_config_from_its_flags(tmp_path: Path
     assert_same_bits(source, back)
     config = json.loads((back / "config.json").read_text())
     assert config["rope_scaling"] == LLAMA3_SCALING
-    again = model_of(str(imported(back, tmp_path / "again") / "mine.args"))
-    assert again.shape == model_of(str(folder / "mine.args")).shape
+    again = find_model(str(imported(back, tmp_path / "again") / "mine.args"))
+    assert again.shape == find_model(str(folder / "mine.args")).shape
 
 
 def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
@@ -105,7 +105,7 @@ def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
     rows = read_tensor(folder / CHECKPOINT, stored)
     assert rows.shape == (256, 8)
     assert torch.equal(rows[131:], rows[130:131].expand(125, -1))
-    flags = Flags(model_of(str(folder / "mine.args")).flags)
+    flags = Flags(find_model(str(folder / "mine.args")).flags)
     assert flags.text("--make-vocab-size-divisible-by") == "1"
     assert read_import(folder).padding_rows == 125
 
@@ -235,7 +235,7 @@ def test_an_error_while_writing_leaves_nothing_behind(
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
-    words = list(model_of(str(folder / "mine.args")).flags)
+    words = list(find_model(str(folder / "mine.args")).flags)
     words[words.index("--num-layers") + 1] = "3"
     (folder / "mine.args").write_text(" ".join(words))
     with pytest.raises(ValueError, match=r"shape \[2, 8\], and the run's model has \[3, 8\]"):

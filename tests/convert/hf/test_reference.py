@@ -12,7 +12,7 @@ import torch
 from parakit.artifacts.capture import CaptureStage, TensorKey
 from parakit.artifacts.torch_dist import OUTPUT, VOCABULARY
 from parakit.config import variables
-from parakit.config.model import model_of
+from parakit.config.model import find_model
 from parakit.convert.hf.families import list_tensor_pairs
 from parakit.convert.hf.from_megatron import export_model
 from parakit.convert.hf.into_megatron import import_model, read_source
@@ -125,7 +125,7 @@ def test_transformers_loads_an_exported_model_without_missing_and_unexpected_ten
     source = write_model(tmp_path / "source", CONFIGS[family], dtype)
     import_model(read_source(source), "mine", ConversionProgress(), tmp_path / "hub")
     folder = tmp_path / "hub" / "mine"
-    model = model_of(str(folder / "mine.args"))
+    model = find_model(str(folder / "mine.args"))
     for imported in (folder, None):  # With its own config, and with one of Megatron's flags.
         checkpoint = folder / "checkpoint" / "iter_0000001"
         target = tmp_path / f"back-{imported is None}"

@@ -10,7 +10,7 @@ from rich.console import Console
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags, merge_flags
 from parakit.config.model import model_names, training_flags
-from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_of_flags
+from parakit.config.run import Backend, DeviceKind, PatchFile, RunSpec, spec_from_flags
 from parakit.config.strategy import parse_strategy, strategy_flags
 from parakit.convert.recipe.bridge import read_recipe
 from parakit.convert.recipe.fields import recipe_from_flags
@@ -55,7 +55,7 @@ def comes_back(model: str, *strategies: str) -> None:
         asked = source(f"train-{strategy}-{model}-{ranks}gpu")
         recipe = recipe_of(asked)
         reading = flags_from_fields(recipe.fields)
-        read = spec_of_flags(reading.flags, ranks, DeviceKind.GPU, model)
+        read = spec_from_flags(reading.flags, ranks, DeviceKind.GPU, model)
         assert replace(read, strategy=strategy) == asked.spec
         assert (recipe.left_out, reading.left_out) == ((), ())
         assert trained_by(reading, asked.spec) == read
@@ -83,7 +83,7 @@ def trained_by(reading: RecipeFlags, spec: RunSpec) -> RunSpec:
         ("--seed", made.variables.get("SEED", "1234")),
         shlex.split(made.variables.get("EXTRA", "")),
     )
-    return spec_of_flags(arguments, ranks, DeviceKind.GPU, model)
+    return spec_from_flags(arguments, ranks, DeviceKind.GPU, model)
 
 
 def test_recipe_of_a_cpu_run_leaves_out_and_names_its_cpu_flags() -> None:
@@ -116,7 +116,7 @@ def test_a_tokenizer_without_files_counts_its_end_of_document_entry() -> None:
 def test_synonyms_are_one_flag() -> None:
     asked = source("train-vpp2-gpt2-large-2gpu")
     arguments = merge_flags(asked.megatron_arguments, ("--recompute-activations",))
-    spec = spec_of_flags(arguments, 2, DeviceKind.GPU, "gpt2-large")
+    spec = spec_from_flags(arguments, 2, DeviceKind.GPU, "gpt2-large")
     fields = recipe_from_flags(arguments, spec).fields
     assert fields["model.recompute_granularity"] == "selective"
     assert fields["model.virtual_pipeline_model_parallel_size"] == 2
@@ -150,7 +150,7 @@ def test_a_run_that_megatron_did_not_train_is_refused(
 def test_run_that_no_recipe_expresses_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
     asked = merge_flags(source("train-tp2-gpt2-large-2gpu").megatron_arguments, arguments)
     with pytest.raises(RecipeError, match=sentence):
-        recipe_from_flags(asked, spec_of_flags(asked, 2, DeviceKind.GPU))
+        recipe_from_flags(asked, spec_from_flags(asked, 2, DeviceKind.GPU))
 
 
 def test_flags_and_settings_without_a_field_are_named() -> None:

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from parakit.config.model import load_model
-from parakit.config.run import spec_of_model
+from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, parse_strategy
 from parakit.costs.tensors import rank_parameters
 from parakit.experiments.load import load_experiment
@@ -18,7 +18,7 @@ def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> E
     """A run whose stages hold what their schedule says, and whose losses are `factor` of baseline's."""
     devices = 1 if strategy == "baseline" else 2
     split = parse_strategy(strategy, devices)
-    spec = spec_of_model(load_model("gpt2-tiny"), split, Batch(2, 8))
+    spec = spec_from_model(load_model("gpt2-tiny"), split, Batch(2, 8))
     spec = replace(spec, dtype="fp32", shape=replace(spec.shape, tied_embeddings=False))
     held = tuple(
         rank_parameters(spec, stage).total * BYTES * split.weight_versions(stage)

@@ -1,15 +1,20 @@
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_patches.no_te.attention import (
-    _find_document_mask,
+    _attend_gathered,
+    _find_mask,
     attend,
     causal_mask,
     gathered_mask,
+    gathered_positions,
     has_bias_or_packing,
+    hidden_keys,
     is_plain,
     rank_positions,
 )
@@ -67,6 +72,105 @@ def test_keys_hidden_by_megatrons_mask_are_hidden_on_every_rank(ranks: int) -> N
         assert gathered_mask(None, rank, ranks, length // ranks) is causal_mask(
             rank, ranks, length // ranks
         )
+
+
+def attend_explicitly(
+    _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Attention as Megatron computes it: scores, softmax and the product with the values."""
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) / math.sqrt(query.size(-1))
+    probabilities = scores.masked_fill(hidden, -10000.0).softmax(-1)
+    return torch.einsum("bhst,tbhd->sbhd", probabilities, value).flatten(2)
+
+
+def set_context_group(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    """Let this process be a rank of a context-parallel group, whose gather returns its input."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: group)
+    monkeypatch.setattr(
+        mappings, "gather_from_sequence_parallel_region", lambda tensor, group: tensor
+    )
+
+
+def query_gradient(
+    forward: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """The gradient of the queries, for inputs [query, key, value, upstream gradient]."""
+    query, key, value, upstream = (tensor.to(dtype) for tensor in inputs)
+    query.requires_grad_()
+    forward(None, query, key, value).backward(upstream)  # type: ignore[no-untyped-call]
+    assert query.grad is not None
+    return query.grad
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallelism_on_cpus_rounds_query_gradients_as_the_reference_does(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Values with a large common part: each row sum of the softmax's backward is then much larger than
+    # the differences that remain, as with a bias of values.
+    torch.manual_seed(0)
+    length, width = 128, 16
+    query, key, value = torch.randn(3, length, 2, 4, width)
+    key, value = key + 2.0, value * 0.01 + 2.0
+    upstream = torch.randn(length, 2, 4 * width)
+    hidden = hidden_keys(0, 1, length)
+    whole = [query * 0.01, key, value, upstream]
+
+    def attend_to_all(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return attend_explicitly(module, query, key, value, hidden)
+
+    exact = query_gradient(attend_to_all, whole, torch.float64)
+    rounding_of_reference = (query_gradient(attend_to_all, whole, torch.float32) - exact).norm()
+    order = gathered_positions(ranks, length // ranks)
+    squares = 0.0
+    for rank in range(ranks):
+        set_context_group(monkeypatch, rank, ranks)
+        own = rank_positions(rank, ranks, length // ranks)
+
+        def attend_to_gathered(
+            _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            module = SimpleNamespace(
+                config=SimpleNamespace(sequence_parallel=True),
+                training=False,
+                softmax_scale=1 / math.sqrt(width),
+                scale_mask_softmax=SimpleNamespace(scale=None),
+            )
+            return _attend_gathered(module, attend_explicitly, query, key, value, None)
+
+        inputs = [query[own] * 0.01, key[order], value[order], upstream[own]]
+        gradient = query_gradient(attend_to_gathered, inputs, torch.float32)
+        squares += float((gradient - exact[own]).square().sum())
+    assert math.sqrt(squares) < 1.5 * rounding_of_reference
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+def test_context_parallelism_on_cpus_gives_megatrons_attention_keys_in_order_and_its_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[torch.Tensor] = []
+
+    def note(_: Any, query: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        given.extend(tensors)
+        return query
+
+    positions = gathered_positions(2, 4).float().view(8, 1, 1, 1)
+    set_context_group(monkeypatch, 1, 2)
+    _attend_gathered(None, note, positions[:4], positions, positions, None)
+    key, value, hidden = given
+    assert key.flatten().tolist() == value.flatten().tolist() == list(range(8))
+    # Rank 1 of 2 has the tokens 2 to 5.
+    assert (~hidden[0, 0]).sum(1).tolist() == [3, 4, 5, 6]
+    megatrons = torch.ones(1, 1, 4, 8, dtype=torch.bool)
+    _attend_gathered(None, note, positions[:4], positions, positions, megatrons)
+    assert given[-1] is megatrons
 
 
 def test_attention_without_a_mask_is_causal() -> None:
@@ -127,9 +231,10 @@ def test_over_a_split_sequence_a_bias_or_packed_sequences_are_refused_and_not_ig
     module = SimpleNamespace(
         attn_mask_type=AttnMaskType.causal, config=SimpleNamespace(window_size=None)
     )
-    assert _find_document_mask(module, (torch.ones(1),), {argument: None}) is None
+    mask = torch.ones(1)
+    assert _find_mask(module, (mask,), {argument: None}) is mask
     with pytest.raises(NotImplementedError, match="no bias, no packed sequences"):
-        _find_document_mask(module, (torch.ones(1),), {argument: object()})
+        _find_mask(module, (mask,), {argument: object()})
 
 
 def test_keys_and_values_are_repeated_per_head_if_a_mask_is_given(

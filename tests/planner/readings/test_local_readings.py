@@ -10,7 +10,13 @@ import pytest
 from parakit.config.experts import ExpertLoad
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
-from parakit.config.run import DeviceKind, RunSpec, flags_of_spec, spec_of_flags, spec_of_model
+from parakit.config.run import (
+    DeviceKind,
+    RunSpec,
+    flags_from_spec,
+    spec_from_flags,
+    spec_from_model,
+)
 from parakit.config.strategy import Batch, parse_strategy
 from parakit.planner.readings.local_readings import (
     MeasurementRow,
@@ -37,16 +43,16 @@ def on(devices: int) -> Cluster:
 
 
 def spec(strategy: str, devices: int = 2, micro: int = 4) -> RunSpec:
-    planned = spec_of_model(MODEL, parse_strategy(strategy, devices), Batch(micro, 64))
-    return spec_of_flags(
-        (*MODEL.flags, *flags_of_spec(planned)), devices, planned.device, MODEL.name
+    planned = spec_from_model(MODEL, parse_strategy(strategy, devices), Batch(micro, 64))
+    return spec_from_flags(
+        (*MODEL.flags, *flags_from_spec(planned)), devices, planned.device, MODEL.name
     )
 
 
 def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> MeasurementRow:
     """A run that took so many times as long as predicted."""
     trained = spec(strategy, devices, micro)
-    argv = (*MODEL.flags, *flags_of_spec(trained))
+    argv = (*MODEL.flags, *flags_from_spec(trained))
     seconds = factor * iteration_seconds(trained, on(devices)).total
     return build_measurement_row(trained, argv, H200, f"run-{strategy}", seconds)
 
@@ -66,7 +72,7 @@ def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -
 def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> None:
     path, plain = tmp_path / "mine.csv", spec("dp2")
     patched = replace(plain, fused=("adamw", "norm"))
-    argv = (*MODEL.flags, *flags_of_spec(plain))
+    argv = (*MODEL.flags, *flags_from_spec(plain))
     add_rows(path, [build_measurement_row(one, argv, H200, "r", 1.0) for one in (plain, patched)])
     assert [
         convert_measurement(measurement).spec for measurement in read_measurements(path)[0]
@@ -78,7 +84,7 @@ def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> 
 
 def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
     trained = replace(spec("dp2"), dropout=0.5)
-    argv = (*MODEL.flags, *flags_of_spec(trained))
+    argv = (*MODEL.flags, *flags_from_spec(trained))
     build_measurement_row(trained, argv, H200, "r", 1.0)
     odd = replace(trained, fused_attention=False)
     with pytest.raises(RefusedError, match="r: its flags alone do not say what was trained"):
@@ -89,9 +95,9 @@ def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
     routed = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-expert-capacity-factor 1.5"
     model = load_model("mixtral-8x7b")
     argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
-    trained = spec_of_flags(argv, 1, DeviceKind.GPU, model.name)
+    trained = spec_from_flags(argv, 1, DeviceKind.GPU, model.name)
     row = build_measurement_row(trained, argv, H200, "r", 1.0)
-    again = spec_of_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
+    again = spec_from_flags(shlex.split(row["flags"]), 1, DeviceKind.GPU)
     assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
 
 
@@ -163,10 +169,10 @@ def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_th
     rows = [measured(name, 1.5) for name in ("dp2", "tp2", "sp2", "pp2")]
     own = known(tmp_path / "mine.csv", *rows)
     found = estimate_uncertainty(spec("cp2"), on(2), own)
-    assert max(map(abs, found.own)) < 0.05
+    assert max(map(abs, found.own_errors)) < 0.05
     own_interval = found.interval()
     assert own_interval is not None
-    assert own_interval[0] == found.seconds / (1 + max(found.own))
+    assert own_interval[0] == found.seconds / (1 + max(found.own_errors))
     truth = 1.5 * iteration_seconds(spec("cp2"), on(2)).total
     assert found.seconds == pytest.approx(truth, rel=0.05)
     assert "Corrected by 4 runs of your own on H200 SXM 141 GB" in str(found)
@@ -189,7 +195,7 @@ def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
 
 def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
     found = estimate_uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
-    assert "measured near this: 0.77B, 2 H200: 0.4372 s (predicted" in str(found)
+    assert "The nearest measurements are 0.77B on 2 H200: 0.4372 s (predicted" in str(found)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from parakit.config.experts import BALANCED, ExpertLoad
 from parakit.config.run import Fp8Recipe, TokenDispatcher
-from parakit.costs.flops import counted_flops
-from parakit.costs.memory import fullest_rank
+from parakit.costs.flops import flops_by_convention
+from parakit.costs.memory import find_peak_rank
 from parakit.planner.readings import command
 from parakit.planner.readings.facts import origin_of_source
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
@@ -383,7 +383,7 @@ def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None
 def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -> None:
     # Qwen3 on B200: 235B in 25.09, 30B in 25.11.
     dropped, kept = (convert_measurement(of_line(line)) for line in (438, 414))
-    assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, padded=True)
+    assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, pads_to_capacity=True)
     assert not dropped.cluster.execution.deduplicated
     assert not dropped.cluster.execution.overlap_experts
     assert kept.spec.expert_load == BALANCED
@@ -394,12 +394,12 @@ def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
     deepseek, neighbours = (
         convert_measurement(of_line(line)).spec.expert_load for line in (3, 687)
     )
-    assert (deepseek.groups, deepseek.groups_taken) == (8, 4)
-    assert (neighbours.groups, neighbours.groups_taken) == (32, 1)
+    assert (deepseek.groups, deepseek.groups_per_token) == (8, 4)
+    assert (neighbours.groups, neighbours.groups_per_token) == (32, 1)
 
 
 def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
-    assert [convert_measurement(of_line(line)).spec.shape.mtp_depth for line in (3, 390)] == [1, 0]
+    assert [convert_measurement(of_line(line)).spec.shape.mtp_layers for line in (3, 390)] == [1, 0]
 
 
 def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
@@ -415,7 +415,7 @@ def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
 def test_experts_are_split_over_tp_where_their_source_says_so() -> None:
     # Grok 1 on GB200 and H100, both TP 4 and EP 8.
     ways = [
-        convert_measurement(of_line(line)).spec.parallelism.tensor_of_experts
+        convert_measurement(of_line(line)).spec.parallelism.effective_expert_tensor
         for line in (655, 3318)
     ]
     assert ways == [4, 1]
@@ -425,8 +425,8 @@ def test_attention_that_no_kernel_of_its_time_trains_is_unfused_and_computed_aga
     # DeepSeek V3 of dgxc on GB200 and H100.
     blackwell, hopper = (convert_measurement(of_line(line)).spec for line in (3309, 3308))
     assert (blackwell.fused_attention, hopper.fused_attention) == (False, True)
-    assert blackwell.recompute.again("core_attn")
-    assert hopper.recompute.again("mla_up_proj")
+    assert blackwell.recompute.recomputes("core_attn")
+    assert hopper.recompute.recomputes("mla_up_proj")
 
 
 def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
@@ -495,7 +495,7 @@ def test_a_micro_batch_that_is_not_stated_is_one_that_fits(tmp_path: Path) -> No
     fitting = [
         item.predicted
         for item in stated
-        if fullest_rank(item.measured_run.spec)[1].needed <= 1.07 * 80 * 2**30
+        if find_peak_rank(item.measured_run.spec)[1].needed <= 1.07 * 80 * 2**30
     ]
     assert found.predicted == min(fitting)
     assert found.ranged == (min(fitting), max(fitting))
@@ -519,9 +519,9 @@ def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
     run = {"recompute": "full", "value": "100"}
     model = predicted_of(tmp_path, **run, metric="model_tflops_per_gpu")
     hardware = predicted_of(tmp_path, **run, metric="hardware_tflops_per_gpu")
-    again = counted_flops(hardware.measured_run.spec, {"recomputed"})
+    again = flops_by_convention(hardware.measured_run.spec, {"recomputed"})
     assert hardware.predicted / model.predicted == pytest.approx(
-        again / counted_flops(model.measured_run.spec, ())
+        again / flops_by_convention(model.measured_run.spec, ())
     )
     assert 1.2 < hardware.predicted / model.predicted < 4 / 3
     # Also where the source's own FLOPs a token are known, which are the model's.

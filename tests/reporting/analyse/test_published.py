@@ -3,7 +3,7 @@ import pytest
 from parakit.artifacts.run import HostRecord, MegatronEntry
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import NAMED, Batch, Parallelism
+from parakit.config.strategy import PUBLISHED_STRATEGIES, Batch, Parallelism
 from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.published import (
     find_published_figure,
@@ -40,7 +40,7 @@ def matches(tmp_path, record, ms, mib):
 
 def test_every_published_run_of_the_main_source_is_there():
     main = {f.strategy: f for f in PUBLISHED.figures if f.source.key == "003"}
-    assert tuple(main) == NAMED
+    assert tuple(main) == PUBLISHED_STRATEGIES
     assert main["cp2"].iteration_ms == (514.5, 519.1)
     assert main["pp2"].device_memory_mib == (61249, 88299)
     assert main["baseline"].global_batch_size == 32

@@ -45,7 +45,7 @@ def test_interleaved_passes_carry_their_virtual_stage(tmp_path: Path) -> None:
         *("F1", "F2", "F1'", "F2'"),
         *("B1'", "B2'", "B1", "B2"),
     ]
-    assert split.run_schedule is PipelineSchedule.INTERLEAVED
+    assert split.executed_schedule is PipelineSchedule.INTERLEAVED
 
 
 def test_more_passes_than_the_schedule_has_stay_without_a_number(tmp_path: Path) -> None:

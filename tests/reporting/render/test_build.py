@@ -16,7 +16,7 @@ from parakit.artifacts.run import CodeHashes, HostRecord, Status, StatusRecord
 from parakit.config.files import ROOT
 from parakit.config.published import load_published
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import BATCH_RULE, NAMED, Batch
+from parakit.config.strategy import BATCH_RULE, PUBLISHED_STRATEGIES, Batch
 from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.analyse.results import RESULTS
@@ -35,19 +35,27 @@ CONTRACT = (
 
 
 def demo(root, count=25):
-    for place, strategy in enumerate(NAMED):
+    for place, strategy in enumerate(PUBLISHED_STRATEGIES):
         times = [400.0, 250.0, *(90.0 + 5 * place + k % 4 for k in range(count - 2))]
         write_run(root, run_record(f"run-{strategy}", strategy), log_text(times, micro=True))
 
 
 def made(tmp_path, width=100, **options):
-    """Build a report of tmp_path/runs; gives exit code, what was printed, and the folder."""
+    """Build a report of tmp_path/runs; return exit code, printed text with all verdicts, and folder."""
     defaults = {"name": "r", "runs_root": tmp_path / "runs", "reports_root": tmp_path / "reports"}
     output = io.StringIO()
     code = build(
         BuildOptions(**(defaults | options)), Console(file=output, width=width, highlight=False)
     )
-    return code, output.getvalue(), tmp_path / "reports" / (options.get("name") or "r")
+    folder = tmp_path / "reports" / (options.get("name") or "r")
+    return code, f"{output.getvalue()}\n{all_verdicts(folder)}", folder
+
+
+def all_verdicts(folder):
+    """Return the sentences of a report, of which the terminal prints a few."""
+    if not (folder / "results.json").is_file():
+        return ""
+    return "\n".join(json.loads((folder / "results.json").read_text())["sentences"])
 
 
 def read_csv(folder):
@@ -71,7 +79,7 @@ def test_demo_ends_in_six_rows_with_parity_and_every_file(tmp_path):
     rows = read_csv(folder)
     assert [row["parity"] for row in rows.values()] == ["reference", *["held"] * 5]
     assert {row["status"] for row in rows.values()} == {"ok"}
-    assert all(strategy in text for strategy in NAMED)
+    assert all(strategy in text for strategy in PUBLISHED_STRATEGIES)
     assert (tmp_path / "reports" / "latest").resolve() == folder.resolve()
 
 
@@ -197,7 +205,7 @@ def test_baseline_finds_regressions_and_improvements_and_strict_fails(tmp_path):
     assert "nothing changed" in text
     for strategy, factor in (("tp2", 1.5), ("cp2", 0.5)):
         log = tmp_path / "runs" / f"run-{strategy}" / "log.txt"
-        place = 90.0 + 5 * NAMED.index(strategy)
+        place = 90.0 + 5 * PUBLISHED_STRATEGIES.index(strategy)
         log.write_text(
             log_text([400.0, 250.0, *((place + k % 4) * factor for k in range(23))], micro=True)
         )
@@ -306,8 +314,8 @@ def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tm
     _, printed, folder = made(tmp_path, width=200)
     assert "ok (1 failed, 1 running)" in printed
     said = (
-        "3 runs in 1 configuration; an earlier attempt of baseline ×1 is oom; one more of "
-        "baseline ×1 is running (iteration 8 of 25)."
+        "3 runs in 1 configuration; not all ended well: an earlier attempt of baseline ×1 (oom); one "
+        "more run of baseline ×1 (running: iteration 8 of 25)."
     )
     assert said in printed
     assert "1 earlier failed; 1 running" in (folder / "report.md").read_text()
@@ -320,7 +328,7 @@ def test_a_refused_speedup_names_the_batches_and_that_they_were_scaled(tmp_path)
         record = run_record(strategy, strategy, batch=batch)
         write_run(tmp_path / "runs", record, log_text([9.0] * 8))
     _, printed, _ = made(tmp_path, width=1000)
-    refused = "a speedup per iteration is refused, their iterations hold different work"
+    refused = "no speedup per iteration is given, because iterations hold different work"
     assert (
         f"{refused} (batch 2/4 | 4/8, scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH="
         " set one for all)"
@@ -361,7 +369,9 @@ def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
 
 def test_a_report_of_a_hundred_runs_has_them_all_and_loads_no_torch(tmp_path):
     for k in range(100):
-        record = run_record(f"run-{k:03d}", NAMED[k % 6], seed=k, dtype=("fp32", "bf16")[k % 2])
+        record = run_record(
+            f"run-{k:03d}", PUBLISHED_STRATEGIES[k % 6], seed=k, dtype=("fp32", "bf16")[k % 2]
+        )
         record = replace(record, argv=(*record.argv, "--variant", str(k)))
         times = [300.0, 200.0, *(90.0 + (7 * k + n) % 5 for n in range(98))]
         write_run(tmp_path / "runs", record, log_text(times, micro=True))
@@ -435,8 +445,8 @@ def test_the_report_says_what_took_a_reference_away_and_that_repeats_differ(tmp_
     ):
         write_run(runs, run_record(name, strategy, seed=seed, code=by), losses(last))
     _, text, folder = made(tmp_path, width=1000)
-    assert "Loss parity of tp2 ×2, sp2 ×2 is not against baseline: different seed." in text
-    assert "Of sp2 ×2, repeats differ by 100,000 units of the last printed digit" in text
+    assert "Losses of tp2 ×2, sp2 ×2 are not compared with baseline: different seed." in text
+    assert "sp2 ×2: repeats differ by 100,000 units of the last printed digit" in text
     rows = read_csv(folder)
     assert rows["3"]["parity"] == "broken@8"
     assert "1 older under other code not shown" in rows["1"]["notes"]

@@ -13,7 +13,7 @@ from parakit.artifacts.measurements import (
     RankMemory,
 )
 from parakit.config.published import Published
-from parakit.costs.operations import Operation, Phase, algorithm
+from parakit.costs.operations import Operation, Phase, describe_algorithm
 from parakit.logs.runs import find_run_folders, load_folder, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.render.charts import draw_devices
@@ -25,7 +25,7 @@ def calls(wire_bytes):
     operation = Operation.ALL_REDUCE
     return CallSummary(
         "tp", 2, operation, Phase.FORWARD, "float32", 4, wire_bytes // 4, wire_bytes,
-        algorithm(operation), 0.01, 0.02,
+        describe_algorithm(operation), 0.01, 0.02,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""Driver, GPUs, their connection, the all-reduce rate between them and their clocks under load.
+"""Check the driver, the GPUs, their links, the all-reduce rate between them, and their clocks under load.
 
-The kit's Python describes them (`parakit.launch.devices`, NVML) and measures (`parakit.launch.link_rates`).
+The kit's Python runs `parakit.launch.devices`, which describes the GPUs through NVML, and
+`parakit.launch.link_rates`, which measures rates and clocks.
 """
 
 import json
@@ -18,13 +19,19 @@ from parakit.cluster.checks.result import (
 )
 
 BUSY_BYTES = 2 * GIB
-"""More than a desktop or an idle driver holds; published measurements began at 3 MiB."""
+"""Memory in use above which a GPU counts as busy. A desktop or an idle driver uses less."""
 
 GOOD_RATE_FRACTION = 0.5
-"""Of the link's rate; NCCL reaches more of NVLink, and gloo about that of one TCP connection."""
+"""The fraction of the link's rate below which an all-reduce is a warning.
+
+NCCL reaches more of NVLink, and gloo about this fraction of a TCP connection.
+"""
 
 GOOD_CLOCK_FRACTION = 0.9
-"""Of the highest clock, reached under load; power caps take some of it from every large GPU."""
+"""The fraction of the highest clock below which the clock under load is a warning.
+
+Power caps lower the clock of every large GPU a little.
+"""
 
 ALL_REDUCE_TIMEOUT_SECONDS = 150.0
 _DRIVER_FIX = "see 'nvidia-smi' and 'dmesg'; after an update of the driver the machine must restart"
@@ -32,22 +39,22 @@ ON_CPU = "'make demo' and the -<N>cpu targets work without"
 
 
 class GpuUse(NamedTuple):
-    """A GPU and who uses it."""
+    """A GPU, its memory, and the processes that use it."""
 
     number: int
     name: str
     memory_bytes: int
     used_bytes: int
     processes: "tuple[int, ...]" = ()
-    """Processes that compute on it, as far as NVML sees them."""
+    """Ids of the processes that compute on the GPU, as far as NVML sees them."""
 
 
 def check_devices() -> "list[CheckResult]":
-    """Rows for driver, GPUs and topology."""
+    """Check the driver, the GPUs and their topology; before setup only whether the driver answers."""
     python = kit_python()
     if python is None:
-        return [_before_setup()]
-    described, problem = _printed(python, "parakit.launch.devices")
+        return [_check_driver_before_setup()]
+    described, problem = _run_module(python, "parakit.launch.devices")
     if problem:
         fix = "see '.venv/bin/python -m parakit.launch.devices'"
         return [CheckResult(FAIL, "Driver", "cannot be asked: " + problem, fix)]
@@ -55,40 +62,52 @@ def check_devices() -> "list[CheckResult]":
 
 
 def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
-    """Rows for what `parakit.launch.devices` printed."""
+    """Return the results for what `parakit.launch.devices` printed."""
     if described["problem"]:
         return [CheckResult(FAIL, "Driver", "NVML fails: " + described["problem"], _DRIVER_FIX)]
     if not described["gpus"]:
-        return [_without_gpus()]
+        return [_report_no_gpu()]
     gpus = [GpuUse(**gpu) for gpu in described["gpus"]]
     shown = "; ".join(f"{gpu.number}: {gpu.name}, {gpu.memory_bytes >> 20} MiB" for gpu in gpus)
-    one = len(gpus) == 1
-    fix = "five of the six published runs need two; -2cpu targets show them" if one else ""
-    rows = [pass_or_warn("Driver", described["driver"]), pass_or_warn("GPUs", shown, fix)]
-    return [*rows, *check_busy(gpus, gpus), *([] if one else [_topology(described)])]
+    fix = ""
+    if len(gpus) == 1:
+        fix = "five of the six published runs need two; -2cpu targets show them"
+    results = [pass_or_warn("Driver", described["driver"]), pass_or_warn("GPUs", shown, fix)]
+    results += check_busy(gpus, gpus)
+    if len(gpus) > 1:
+        results.append(_check_topology(described))
+    return results
 
 
 def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResult]":
-    """A result for each of `gpus` that something else uses; the fix names the machine's free ones."""
+    """Return a warning for each busy GPU; the fix names the GPUs of the machine that are free.
+
+    Args:
+        gpus: The GPUs to check.
+        machine: All GPUs of the machine.
+    """
     free = ",".join(str(gpu.number) for gpu in machine if gpu.used_bytes <= BUSY_BYTES)
     fix = "wait for it or end it"
-    fix += f", or choose others with CUDA_VISIBLE_DEVICES={free}" if free else ""
+    if free:
+        fix += f", or choose others with CUDA_VISIBLE_DEVICES={free}"
     results = []
     for gpu in gpus:
         if gpu.used_bytes > BUSY_BYTES:
-            by = " by process " + ", ".join(map(str, gpu.processes)) if gpu.processes else ""
-            used = f"{gpu.used_bytes / GIB:.1f} GiB are in use{by}"
-            found = f"GPU {gpu.number} ({gpu.name}) is busy: {used}"
-            results.append(pass_or_warn(f"GPU {gpu.number}", found, fix))
+            finding = (
+                f"GPU {gpu.number} ({gpu.name}) is busy: {gpu.used_bytes / GIB:.1f} GiB are in use"
+            )
+            if gpu.processes:
+                finding += " by process " + ", ".join(map(str, gpu.processes))
+            results.append(pass_or_warn(f"GPU {gpu.number}", finding, fix))
     return results
 
 
 def check_all_reduce() -> "list[CheckResult]":
-    """Rows for the all-reduce between this machine's devices, and for the GPUs' clocks."""
+    """Measure the all-reduce between this machine's devices, and the GPUs' clocks under load."""
     python = kit_python()
     if python is None:
         return [pass_or_warn("All-reduce", "not measured before setup", "run 'make setup'")]
-    measured, problem = _printed(python, "parakit.launch.link_rates", ALL_REDUCE_TIMEOUT_SECONDS)
+    measured, problem = _run_module(python, "parakit.launch.link_rates", ALL_REDUCE_TIMEOUT_SECONDS)
     problem = problem or measured.get("problem", "")
     if problem:
         fix = "see '.venv/bin/python -m parakit.launch.link_rates'"
@@ -97,71 +116,80 @@ def check_all_reduce() -> "list[CheckResult]":
 
 
 def check_rates(measured: "dict[str, Any]") -> "list[CheckResult]":
-    """Rows for what `parakit.launch.link_rates` printed."""
-    return [_rate(measured)] + [_clock(clock) for clock in measured["clocks"]]
+    """Return the results for what `parakit.launch.link_rates` printed."""
+    return [_check_rate(measured)] + [_check_clock(clock) for clock in measured["clocks"]]
 
 
-def _printed(python: str, module: str, seconds: float = 20.0) -> "tuple[dict[str, Any], str]":
-    """What a module prints as JSON in its last line; or nothing, and why."""
-    answer = run_program([python, "-m", module], seconds)
+def _run_module(python: str, module: str, seconds: float = 20.0) -> "tuple[dict[str, Any], str]":
+    """Run a module that prints JSON in its last line; return the JSON and no problem, or nothing and why."""
+    output = run_program([python, "-m", module], seconds)
     try:
-        return json.loads(answer.out.splitlines()[-1]), ""
+        return json.loads(output.out.splitlines()[-1]), ""
     except (ValueError, IndexError):
-        return {}, answer.problem or "it printed nothing"
+        return {}, output.problem or "it printed nothing"
 
 
-def _before_setup() -> CheckResult:
+def _check_driver_before_setup() -> CheckResult:
+    """Check by nvidia-smi whether the driver answers."""
     if shutil.which("nvidia-smi") is None:
-        return _without_gpus()
-    answer = run_program(["nvidia-smi", "-L"])
-    if not answer.succeeded:
-        return CheckResult(FAIL, "Driver", "nvidia-smi fails: " + answer.problem, _DRIVER_FIX)
-    found = f"{len(answer.out.splitlines())} GPU(s), not examined before setup"
-    return pass_or_warn("Driver", found, "run 'make setup'")
+        return _report_no_gpu()
+    output = run_program(["nvidia-smi", "-L"])
+    if not output.succeeded:
+        return CheckResult(FAIL, "Driver", "nvidia-smi fails: " + output.problem, _DRIVER_FIX)
+    finding = f"{len(output.out.splitlines())} GPU(s), not examined before setup"
+    return pass_or_warn("Driver", finding, "run 'make setup'")
 
 
-def _without_gpus() -> CheckResult:
+def _report_no_gpu() -> CheckResult:
+    """Return the warning that there is no driver, or that a container lacks NVIDIA's utilities."""
     if Path("/dev/nvidiactl").exists():
         fix = "give the container NVIDIA's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
         return pass_or_warn("Driver", "loaded, but NVML is missing", fix)
     return pass_or_warn("Driver", "no NVIDIA driver", "install it for GPU targets; " + ON_CPU)
 
 
-def _topology(described: "dict[str, Any]") -> CheckResult:
+def _check_topology(described: "dict[str, Any]") -> CheckResult:
+    """Return a warning if not all GPUs are connected by NVLink, or if NVML does not report the links."""
     links = described["links"]
     if all(link["nvlinks"] is link["topology"] is None for link in links):
         return pass_or_warn("Topology", "NVML does not report it", "see 'nvidia-smi topo -m'")
     fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
-    linked = all(link["nvlinks"] for link in links)
-    return pass_or_warn(
-        "Topology", described["connection"] + ", between GPUs", "" if linked else fix
-    )
+    has_nvlink = all(link["nvlinks"] for link in links)
+    finding = described["connection"] + ", between GPUs"
+    return pass_or_warn("Topology", finding, "" if has_nvlink else fix)
 
 
-def _rate(measured: "dict[str, Any]") -> CheckResult:
-    rate, full = measured["bytes_per_second"], measured["link_bytes_per_second"]
-    who = "GPUs" if measured["backend"] == "NCCL" else "CPU ranks"
-    between = "{} between {} {}".format(measured["backend"], measured["ranks"], who)
+def _check_rate(measured: "dict[str, Any]") -> CheckResult:
+    """Return the all-reduce rate, with a warning if it is below GOOD_RATE_FRACTION of the link's rate."""
+    rate, link_rate = measured["bytes_per_second"], measured["link_bytes_per_second"]
+    devices = "GPUs" if measured["backend"] == "NCCL" else "CPU ranks"
+    between = "{} between {} {}".format(measured["backend"], measured["ranks"], devices)
     if measured["ranks"] < 2:
         return pass_or_warn("All-reduce", between + ": nothing to send")
-    found = f"{between}: {rate / 1e9:.2f} GB/s"
-    if full is None:
-        return pass_or_warn("All-reduce", "{} over {}".format(found, measured["link"]), "", rate)
-    found += ", {:.0%} of {} ({:.2f} GB/s)".format(rate / full, measured["link"], full / 1e9)
-    fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
-    return pass_or_warn("All-reduce", found, fix if rate < GOOD_RATE_FRACTION * full else "", rate)
-
-
-def _clock(clock: "dict[str, Any]") -> CheckResult:
-    what = "Clock of GPU {}".format(clock["gpu"])
-    highest, limit, why = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
-    if highest is None:
-        return pass_or_warn(what, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
-    of = f" of {limit}" if limit else ""
-    found = f"{highest} MHz under load{of}, throttling: {why}"
+    finding = f"{between}: {rate / 1e9:.2f} GB/s"
+    if link_rate is None:
+        finding = "{} over {}".format(finding, measured["link"])
+        return pass_or_warn("All-reduce", finding, "", rate)
+    finding += ", {:.0%} of {} ({:.2f} GB/s)".format(
+        rate / link_rate, measured["link"], link_rate / 1e9
+    )
     fix = ""
-    if why != "none":
+    if rate < GOOD_RATE_FRACTION * link_rate:
+        fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"
+    return pass_or_warn("All-reduce", finding, fix, rate)
+
+
+def _check_clock(clock: "dict[str, Any]") -> CheckResult:
+    """Return a GPU's clock under load, with a warning if it is throttled or lower than it can be."""
+    subject = "Clock of GPU {}".format(clock["gpu"])
+    highest, limit, throttling = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
+    if highest is None:
+        return pass_or_warn(subject, "NVML does not report it", "see 'nvidia-smi -q -d CLOCK'")
+    of_limit = f" of {limit}" if limit else ""
+    finding = f"{highest} MHz under load{of_limit}, throttling: {throttling}"
+    fix = ""
+    if throttling != "none":
         fix = "see 'nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER'; cool it, or raise its power limit"
     elif limit and highest < GOOD_CLOCK_FRACTION * limit:
         fix = "a lower clock may be set: 'nvidia-smi -q -d CLOCK', 'sudo nvidia-smi --reset-gpu-clocks'"
-    return pass_or_warn(what, found, fix, highest)
+    return pass_or_warn(subject, finding, fix, highest)

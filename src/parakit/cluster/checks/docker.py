@@ -1,4 +1,4 @@
-"""What RUNTIME=docker needs: client, engine, NVIDIA runtime and image."""
+"""Check what RUNTIME=docker needs: client, engine, NVIDIA runtime and image."""
 
 import json
 import shutil
@@ -7,79 +7,94 @@ from typing import NamedTuple
 from parakit.cluster.checks.result import CheckResult, image_tag, pass_or_warn, run_program
 
 REPOSITORY = "megatron-parallelism-kit"
-"""Of the kit's images; a pair of `docker/versions.env` is a tag."""
+"""The repository of the kit's images. Its tags are the pairs of `docker/versions.env`."""
 
-DESCRIBE = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
+ENGINE_FORMAT = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
+"""The template by which `docker info` prints its runtimes and security options as JSON."""
 
 
 class DockerEngine(NamedTuple):
-    """What Docker's engine reports."""
+    """Properties that Docker's engine reports of itself."""
 
     has_nvidia_runtime: bool
-    """Whether containers can be given GPUs."""
+    """True if containers can use GPUs."""
     rootless: bool
+    """True if the engine runs without root, and maps the root of a container to the caller."""
 
 
 def check_docker() -> "list[CheckResult]":
-    """Rows for client, engine, NVIDIA runtime and image, up to the first that is missing."""
+    """Check client, engine, NVIDIA runtime and image, up to the first that is missing."""
     if image_tag():
         return [pass_or_warn("Docker", "inside the kit's image, where targets run directly")]
     return check_container()
 
 
 def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[CheckResult]":
-    """The same for one image, whose NGC tag the fix names; without arguments for any of the kit's."""
-    row, engine = check_engine()
+    """Check client, engine, NVIDIA runtime and one image, up to the first that is missing.
+
+    Args:
+        image: The image; empty for any image of the kit.
+        tag: The image's NGC tag, which the fix names.
+        gpus: True if the container needs GPUs.
+    """
+    result, engine = check_engine()
     if engine is None:
-        return [row]
+        return [result]
     if gpus and not engine.has_nvidia_runtime:
         fix = (
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
         )
-        return [row, pass_or_warn("NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
-    return [row, _check_image(image, tag)]
+        return [result, pass_or_warn("NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
+    return [result, _check_image(image, tag)]
 
 
 def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
-    """Whether there is a client and its engine answers; without one a fix, and no engine."""
+    """Check whether Docker's client is installed and its engine answers.
+
+    Returns:
+        The result, and the engine; None instead of the engine if it does not output.
+    """
     if shutil.which("docker") is None:
-        found = "Docker is not installed (no 'docker' on PATH)"
+        finding = "Docker is not installed (no 'docker' on PATH)"
         fix = "install Docker Engine with the NVIDIA container toolkit, or set RUNTIME=host"
-        return pass_or_warn("Docker", found, fix), None
-    answer = run_program(["docker", "info", "--format", DESCRIBE])
+        return pass_or_warn("Docker", finding, fix), None
+    output = run_program(["docker", "info", "--format", ENGINE_FORMAT])
     try:
-        described = json.loads(answer.out) if answer.succeeded else {}
+        described = json.loads(output.out) if output.succeeded else {}
     except ValueError:
         described = {}
     if described.get("runtimes") is None:
-        reason = "no answer" if answer.succeeded else answer.problem.rstrip(".?!") or "no answer"
-        found = f"Docker's engine does not answer ({reason})"
+        reason = "no answer" if output.succeeded else output.problem.rstrip(".?!") or "no answer"
+        finding = f"Docker's engine does not answer ({reason})"
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
-        # It calls itself docker in `--version` where it is called so.
+        # In `docker --version`, Podman calls itself docker if its program is named so; in `docker version` it does not.
         if "Podman" in run_program(["docker", "version"]).out:
-            found = "'docker' is Podman here, which the kit does not know"
+            finding = "'docker' is Podman here, which the kit does not know"
             fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
-        return pass_or_warn("Docker", found, fix), None
+        return pass_or_warn("Docker", finding, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
     engine = DockerEngine("nvidia" in described["runtimes"], rootless)
     return pass_or_warn("Docker", "its engine answers"), engine
 
 
 def image_id(image: str) -> "str | None":
-    """The digest of a local image; None if it is not built."""
-    answer = run_program(["docker", "image", "inspect", "--format", "{{.Id}}", image])
-    return answer.out or None if answer.succeeded else None
+    """Return the id of an image on this machine; None if the image does not exist here."""
+    output = run_program(["docker", "image", "inspect", "--format", "{{.Id}}", image])
+    if not output.succeeded:
+        return None
+    return output.out or None
 
 
 def _check_image(image: str, tag: str) -> CheckResult:
+    """Check whether an image is built; with an empty name, whether any image of the kit is."""
     if image:
         if image_id(image):
             return pass_or_warn("Image", image)
         fix = f"run 'make image IMAGE={tag}', or set RUNTIME=host"
         return pass_or_warn("Image", f"Image {image} is not built", fix)
-    listed = run_program(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
-    built = [name for name in listed.splitlines() if name.startswith(REPOSITORY + ":")]
+    images = run_program(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
+    built = [name for name in images.splitlines() if name.startswith(REPOSITORY + ":")]
     if not built:
         return pass_or_warn("Image", "not built", "run 'make image', or set RUNTIME=host")
     return pass_or_warn("Image", ", ".join(built))

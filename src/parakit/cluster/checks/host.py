@@ -1,4 +1,4 @@
-"""Python, packages, programs, shared memory, limits and disk of this machine."""
+"""Check the Python, packages, programs, shared memory, limits, network names and disk of this machine."""
 
 import hashlib
 import json
@@ -28,22 +28,26 @@ from parakit.cluster.checks.result import (
 PROBE_BYTES = 128 << 20
 SLOW_BYTES_PER_SECOND = 100e6
 SETUP_BYTES = 10 * 10**9
-"""`.venv` takes 6.6 GB (`du -s`); the rest is for the packages as pip downloads them, and for runs."""
+"""Disk space that setup needs. `.venv` takes 6.6 GB (`du -s`); the rest is for pip's downloads and for runs."""
 
 SETUP_FILES = 60_000
-"""`.venv` has about 50,000 files and folders (`find .venv | wc -l`)."""
+"""Inodes that setup needs. `.venv` has about 50,000 files and folders (`find .venv | wc -l`)."""
 
 RUN_FILES = 64
-"""Of a run on a few ranks that saves nothing."""
+"""Files that a run on a few ranks writes if it saves no checkpoint."""
 
 OPEN_FILES = 4096
+"""Open files below which the limit is a warning."""
 
 LOOPBACK = "127.0.0.1"
 """Address at which the ranks of one machine find each other."""
 LOOPBACK_SECONDS = 5.0
 
-# A pin that only some machines need is followed by ';' and the condition, and is not looked for.
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)(?=[ \t]*(?:\\|#|$))", re.MULTILINE)
+"""A pinned package in requirements.txt.
+
+A pin that only some machines need has a condition after ';' and does not match.
+"""
 LIST_PACKAGES = (
     "import importlib.metadata as m, json;"
     "print(json.dumps({d.metadata['Name'].lower().replace('_', '-'): d.version"
@@ -52,21 +56,21 @@ LIST_PACKAGES = (
 
 
 def check_python() -> CheckResult:
-    """Whether there is a Python that setup can use, by setup's own search."""
+    """Check whether there is a Python that setup can use, by the search of `tools/setup.sh`."""
     if image_tag():
         return pass_or_warn("Python", f"of the image {image_tag()}")
-    answer = run_program(["tools/setup.sh", "--python"])
-    if not answer.succeeded:
+    output = run_program(["tools/setup.sh", "--python"])
+    if not output.succeeded:
         fix = "install one, for example 'uv python install 3.12' or 'pyenv install 3.12'"
         return CheckResult(FAIL, "Python", "no CPython 3.12 or 3.13 with venv", fix)
     version = run_program(
-        [answer.out, "-c", "import platform; print(platform.python_version())"]
+        [output.out, "-c", "import platform; print(platform.python_version())"]
     ).out
-    return pass_or_warn("Python", f"{version} at {answer.out}")
+    return pass_or_warn("Python", f"{version} at {output.out}")
 
 
 def check_packages() -> CheckResult:
-    """Whether `.venv` holds what requirements.txt pins."""
+    """Check whether `.venv` has the packages that requirements.txt pins."""
     if image_tag():
         return pass_or_warn("Packages", "those of the image")
     requirements = Path(ROOT, "requirements.txt").read_bytes()
@@ -76,21 +80,26 @@ def check_packages() -> CheckResult:
         return pass_or_warn("Packages", "not installed yet", fix)
     installed = Path(ROOT, ".venv", SETUP_STAMP).read_text()
     if hashlib.sha256(requirements).hexdigest() not in installed:
-        found = "requirements.txt has changed since"
-        return pass_or_warn("Packages", found, "run 'make setup'")
-    wrong = differing_packages(python, requirements.decode())
-    if wrong is None or wrong:
-        found = "not as pinned: " + ", ".join(wrong) if wrong else ".venv's Python does not run"
-        return CheckResult(FAIL, "Packages", found, "rm -r .venv && make setup")
+        finding = "requirements.txt has changed since"
+        return pass_or_warn("Packages", finding, "run 'make setup'")
+    differing = differing_packages(python, requirements.decode())
+    fix = "rm -r .venv && make setup"
+    if differing is None:
+        return CheckResult(FAIL, "Packages", ".venv's Python does not run", fix)
+    if differing:
+        return CheckResult(FAIL, "Packages", "not as pinned: " + ", ".join(differing), fix)
     return pass_or_warn("Packages", "as pinned in requirements.txt")
 
 
 def differing_packages(python: str, requirements: str) -> "list[str] | None":
-    """Packages of a Python that are not at their pinned version; None if it does not run."""
-    answer = run_program([python, "-c", LIST_PACKAGES])
-    if not answer.succeeded:
+    """Return a clause for each package of a Python that is not at its pinned version, sorted by name.
+
+    None is the answer if the Python does not run.
+    """
+    output = run_program([python, "-c", LIST_PACKAGES])
+    if not output.succeeded:
         return None
-    installed = json.loads(answer.out)
+    installed = json.loads(output.out)
     pins = {name.lower().replace("_", "-"): version for name, version in PIN.findall(requirements)}
     return [
         "{} {} instead of {}".format(name, installed.get(name, "missing"), version)
@@ -100,7 +109,7 @@ def differing_packages(python: str, requirements: str) -> "list[str] | None":
 
 
 def check_programs() -> CheckResult:
-    """git for the kit's commit, make and a C++ compiler for a checkout's data helpers."""
+    """Check for git, which records the commit, and make and g++, which build a Megatron checkout's helpers."""
     missing = [name for name in ("git", "make", "g++") if shutil.which(name) is None]
     if missing:
         fix = "install them; git records the commit, make and g++ build a Megatron-LM checkout's helpers"
@@ -109,33 +118,33 @@ def check_programs() -> CheckResult:
 
 
 def check_shared_memory() -> CheckResult:
-    """NCCL and data loaders pass buffers through /dev/shm."""
+    """Check the size of /dev/shm, through which NCCL and data loaders pass buffers."""
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
         return pass_or_warn("Shared memory", "no /dev/shm", "mount a tmpfs there")
     fix = "sudo mount -o remount,size=8G /dev/shm; of a container: --ipc=host"
-    found = f"{size / GIB:.1f} GiB in /dev/shm"
-    return pass_or_warn("Shared memory", found, fix if size < GIB else "")
+    finding = f"{size / GIB:.1f} GiB in /dev/shm"
+    return pass_or_warn("Shared memory", finding, fix if size < GIB else "")
 
 
 def check_limits() -> CheckResult:
-    """Locked memory for InfiniBand, open files for many ranks; containers have their own."""
+    """Check the limits of locked memory, which InfiniBand needs, and of open files, which many ranks need."""
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    found = "locked memory {}, open files {}".format(
-        _limit(locked, 2**20, " MiB"), _limit(files, 1, "")
+    finding = "locked memory {}, open files {}".format(
+        _format_limit(locked, 2**20, " MiB"), _format_limit(files, 1, "")
     )
     fix = ""
     if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").is_dir():
         fix = "NCCL pins what InfiniBand reads: 'memlock unlimited' in /etc/security/limits.conf"
     elif files != resource.RLIM_INFINITY and files < OPEN_FILES:
         fix = f"'nofile {OPEN_FILES}' in /etc/security/limits.conf"
-    return pass_or_warn("Limits", found, fix)
+    return pass_or_warn("Limits", finding, fix)
 
 
 def check_loopback() -> CheckResult:
-    """Check that programs of this machine can connect to each other."""
+    """Check that programs of this machine can connect to each other at LOOPBACK."""
     try:
         with socket.socket() as server, socket.socket() as client:
             server.bind((LOOPBACK, 0))
@@ -150,29 +159,30 @@ def check_loopback() -> CheckResult:
 
 
 def check_host_name() -> CheckResult:
-    """Check that this machine's name stands for an address, and for one that it has itself.
+    """Check that this machine's name resolves to an address of this machine.
 
-    Nodes of a cluster are compared by what is found, so the name itself stands in the fix.
+    The name is part of the fix and not of the finding, because nodes of a cluster are compared by their findings.
     """
     name = platform.node()
-    here = f"runs on this machine do without; for runs over several, give {name} one"
-    where = f"{here} in DNS or /etc/hosts, or name addresses in MASTER_ADDR="
+    fix = (
+        f"runs on this machine do without; for runs over several, give {name} one in DNS or "
+        "/etc/hosts, or name addresses in MASTER_ADDR="
+    )
     problem = explain_unresolvable(name)
     if problem:
-        return pass_or_warn("Host name", f"it has no address ({problem})", where)
+        return pass_or_warn("Host name", f"it has no address ({problem})", fix)
     addresses = {
         str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     }
     if not any(map(is_own_address, addresses)):
-        problem = "its address is not one of this machine's"
-        return pass_or_warn(
-            "Host name", problem, f"{where}; now it has {', '.join(sorted(addresses))}"
-        )
+        finding = "its address is not one of this machine's"
+        fix = f"{fix}; now it has {', '.join(sorted(addresses))}"
+        return pass_or_warn("Host name", finding, fix)
     return pass_or_warn("Host name", "resolves to an address of this machine")
 
 
 def explain_unresolvable(name: str) -> str:
-    """Return why a host's name has no address; empty if it has one."""
+    """Return the reason why a host's name has no address; empty if it has an address."""
     try:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -192,52 +202,62 @@ def is_own_address(address: str) -> bool:
 
 
 def check_disk(folder: str = ROOT) -> CheckResult:
-    """Room for setup or a run, and the disk's write rate, flushed."""
+    """Check the disk space for setup or a run, and measure the rate at which the disk stores a file."""
     before_setup = kit_python() is None
-    needed, by = (SETUP_BYTES, "setup") if before_setup else (GIB, "a run")
-    files = SETUP_FILES if before_setup else RUN_FILES
-    row = check_room(folder, needed, by, "clone the kit where there is more", files)
-    if row.status != PASS:
-        return row
+    elsewhere = "clone the kit where there is more"
+    if before_setup:
+        result = check_room(folder, SETUP_BYTES, "setup", elsewhere, SETUP_FILES)
+    else:
+        result = check_room(folder, GIB, "a run", elsewhere, RUN_FILES)
+    if result.status != PASS:
+        return result
     free = shutil.disk_usage(folder).free
     try:
         rate = write_rate(folder, min(PROBE_BYTES, free // 4))
     except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror}"
-        return CheckResult(FAIL, "Disk", found, "clone the kit where you may write")
-    found = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
+        finding = f"{folder} cannot be written: {error.strerror}"
+        return CheckResult(FAIL, "Disk", finding, "clone the kit where you may write")
+    finding = f"{free / GIB:.0f} GiB free, writes {rate / 1e6:.0f} MB/s"
     fix = "slow for checkpoints and data sets; put runs elsewhere with RUNS= and data with DATA="
-    return pass_or_warn("Disk", found, fix if rate < SLOW_BYTES_PER_SECOND else "", rate)
+    return pass_or_warn("Disk", finding, fix if rate < SLOW_BYTES_PER_SECOND else "", rate)
 
 
 def check_room(
     folder: str, needed_bytes: int, needed_by: str, elsewhere: str, needed_files: int = RUN_FILES
 ) -> CheckResult:
-    """Whether a folder can be written and has room for what `needed_by` (a noun) writes."""
+    """Check whether a folder can be written and has enough space and inodes.
+
+    Args:
+        folder: The folder.
+        needed_bytes: The space that is needed.
+        needed_by: What needs the space, as a noun for the finding.
+        elsewhere: A clause for the fix on how to use another folder.
+        needed_files: The number of files that are needed.
+    """
     if not os.access(folder, os.W_OK):
         return CheckResult(FAIL, "Disk", f"{folder} is not writable", elsewhere)
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        found = f"{folder} has {_size(free)} free and {needed_by} needs about {_size(needed_bytes)}"
-        return pass_or_warn("Disk", found, "free some room, or " + elsewhere)
+        finding = f"{folder} has {_format_size(free)} free and {needed_by} needs about {_format_size(needed_bytes)}"
+        return pass_or_warn("Disk", finding, "free some room, or " + elsewhere)
     files = free_files(folder)
     if files is not None and files < needed_files:
-        found = (
+        finding = (
             f"{folder} can take {files} more files (free inodes) and {needed_by} needs about "
             f"{needed_files}"
         )
-        return pass_or_warn("Disk", found, "remove files that are not needed, or " + elsewhere)
-    return pass_or_warn("Disk", _size(free) + " free")
+        return pass_or_warn("Disk", finding, "remove files that are not needed, or " + elsewhere)
+    return pass_or_warn("Disk", _format_size(free) + " free")
 
 
 def free_files(folder: str) -> "int | None":
-    """How many more files a folder's file system takes (inodes); None where it has no such limit."""
-    found = os.statvfs(folder)
-    return found.f_favail if found.f_files else None
+    """Return the number of free inodes of a folder's file system; None if it has no such limit."""
+    statistics = os.statvfs(folder)
+    return statistics.f_favail if statistics.f_files else None
 
 
 def write_rate(folder: str, size: int) -> float:
-    """Bytes a second of one file, until the disk has it; the file is removed."""
+    """Write a file of `size` bytes, flush it, remove it, and return the bytes per second."""
     block = os.urandom(1 << 20)
     start = time.monotonic()
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -248,10 +268,12 @@ def write_rate(folder: str, size: int) -> float:
     return max(size, 1) / max(time.monotonic() - start, 1e-6)
 
 
-def _limit(value: int, unit: int, suffix: str) -> str:
+def _format_limit(value: int, unit: int, suffix: str) -> str:
+    """Return a limit of the system in a unit, or `unlimited`."""
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit}{suffix}"
 
 
-def _size(size_bytes: int) -> str:
-    # `parakit.formatting.units` needs a younger Python than these checks, which are there to say so.
+def _format_size(size_bytes: int) -> str:
+    """Return a size in GB, or in MiB if it is below 1 GB."""
+    # `parakit.formatting.units` needs a newer Python than 3.6, on which the doctor must run.
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""What can be reached: the hub, the package index, the image registry, W&B."""
+"""Check whether the hub, the package index and the image registry can be reached, and the login of W&B."""
 
 import netrc
 import os
@@ -19,7 +19,7 @@ WANDB_HOST = "api.wandb.ai"
 
 
 def check_hub() -> CheckResult:
-    """The data sets' hub, or the mirror that HF_ENDPOINT names."""
+    """Check whether the hub of data sets, or the mirror that HF_ENDPOINT names, can be reached."""
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     problem = explain_unreachable(address)
     if problem:
@@ -29,26 +29,26 @@ def check_hub() -> CheckResult:
 
 
 def check_package_index() -> CheckResult:
-    """The index that pip is configured for: pip downloads a small package."""
+    """Check whether pip gets packages from its configured index, by the download of a small package."""
     python = kit_python() or sys.executable
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
     timeout = ["--timeout", str(int(SECONDS)), "--retries", "0"]
     with tempfile.TemporaryDirectory() as folder:
         download = ["download", "--no-deps", "--dest", folder, SMALL_PACKAGE]
-        answer = run_program(
+        output = run_program(
             [python, "-m", "pip", *download, *quiet, *timeout], seconds=6 * SECONDS
         )
-    if answer.succeeded:
+    if output.succeeded:
         return pass_or_warn("Package index", "pip gets packages")
-    if "No module named pip" in answer.problem:
-        found = "not asked: this Python has no pip"
-        return pass_or_warn("Package index", found, "run 'make setup'")
+    if "No module named pip" in output.problem:
+        finding = "not asked: this Python has no pip"
+        return pass_or_warn("Package index", finding, "run 'make setup'")
     fix = "set PIP_INDEX_URL to a mirror, or the proxy in HTTPS_PROXY; needed by 'make setup' alone"
-    return pass_or_warn("Package index", "pip gets no packages: " + answer.problem[:120], fix)
+    return pass_or_warn("Package index", "pip gets no packages: " + output.problem[:120], fix)
 
 
 def check_image_registry() -> CheckResult:
-    """The registry of the Dockerfile's FROM; an HTTP error (such as 401) also means that it answers."""
+    """Check whether the registry in the Dockerfile's FROM answers; an HTTP error such as 401 is an answer too."""
     dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
     match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
@@ -57,13 +57,13 @@ def check_image_registry() -> CheckResult:
     problem = explain_unreachable(f"https://{match.group(1)}/v2/")
     if problem:
         fix = "'make image' needs it; RUNTIME=host does not"
-        found = f"{match.group(1)} is out of reach: {problem}"
-        return pass_or_warn("Image registry", found, fix)
+        finding = f"{match.group(1)} is out of reach: {problem}"
+        return pass_or_warn("Image registry", finding, fix)
     return pass_or_warn("Image registry", match.group(1))
 
 
 def check_wandb() -> CheckResult:
-    """Whether WANDB=1 would log online; only the key's presence is looked at."""
+    """Check whether WANDB=1 would log online, by the presence of a key. The key is not tested."""
     if os.environ.get("WANDB_API_KEY"):
         return pass_or_warn("W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
     if read_wandb_key(os.environ):
@@ -73,17 +73,19 @@ def check_wandb() -> CheckResult:
 
 
 def read_wandb_key(environment: "Mapping[str, str]") -> str:
-    """The key that `wandb login` wrote for this service into netrc; empty without one."""
+    """Return the key that `wandb login` wrote into netrc for the W&B service in use; empty without a key."""
     host = urlparse(environment.get("WANDB_BASE_URL") or "https://" + WANDB_HOST).hostname or ""
     try:
-        found = netrc.netrc(environment.get("NETRC")).authenticators(host)
+        login = netrc.netrc(environment.get("NETRC")).authenticators(host)
     except (OSError, netrc.NetrcParseError):
         return ""
-    return found[2] or "" if found else ""
+    if login is None:
+        return ""
+    return login[2] or ""
 
 
 def explain_unreachable(address: str) -> str:
-    """Why an address does not answer; empty if it does, also with an HTTP error."""
+    """Return the reason why an address does not answer; empty if it answers, also with an HTTP error."""
     request = urllib.request.Request(address, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=SECONDS):

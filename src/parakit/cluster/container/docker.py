@@ -1,4 +1,7 @@
-"""How a command is wrapped in a container; `checks/docker.py` finds what Docker has here."""
+"""Wrap a command in `docker run`, and ask Docker how a container ended.
+
+`checks/docker.py` checks whether this machine has what a container needs.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from parakit.cluster.checks.docker import DockerEngine
 from parakit.cluster.checks.result import run_program
 from parakit.config import variables
 from parakit.config.files import PYTHON_PATH, ROOT
-from parakit.config.flags import flag_words
+from parakit.config.flags import format_flags
 
 IMAGE_PYTHON = "python3"
-"""The image's own, which has torch and Transformer Engine."""
+"""The Python of the image, which has torch and Transformer Engine."""
 
 ALWAYS = (variables.LEDGER, variables.RUN_MARK, variables.STACKS, "PYTHONUNBUFFERED")
-"""Set by the launcher for a run but not part of its recorded environment."""
+"""Variables that the launcher sets for a run and does not record as part of its environment."""
 
 INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
-"""Caller's variables that a container gets too, besides the kit's own settings."""
+"""Variables of the caller that a container inherits, besides the kit's own settings."""
 
 INHERITED_PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
-"""Only for commands that fetch data; training needs no token and gets none."""
+"""Variables for commands that fetch data. Training needs no token and gets none."""
 
 CONFINED = {
     "--read-only": True,
@@ -39,38 +42,47 @@ CONFINED = {
     "--cap-drop": "ALL",
     "--security-opt": "no-new-privileges",
 }
-"""The image is read-only and no privilege can be gained. Compiled kernels are loaded from /tmp, the
-container's home, which is a tmpfs and removed with it."""
+"""Options that make the image read-only and prevent that a process gains privileges.
+
+Compiled kernels are loaded from /tmp, which is the container's home. It is a tmpfs and removed with the container.
+"""
 
 FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
-"""NCCL moves data between ranks through shared memory and pins pages of it."""
+"""Options for NCCL, which moves data between ranks through shared memory and pins pages of it."""
 
 
 PROBE_SECONDS = 180.0
 CONTAINER_FILE = "container.id"
-"""Beside the log of a run while its container is there; later only where that could not be removed."""
+"""The file with the container's id beside the log of a run.
+
+It exists as long as the container does; later only if the container could not be removed.
+"""
 
 
 @dataclass(frozen=True)
 class Container:
-    """A `docker run` without the command."""
+    """The options of a `docker run`, without the command."""
 
     image: str
     user: str
-    """`uid:gid` of the caller, so that nothing in the kit ends up as root's."""
+    """`uid:gid` of the caller, so that files that the container writes do not belong to root."""
     mounts: tuple[Path, ...] = (ROOT,)
     inherited: tuple[str, ...] = ()
-    """Names of the caller's variables that are passed on."""
+    """Names of the caller's variables that the container inherits."""
     gpus: bool = True
     host_network: bool = False
-    """Only where the caller asked: ranks on several machines must reach each other."""
+    """True to use the host's network, which ranks on several machines need to reach each other."""
 
     def wrap(self, command: Sequence[str], settings: Iterable[str]) -> tuple[str, ...]:
-        """A `docker run` of `command` in the repository root.
+        """Return the `docker run` that executes a command in the repository root.
 
-        It has no name, which another may have: who must find it again asks for its id (`identified`).
-        Variables go by name alone: docker takes the values from its own environment, so no value
-        appears in a command line, a log or `ps`.
+        The container gets no name, because another container may have the name already. `add_container_id_file`
+        makes it findable. Variables are passed by name, and docker takes the values from its own environment, so
+        that no value appears in a command line, a log or `ps`.
+
+        Args:
+            command: The command inside of the container.
+            settings: Names of further variables that the container inherits.
         """
         options = {
             "--rm": True,
@@ -82,13 +94,14 @@ class Container:
             "--network": "host" if self.host_network else None,
         }
         mounts = [("--mount", bind_mount(path)) for path in self.mounts]
-        variables = [("--env", each) for each in sorted({*settings, *self.inherited, *ALWAYS})]
-        variables.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
-        repeated = chain.from_iterable(mounts + variables)
-        return ("docker", "run", *flag_words(options), *FOR_NCCL, *repeated, self.image, *command)
+        names = sorted({*settings, *self.inherited, *ALWAYS})
+        environment = [("--env", name) for name in names]
+        environment.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
+        repeated = chain.from_iterable(mounts + environment)
+        return ("docker", "run", *format_flags(options), *FOR_NCCL, *repeated, self.image, *command)
 
     def mounting(self, *folders: Path) -> Container:
-        """The same with mounts of those folders that are not mounted yet."""
+        """Return the container with mounts of further folders; a folder inside of a mount gets none."""
         mounts = list(self.mounts)
         for folder in folders:
             if not any(folder.is_relative_to(mount) for mount in mounts):
@@ -97,9 +110,10 @@ class Container:
 
 
 def bind_mount(path: Path) -> str:
-    """A bind mount at the same path; docker reads the value as CSV, so commas are quoted.
+    """Return the value of `--mount` that mounts a folder at the same path.
 
-    `--mount`, not `--volume`: it takes colons, and refuses a missing folder instead of making it.
+    docker reads the value as CSV, so a path with commas is quoted. `--mount` is used instead of `--volume`
+    because it accepts colons, and refuses a missing folder instead of making it.
     """
     line = io.StringIO()
     csv.writer(line).writerow(("type=bind", f"source={path}", f"target={path}"))
@@ -107,7 +121,7 @@ def bind_mount(path: Path) -> str:
 
 
 def container_user(engine: DockerEngine | None = None) -> str:
-    """`--user` for what the container writes to belong to the caller.
+    """Return the value of `--user` with which files that the container writes belong to the caller.
 
     A rootless engine maps the container's root to the caller, and other users to unprivileged ids.
     """
@@ -115,7 +129,12 @@ def container_user(engine: DockerEngine | None = None) -> str:
 
 
 def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Names of set variables that a container is given by name."""
+    """Return the names of variables that are set and that a container inherits, sorted.
+
+    Args:
+        also: Further names to inherit.
+        environment: The caller's environment.
+    """
     names = {*INHERITED, *PROXIES, *also}
     return tuple(
         name for name in sorted(environment) if name in names or name.startswith(INHERITED_PREFIXES)
@@ -123,43 +142,48 @@ def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def add_container_id_file(command: Sequence[str], file: Path) -> tuple[str, ...]:
-    """A `docker run` that writes its container's id to a file, which must not be there."""
+    """Return a `docker run` with an option to write its container's id to a file, which must not exist yet."""
     return (*command[:2], "--cidfile", str(file), *command[2:])
 
 
 def data_folders(prefix: Path) -> tuple[Path, ...]:
-    """Folders that hold a data set: its own, and those that its files link to."""
+    """Return the folders that hold a data set: the folder of its prefix, and those that its files link to."""
     files = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
     return tuple(dict.fromkeys((prefix.parent, *(file.resolve().parent for file in files))))
 
 
 @dataclass(frozen=True)
 class ContainerEnd:
-    """What the engine says of a container whose client has ended."""
+    """The end of a container, as Docker's engine reports it after the container's client has ended."""
 
     container: str
-    """Its id."""
+    """The container's id."""
     engine_answers: bool = True
     runs: bool = False
-    """Its client alone has ended."""
+    """True if the container still runs and only its client has ended."""
     signals: tuple[int, ...] = ()
-    """That somebody had the engine send it, such as with `docker kill`."""
+    """Signals that the engine sent to the container, for example by `docker kill`."""
     out_of_memory: bool = False
 
 
 def read_image_versions(container: Container, cache: Path) -> dict[str, str]:
-    """Versions inside an image; empty if it does not answer, because a run must not fail for that."""
+    """Return the versions of the software in an image, by name; empty if the image does not answer.
+
+    Args:
+        container: A container of the image.
+        cache: The file from which the versions are read, and to which they are written the first time.
+    """
     try:
         return dict(json.loads(cache.read_text()))
     except (OSError, ValueError):
         pass
     probe = Container(container.image, container.user, gpus=False)
     command = probe.wrap((IMAGE_PYTHON, "-m", "parakit.cluster.container.versions"), ())
+    output = run_program(list(command), PROBE_SECONDS).out
+    # The image prints a banner before the line with the versions.
+    last_line = output.rpartition("\n")[2]
     try:
-        # The image prints a banner first; the versions are the last line.
-        software = dict(
-            json.loads(run_program(list(command), PROBE_SECONDS).out.rpartition("\n")[2])
-        )
+        software = dict(json.loads(last_line))
     except ValueError:
         return {}
     cache.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +192,7 @@ def read_image_versions(container: Container, cache: Path) -> dict[str, str]:
 
 
 def read_container_id(file: Path) -> str | None:
-    """The id that `docker run --cidfile` has written; None before a container was made."""
+    """Return the container id that `docker run --cidfile` wrote; None if no container was made."""
     try:
         return file.read_text().strip() or None
     except FileNotFoundError:
@@ -176,34 +200,41 @@ def read_container_id(file: Path) -> str | None:
 
 
 def query_container_end(container: str, since: float) -> ContainerEnd:
-    """How a container ended, of which nothing but the engine's events of a run is left.
+    """Ask Docker's engine how a container ended. A removed container is only left in the engine's events.
 
-    It began at `since`, in seconds of the epoch, or later.
+    Args:
+        container: The container's id.
+        since: A time before the container began, in seconds of the epoch.
     """
     state = run_program(["docker", "inspect", "--format", "{{.State.Running}}", container])
     if state.out == "true":
         return ContainerEnd(container, runs=True)
-    times = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}"]
-    only = ["--filter", f"container={container}", "--format", "{{json .}}"]
-    events = run_program(["docker", "events", *times, *only])
-    if not events.succeeded:
+    interval = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}"]
+    selection = ["--filter", f"container={container}", "--format", "{{json .}}"]
+    output = run_program(["docker", "events", *interval, *selection])
+    if not output.succeeded:
         return ContainerEnd(container, engine_answers=False)
-    found = [json.loads(line) for line in events.out.splitlines()]
-    killed = (each["Actor"]["Attributes"] for each in found if each["Action"] == "kill")
-    signals = tuple(int(each["signal"]) for each in killed)
+    events = [json.loads(line) for line in output.out.splitlines()]
+    kills = [event["Actor"]["Attributes"] for event in events if event["Action"] == "kill"]
     return ContainerEnd(
-        container, signals=signals, out_of_memory=any(each["Action"] == "oom" for each in found)
+        container,
+        signals=tuple(int(attributes["signal"]) for attributes in kills),
+        out_of_memory=any(event["Action"] == "oom" for event in events),
     )
 
 
 def remove_container(file: Path) -> bool:
-    """Remove the container whose id a file has, and the file; whether there is none any more."""
+    """Remove a container and the file with its id; return True if the container does not exist any more.
+
+    The file stays if the container could not be removed.
+    """
     container = read_container_id(file)
     if container is not None:
-        answer = run_program(["docker", "rm", "--force", container])
-        # A client before 20.10 finds it strange that there is none; with --rm the engine removes it too.
-        gone = ("No such container", "is already in progress")
-        if not answer.succeeded and not any(said in answer.problem for said in gone):
+        output = run_program(["docker", "rm", "--force", container])
+        # A client before 20.10 reports a missing container as an error. Because of --rm the engine may be
+        # removing the container at this moment.
+        harmless = ("No such container", "is already in progress")
+        if not output.succeeded and not any(text in output.problem for text in harmless):
             return False
     file.unlink(missing_ok=True)
     return True

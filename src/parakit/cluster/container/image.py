@@ -1,4 +1,4 @@
-"""The kit's image: which NGC tag and Megatron-LM commit belong together, and `make image`."""
+"""`make image`: build the kit's image from a pair of an NGC tag and a Megatron-LM commit."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ VERSIONS = RECIPE / "versions.env"
 MEGATRON_IN_IMAGE = "/opt/megatron-lm"
 
 INDEXES = ("index-url", "extra-index-url", "trusted-host")
-"""What pip is told of package indexes, in its configuration or as PIP_INDEX_URL and its like."""
+"""pip's settings of package indexes, which can also be set as PIP_INDEX_URL and the like."""
 
 _PAIR = re.compile(r'^PAIR_\w+="(\S+) ([0-9a-f]{40}) (\S+?)(?: (sha256:[0-9a-f]{64}))?"$')
 
 
 @dataclass(frozen=True)
 class ImagePair:
-    """One line of `versions.env`."""
+    """An NGC tag and a Megatron-LM commit that belong together: a line of `docker/versions.env`."""
 
     ngc_tag: str
     megatron_commit: str
     megatron_version: str
     ngc_digest: str | None = None
-    """Of the base image, where the tag alone is not trusted."""
+    """The digest of the base image; None to trust the tag alone."""
 
     @property
     def name(self) -> str:
-        """What the built image is called; another pair is another image."""
+        """The name of the built image, which differs between pairs."""
         return f"{REPOSITORY}:{self.ngc_tag}-{self.megatron_commit[:8]}"
 
 
 def read_pairs(path: Path) -> tuple[ImagePair, ...]:
-    """Every pair, in the file's order.
+    """Read the pairs of `versions.env`, in the file's order; empty lines and comments are skipped.
 
     Raises:
-        LaunchError: A line is no pair; the message names it.
+        LaunchError: A line is no pair; the message names the line.
     """
     pairs = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -66,10 +66,10 @@ def read_pairs(path: Path) -> tuple[ImagePair, ...]:
 
 
 def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
-    """The pair that IMAGE= chooses; without it the first.
+    """Return the pair with an NGC tag, as IMAGE= names it; without a tag the first pair.
 
     Raises:
-        LaunchError: There is none of that tag.
+        LaunchError: No pair has the tag.
     """
     path = path or VERSIONS
     pairs = read_pairs(path)
@@ -78,20 +78,24 @@ def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
             return pair
     known = ", ".join(pair.ngc_tag for pair in pairs) or "none"
     raise LaunchError(
-        f"IMAGE={ngc_tag} is no pair of docker/{path.name} (it has {known}); choose one of those, or "
+        f"IMAGE={ngc_tag} is no pair of docker/{path.name} (it has {known}); choose one of these tags, or "
         "add a line with its Megatron-LM commit."
     )
 
 
 def build_settings(environment: Mapping[str, str], pip: Mapping[str, str]) -> dict[str, str]:
-    """Proxies and package indexes of this machine that a build is given, as variables.
+    """Return the variables that tell a build of the proxies and package indexes of this machine.
 
-    An index that is a folder of this machine is left out: the build cannot see it.
+    An index that is a folder of this machine is left out, because the build cannot see it.
+
+    Args:
+        environment: The environment, for the proxies.
+        pip: pip's configuration, by setting.
 
     Raises:
-        LaunchError: An index has a login in it, which the image's history would show.
+        LaunchError: An index contains a login, which the image's history would show.
     """
-    given = {name: environment[name] for name in PROXIES if environment.get(name)}
+    variables = {name: environment[name] for name in PROXIES if environment.get(name)}
     for setting in INDEXES:
         urls = [url for url in pip.get(setting, "").split() if not url.startswith("file:")]
         name = f"PIP_{setting.upper().replace('-', '_')}"
@@ -101,14 +105,20 @@ def build_settings(environment: Mapping[str, str], pip: Mapping[str, str]) -> di
                 f"{name}= to an index that needs none, such as a mirror."
             )
         if urls:
-            given[name] = " ".join(urls)
-    return given
+            variables[name] = " ".join(urls)
+    return variables
 
 
 def build_command(
     pair: ImagePair, url: str | None = None, settings: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """The whole `docker build`; `settings` go by name. `.dockerignore` keeps data sets out of it."""
+    """Return the `docker build` of a pair. `.dockerignore` keeps data sets out of the build.
+
+    Args:
+        pair: The pair to build.
+        url: Where to clone Megatron-LM from; None for the Dockerfile's default.
+        settings: Variables that are passed by name, so that their values do not show in the command.
+    """
     arguments = {
         "NGC_TAG": pair.ngc_tag,
         "MEGATRON_COMMIT": pair.megatron_commit,
@@ -118,21 +128,25 @@ def build_command(
         arguments["NGC_DIGEST"] = f"@{pair.ngc_digest}"
     if url:
         arguments["MEGATRON_URL"] = url
-    given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
-    given += [f"--build-arg={name}" for name in settings or ()]
+    build_arguments = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+    build_arguments += [f"--build-arg={name}" for name in settings or ()]
     recipe = ("--file", str(RECIPE / "Dockerfile"), str(ROOT))
-    return ("docker", "build", *given, "--tag", pair.name, *recipe)
+    return ("docker", "build", *build_arguments, "--tag", pair.name, *recipe)
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return what pip is configured with, as `tools/install.py --settings` prints it as JSON."""
+    """Return pip's configuration, which `tools/install.py --settings` prints as JSON."""
     script = (sys.executable, str(ROOT / "tools/install.py"), "--settings")
-    answer = subprocess.run(script, capture_output=True, text=True, check=True)
-    return dict(json.loads(answer.stdout))
+    completed = subprocess.run(script, capture_output=True, text=True, check=True)
+    return dict(json.loads(completed.stdout))
 
 
 def build_image(image: str | None, dry_run: bool = False) -> int:
-    """Build the image of the pair that an NGC tag chooses; with `dry_run` print the command.
+    """Build the image of a pair and return 0.
+
+    Args:
+        image: IMAGE=, the NGC tag of the pair; None for the first pair.
+        dry_run: True to print the command and build nothing.
 
     Raises:
         LaunchError: Docker is missing or does not answer, or the build failed.
@@ -142,9 +156,9 @@ def build_image(image: str | None, dry_run: bool = False) -> int:
     command = build_command(pair, os.environ.get("MEGATRON_URL"), settings)
     if dry_run:
         print(shlex.join(command))
-    answer, engine = check_engine()
+    result, engine = check_engine()
     if engine is None:
-        raise LaunchError(answer.refusal)
+        raise LaunchError(result.refusal)
     if dry_run:
         return 0
     status = subprocess.run(command, env={**os.environ, **settings}, check=False).returncode

@@ -1,8 +1,8 @@
-"""Versions of torch, CUDA, NCCL, cuDNN, Transformer Engine and others, of the host or of an image.
+"""Read the versions of torch, CUDA, NCCL, cuDNN, Transformer Engine and others, on the host or in an image.
 
-Standard library alone at import, so that it runs in any image: `python -m
-parakit.cluster.container.versions` prints them as JSON, asking torch itself. On the host the packages'
-metadata say the same in milliseconds.
+The module imports the standard library alone, so that it runs in any image: `python -m
+parakit.cluster.container.versions` asks torch and prints the versions as JSON. On the host, the metadata of
+packages give the same versions within milliseconds.
 """
 
 from __future__ import annotations
@@ -29,50 +29,57 @@ PACKAGES = (
     "deepspeed",
 )
 LIBRARIES = {"nccl": "nvidia-nccl-cu", "cudnn": "nvidia-cudnn-cu"}
-"""As PyPI packages, whose names end in CUDA's major version."""
+"""Prefixes of package names by library. The names end in CUDA's major version."""
 
 
 def installed_versions() -> dict[str, str]:
-    """What this interpreter has installed; what it lacks is left out."""
-    found: dict[str, str | None] = {
+    """Return the versions of the packages and libraries of this interpreter, by name, without importing them.
+
+    Packages that are not installed are left out.
+    """
+    versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": sys.platform,
         "cuda": _cuda_of_torch(),
     }
-    found |= {name: _version(name) for name in PACKAGES}
-    cuda_major = (found["cuda"] or "").partition(".")[0]
+    versions |= {name: _package_version(name) for name in PACKAGES}
+    cuda_major = (versions["cuda"] or "").partition(".")[0]
     for name, package in LIBRARIES.items():
-        # NVIDIA's images have the libraries outside pip, and their versions in the environment.
-        found[name] = _version(package + cuda_major) or (
-            os.environ.get(f"{name.upper()}_VERSION") if image_tag() else None
-        )
-    return {name: version for name, version in found.items() if version}
+        versions[name] = _package_version(package + cuda_major)
+        if versions[name] is None and image_tag():
+            # NVIDIA's images install the libraries without pip, and have their versions in the environment.
+            versions[name] = os.environ.get(f"{name.upper()}_VERSION")
+    return {name: version for name, version in versions.items() if version}
 
 
 def versions_from_torch() -> dict[str, str]:
-    """The same, with CUDA, NCCL and cuDNN as torch was built with and finds them."""
+    """Return the versions as `installed_versions` does, with those of CUDA, NCCL and cuDNN as torch reports them."""
     import torch
 
-    found = installed_versions() | {"torch": torch.__version__}
+    versions = installed_versions() | {"torch": torch.__version__}
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
-    answers = {
+    reported = {
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl)),
-        "cudnn": _dotted(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "cudnn": _format_cudnn_version(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
     }
-    return found | {name: answer for name, answer in answers.items() if answer}
+    return versions | {name: version for name, version in reported.items() if version}
 
 
-def _dotted(number: int | None) -> str:
-    """cuDNN's 91002 is 9.10.2; before 9 a digit less stood for the minor version (8907 is 8.9.7)."""
+def _format_cudnn_version(number: int | None) -> str:
+    """Return cuDNN's version number with dots: 91002 is 9.10.2, and 8907, from before 9, is 8.9.7.
+
+    The result is empty for None.
+    """
     if number is None:
         return ""
-    major, rest = divmod(number, 10_000 if number >= 90_000 else 1_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    major, minor_and_patch = divmod(number, 10_000 if number >= 90_000 else 1_000)
+    return f"{major}.{minor_and_patch // 100}.{minor_and_patch % 100}"
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -81,7 +88,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _cuda_of_torch() -> str | None:
-    """`torch.version.cuda`, read from its file: importing torch takes seconds."""
+    """Return `torch.version.cuda`, read from its file because importing torch takes seconds; None without CUDA."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return None

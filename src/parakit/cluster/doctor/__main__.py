@@ -1,4 +1,4 @@
-"""Run every check and print the table; 1 if one failed."""
+"""Run every check and print the table, or JSON; the exit code is 1 if a check failed."""
 
 import json
 import os
@@ -33,18 +33,24 @@ COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
 
 
 def run_checks() -> "list[CheckResult]":
-    """Every check at once, since most of them wait; rows in the order of `CHECKS`."""
+    """Run all checks concurrently, because most of them wait; return the results in the order of `CHECKS`."""
     with ThreadPoolExecutor(len(CHECKS)) as threads:
-        answers = [threads.submit(check) for check in CHECKS]
-    rows = []  # type: list[CheckResult]
-    for answer in answers:
-        found = answer.result()
-        rows += found if isinstance(found, list) else [found]
-    return rows
+        futures = [threads.submit(check) for check in CHECKS]
+    results = []  # type: list[CheckResult]
+    for future in futures:
+        result = future.result()
+        results += result if isinstance(result, list) else [result]
+    return results
 
 
 def format_results(results: "list[CheckResult]", width: int, colour: bool) -> str:
-    """Status, what was looked at, what was found; below it the way to fix it."""
+    """Return the table as text: status, subject and finding of each check, and the fix below.
+
+    Args:
+        results: The results of the checks.
+        width: Columns of the terminal, at which lines are broken.
+        colour: True to colour the status.
+    """
     column = max(len(result.subject) for result in results) + 2
     indent = " " * (6 + column)
     lines = []
@@ -54,18 +60,21 @@ def format_results(results: "list[CheckResult]", width: int, colour: bool) -> st
             status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
         head = f"{status}  {result.subject:{column}}"
         parts = [result.finding] + (["→ " + result.fix] if result.fix else [])
-        texts = [
-            text
-            for part in parts
-            for text in textwrap.wrap(part, max(30, width - len(indent)), break_on_hyphens=False)
-        ]
+        text_width = max(30, width - len(indent))
+        texts = []  # type: list[str]
+        for part in parts:
+            texts += textwrap.wrap(part, text_width, break_on_hyphens=False)
         lines.append(head + texts[0])
         lines += [indent + text for text in texts[1:]]
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Print the table and a count, or with --json what another machine can compare."""
+    """Print the table and the number of results per status, or with --json the host and results as JSON.
+
+    Returns:
+        1 if a check failed and a table was printed, else 0.
+    """
     results = run_checks()
     if sys.argv[1:] == ["--json"]:
         host = os.environ.get("SLURMD_NODENAME") or platform.node()
@@ -73,8 +82,9 @@ def main() -> int:
         return 0
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = format_results(results, shutil.get_terminal_size((100, 24)).columns, colour)
-    counts = (f"{sum(f.status == s for f in results)} {s}" for s in (PASS, WARN, FAIL))
-    # A terminal of the C locale takes ASCII alone, and a doctor must not fail for that.
+    statuses = [result.status for result in results]
+    counts = (f"{statuses.count(status)} {status}" for status in (PASS, WARN, FAIL))
+    # A terminal of the C locale accepts ASCII alone, and the doctor must not fail for that reason.
     output = text + "\n" + ", ".join(counts) + "\n"
     sys.stdout.buffer.write(output.encode(sys.stdout.encoding or "ascii", "replace"))
     return int(any(result.status == FAIL for result in results))

@@ -1,7 +1,7 @@
-"""`make doctor` on a cluster: every node of an allocation, side by side, and which one differs.
+"""`make doctor` on a cluster: run the checks on every node, and name the nodes that differ from the others.
 
-`LAUNCHER=slurm NODES=4 make doctor` asks Slurm for nodes; inside an allocation (salloc, sbatch) it takes
-those that are there.
+`LAUNCHER=slurm NODES=4 make doctor` asks Slurm for nodes. Inside an allocation (salloc, sbatch) it uses the nodes
+of the allocation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from parakit.cluster.sbatch import FIRST_NODE, MASTER_PORT
 from parakit.cluster.slurm import parse_slurm_options, split_directives
 from parakit.config import settings
 from parakit.config.errors import LaunchError
-from parakit.config.setting import values
+from parakit.config.setting import parse_settings
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, gb
 
 SECONDS = 420
+"""The time after which an srun is given up."""
 OUTLIER_FRACTION = 0.2
-"""Share of the nodes' median by which a measured rate must differ to be an outlier."""
+"""The fraction of the nodes' median by which a measured value must differ to be an outlier."""
 
 ALL_REDUCE_SCRIPT = "\n".join(
     (
@@ -43,184 +44,230 @@ ALL_REDUCE_SCRIPT = "\n".join(
     )
 )
 
-Answers = Mapping[str, Sequence[CheckResult]]
-"""Results by node."""
+ResultsByNode = Mapping[str, Sequence[CheckResult]]
+"""The results of the checks, by the node's name."""
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A node that differs from the others in one thing."""
+    """A check in which a node differs from the other nodes."""
 
     node: str
     subject: str
     finding: str
-    others: str
+    usual: str
+    """The finding of most nodes; if there is none, the findings of all other nodes."""
 
 
 def main() -> int:
-    """Print every node's checks, where one differs, and the all-reduce between them."""
+    """Print the checks of every node, the nodes that differ, and the all-reduce between the nodes.
+
+    Returns:
+        0 if no check fails and all nodes have the same results; 1 if a check fails or a node differs; 2 if the nodes
+        could not be asked.
+    """
     console = Console()
     try:
         srun = srun_command(os.environ)
-        answers = ask_nodes(srun)
-        between = measure_all_reduce(srun) if len(answers) > 1 else None
+        results = ask_nodes(srun)
+        all_reduce = measure_all_reduce(srun) if len(results) > 1 else None
     except ValueError as error:
         say(console, str(error), "red")
         return 2
-    differing = find_outliers(answers)
-    console.print(rich_table(_table(answers, differing), console.width))
-    if between is not None:
-        say(console, describe_all_reduce(between))
-    for one in differing:
-        text = f"{one.node} differs: {one.subject}: {one.finding}; others: {one.others}."
+    outliers = find_outliers(results)
+    console.print(rich_table(_make_table(results, outliers), console.width))
+    if all_reduce is not None:
+        say(console, describe_all_reduce(all_reduce))
+    for outlier in outliers:
+        text = f"{outlier.node} differs: {outlier.subject}: {outlier.finding}; others: {outlier.usual}."
         say(console, text, "yellow")
-    if not differing:
-        console.print(f"{len(answers)} nodes, all alike.", highlight=False)
-    failed = any(result.status == FAIL for results in answers.values() for result in results)
-    return int(failed or bool(differing))
+    if not outliers:
+        console.print(f"{len(results)} nodes, no difference.", highlight=False)
+    has_failed = any(row.status == FAIL for rows in results.values() for row in rows)
+    return int(has_failed or bool(outliers))
 
 
-def ask_nodes(srun: Sequence[str]) -> Answers:
-    """Run the doctor on every node.
+def ask_nodes(srun: Sequence[str]) -> ResultsByNode:
+    """Run the doctor on every node, and return the results by node.
+
+    Args:
+        srun: The srun that starts one task on each node.
 
     Raises:
-        LaunchError: Slurm is not here, refuses, or a node gave no answer.
+        LaunchError: srun fails, or a node gave no answer.
     """
     doctor = (*srun, sys.executable, "-m", "parakit.cluster.doctor", "--json")
-    answers = dict(parse_answers(_run(doctor)))
-    wanted = _node_count(os.environ)
-    if len(answers) != wanted:
-        raise LaunchError(f"{len(answers)} of {wanted} nodes answered: {', '.join(answers)}.")
-    return answers
+    results = dict(parse_answers(_run_srun(doctor)))
+    num_nodes = _parse_node_count(os.environ)
+    if len(results) != num_nodes:
+        raise LaunchError(f"{len(results)} of {num_nodes} nodes answered: {', '.join(results)}.")
+    return results
 
 
 def measure_all_reduce(srun: Sequence[str]) -> Mapping[str, Any]:
-    """Return what `parakit.launch.link_rates` measures between the nodes.
+    """Run `parakit.launch.link_rates` on all nodes and return the measured figures.
 
     Raises:
-        LaunchError: It failed on one of them.
+        LaunchError: It failed on a node, or no node reported a rate.
     """
-    for line in _run((*srun, "bash", "-c", ALL_REDUCE_SCRIPT, "node", sys.executable)).splitlines():
-        if line.startswith("{") and (figures := json.loads(line)).get("nodes"):
+    output = _run_srun((*srun, "bash", "-c", ALL_REDUCE_SCRIPT, "node", sys.executable))
+    for line in output.splitlines():
+        if not line.startswith("{"):
+            continue
+        figures = json.loads(line)
+        if figures.get("nodes"):
             return dict(figures)
     raise LaunchError(
         "The all-reduce between the nodes was not measured: no node reported its rate."
     )
 
 
-def describe_all_reduce(between: Mapping[str, Any]) -> str:
-    """A sentence on the all-reduce between nodes, and one on the slowest pair where it is an outlier."""
-    (row, *_) = check_rates({**between, "clocks": []})
-    text = f"{row.status}: {len(between['nodes'])} nodes: {row.finding}."
-    pairs, nodes = between["pairs"], between["nodes"]
-    slowest = min(range(len(pairs)), key=pairs.__getitem__)
-    if pairs[slowest] < (1 - OUTLIER_FRACTION) * statistics.median(pairs):
-        other = nodes[(slowest + 1) % len(nodes)]
+def describe_all_reduce(figures: Mapping[str, Any]) -> str:
+    """Return a sentence on the all-reduce between nodes, and one on the slowest pair if it is an outlier.
+
+    Args:
+        figures: The nodes' names, the rate of all nodes, and the rates of each pair of neighbouring nodes.
+    """
+    (result, *_) = check_rates({**figures, "clocks": []})
+    pair_rates, nodes = figures["pairs"], figures["nodes"]
+    text = f"{result.status}: {len(nodes)} nodes: {result.finding}."
+    slowest = min(range(len(pair_rates)), key=pair_rates.__getitem__)
+    median = statistics.median(pair_rates)
+    if pair_rates[slowest] < (1 - OUTLIER_FRACTION) * median:
+        neighbour = nodes[(slowest + 1) % len(nodes)]
         text += (
-            f" The slowest pair is {nodes[slowest]} and {other}: {gb(pairs[slowest])} GB/s, and "
-            f"the pairs' median is {gb(statistics.median(pairs))} GB/s."
+            f" The slowest pair is {nodes[slowest]} and {neighbour}: {gb(pair_rates[slowest])} GB/s, "
+            f"and the pairs' median is {gb(median)} GB/s."
         )
     return text
 
 
 def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """srun with one task on each node: of this allocation, or of a new one.
+    """Return the srun that starts one task on each node of this allocation, or of a new one.
 
     Raises:
         LaunchError: There is no srun, or a variable is not of its kind.
     """
     if shutil.which("srun") is None:
         raise LaunchError("LAUNCHER=slurm needs Slurm's client (no 'srun' on PATH).")
-    count = ("--nodes", str(_node_count(environment)), "--ntasks-per-node=1")
+    count = ("--nodes", str(_parse_node_count(environment)), "--ntasks-per-node=1")
     if "SLURM_JOB_ID" in environment:
         return ("srun", "--overlap", *count)
-    slurm = parse_slurm_options(Namespace(**values(settings.OF_SLURM, environment)))
+    slurm = parse_slurm_options(Namespace(**parse_settings(settings.SLURM_SETTINGS, environment)))
     return ("srun", *count, *split_directives(slurm.directives if slurm else ()))
 
 
 def parse_answers(text: str) -> Sequence[tuple[str, list[CheckResult]]]:
-    """Each node's line; what else a node's shell prints is no answer."""
-    found = []
+    """Return each node's name and results, sorted by name, from the JSON lines of the doctor.
+
+    Other lines, which a node's shell may print, are ignored.
+    """
+    answers = []
     for line in text.splitlines():
         try:
             answer = json.loads(line)
-            rows = [CheckResult(*row) for row in answer["results"]]
-            found.append((str(answer["host"]), rows))
+            results = [CheckResult(*row) for row in answer["results"]]
+            answers.append((str(answer["host"]), results))
         except (ValueError, TypeError, KeyError):
             continue
-    return sorted(found)
+    return sorted(answers)
 
 
-def find_outliers(answers: Answers) -> list[Outlier]:
-    """Where a node differs: measured values from the median, all else from what most nodes have.
+def find_outliers(results_by_node: ResultsByNode) -> list[Outlier]:
+    """Return the checks in which nodes differ from the others.
 
-    Of two nodes that differ either may be right, so both are named.
+    Measured values are compared with the nodes' median, and other findings with that of most nodes. If no finding
+    has a majority, as with two nodes that differ, either may be right, so all nodes are named.
     """
-    found: list[Outlier] = []
-    by_what: dict[str, dict[str, CheckResult]] = {}
-    for node, results in answers.items():
+    outliers: list[Outlier] = []
+    by_subject: dict[str, dict[str, CheckResult]] = {}
+    for node, results in results_by_node.items():
         for result in results:
-            by_what.setdefault(result.subject, {})[node] = result
-    for what, rows in by_what.items():
-        missing = [node for node in answers if node not in rows]
-        rows |= {node: CheckResult(WARN, what, "no such row") for node in missing}
-        off, usual = _off(rows)
-        for node in sorted(off):
-            others = (f"{each}: {rows[each].finding}" for each in sorted(rows) if each != node)
-            found.append(Outlier(node, what, rows[node].finding, usual or "; ".join(others)))
-    return found
+            by_subject.setdefault(result.subject, {})[node] = result
+    for subject, rows in by_subject.items():
+        for node in results_by_node:
+            if node not in rows:
+                rows[node] = CheckResult(WARN, subject, "no such row")
+        differing_nodes, usual_finding = _find_differing_nodes(rows)
+        for node in sorted(differing_nodes):
+            usual = usual_finding or "; ".join(
+                f"{name}: {rows[name].finding}" for name in sorted(rows) if name != node
+            )
+            outliers.append(Outlier(node, subject, rows[node].finding, usual))
+    return outliers
 
 
-def _off(rows: Mapping[str, CheckResult]) -> tuple[list[str], str]:
-    """The nodes that differ, and what the others have; empty where all differ."""
-    values = [result.value for result in rows.values()]
-    if all(value is not None for value in values):
-        middle = statistics.median(value for value in values if value is not None)
-        far = OUTLIER_FRACTION * abs(middle)
-        off = [node for node, each in rows.items() if abs((each.value or 0) - middle) > far]
+def _find_differing_nodes(rows: Mapping[str, CheckResult]) -> tuple[list[str], str]:
+    """Return the nodes that differ in a check, and the finding of a node that does not; empty if all differ.
+
+    Args:
+        rows: The results of one check, by node.
+    """
+    values = [result.value for result in rows.values() if result.value is not None]
+    if len(values) == len(rows):
+        median = statistics.median(values)
+        tolerance = OUTLIER_FRACTION * abs(median)
+        differing = [
+            node for node, row in rows.items() if abs((row.value or 0) - median) > tolerance
+        ]
     else:
-        (usual, count), *_ = Counter(result.finding for result in rows.values()).most_common()
-        alone = 2 * count <= len(rows)
-        off = [node for node, each in rows.items() if alone or each.finding != usual]
-    return off, next((each.finding for node, each in rows.items() if node not in off), "")
+        counts = Counter(result.finding for result in rows.values()).most_common()
+        usual_finding, count = counts[0]
+        has_majority = 2 * count > len(rows)
+        differing = [
+            node for node, row in rows.items() if not has_majority or row.finding != usual_finding
+        ]
+    usual = (row.finding for node, row in rows.items() if node not in differing)
+    return differing, next(usual, "")
 
 
-def _table(answers: Answers, differing: Sequence[Outlier]) -> Table[str]:
-    """A row for each thing that was checked, a column for each node."""
-    marked = {(one.node, one.subject) for one in differing}
-    rows = {
-        node: {result.subject: result for result in results} for node, results in answers.items()
+def _make_table(results_by_node: ResultsByNode, outliers: Sequence[Outlier]) -> Table[str]:
+    """Return a table with a row per check and a column per node; outliers and problems are yellow."""
+    outlier_cells = {(outlier.node, outlier.subject) for outlier in outliers}
+    rows_by_node = {
+        node: {result.subject: result for result in results}
+        for node, results in results_by_node.items()
     }
 
-    def of_node(node: str) -> Column[str]:
-        def style(what: str) -> str:
-            found = rows[node].get(what)
-            return "" if found and found.status == PASS and (node, what) not in marked else "yellow"
+    def make_node_column(node: str) -> Column[str]:
+        rows = rows_by_node[node]
 
-        def text(found: CheckResult | None) -> str:
-            return f"{found.status}: {found.finding}" if found else DASH
+        def choose_style(subject: str) -> str:
+            result = rows.get(subject)
+            is_good = result is not None and result.status == PASS
+            return "" if is_good and (node, subject) not in outlier_cells else "yellow"
 
-        return Column(node, rows[node].get, text, right=False, style=style, wraps=True)
+        def format_result(result: CheckResult | None) -> str:
+            return f"{result.status}: {result.finding}" if result else DASH
 
-    columns = (Column[str]("what", str, right=False), *map(of_node, answers))
-    return Table(columns, tuple(dict.fromkeys(what for found in rows.values() for what in found)))
+        return Column(node, rows.get, format_result, right=False, style=choose_style, wraps=True)
+
+    columns = (Column[str]("what", str, right=False), *map(make_node_column, results_by_node))
+    subjects = dict.fromkeys(subject for rows in rows_by_node.values() for subject in rows)
+    return Table(columns, tuple(subjects))
 
 
-def _node_count(environment: Mapping[str, str]) -> int:
+def _parse_node_count(environment: Mapping[str, str]) -> int:
+    """Return the number of nodes: of the allocation if this is one, else NODES=, else 1."""
     allocated = environment.get("SLURM_JOB_NUM_NODES", "")
     if allocated.isdecimal():
         return int(allocated)
-    nodes: int | None = values((settings.NODES,), environment)["nodes"]
+    nodes: int | None = parse_settings((settings.NODES,), environment)["nodes"]
     return nodes or 1
 
 
-def _run(command: Sequence[str]) -> str:
-    answer = run_program(list(command), SECONDS)
-    if answer.code is None:
-        raise LaunchError(f"srun gives no answer ({answer.problem}).")
-    if not answer.succeeded:
-        raise LaunchError(f"srun fails: {answer.problem[:300]}")
-    return answer.out
+def _run_srun(command: Sequence[str]) -> str:
+    """Run a command that begins with srun and return its output.
+
+    Raises:
+        LaunchError: srun does not answer in SECONDS, or fails.
+    """
+    output = run_program(list(command), SECONDS)
+    if output.code is None:
+        raise LaunchError(f"srun gives no answer ({output.problem}).")
+    if not output.succeeded:
+        raise LaunchError(f"srun fails: {output.problem[:300]}")
+    return output.out
 
 
 if __name__ == "__main__":

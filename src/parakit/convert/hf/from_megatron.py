@@ -23,8 +23,8 @@ from parakit.artifacts.torch_dist import (
     read_metadata,
     read_tensor,
 )
-from parakit.config.flags import flag_words, merge_flags
-from parakit.config.huggingface import config_of_flags, read_config
+from parakit.config.flags import format_flags, merge_flags
+from parakit.config.huggingface import build_config, read_config
 from parakit.config.model import ModelShape
 from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 from parakit.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
@@ -135,7 +135,7 @@ def _make_config(
         "--kv-channels": shape.head_width,
         "--max-position-embeddings": shape.positions or None,
     }
-    config = config_of_flags(merge_flags(arguments, flag_words(derived_flags)), dtype)
+    config = build_config(merge_flags(arguments, format_flags(derived_flags)), dtype)
     if imported is None:
         return config
     source_config = read_config(imported / CONFIG_FILE)

@@ -21,9 +21,14 @@ from torch import Tensor
 
 from parakit.artifacts.io import atomic_directory, write_record
 from parakit.artifacts.torch_dist import EMBEDDING, VOCABULARY
-from parakit.config.files import args_text, is_plain_name, read_regular_file, relative_to_root
+from parakit.config.files import (
+    format_args_file,
+    is_plain_name,
+    read_regular_file,
+    relative_to_root,
+)
 from parakit.config.flags import merge_flags
-from parakit.config.huggingface import exact_flags, read_config
+from parakit.config.huggingface import read_config, read_exact_config_flags
 from parakit.config.model import (
     HUB,
     IMPORTED_WEIGHTS,
@@ -103,7 +108,7 @@ def read_source(folder: Path) -> ImportSource:
     """
     if not folder.is_dir():
         raise ConversionError(f"There is no folder {folder}; name one that holds a {CONFIG_FILE}.")
-    flags = exact_flags(folder / CONFIG_FILE)
+    flags = read_exact_config_flags(folder / CONFIG_FILE)
     model_type = read_config(folder / CONFIG_FILE)["model_type"]
     shape = model_from_flags(folder.name, "gpt3", flags).shape
     tensors = TensorFolder(folder)
@@ -326,4 +331,4 @@ def _compose_args_file(source: ImportSource, record: ImportRecord, target: Path)
         "The vocabulary is padded no further than tensor parallelism needs: Megatron counts padding",
         "in its softmax, transformers has none.",
     )
-    return args_text(comments, flags)
+    return format_args_file(comments, flags)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parakit.config.huggingface import exact_flags
+from parakit.config.huggingface import read_exact_config_flags
 from parakit.config.model import model_from_flags
 from parakit.convert.hf.families import list_tensor_pairs
 from parakit.convert.hf.tensor_files import SHARD_BYTES, TensorHeader, write_tensors
@@ -46,7 +46,7 @@ def write_model(
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    model = model_from_flags(folder.name, "gpt3", exact_flags(folder / "config.json"))
+    model = model_from_flags(folder.name, "gpt3", read_exact_config_flags(folder / "config.json"))
     headers = [
         TensorHeader(name, shape, dtype)
         for pair in list_tensor_pairs(config["model_type"], model.shape, prefix)

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from parakit.config.files import ROOT, read_yaml
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, spec_from_flags
 from parakit.convert.recipe.fields import Recipe
 from parakit.convert.recipe.flags import flags_from_fields
 from parakit.convert.recipe.table import (
@@ -140,8 +140,8 @@ def recipe_differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterabl
             built_value = format_value(value)
             yield f"{name} is {built_value} in the container, which the run does not ask for."
     ranks, model = spec.parallelism.world_size, spec.model
-    expected_spec = spec_of_flags(recipe.flags, ranks, DeviceKind.GPU, model)
-    built_spec = spec_of_flags(flags_from_fields(fields).flags, ranks, DeviceKind.GPU, model)
+    expected_spec = spec_from_flags(recipe.flags, ranks, DeviceKind.GPU, model)
+    built_spec = spec_from_flags(flags_from_fields(fields).flags, ranks, DeviceKind.GPU, model)
     if built_spec != expected_spec:
         yield f"The container reads as another run: {built_spec}, not {expected_spec}."
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from parakit.config.flag_table import FLAGS, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
 from parakit.config.model import training_flags
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, spec_from_flags
 from parakit.config.strategy import StrategyError, strategy_flags, strategy_name
 from parakit.convert.recipe.flags import RecipeFlags
 from parakit.convert.recipe.table import VALUE_KINDS, RecipeError, megatron_default
@@ -112,7 +112,7 @@ def _read_spec(flags: tuple[str, ...], name: str, ranks: int | None) -> RunSpec:
     # Expert-parallel ranks are taken from context- and data-parallel ones.
     fewest_ranks *= -(-degrees["expert"] // degrees["context"])
     try:
-        return spec_of_flags(flags, ranks or fewest_ranks, DeviceKind.GPU, name)
+        return spec_from_flags(flags, ranks or fewest_ranks, DeviceKind.GPU, name)
     except StrategyError as error:
         raise RecipeError(
             f"{str(error).rstrip('.')}: GPUS={ranks or fewest_ranks} does not fit."

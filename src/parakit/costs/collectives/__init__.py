@@ -1,5 +1,7 @@
-"""Every call that one rank makes in one iteration, in closed form, by what the model is split in.
+"""Closed forms of every collective that one rank calls in one iteration, one module per parallel
+dimension.
 
-Takes a `RunSpec` and a pipeline rank, gives `CollectiveCall`s: group, operation, phase, payload,
-upstream source. `rank.py` adds up the others. Read from Megatron-LM f4fa7d6b and core_v0.19.0.
+The input is a `RunSpec` and a pipeline rank; the results are `CollectiveCall`s with group,
+operation, phase, payload and upstream source. `rank.py` combines the modules. The calls are those
+of Megatron-LM f4fa7d6b and core_v0.19.0.
 """

@@ -1,6 +1,6 @@
-"""Equal calls of one rank, and what they put on the wire.
+"""Equal collective calls of one rank, and the bytes that they send.
 
-Operations, phases and the bytes an algorithm sends are those of the ledgers (`parakit.artifacts`).
+Operations, phases and bytes are defined as in the communication logs (`parakit.costs.operations`).
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.run import RunSpec, Transport
 from parakit.costs.operations import Operation, Phase, wire_bytes
 
 
-class Megatron(StrEnum):
-    """The Megatron-LM versions whose calls are known, by what is checked out."""
+class MegatronVersion(StrEnum):
+    """The Megatron-LM versions whose calls are known."""
 
     F4FA7D6B = "f4fa7d6b"
     """Main of 2025-09-01, 0.15.0rc2: the published runs."""
     V0_19 = "core_v0.19.0"
 
 
-LATEST = Megatron.V0_19
+LATEST_MEGATRON = MegatronVersion.V0_19
 
 
 class CollectiveCall(NamedTuple):
@@ -32,26 +32,26 @@ class CollectiveCall(NamedTuple):
     ranks: int
     operation: Operation
     phase: Phase
-    what: str
+    description: str
     """What is moved, in a few words."""
     calls: int
     payload_bytes: int
-    """Of one call: the whole tensor (gathered, before scattering, or as sent)."""
+    """Bytes of one call's full tensor: gathered, before scattering, or as sent."""
     source: str
     """Upstream file and function, or paper."""
-    hideable: bool = False
-    """Whether Megatron starts it beside arithmetic that does not wait for it."""
+    overlappable: bool = False
+    """True if Megatron starts the call concurrently with computation that does not wait for it."""
     transport: Transport = Transport.NCCL
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank over all these calls."""
+        """Bytes that this rank sends over all these calls."""
         sent = wire_bytes(self.operation, self.payload_bytes, self.ranks, self.transport)
         return self.calls * sent
 
     @property
     def total_payload_bytes(self) -> int:
-        """Payload over all these calls."""
+        """Payload bytes over all these calls."""
         return self.calls * self.payload_bytes
 
 
@@ -60,40 +60,42 @@ def collective(
     group: Group,
     operation: Operation,
     phase: Phase,
-    what: str,
+    description: str,
     calls: int,
     payload_bytes: int,
     source: str,
     *,
-    hideable: bool = False,
+    overlappable: bool = False,
 ) -> CollectiveCall:
-    """Calls over a group of a run: as many ranks as its split has there, over its transport."""
+    """Return calls over a group of the run, with the group's size and the run's transport."""
     return CollectiveCall(
         group,
-        group_ranks(spec.parallelism, group),
+        group_size(spec.parallelism, group),
         operation,
         phase,
-        what,
+        description,
         calls,
         payload_bytes,
         source,
-        hideable,
+        overlappable,
         spec.transport,
     )
 
 
 def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
-    """Passes on one rank in an iteration through what these modules of a layer hold: forward (recomputed
-    ones too), backward."""
-    layers = spec.layers_a_stage
-    again = layers if spec.recompute.again(*modules) else 0
-    if spec.recompute.some_layers:
-        again = sum(spec.recompute.checkpoints(layers))
+    """Return the forward and the backward passes through these modules on one rank per iteration.
+
+    Forward passes include recomputed ones.
+    """
+    layers = spec.layers_per_stage
+    again = layers if spec.recompute.recomputes(*modules) else 0
+    if spec.recompute.is_block_method:
+        again = sum(spec.recompute.layers_per_checkpoint(layers))
     return (layers + again) * spec.microbatches, layers * spec.microbatches
 
 
 def sum_bytes_by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:
-    """Wire bytes by group."""
+    """Return the sent bytes by group."""
     totals: dict[Group, int] = {}
     for call in calls:
         totals[call.group] = totals.get(call.group, 0) + call.wire_bytes
@@ -101,5 +103,5 @@ def sum_bytes_by_group(calls: Iterable[CollectiveCall]) -> dict[Group, int]:
 
 
 def total_wire_bytes(calls: Iterable[CollectiveCall]) -> int:
-    """Wire bytes over all groups."""
+    """Return the sent bytes over all groups."""
     return sum(call.wire_bytes for call in calls)

@@ -1,4 +1,4 @@
-"""Calls over the context-parallel ranks: every query needs the keys and values of all of them."""
+"""Calls over context-parallel ranks: every query needs the keys and values of all ranks."""
 
 from __future__ import annotations
 
@@ -15,74 +15,89 @@ _ALL_TO_ALL = "Transformer Engine, AttnFuncWithCPAndQKVOA2A; arXiv:2309.14509"
 
 
 def context_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Calls over CP in one iteration, by `--cp-comm-type`; none where that is not chosen."""
+    """Yield the calls over CP in one iteration by `--cp-comm-type`; nothing if no algorithm is
+    chosen.
+    """
     if spec.parallelism.context > 1 and spec.cp_comm_type:
-        algorithm = {"p2p": _ring, "all_gather": _gathered, "a2a": _exchanged}
+        algorithm = {"p2p": _ring_calls, "all_gather": _all_gather_calls, "a2a": _all_to_all_calls}
         yield from algorithm[spec.cp_comm_type](spec)
 
 
-def boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Multi-token prediction shifts tokens, positions, labels and mask by one at each depth: both chunks
-    of a rank's sequence get a token from the ranks beside it. The first and the last rank send one of
-    the two (`multi_token_prediction.py: roll_tensor`, in the default group)."""
+def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the sends of multi-token prediction over CP, which shifts tokens, positions, labels and
+    mask by one.
+
+    Both chunks of a rank's sequence receive one token from a neighbouring rank. The first and the
+    last rank send one of the two (`multi_token_prediction.py: roll_tensor`, in the default group).
+    """
     if spec.parallelism.context == 1:
         return
-    calls = min(2, spec.parallelism.context - 1) * spec.shape.depths * spec.microbatches
+    calls = min(2, spec.parallelism.context - 1) * spec.shape.total_mtp_layers * spec.microbatches
     samples = spec.batch.micro_batch_size
     source = "multi_token_prediction.py: roll_tensor"
-    for what, tensors, width in (
+    for description, tensors, width in (
         ("token, position and label after a chunk", 3, 8),
         ("mask of the label after a chunk", 1, 4),
     ):
         send, sent, times = Operation.SEND, width * samples, tensors * calls
-        yield collective(spec, Group.WORLD, send, Phase.FORWARD, what, times, sent, source)
+        yield collective(spec, Group.WORLD, send, Phase.FORWARD, description, times, sent, source)
 
 
-def _ring(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """K and V go around in c−1 steps; backward sends them again, and their gradients with them."""
+def _ring_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the sends of K and V around the ring in c−1 steps; backward sends them and their
+    gradients.
+    """
     steps = spec.parallelism.context - 1
     payload = _heads_bytes(spec, 2 * spec.shape.query_groups)
     forwards, backwards = layer_passes(spec, "core_attn")
-    for phase, what, passes in (
+    for phase, description, passes in (
         (Phase.FORWARD, "K and V around the ring", forwards),
         (Phase.BACKWARD, "K and V again", backwards),
         (Phase.BACKWARD, "gradients of K and V", backwards),
     ):
         calls, send = steps * passes, Operation.SEND
         yield collective(
-            spec, Group.CONTEXT, send, phase, what, calls, payload, _RING, hideable=True
+            spec, Group.CONTEXT, send, phase, description, calls, payload, _RING, overlappable=True
         )
 
 
-def _gathered(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """K and V are gathered, gathered again in backward, and their gradients scattered."""
+def _all_gather_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the gathers of K and V in forward and backward, and the reduce-scatters of their
+    gradients.
+    """
     payload = spec.parallelism.context * _heads_bytes(spec, spec.shape.query_groups)
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     forwards, backwards = layer_passes(spec, "core_attn")
-    for operation, phase, what, passes in (
+    for operation, phase, description, passes in (
         (gather, Phase.FORWARD, "K, V", forwards),
         (gather, Phase.BACKWARD, "K, V again", backwards),
         (scatter, Phase.BACKWARD, "gradients of K, V", backwards),
     ):
-        yield collective(spec, Group.CONTEXT, operation, phase, what, 2 * passes, payload, _GATHER)
+        yield collective(
+            spec, Group.CONTEXT, operation, phase, description, 2 * passes, payload, _GATHER
+        )
 
 
-def _exchanged(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Q, K, V and the output change from a split sequence to split heads and back."""
+def _all_to_all_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the all-to-alls that turn Q, K, V and the output from a split sequence to split heads
+    and back.
+    """
     queries = _heads_bytes(spec, spec.shape.heads)
     keys = _heads_bytes(spec, spec.shape.query_groups)
     forwards, backwards = layer_passes(spec, "core_attn")
-    for phase, what, passes, payload in (
+    for phase, description, passes, payload in (
         (Phase.FORWARD, "Q and output", forwards, queries),
         (Phase.FORWARD, "K and V", forwards, keys),
         (Phase.BACKWARD, "gradients of Q and output", backwards, queries),
         (Phase.BACKWARD, "gradients of K and V", backwards, keys),
     ):
         exchange, calls = Operation.ALL_TO_ALL, 2 * passes
-        yield collective(spec, Group.CONTEXT, exchange, phase, what, calls, payload, _ALL_TO_ALL)
+        yield collective(
+            spec, Group.CONTEXT, exchange, phase, description, calls, payload, _ALL_TO_ALL
+        )
 
 
 def _heads_bytes(spec: RunSpec, heads: int) -> int:
-    """Bytes of `heads` heads of one micro batch on one rank."""
+    """Return the bytes of `heads` heads of one micro batch on one rank."""
     width = heads * spec.shape.head_width // spec.parallelism.tensor
-    return spec.element_bytes * spec.tokens * width
+    return spec.element_bytes * spec.micro_batch_tokens * width

@@ -1,4 +1,4 @@
-"""Small reductions of every iteration: the loss, the gradient norm, and the ranks' agreements."""
+"""Small reductions of every iteration: the loss, the gradient norm, and decisions of all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import CollectiveCall, Megatron, collective
+from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, collective
 from parakit.costs.operations import Operation, Phase
 
 _NUMBER_BYTES = 4
@@ -22,31 +22,33 @@ _ROUTER = "transformer/moe: logging of auxiliary losses"
 
 
 def control_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Reductions of a few numbers; with a log line every iteration and gradient clipping on."""
-    yield _reduced(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
+    """Yield the reductions of a few numbers, for a log line per iteration and gradient clipping."""
+    yield _all_reduce_numbers(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
     yield from _gradient_statistics(spec)
-    yield _reduced(spec, Group.MODEL, "was the update made everywhere", _AGREED)
+    yield _all_reduce_numbers(spec, Group.MODEL, "was the update made everywhere", _AGREED)
     statistics = "gradient norm, and learning rate, for ranks that have none"
-    yield _reduced(spec, Group.MODEL, statistics, _MAXIMUM, calls=2)
+    yield _all_reduce_numbers(spec, Group.MODEL, statistics, _MAXIMUM, calls=2)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         step, loss = "training/training.py: train_step", "loss and its token count"
-        yield _reduced(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
-        if depths := spec.shape.depths:
+        yield _all_reduce_numbers(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
+        if depths := spec.shape.total_mtp_layers:
             ahead = "losses, right and all guesses of tokens ahead"
-            yield _reduced(spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3)
+            yield _all_reduce_numbers(
+                spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3
+            )
     if spec.shape.experts:
         yield from _router_losses(spec, megatron)
-    if megatron is Megatron.F4FA7D6B:
+    if megatron is MegatronVersion.F4FA7D6B:
         yield _timers(spec)
 
 
 def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Norm, and under fp16 the overflow flag, over all ranks that hold different gradients.
+    """Yield the reductions of the gradient norm and, under fp16, of the overflow flag.
 
-    With expert parallelism two optimizers are chained; each reduces its own, unless both are
-    distributed ones, whose norms have a group in common (`ChainedOptimizer.get_grad_norm`).
+    With expert parallelism two optimizers are chained. Each reduces its own norm, unless both are
+    distributed optimizers, whose norms share one group (`ChainedOptimizer.get_grad_norm`).
     """
     sharding = spec.parallelism.sharding
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if spec.parallelism.expert > 1 else [])
@@ -55,30 +57,33 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
     elif sharding:
         groups = [Group.WORLD]
     for group in groups:
-        yield _reduced(spec, group, "squared gradient norm", _NORM)
+        yield _all_reduce_numbers(spec, group, "squared gradient norm", _NORM)
         if spec.dtype == "fp16":
-            yield _reduced(spec, group, "overflow flag", _OVERFLOW)
+            yield _all_reduce_numbers(spec, group, "overflow flag", _OVERFLOW)
 
 
-def _router_losses(spec: RunSpec, megatron: Megatron) -> Iterator[CollectiveCall]:
-    """The routers' losses of every layer, for the log; f4fa7d6b averages the z-loss over DP alone.
+def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[CollectiveCall]:
+    """Yield the reductions of the routers' losses for the log; f4fa7d6b averages the z-loss over DP
+    alone.
 
-    The load-balancing loss is logged, as 0, also where it is no part of the loss.
+    The load-balancing loss is logged as 0 if it is not part of the loss.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
-    layers = (spec.shape.layers + spec.shape.mtp_depth) * max(1, len(spec.shape.blocks))
-    own = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
-    logged = [("load-balancing loss of each layer", (*own, *everywhere))]
+    layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
+    own_groups = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
+    logged = [("load-balancing loss of each layer", (*own_groups, *everywhere))]
     if spec.shape.router_z_loss:
-        stage = () if megatron is Megatron.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
+        stage = () if megatron is MegatronVersion.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
         logged.append(("z-loss of each layer", (*stage, *everywhere)))
-    for what, groups in logged:
+    for description, groups in logged:
         for group in groups:
-            yield _reduced(spec, group, what, _ROUTER, numbers=layers)
+            yield _all_reduce_numbers(spec, group, description, _ROUTER, numbers=layers)
 
 
 def _timers(spec: RunSpec) -> CollectiveCall:
-    """f4fa7d6b gathers its list of timers at every log line, whether or not they run."""
+    """Return the all-gather of timers at every log line of f4fa7d6b, which happens even if no timer
+    runs.
+    """
     return collective(
         spec,
         Group.WORLD,
@@ -91,8 +96,9 @@ def _timers(spec: RunSpec) -> CollectiveCall:
     )
 
 
-def _reduced(
-    spec: RunSpec, group: Group, what: str, source: str, *, numbers: int = 1, calls: int = 1
+def _all_reduce_numbers(
+    spec: RunSpec, group: Group, description: str, source: str, *, numbers: int = 1, calls: int = 1
 ) -> CollectiveCall:
+    """Return all-reduces of a few numbers over a group."""
     payload, reduce = numbers * _NUMBER_BYTES, Operation.ALL_REDUCE
-    return collective(spec, group, reduce, Phase.OPTIMIZER, what, calls, payload, source)
+    return collective(spec, group, reduce, Phase.OPTIMIZER, description, calls, payload, source)

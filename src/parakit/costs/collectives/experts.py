@@ -1,18 +1,18 @@
 """Calls that move tokens to their experts and back, by `--moe-token-dispatcher-type`.
 
-`alltoall`: how many tokens a rank receives depends on the router, and on average it is as many as it
-sends, top-k copies of its own. So the payloads summed over the EP group are exact, those of one rank
-are means, and so is what of them stays on the rank. Where an imbalance is stated, payloads are what the
-busiest rank receives, which on the way back it sends; of a padded capacity they are exact.
-`allgather`: every rank gets all tokens of its group, and everything is exact. Probabilities travel in
-the model's dtype (`--moe-router-dtype` is not modelled).
+`alltoall`: the router decides how many tokens a rank receives. On average a rank receives as many
+as it sends, top-k copies of its own. So the payloads summed over the EP group are exact, and those
+of one rank are means. If an imbalance is stated, payloads are those of the busiest rank. With a
+padded capacity they are exact. `allgather`: every rank gets all tokens of its group, and all
+payloads are exact. Probabilities are sent in the model's dtype (`--moe-router-dtype` is not
+modelled).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parakit.config.groups import Group, group_ranks
+from parakit.config.groups import Group, group_size
 from parakit.config.run import RunSpec, TokenDispatcher, Transport
 from parakit.costs.collectives.call import CollectiveCall, collective, layer_passes
 from parakit.costs.operations import Operation, Phase
@@ -23,13 +23,13 @@ _AUXILIARY_LOSS = "transformer/moe/router.py: TopKRouter._apply_aux_loss"
 _INT64 = 8
 
 _Row = tuple[Operation, Phase, str, int]
-"""Operation, phase, what is moved, payload of one call in bytes."""
+"""Operation, phase, description, and payload of one call in bytes."""
 
 
 def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Calls over EP, and over the TP ranks that share each expert."""
+    """Yield the calls over EP, and over the TP ranks that share each expert."""
     if len(spec.shape.blocks) > 1:
-        for times, kind in spec.kinds:
+        for times, kind in spec.block_specs:
             yield from (
                 call._replace(calls=times * call.calls) for call in expert_collectives(kind)
             )
@@ -37,46 +37,48 @@ def expert_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if not spec.shape.experts:
         return
     if spec.shape.load_balancing:
-        yield _balance(spec)
+        yield _auxiliary_loss_call(spec)
     if spec.token_dispatcher == TokenDispatcher.ALL_GATHER:
-        yield from _layer_calls(spec, Group.TENSOR_EXPERT, _gathered(spec), _GATHERING)
+        yield from _layer_calls(spec, Group.TENSOR_EXPERT, _all_gather_rows(spec), _GATHERING)
         return
-    if not spec.expert_load.padded:  # Else every rank knows them.
+    if not spec.expert_load.pads_to_capacity:  # Else every rank knows them.
         yield from _layer_calls(
             spec, Group.TENSOR_EXPERT, [_token_counts(spec)], f"{_EXCHANGING}.preprocess"
         )
     chosen = routed_tokens(spec) * spec.element_bytes
     width = spec.shape.latent_experts or spec.shape.hidden
-    tokens = _out_and_back("tokens to their experts and back", chosen * width)
-    probabilities = _out_and_back("routing probabilities", chosen)
+    tokens = _all_to_all_rows("tokens to their experts and back", chosen * width)
+    probabilities = _all_to_all_rows("routing probabilities", chosen)
     yield from _layer_calls(spec, Group.EXPERT, tokens, _EXCHANGING, times=2)
     yield from _layer_calls(spec, Group.EXPERT, probabilities, _EXCHANGING)
-    if spec.parallelism.tensor_of_experts > 1:
-        yield from _layer_calls(spec, Group.EXPERT_TENSOR, _split_experts(spec), _EXCHANGING)
+    if spec.parallelism.effective_expert_tensor > 1:
+        yield from _layer_calls(spec, Group.EXPERT_TENSOR, _expert_tensor_rows(spec), _EXCHANGING)
 
 
 def routed_tokens(spec: RunSpec) -> int:
-    """Copies of tokens that a rank sends or receives in one micro batch, whichever is more."""
-    copies = spec.tokens // spec.sequence_shards * spec.shape.experts_per_token
-    return round(copies * max(spec.sent_to_experts, spec.received_by_experts))
+    """Return the token copies that a rank sends or receives per micro batch, whichever is more."""
+    copies = spec.micro_batch_tokens // spec.sequence_shards * spec.shape.experts_per_token
+    return round(copies * max(spec.expert_send_ratio, spec.expert_receive_ratio))
 
 
 def _layer_calls(
     spec: RunSpec, group: Group, rows: list[_Row], source: str, times: int = 1
 ) -> Iterator[CollectiveCall]:
-    """Each row so many times a pass through a layer, in its direction; nothing over a single rank."""
-    if group_ranks(spec.parallelism, group) == 1:
+    """Yield each row `times` times per pass through a layer; nothing for a group of one rank."""
+    if group_size(spec.parallelism, group) == 1:
         return
     forwards, backwards = layer_passes(spec, "moe")
-    for operation, phase, what, payload in rows:
+    for operation, phase, description, payload in rows:
         calls = times * (forwards if phase is Phase.FORWARD else backwards)
-        yield collective(spec, group, operation, phase, what, calls, payload, source)
+        yield collective(spec, group, operation, phase, description, calls, payload, source)
 
 
-def _balance(spec: RunSpec) -> CollectiveCall:
-    """The auxiliary loss is that of whole samples: tokens of each expert, over the ranks of one.
+def _auxiliary_loss_call(spec: RunSpec) -> CollectiveCall:
+    """Return the all-reduce of the auxiliary loss: tokens per expert, over the ranks that hold one
+    sample.
 
-    It is computed where gradients are: once a layer, in the recomputation if there is one.
+    The loss is computed in the pass that has gradients: once per layer, in the recomputation if
+    there is one.
     """
     return collective(
         spec,
@@ -91,22 +93,24 @@ def _balance(spec: RunSpec) -> CollectiveCall:
 
 
 def _token_counts(spec: RunSpec) -> _Row:
-    """Every rank reports to the others how many tokens it has for each expert."""
-    ranks = group_ranks(spec.parallelism, Group.TENSOR_EXPERT)
+    """Return the all-gather in which every rank reports its number of tokens per expert."""
+    ranks = group_size(spec.parallelism, Group.TENSOR_EXPERT)
     payload = ranks * spec.shape.experts * _INT64
     return Operation.ALL_GATHER, Phase.FORWARD, "tokens for each expert", payload
 
 
-def _out_and_back(what: str, payload: int) -> list[_Row]:
-    """Sent to the experts in forward; backward returns the gradients."""
+def _all_to_all_rows(description: str, payload: int) -> list[_Row]:
+    """Return the all-to-alls of a tensor in forward, and of its gradients in backward."""
     exchange = Operation.ALL_TO_ALL
-    return [(exchange, phase, what, payload) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    return [(exchange, phase, description, payload) for phase in (Phase.FORWARD, Phase.BACKWARD)]
 
 
-def _gathered(spec: RunSpec) -> list[_Row]:
-    """All tokens of ETP×EP on each of its ranks, with their choice; outputs summed on the way back."""
-    ranks, element = group_ranks(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
-    tokens = ranks * (spec.tokens // spec.sequence_shards)
+def _all_gather_rows(spec: RunSpec) -> list[_Row]:
+    """Return the calls of the all-gather dispatcher: all tokens on each rank of ETP×EP, outputs
+    summed back.
+    """
+    ranks, element = group_size(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
+    tokens = ranks * (spec.micro_batch_tokens // spec.sequence_shards)
     states, choices = tokens * spec.shape.hidden * element, tokens * spec.shape.experts
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     return [
@@ -120,13 +124,13 @@ def _gathered(spec: RunSpec) -> list[_Row]:
     ]
 
 
-def _split_experts(spec: RunSpec) -> list[_Row]:
-    """Each expert is split as well: its inputs are gathered, its outputs scattered.
+def _expert_tensor_rows(spec: RunSpec) -> list[_Row]:
+    """Return the calls over ETP: an expert's inputs are gathered, its outputs reduce-scattered.
 
-    gloo wants equal parts for that, so on CPU ranks both are all-to-alls of the same bytes
-    (`megatron_patches/cpu/variable_size_collectives.py`).
+    gloo needs equal parts for these operations, so on CPU ranks both are all-to-alls of the same
+    bytes (`megatron_patches/cpu/variable_size_collectives.py`).
     """
-    chosen = spec.parallelism.tensor_of_experts * routed_tokens(spec) * spec.element_bytes
+    chosen = spec.parallelism.effective_expert_tensor * routed_tokens(spec) * spec.element_bytes
     tokens = chosen * spec.shape.hidden
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
     if spec.transport is Transport.GLOO:

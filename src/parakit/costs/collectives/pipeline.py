@@ -1,4 +1,4 @@
-"""Messages between pipeline stages, and the tied embedding that two of them hold."""
+"""Messages between pipeline stages, and the gradients of an embedding that two stages hold."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.costs.activations import residual_bytes
 from parakit.costs.collectives.call import CollectiveCall, collective
-from parakit.costs.memory import precision_of
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 
 _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 
 
 def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Messages of one pipeline rank; with virtual stages the last one also sends to the first."""
+    """Yield the messages of one pipeline rank; with virtual stages the last rank also sends to the
+    first.
+    """
     pipeline, ends = spec.parallelism.pipeline, spec.microbatches
     if pipeline == 1:
         return
     chunks = spec.microbatches * spec.parallelism.virtual_stages
     forward = chunks - (ends if pipeline_rank == pipeline - 1 else 0)
     backward = chunks - (ends if pipeline_rank == 0 else 0)
-    for phase, what, calls in (
+    for phase, description, calls in (
         (Phase.FORWARD, "activations to the next stage", forward),
         (Phase.BACKWARD, "gradients to the stage before", backward),
     ):
         send, payload = Operation.SEND, residual_bytes(spec)
-        yield collective(spec, Group.PIPELINE, send, phase, what, calls, payload, _P2P)
+        yield collective(spec, Group.PIPELINE, send, phase, description, calls, payload, _P2P)
     if pipeline_rank in {0, pipeline - 1}:
-        yield from tied_embedding_gradients(spec)
+        yield from tied_embedding_collectives(spec)
 
 
-def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """The first and the last stage add up their gradients of the embedding that both hold."""
-    if not spec.embeds_twice:
+def tied_embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the all-reduce of the embedding's gradients between the first and the last stage, if
+    both hold it.
+    """
+    if not spec.shares_embedding_across_stages:
         return
     elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
     yield collective(
@@ -44,6 +48,6 @@ def tied_embedding_gradients(spec: RunSpec) -> Iterator[CollectiveCall]:
         Phase.GRADIENT_SYNC,
         "gradients of the tied embedding",
         1,
-        precision_of(spec).gradients * elements,
+        bytes_per_parameter(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_word_embedding_grads",
     )

@@ -1,7 +1,8 @@
-"""Every call that one rank makes in one training iteration, from closed forms.
+"""All collective calls of one rank in one training iteration, from closed forms.
 
-Each entry names its upstream function. Groups of one rank are left out: Megatron calls them, nothing
-moves. Barriers and calls outside a training iteration (evaluation, checkpoints, start-up) are not here.
+Each call names its upstream function. Groups of one rank are left out, because their calls move
+nothing. Barriers and calls outside a training iteration (evaluation, checkpoints, start-up) are not
+included.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import LATEST, CollectiveCall, Megatron, total_wire_bytes
-from parakit.costs.collectives.context import boundary_collectives, context_collectives
+from parakit.costs.collectives.call import (
+    LATEST_MEGATRON,
+    CollectiveCall,
+    MegatronVersion,
+    total_wire_bytes,
+)
+from parakit.costs.collectives.context import context_collectives, mtp_boundary_collectives
 from parakit.costs.collectives.control import control_collectives
 from parakit.costs.collectives.data import gradient_collectives
 from parakit.costs.collectives.experts import expert_collectives
@@ -18,10 +24,11 @@ from parakit.costs.collectives.pipeline import pipeline_collectives
 from parakit.costs.collectives.tensor import tensor_collectives
 
 
-def communication_of_rank(
-    spec: RunSpec, pipeline_rank: int = 0, megatron: Megatron = LATEST
+def rank_collectives(
+    spec: RunSpec, pipeline_rank: int = 0, megatron: MegatronVersion = LATEST_MEGATRON
 ) -> tuple[CollectiveCall, ...]:
-    """Calls of one pipeline rank in a steady iteration; its TP, CP and DP ranks are alike.
+    """Return the calls of one pipeline rank in a steady iteration. All of its TP, CP and DP ranks
+    make the same.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
@@ -31,21 +38,22 @@ def communication_of_rank(
 
 
 def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
-    """Calls of the pipeline rank that sends most: the first, the second or the last."""
+    """Return the calls of the pipeline rank that sends most of the first, second and last ranks."""
     pipeline = spec.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
-    return max((communication_of_rank(spec, rank) for rank in ranks), key=total_wire_bytes)
+    return max((rank_collectives(spec, rank) for rank in ranks), key=total_wire_bytes)
 
 
 def _all_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
+    """Yield the calls of one pipeline rank, those of groups of one rank included."""
     yield from tensor_collectives(spec, pipeline_rank, megatron)
-    for run in spec.stage_runs(pipeline_rank):
+    for run in spec.uniform_stage_specs(pipeline_rank):
         yield from context_collectives(run)
         yield from expert_collectives(run)
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        yield from boundary_collectives(spec)
+        yield from mtp_boundary_collectives(spec)
     yield from pipeline_collectives(spec, pipeline_rank)
     yield from gradient_collectives(spec, pipeline_rank)
     yield from control_collectives(spec, pipeline_rank, megatron)

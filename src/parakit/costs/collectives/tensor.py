@@ -1,4 +1,4 @@
-"""Calls over the tensor-parallel ranks: activations, the vocabulary, and the batch itself."""
+"""Calls over tensor-parallel ranks: activations, the vocabulary, and the batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from parakit.config.groups import Group
 from parakit.config.model import EXPERTS, MLP, MTP, ModelShape
 from parakit.config.run import RunSpec
-from parakit.costs.collectives.call import CollectiveCall, Megatron, collective, layer_passes
-from parakit.costs.memory import precision_of
+from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, collective, layer_passes
+from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
 from parakit.costs.tensors import partial_gradient_elements
 
@@ -24,36 +24,37 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 def tensor_collectives(
-    spec: RunSpec, pipeline_rank: int, megatron: Megatron
+    spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Calls over TP of one pipeline rank in one iteration."""
+    """Yield the calls over TP of one pipeline rank in one iteration."""
     first, last = pipeline_rank == 0, pipeline_rank == spec.parallelism.pipeline - 1
     yield from batch_collectives(spec, first, last, megatron)
     if first:
         yield from embedding_collectives(spec)
-    for run in spec.stage_runs(pipeline_rank):
+    for run in spec.uniform_stage_specs(pipeline_rank):
         yield from layer_collectives(run)
     if last:
-        yield from depth_collectives(spec)
+        yield from mtp_collectives(spec)
         yield from head_collectives(spec)
-    yield from partial_gradients(spec, pipeline_rank)
+    yield from partial_gradient_collectives(spec, pipeline_rank)
 
 
 def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Calls inside the layers of one pipeline rank, all micro batches.
+    """Yield the calls inside the layers of one pipeline rank, over all micro batches.
 
-    One all-reduce behind each row-parallel matrix, and one for each column-parallel input. Under SP
-    each becomes a reduce-scatter and an all-gather, and backward gathers the inputs again. What
-    backward sends runs beside the weights' gradients, but for the last gather.
+    There is one all-reduce after each row-parallel matrix, and one for the input gradient of each
+    column-parallel matrix. Under SP, each becomes a reduce-scatter and an all-gather, and backward
+    gathers the inputs a second time. Backward's calls overlap with the weights' gradients, except
+    the last gather.
     """
     if spec.parallelism.tensor == 1:
         return
     if len(spec.shape.blocks) > 1:
-        for times, kind in spec.kinds:
-            yield from _times(times, layer_collectives(kind))
+        for times, kind in spec.block_specs:
+            yield from _repeat_calls(times, layer_collectives(kind))
         return
     if spec.shape.blocks == MTP:
-        yield from _joining(spec)
+        yield from _mtp_joining_calls(spec)
         return
     rows = [
         (_REDUCE, _FORWARD, "partial sums of row-parallel outputs", _REDUCING),
@@ -71,27 +72,32 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if not pairs:
         return
     forwards, backwards = (sum(passes) for passes in zip(*pairs, strict=True))
-    for operation, phase, what, source in rows:
+    for operation, phase, description, source in rows:
         calls = forwards if phase is _FORWARD else backwards
         beside = phase is _BACKWARD and source.startswith(_LINEAR)
-        yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), source, beside)
+        yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), source, beside)
 
 
-def depth_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """What multi-token prediction adds to the last stage's layers: each depth embeds the tokens ahead
-    and joins them with the hidden states."""
-    yield from _times(spec.shape.depths, embedding_collectives(spec))
-    if spec.shape.mtp_depth:
-        yield from _times(spec.shape.mtp_depth, layer_collectives(spec.joining))
+def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the calls of multi-token prediction on the last stage: embeddings and joining of each
+    layer.
+    """
+    yield from _repeat_calls(spec.shape.total_mtp_layers, embedding_collectives(spec))
+    if spec.shape.mtp_layers:
+        yield from _repeat_calls(spec.shape.mtp_layers, layer_collectives(spec.mtp_joining_spec))
 
 
-def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Of the projection that a depth of multi-token prediction begins with: column-parallel, of a tensor
-    twice as wide; its output is gathered by columns, and under SP split by tokens, which backward
-    gathers (`multi_token_prediction.py: _concat_embeddings`)."""
+def _mtp_joining_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
+    """Yield the calls of the projection that joins hidden states with the embeddings of following
+    tokens.
+
+    The projection is column-parallel, and its input is twice as wide. Its output is gathered by
+    columns, and under SP split by tokens, which backward gathers (`multi_token_prediction.py:
+    _concat_embeddings`).
+    """
     forwards, backwards = layer_passes(spec)
     whole = hidden_bytes(spec)
-    reduced, what = _REDUCE, "input gradients of the projection of tokens ahead"
+    reduced, description = _REDUCE, "input gradients of the projection of tokens ahead"
     if spec.parallelism.sequence_parallel:
         reduced, source = _SCATTER, f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward"
         joined = "hidden states joined with tokens ahead"
@@ -110,16 +116,19 @@ def _joining(spec: RunSpec) -> Iterator[CollectiveCall]:
         whole,
         f"{_MAPPINGS}: _GatherFromModelParallelRegion",
     )
-    yield _call(spec, reduced, _BACKWARD, what, backwards, 2 * whole, _LINEAR, True)
+    yield _call(spec, reduced, _BACKWARD, description, backwards, 2 * whole, _LINEAR, True)
 
 
-def _times(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
+def _repeat_calls(times: int, calls: Iterator[CollectiveCall]) -> Iterator[CollectiveCall]:
+    """Return the calls, each `times` times as often."""
     return (call._replace(calls=times * call.calls) for call in calls)
 
 
 def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
-    """For each column-parallel matrix with a row-parallel one behind it (attention, a mixer, an MLP, the
-    expert that every token passes) the modules that it is recomputed with."""
+    """Yield the modules that recompute each pair of a column-parallel and a row-parallel matrix.
+
+    Pairs belong to attention or a mixer, to an MLP, and to a shared expert.
+    """
     if shape.blocks not in (MLP, EXPERTS):
         yield ()
     if shape.shared_expert_ffn and shape.blocks in ("", EXPERTS):
@@ -129,7 +138,11 @@ def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
 
 
 def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Learned positions are added after the reduction, so SP all-reduces here and then splits."""
+    """Yield the calls of the embedding.
+
+    Learned positions are added after the reduction. So under SP the embeddings are then all-reduced
+    and split afterwards, instead of reduce-scattered.
+    """
     sequence_parallel = spec.parallelism.sequence_parallel
     operation = _SCATTER if sequence_parallel and not spec.shape.positions else _REDUCE
     source = "tensor_parallel/layers.py: VocabParallelEmbedding.forward"
@@ -137,13 +150,17 @@ def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     yield _call(spec, operation, _FORWARD, "word embeddings", calls, whole, source)
     if sequence_parallel:
         source = f"{_MAPPINGS}: _ScatterToSequenceParallelRegion.backward"
-        what = "gradients of the embeddings"
-        yield _call(spec, _GATHER, _BACKWARD, what, calls, whole, source)
+        description = "gradients of the embeddings"
+        yield _call(spec, _GATHER, _BACKWARD, description, calls, whole, source)
 
 
 def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """The output layer's input and its gradient, and three numbers a token for the loss; with tokens
-    ahead once for each depth, and each rank's best guess, to count those that were right."""
+    """Yield the calls of the output layer's input and gradient, and of the loss: three numbers per
+    token.
+
+    With multi-token prediction, they occur once more per MTP layer. Each rank's largest logit is
+    gathered too, to count correct predictions.
+    """
     rows = [(_REDUCE, _BACKWARD, "input gradients of the output layer")]
     if spec.parallelism.sequence_parallel:
         rows = [
@@ -151,46 +168,53 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
             (_GATHER, _BACKWARD, "input of the output layer again"),
             (_SCATTER, _BACKWARD, "input gradients of the output layer"),
         ]
-    calls, depths = spec.microbatches * spec.shape.predicted, spec.shape.depths
-    for operation, phase, what in rows:
+    calls, depths = spec.microbatches * spec.shape.predicted_tokens, spec.shape.total_mtp_layers
+    for operation, phase, description in rows:
         beside = phase is _BACKWARD
-        yield _call(spec, operation, phase, what, calls, hidden_bytes(spec), _LINEAR, beside)
+        yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), _LINEAR, beside)
     # Maximum, target's logit and sum of exponentials: three fp32 numbers a token.
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
-    what, payload = "vocabulary-parallel cross entropy", _FP32 * spec.tokens
-    yield _call(spec, _REDUCE, _FORWARD, what, 3 * calls, payload, source)
+    description, payload = "vocabulary-parallel cross entropy", _FP32 * spec.micro_batch_tokens
+    yield _call(spec, _REDUCE, _FORWARD, description, 3 * calls, payload, source)
     if not depths:
         return
     source = "transformer/multi_token_prediction.py: _vocab_parallel_argmax"
-    each, guesses = spec.microbatches * depths, spec.parallelism.tensor * spec.tokens
-    for what, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
-        yield _call(spec, _GATHER, _FORWARD, what, each, width * guesses, source)
+    calls_per_mtp_layer, guesses = (
+        spec.microbatches * depths,
+        spec.parallelism.tensor * spec.micro_batch_tokens,
+    )
+    for description, width in (("largest logits", spec.element_bytes), ("their tokens", _INT64)):
+        yield _call(
+            spec, _GATHER, _FORWARD, description, calls_per_mtp_layer, width * guesses, source
+        )
 
 
 def batch_collectives(
-    spec: RunSpec, first: bool, last: bool, megatron: Megatron
+    spec: RunSpec, first: bool, last: bool, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """TP rank 0 reads the data and broadcasts it, before CP cuts the sequence.
+    """Yield the broadcasts of the batch: TP rank 0 reads the data, before CP splits the sequence.
 
-    0.19 reads once a micro batch; f4fa7d6b reads for every virtual stage of the end ranks. Who predicts
-    tokens ahead needs the tokens themselves.
+    0.19 reads once per micro batch; f4fa7d6b reads for every virtual stage of the first and last
+    ranks. The last stage needs the tokens too if it predicts several tokens.
     """
-    virtual = spec.parallelism.virtual_stages if megatron is Megatron.F4FA7D6B else 1
+    virtual = spec.parallelism.virtual_stages if megatron is MegatronVersion.F4FA7D6B else 1
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
     tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
-    if first or (last and spec.shape.mtp_depth):
+    if first or (last and spec.shape.mtp_layers):
         tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
     if last:
         tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
-    for what, payload in tensors:
+    for description, payload in tensors:
         calls, source = virtual * spec.microbatches, "get_batch_on_this_tp_rank"
-        broadcast, moved = Operation.BROADCAST, f"batch: {what}"
+        broadcast, moved = Operation.BROADCAST, f"batch: {description}"
         yield _call(spec, broadcast, Phase.DATA, moved, calls, payload, source)
 
 
-def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """SP leaves norms, row-parallel biases and routers with partial gradients: one all-reduce."""
+def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+    """Yield the all-reduce of gradients that SP leaves partial: norms, row-parallel biases and
+    routers.
+    """
     if not spec.parallelism.sequence_parallel:
         return
     elements = partial_gradient_elements(spec, pipeline_rank)
@@ -200,27 +224,36 @@ def partial_gradients(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveC
         Phase.GRADIENT_SYNC,
         "gradients of norms, row-parallel biases and routers",
         1,
-        precision_of(spec).gradients * elements,
+        bytes_per_parameter(spec).gradients * elements,
         "distributed/finalize_model_grads.py: _allreduce_non_tensor_model_parallel_grads",
     )
 
 
 def hidden_bytes(spec: RunSpec) -> int:
-    """U: the hidden states of one micro batch on one CP rank, whole over TP."""
-    return spec.element_bytes * spec.tokens * spec.shape.hidden
+    """Return the bytes of the hidden states of one micro batch on one CP rank, not split over TP."""
+    return spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
 
 
 def _call(
     spec: RunSpec,
     operation: Operation,
     phase: Phase,
-    what: str,
+    description: str,
     calls: int,
     payload: int,
     source: str,
-    hideable: bool = False,
+    overlappable: bool = False,
 ) -> CollectiveCall:
+    """Return calls over the TP group."""
     group = Group.TENSOR
     return collective(
-        spec, group, operation, phase, what, calls, payload, source, hideable=hideable
+        spec,
+        group,
+        operation,
+        phase,
+        description,
+        calls,
+        payload,
+        source,
+        overlappable=overlappable,
     )

@@ -1,8 +1,8 @@
-"""Every trainer whose log is known: one file each, and a file that is here is used.
+"""Dialects of logs: one file per trainer. Every file in this folder is used.
 
-A file names its `DIALECT`. A `LineFormat` takes an iteration's line apart; trainers that print the same
-line with other names share one and add their names. Everything else that a line says is a `Fact`; `News`
-says which lines do. How one is added: "A log dialect" in CONTRIBUTING.md.
+A file defines `DIALECT`. A `LineFormat` parses the line of an iteration. Trainers that print the same line with other
+names share a format and add their names. Everything else that a line states is a `Fact`; an `EventReader` says which
+lines state one. "A log dialect" in CONTRIBUTING.md says how to add a trainer.
 """
 
 from __future__ import annotations
@@ -21,121 +21,130 @@ from parakit.logs.iterations import EXTRA_METRIC_PREFIX, MEAN_SECONDS, Iteration
 from parakit.logs.scraped import Fact, Generation
 
 Names = Mapping[str, tuple[str, int]]
-"""By a number's name in a line: its field of an `Iteration`, and the power of ten of its unit."""
+"""Fields of `Iteration` and powers of ten of the units, by the name of a number in a line."""
 
 
 class LineField(NamedTuple):
-    """One number of an iteration's line."""
+    """One number in the line of an iteration."""
 
     field: str
-    """Of an `Iteration`, or `OTHER` and the name; empty for what is not read."""
+    """Field of `Iteration`, or EXTRA_METRIC_PREFIX with the printed name; empty for text that is not read."""
     value: int | float | None
     start: int = 0
-    """Where the text of the value begins in the line."""
+    """Position in the line at which the text of the value begins."""
     stop: int = 0
-    """Where it ends. Lines whose fields all have a place are read as columns (`layouts.py`)."""
+    """Position at which the text ends. If all fields have positions, lines are read by column (`layouts.py`)."""
     power: int = 0
-    """Of ten, by which the number as printed is multiplied."""
+    """Power of ten by which the printed number is multiplied."""
 
 
-class FoundIteration(NamedTuple):
-    """An iteration as a line tells it."""
+class ParsedIteration(NamedTuple):
+    """An iteration that was parsed from a line."""
 
     iteration: Iteration
     start: int
-    """Where its text begins in the line."""
+    """Position in the line at which the text of the iteration begins."""
     fields: Sequence[LineField]
-    """All that its text holds, what is not read included."""
+    """All numbers of the text, also those that are not read."""
     stamp: str = ""
-    """Date and time, as printed."""
+    """Date and time as printed; empty if there is none."""
     generation: Generation = Generation()
     at_ms: float | None = None
-    """When it ended, on the trainer's clock, where a line before it is needed for its time."""
+    """End of the iteration on the trainer's clock, if an earlier line is needed for its duration; else None."""
     counts: Mapping[str, float] = {}
-    """What had been trained by then, by the trainer's names, where a line before it says since when."""
+    """Counts at the end of the iteration, by the trainer's names, if an earlier line has those at its start."""
     by_arguments: Callable[[Mapping[str, str]], Iteration | None] | None = None
-    """Makes it of the log's arguments, where its number cannot be told without; None: not of these."""
+    """Function that returns the iteration for the log's arguments, if its number follows only from these.
+
+    None as its result means that the number cannot be found with these arguments."""
 
 
 class LineFormat(ABC):
-    """How an iteration's line is recognised and taken apart.
+    """Parser of the lines of iterations in one format.
 
     Args:
-        names: What its numbers are called, by all dialects that print it.
+        names: Names of the numbers in all dialects with this format.
     """
 
     mark: ClassVar[bytes]
-    """Each such line holds it; most other lines do not."""
+    """Text in every line of this format, and in few other lines."""
     opening: ClassVar[re.Pattern[str]]
-    """How an iteration's text begins, mark first: a line is never cut behind it."""
+    """Pattern of the beginning of an iteration's text, the mark first. A line is never cut after it."""
     rank: ClassVar[int] = 1
-    """A log is of one format: of several in it, the one with the lowest rank."""
+    """Priority of the format. A log has one format: of several, the one with the lowest rank is read."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
         self.word = self.mark.decode()
 
     @abstractmethod
-    def find(self, line: str) -> list[FoundIteration]:
-        """Every iteration of a line, in order."""
+    def find(self, line: str) -> list[ParsedIteration]:
+        """Return the iterations in a line, in order; empty if there are none."""
 
 
 _PAIR = re.compile(
     r"""['"]([^'"]{1,80})['"]: ['"]?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)(?=['"]?[,}])"""
 )
-"""A number in a dictionary as Python or JSON writes it, with its name."""
-_OF_A_POLICY = re.compile(r"reward|\bkl\b|advantage|polic|completion", re.IGNORECASE)
+"""Pattern of a name and a number in a dictionary of Python or JSON."""
+_POLICY_METRIC = re.compile(r"reward|\bkl\b|advantage|polic|completion", re.IGNORECASE)
 
 
-def is_of_a_policy(names: Iterable[str]) -> bool:
-    """Whether numbers of these names are of reinforcement learning, whose loss is a policy's."""
-    return any(map(_OF_A_POLICY.search, names))
+def are_policy_metrics(names: Iterable[str]) -> bool:
+    """Return True if a name belongs to reinforcement learning, whose loss is that of a policy."""
+    return any(map(_POLICY_METRIC.search, names))
 
 
 class MetricsLine(LineFormat):
-    """A line of many named numbers, of which few are an `Iteration`'s; usually they are a dictionary."""
+    """Format of a line with many named numbers, usually a dictionary, of which few are fields of `Iteration`."""
 
     trainer: ClassVar[str]
     number: ClassVar[re.Pattern[str] | None] = None
-    """The iteration's, and of how many it is, where the opening does not say it."""
+    """Pattern of the iteration's number and of the number of iterations; None if they are in `opening`."""
     metric: ClassVar[re.Pattern[str]] = _PAIR
-    """Name and number."""
+    """Pattern of a name and its number."""
     end: ClassVar[str] = "}"
-    """What ends its text before the line ends."""
+    """Text that ends an iteration before the end of the line; empty if there is none."""
 
-    def find(self, line: str) -> list[FoundIteration]:
-        """The steps of a line, each of its own text: several lines may be glued together."""
+    def find(self, line: str) -> list[ParsedIteration]:
+        """Return the steps in a line, in order. Several lines may be joined to one."""
         starts = [match.start() for match in self.opening.finditer(line)]
         steps = []
-        for start, stop in pairwise([*starts, len(line)]):
-            end = line.find(self.end, start, stop) if self.end else -1
-            steps.append(self._step(line[start : stop if end < 0 else end + 1], start))
-        return [step for step in steps if step]
+        for start, next_start in pairwise([*starts, len(line)]):
+            end = line.find(self.end, start, next_start) if self.end else -1
+            stop = next_start if end < 0 else end + 1
+            step = self._parse_step(line[start:stop], start)
+            if step:
+                steps.append(step)
+        return steps
 
     def numbers(self, text: str) -> dict[str, str]:
-        """Every number of a step by its name."""
+        """Return the numbers of a step by name, as text."""
         return dict(self.metric.findall(text))
 
-    def _step(self, text: str, start: int) -> FoundIteration | None:
-        count, numbers = (self.number or self.opening).search(text), self.numbers(text)
+    def _parse_step(self, text: str, start: int) -> ParsedIteration | None:
+        """Return the step in a text that begins at `start` of its line; None without number or time."""
+        step_number = (self.number or self.opening).search(text)
+        numbers = self.numbers(text)
         times = [
             LineField(field, float(numbers[name]) * 10**power)
             for name, (field, power) in self.names.items()
             if name in numbers and field in ("elapsed_ms", MEAN_SECONDS)
         ]
-        if count is None or not times:
+        if step_number is None or not times:
             return None
-        found = [LineField(name, int(digits)) for name, digits in count.groupdict().items()]
-        found.append(times[0])
-        # Times are kept as printed too, and so is the loss of a policy, which is no language model's.
-        own = {"elapsed_ms", "lm_loss"} if is_of_a_policy(numbers) else {"elapsed_ms"}
+        fields = [LineField(name, int(digits)) for name, digits in step_number.groupdict().items()]
+        fields.append(times[0])
+        # These numbers also keep their printed names. The loss of a policy is no loss of a language model.
+        kept_as_printed = {"elapsed_ms"}
+        if are_policy_metrics(numbers):
+            kept_as_printed.add("lm_loss")
         for name, digits in islice(numbers.items(), _MAX_METRICS):
             field, power = self.names.get(name, (EXTRA_METRIC_PREFIX + name, 0))
-            if field in own:
+            if field in kept_as_printed:
                 field, power = EXTRA_METRIC_PREFIX + name, 0
-            found.append(LineField(field, float(digits) * 10**power))
+            fields.append(LineField(field, float(digits) * 10**power))
         generation = Generation(self.trainer, "steps")
-        return FoundIteration(iteration_of(found), start, found, generation=generation)
+        return ParsedIteration(make_iteration(fields), start, fields, generation=generation)
 
 
 _MAX_METRICS = 200
@@ -143,83 +152,85 @@ _ReadFacts = Callable[[str], Iterable[Fact]]
 
 
 @dataclass(frozen=True)
-class News:
-    """Lines that say something beside iterations."""
+class EventReader:
+    """Reader of lines that state something besides iterations."""
 
     mark: str
-    """Each holds it; empty: any line between iterations may say it."""
+    """Text in every such line; empty if any line between iterations may be one."""
     read: _ReadFacts
 
 
-def every(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
-    """Reads a fact of each match: lines of several ranks may be glued together."""
+def read_every_match(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
+    """Return a reader of a fact from every match in a line. Lines of several ranks may be joined to one."""
     compiled = re.compile(pattern)
     return lambda line: filter(None, map(fact, compiled.finditer(line)))
 
 
-def first(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
-    """Reads a fact of the first match of a line."""
+def read_first_match(pattern: str, fact: Callable[[re.Match[str]], Fact | None]) -> _ReadFacts:
+    """Return a reader of a fact from the first match in a line."""
     compiled = re.compile(pattern)
     return lambda line: filter(None, map(fact, islice(compiled.finditer(line), 1)))
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One trainer's log."""
+    """Description of the logs of one trainer."""
 
     name: str
     line: type[LineFormat] | None = None
     names: Names = field(default_factory=dict)
-    """What it calls the numbers of that line."""
-    news: tuple[News, ...] = ()
+    """Names of the numbers in that line."""
+    events: tuple[EventReader, ...] = ()
     starts: tuple[str, ...] = ()
-    """Patterns of lines with which training starts, also again."""
+    """Patterns of lines with which training starts or restarts."""
     arguments: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
-    """Gives printed arguments the names and values that Megatron has today."""
+    """Function that returns printed arguments with Megatron's present names and values."""
     unread: tuple[tuple[str, str, re.Pattern[str]], ...] = ()
-    """Trainers that are recognised and not read: name, why not, a line that only they print."""
+    """Trainers whose logs are recognised and not read: name, reason, and pattern of a line."""
 
 
 @cache
-def dialects() -> tuple[Dialect, ...]:
-    """What the files of this folder say."""
+def load_dialects() -> tuple[Dialect, ...]:
+    """Return the dialects of all files in this folder."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return tuple(import_module(f"{__name__}.{name}").DIALECT for name in names)
 
 
 @cache
-def line_formats() -> tuple[LineFormat, ...]:
-    """Every format with its names; of several in one log the first is read."""
-    lines = dict.fromkeys(each.line for each in dialects() if each.line)
-    return tuple(
-        line({k: v for each in dialects() if each.line is line for k, v in each.names.items()})
-        for line in sorted(lines, key=lambda line: line.rank)
-    )
+def load_line_formats() -> tuple[LineFormat, ...]:
+    """Return all formats with the names of their dialects. Of several in one log the first is read."""
+    names_by_format: dict[type[LineFormat], dict[str, tuple[str, int]]] = {}
+    for dialect in load_dialects():
+        if dialect.line:
+            names_by_format.setdefault(dialect.line, {}).update(dialect.names)
+    formats = sorted(names_by_format, key=lambda format_: format_.rank)
+    return tuple(format_(names_by_format[format_]) for format_ in formats)
 
 
-def iteration_of(fields: Iterable[LineField]) -> Iteration:
-    """The iteration that a line's numbers make."""
+def make_iteration(fields: Iterable[LineField]) -> Iteration:
+    """Return the iteration with the numbers of a line."""
     values: dict[str, int | float | None] = {}
-    others: dict[str, float] = {}
+    extra_metrics: dict[str, float] = {}
     for name, value, *_ in fields:
         if name.startswith(EXTRA_METRIC_PREFIX):
             if value is not None:
-                others[name.removeprefix(EXTRA_METRIC_PREFIX)] = value
+                extra_metrics[name.removeprefix(EXTRA_METRIC_PREFIX)] = value
         elif name:
             values[name] = value
-    return Iteration(**values, extra_metrics=others or None)  # type: ignore[arg-type]
+    return Iteration(**values, extra_metrics=extra_metrics or None)  # type: ignore[arg-type]
 
 
 def find_iterations(text: str) -> list[Iteration]:
-    """Every iteration in a piece of a log, in order of appearance."""
-    for line in line_formats():
-        if line.word in text and (found := line.find(text)):
-            return [each.iteration for each in found]
+    """Return the iterations in a part of a log, in order, by the first format that has any."""
+    for format_ in load_line_formats():
+        iterations = format_.find(text) if format_.word in text else []
+        if iterations:
+            return [parsed.iteration for parsed in iterations]
     return []
 
 
-def canonical(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Printed arguments under Megatron's present names."""
-    for dialect in dialects():
+def canonicalise_arguments(arguments: Mapping[str, str]) -> dict[str, str]:
+    """Return the printed arguments of any trainer under Megatron's present names."""
+    for dialect in load_dialects():
         arguments = dialect.arguments(arguments)
     return dict(arguments)

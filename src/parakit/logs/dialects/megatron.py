@@ -1,8 +1,7 @@
-"""Megatron-LM, 1 (2019) to 0.19: the line that its relatives print too, and what it says beside it.
+"""Dialect of Megatron-LM, from 1 (2019) to 0.19: its iteration line, which its relatives print too, and its events.
 
-Lines of several ranks share one stream and may be glued together, so a line is searched for,
-never anchored; a field counts only if its closing bar is there: a cut number is dropped, not kept
-shortened.
+Ranks write into one stream, so their lines may be joined to one. An iteration is therefore searched anywhere in a
+line. A number counts only if the bar after it is there: a number that was cut off is dropped.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from decimal import Decimal
 
 from parakit.logs.dialects import (
     Dialect,
-    FoundIteration,
+    EventReader,
     LineField,
     LineFormat,
     Names,
-    News,
-    every,
-    first,
-    is_of_a_policy,
-    iteration_of,
+    ParsedIteration,
+    are_policy_metrics,
+    make_iteration,
+    read_every_match,
+    read_first_match,
 )
-from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration, dtype_of
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration, find_dtype
 from parakit.logs.scraped import (
     ArgumentList,
     CheckpointEvent,
@@ -42,17 +41,17 @@ from parakit.logs.scraped import (
 )
 
 SECONDS = Generation("Megatron", "0.7 to 0.15")
-"""Time stamps in seconds; the first line comes with the log interval."""
+"""Versions with time stamps in seconds. The first line comes after the log interval."""
 MICROSECONDS = Generation("Megatron", "0.16 to 0.18", averages_second_line=True)
-"""Time stamps in microseconds; iteration 1 is always printed, without resetting its timer."""
+"""Versions with time stamps in microseconds. Iteration 1 is always printed, and its timer is not reset."""
 MICROSECONDS_GTP = Generation("Megatron", "0.19", averages_second_line=True)
-"""As 0.16; parameters are listed by (tensor, gtp_weight_remat, pipeline)."""
+"""Version that lists parameters by (tensor, gtp_weight_remat, pipeline); otherwise like 0.16."""
 
 _MARK = "iteration"
 _START = re.compile(r"iteration(?:\s{1,12}|= {0,12})(\d{1,12})\s{0,4}/\s{0,12}(\d{1,12})\s{0,4}\|")
 _STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,6})?\]")
-_STAMP_WITHIN = 64
-"""Characters before the iteration."""
+_STAMP_DISTANCE = 64
+"""Most characters between a time stamp and the iteration."""
 _NAMES: Names = {
     "consumed samples": ("consumed_samples", 0),
     "skipped samples": ("skipped_samples", 0),
@@ -70,18 +69,19 @@ _NAMES: Names = {
     "number of skipped iterations": ("skipped_iterations", 0),
     "number of nan iterations": ("nan_iterations", 0),
 }
-"""A blank, `_` and `-` in a name are the same."""
+"""Fields by name. A blank, `_` and `-` in a name are equal."""
 _IN_PLACE_OF_LM_LOSS = "loss"
-"""Some forks call it so; beside an `lm loss` it is another loss, and so it is of a policy."""
+"""Name of the loss in some forks. With an `lm loss`, or with metrics of a policy, it is another loss."""
 _EPOCH = re.compile(r"\bepoch:? {0,4}(\d{1,6}),? {0,4}\Z", re.IGNORECASE)
-_WITHIN = 24
-"""Characters before the iteration in which its epoch stands."""
+_EPOCH_DISTANCE = 24
+"""Most characters between an epoch and the iteration."""
 _UNCLOSED = re.compile(
     r" {0,4}(?:(?:reduced_train_loss|train_step_timing in s|grad_norm): {1,8}"
     r"(?=[\d.]{5})\d{1,9}\.\d{1,9}|grad norm: {1,8}\d{1,9}\.\d{3})\s{0,8}\Z"
 )
-"""The last number of a line that some trainers close with no bar: NeMo writes four digits of it and
-Megatron three decimals of this one; with fewer it was cut."""
+"""Last number of a line, after which some trainers write no bar.
+
+NeMo writes at least four digits, and Megatron three decimals of its gradient norm. With fewer it was cut off."""
 _MAX_INTEGER = 10**18
 _MAX_NUMBER = 1e100
 _MAX_OTHER = 64
@@ -90,7 +90,7 @@ _NOT_LOSSES = frozenset(
     {"allocated", "max allocated", "reserved", "max reserved", "total device memory used"}
 )
 _JOINT = re.compile(r"[ _-]{1,80}")
-# A second number is the mean so far (Primus); a unit behind the number is GPT-NeoX's.
+# Primus writes the mean so far after a number, and GPT-NeoX a unit.
 _VALUE = re.compile(
     r"\s{0,80}([-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:e[-+]?\d{1,6})?|[-+]?(?:nan|inf))"
     r"(?:/\s?[\d.]{1,40}|\s\(avg [\d.]{1,40}\)|([GTP])FLOPS)?\s{0,80}\Z",
@@ -98,7 +98,7 @@ _VALUE = re.compile(
 )
 _UNITS = {None: 0, "G": -3, "T": 0, "P": 3}
 
-# Beside iterations.
+# Patterns of events.
 NUMBER = r"([-+]?(?:\d{1,18}(?:\.\d{0,18})?(?:[eE][-+]?\d{1,3})?|nan|inf))"
 MEMORY_OF_RANK = r"\[Rank (\d{1,6})\] \((?:after (\d{1,12}) iterations|[^)]{0,200})\) memory "
 _MAX_MIB = 1e12
@@ -123,7 +123,7 @@ _TIMER = re.compile(
     rf"(?<![\w/-])([A-Za-z][\w/-]{{1,60}}) \.{{1,60}}: (?:\({NUMBER}, {NUMBER}\)|{NUMBER}(?![\d.,]))"
 )
 _OLD_TIMERS = "time (ms) |"
-# Two decimals are all that was printed, so that a cut number is known by having fewer.
+# These times have two decimals. A number with fewer was cut off.
 _OLD_TIMER = re.compile(r"([A-Za-z][\w/ -]{1,60}): (\d{1,12}\.\d\d)(?= \||\s*\Z)")
 _VALIDATION = r"validation\S{0,60} loss at ((?:the end of training|iteration)[^|]{0,160})\|"
 _VALIDATION_VALUE = re.compile(rf"([A-Za-z][\w ]{{0,40}}?) value: {NUMBER} \|")
@@ -138,11 +138,13 @@ _EXIT = (
 )
 _ARGUMENT = re.compile(r"(?<!\w)([A-Za-z_]\w{0,80}) \.{1,60} ")
 _OTHER_LINE = re.compile(r"(?<=\S)> (?=[a-z])")
-"""Where another rank's `> setting …` ran into it: unbuffered, Python writes a line's end apart."""
+"""Beginning of another rank's line `> setting …` in this line.
+
+Unbuffered, Python writes a line and its end separately."""
 _PADDED = r"> padded vocab \(size: (\d{1,9})\) with \d{1,9} dummy tokens"
 _HEADING = r"--- (?:(?!end of )[\w-]{1,40} ){0,3}(?i:arguments) ---"
 _END_OF_ARGUMENTS = re.compile(r"--- end of (?:[\w-]{1,40} ){0,3}arguments ---", re.IGNORECASE)
-"""MindSpeed-LLM's are `MindSpeed-LLM Arguments`."""
+"""End of a list of arguments, also of `MindSpeed-LLM Arguments`."""
 _IN_A_NOTEBOOK = re.compile(r'\\n",?\s*\Z')
 _MAX_VALUE = 4000
 _TELLING = re.compile(
@@ -152,14 +154,14 @@ _TELLING = re.compile(
 )
 _OLD_ARGUMENTS = {
     "linear_attention_type": "experimental_attention_variant",
-    # Of 2019 and 2020.
+    # Names in 2019 and 2020.
     "model_parallel_size": "tensor_model_parallel_size",
     "batch_size": "micro_batch_size",
 }
 
 
 class BarLine(LineFormat):
-    """`iteration N/ M | name: value | …`, which all relatives print."""
+    """Format `iteration N/ M | name: value | …`, which all relatives of Megatron print."""
 
     mark = _MARK.encode()
     opening = re.compile(r"iteration[ =]{1,12}\d{1,12} {0,4}/")
@@ -167,94 +169,116 @@ class BarLine(LineFormat):
 
     def __init__(self, names: Names) -> None:
         super().__init__(names)
-        self._fields = {_key(text): known for text, known in names.items()}
-        # As they are usually printed, so that most names are found without being rewritten.
-        self._fields |= {f" {text}": known for text, known in names.items()}
+        self._fields = {_normalise_name(name): field for name, field in names.items()}
+        # The usual spellings, so that most names are found without normalising them.
+        self._fields |= {f" {name}": field for name, field in names.items()}
 
-    def find(self, line: str) -> list[FoundIteration]:
-        """Every iteration of a line, in order."""
-        found: list[FoundIteration] = []
+    def find(self, line: str) -> list[ParsedIteration]:
+        """Return the iterations in a line, in order; empty if there are none."""
+        iterations: list[ParsedIteration] = []
         start = _START.search(line)
         while start is not None:
-            # The quick look first: most lines hold one iteration, and a regex is slower to say so.
-            more = line.find(_MARK, start.end()) >= 0
-            following = _START.search(line, start.end()) if more else None
-            stop = following.start() if following else len(line)
-            fields = [*_numbers_of(line, start), *self._parts(line, start.end(), stop)]
-            iteration = iteration_of(fields)
-            if _is_whole(iteration):
-                # The first `[date time]` before it, and whose it is: some count microseconds.
-                before = max(0, start.start() - _STAMP_WITHIN)
-                stamp = _STAMP.search(line, before, start.start())
-                text = stamp[1] + (stamp[2] or "") if stamp else ""
-                of = (MICROSECONDS if stamp[2] else SECONDS) if stamp else Generation()
-                found.append(FoundIteration(iteration, start.start(), fields, text, of))
-            start = following
-        return found
+            # Most lines hold one iteration, and a text is searched faster than a pattern.
+            has_more = line.find(_MARK, start.end()) >= 0
+            next_start = _START.search(line, start.end()) if has_more else None
+            stop = next_start.start() if next_start else len(line)
+            fields = [
+                *_read_iteration_numbers(line, start),
+                *self._read_parts(line, start.end(), stop),
+            ]
+            iteration = make_iteration(fields)
+            if _is_complete(iteration):
+                # Time stamps in microseconds show a newer version.
+                first = max(0, start.start() - _STAMP_DISTANCE)
+                stamp = _STAMP.search(line, first, start.start())
+                text, generation = "", Generation()
+                if stamp:
+                    text = stamp[1] + (stamp[2] or "")
+                    generation = MICROSECONDS if stamp[2] else SECONDS
+                iterations.append(
+                    ParsedIteration(iteration, start.start(), fields, text, generation)
+                )
+            start = next_start
+        return iterations
 
-    def _parts(self, line: str, start: int, stop: int) -> list[LineField]:
-        """The parts of an iteration's text that are closed by a bar."""
+    def _read_parts(self, line: str, start: int, stop: int) -> list[LineField]:
+        """Return the numbers between `start` and `stop` of a line that a bar closes."""
         end = line.find("\n", start, stop)
         stop = end if end >= 0 else stop
-        parts = []
-        others = 0
-        last = line.rfind("|", start, stop) + 1
-        if last and _UNCLOSED.match(line[last:stop]):
+        last_part = line.rfind("|", start, stop) + 1
+        if last_part and _UNCLOSED.match(line[last_part:stop]):
             line, stop = f"{line[:stop]}|", stop + 1
+        parts = []
+        num_extra = 0
         while (bar := line.find("|", start, stop)) >= 0:
             colon = line.rfind(":", start, bar)
             if colon >= 0:
-                part = self._part(line[start:colon], line[colon + 1 : bar], colon + 1)
-                others += part.field.startswith(EXTRA_METRIC_PREFIX)
-                parts.append(part if others <= _MAX_OTHER else LineField("", None, colon + 1, bar))
+                part = self._read_part(line[start:colon], line[colon + 1 : bar], colon + 1)
+                num_extra += part.field.startswith(EXTRA_METRIC_PREFIX)
+                if num_extra > _MAX_OTHER:
+                    part = LineField("", None, colon + 1, bar)
+                parts.append(part)
             start = bar + 1
         names = {part.field for part in parts}
-        if "lm_loss" not in names and not is_of_a_policy(names):
-            own = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
-            parts = [p._replace(field="lm_loss") if p.field == own else p for p in parts]
+        if "lm_loss" not in names and not are_policy_metrics(names):
+            other_name = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
+            parts = [
+                part._replace(field="lm_loss") if part.field == other_name else part
+                for part in parts
+            ]
         return parts
 
-    def _part(self, name: str, text: str, start: int) -> LineField:
-        known = self._fields.get(name) or self._fields.get(_key(name))
+    def _read_part(self, name: str, text: str, start: int) -> LineField:
+        """Return the number of one part; its value is None, and its field may be empty, if it is not read.
+
+        `start` is the position of `text` in the line.
+        """
+        known_field = self._fields.get(name) or self._fields.get(_normalise_name(name))
         stop = start + len(text)
         match = _VALUE.match(text)
-        if known is None:
-            short = name.strip()
-            plain = match and match.end(1) == len(text.rstrip()) and short not in _NOT_LOSSES
-            known = (EXTRA_METRIC_PREFIX + short if plain and _OTHER_NAME.match(short) else "", 0)
-        field, power = known
+        if known_field is None:
+            plain_name = name.strip()
+            is_plain_number = match and match.end(1) == len(text.rstrip())
+            is_metric = is_plain_number and plain_name not in _NOT_LOSSES
+            if is_metric and _OTHER_NAME.match(plain_name):
+                known_field = (EXTRA_METRIC_PREFIX + plain_name, 0)
+            else:
+                known_field = ("", 0)
+        field, power = known_field
         if match is None or not field:
             return LineField(field, None, start, stop)
         power += _UNITS[match[2] and match[2].upper()]
-        whole = dtype_of(field) is dtype_of("iteration")
-        return LineField(
-            field, (_integer if whole else _number)(match[1], power), start, stop, power
-        )
+        is_integer = find_dtype(field) is find_dtype("iteration")
+        value = _parse_integer(match[1], power) if is_integer else _parse_float(match[1], power)
+        return LineField(field, value, start, stop, power)
 
 
-def _key(name: str) -> str:
+def _normalise_name(name: str) -> str:
+    """Return a name in lower case, with one blank for each group of blanks, `_` and `-`."""
     return _JOINT.sub(" ", name.strip()).casefold()
 
 
-def _numbers_of(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
-    """The iteration, behind "iteration" or "iteration=", and of how many it is."""
-    first = start.start() + len(_MARK) + (line[start.start() + len(_MARK)] == "=")
+def _read_iteration_numbers(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
+    """Return the number of the iteration after "iteration" or "iteration=", and the number of iterations."""
+    begin = start.start() + len(_MARK) + (line[start.start() + len(_MARK)] == "=")
     slash = line.index("/", start.end(1))
-    epoch = _EPOCH.search(line[max(0, start.start() - _WITHIN) : start.start()])
+    epoch = _EPOCH.search(line[max(0, start.start() - _EPOCH_DISTANCE) : start.start()])
     if epoch and int(epoch[1]):
-        # Counted from 0 to the last in each epoch; without a place, because digits do not show it.
-        earlier = int(epoch[1]) * (int(start[2]) + 1)
+        # Each epoch counts from 0 to its last iteration. The field gets no position, because the digits in the
+        # line are not the number of the iteration.
+        earlier_iterations = int(epoch[1]) * (int(start[2]) + 1)
         return (
-            LineField("iteration", earlier + int(start[1])),
+            LineField("iteration", earlier_iterations + int(start[1])),
             LineField("total_iterations", None),
         )
     return (
-        LineField("iteration", int(start[1]), first, start.end(1)),
+        LineField("iteration", int(start[1]), begin, start.end(1)),
         LineField("total_iterations", int(start[2]), slash + 1, start.end(2)),
     )
 
 
-def _integer(text: str, power: int) -> int | None:
+def _parse_integer(text: str, power: int) -> int | None:
+    """Return an integer; None if the text is none, is too large, or has a unit."""
     try:
         number = int(text)
     except ValueError:
@@ -262,110 +286,145 @@ def _integer(text: str, power: int) -> int | None:
     return number if not power and -_MAX_INTEGER < number < _MAX_INTEGER else None
 
 
-def _number(text: str, power: int) -> float | None:
-    # Shifting the decimal point rounds once, multiplying would a second time.
+def _parse_float(text: str, power: int) -> float | None:
+    """Return a number times 10**power, rounded once; None if it is too large for a measurement."""
+    # Shifting the decimal point rounds once. A multiplication would round a second time.
     try:
         number = float(Decimal(text).scaleb(power)) if power else float(text)
     except ArithmeticError:
         return None
-    # Nothing measures so much; "inf" and "nan" are what was printed.
+    # "inf" and "nan" are kept, because trainers print them.
     return number if abs(number) < _MAX_NUMBER or text[-1].isalpha() else None
 
 
-def _is_whole(found: Iteration) -> bool:
-    """Whether enough is there to be an iteration's line; NeMo's first has no time behind a bar."""
-    if found.elapsed_ms is not None or found.consumed_samples is not None:
+def _is_complete(iteration: Iteration) -> bool:
+    """Return True if an iteration has a time, samples, or a loss and a batch size.
+
+    The first line of NeMo has no bar after its time.
+    """
+    if iteration.elapsed_ms is not None or iteration.consumed_samples is not None:
         return True
-    return found.lm_loss is not None and found.global_batch_size is not None
+    return iteration.lm_loss is not None and iteration.global_batch_size is not None
 
 
-def reading(rank: str, after: str | None, sizes: Iterable[float]) -> MemoryReading | None:
-    """A rank's memory in MiB; None where a size is none. NaN and inf are what some platforms print."""
-    found = MemoryReading(int(rank), int(after) if after else None, *sizes)
-    largest = (found.max_allocated_mib, found.max_reserved_mib, found.device_used_mib or 0.0)
-    return None if any(_MAX_MIB < size < math.inf for size in largest) else found
+def make_memory_reading(
+    rank: str, after: str | None, sizes: Iterable[float]
+) -> MemoryReading | None:
+    """Return the memory of a rank in MiB; None if a size is too large to be one.
+
+    NaN and infinity are kept, because some platforms print them.
+    """
+    memory = MemoryReading(int(rank), int(after) if after else None, *sizes)
+    largest = (memory.max_allocated_mib, memory.max_reserved_mib, memory.device_used_mib or 0.0)
+    return None if any(_MAX_MIB < size < math.inf for size in largest) else memory
 
 
-def renamed(arguments: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """Arguments that also stand under the names of today; one that is printed so stays."""
-    found = {new: arguments[old] for old, new in names.items() if old in arguments}
-    unknown = (None, "None")
-    new = {name: value for name, value in found.items() if arguments.get(name) in unknown}
-    return {**arguments, **new}
+def add_present_names(
+    arguments: Mapping[str, str], present_names: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the arguments, with those of old names also under their present names.
+
+    A value that is printed under the present name stays.
+    """
+    added = {}
+    for old, new in present_names.items():
+        if old in arguments and arguments.get(new) in (None, "None"):
+            added[new] = arguments[old]
+    return {**arguments, **added}
 
 
-def _memory(m: re.Match[str]) -> MemoryReading | None:
-    return reading(m[1], m[2], (float(size) for size in m.groups()[2:] if size))
+def _read_memory(match: re.Match[str]) -> MemoryReading | None:
+    """Return the memory that a line of a rank states."""
+    sizes = (float(size) for size in match.groups()[2:] if size)
+    return make_memory_reading(match[1], match[2], sizes)
 
 
-def _theoretical_memory(m: re.Match[str]) -> Fact:
-    others = (float(size) if size else None for size in m.groups()[1:])
-    return TheoreticalMemory(float(m[1]), *others)
+def _read_theoretical_memory(match: re.Match[str]) -> Fact:
+    """Return Megatron's estimate of its memory."""
+    activation_and_total = (float(size) if size else None for size in match.groups()[1:])
+    return TheoreticalMemory(float(match[1]), *activation_and_total)
 
 
-def _timer(line: str) -> Iterator[Fact]:
-    if _OLD_TIMERS not in line and (found := _TIMER.search(line)):
-        low, high = (found[2], found[3]) if found[2] else (found[4], found[4])
-        yield Timer(found[1], 1, float(low), float(high))
+def _read_timer(line: str) -> Iterator[Fact]:
+    """Yield the timer of a line, with the times of the fastest and the slowest rank."""
+    match = None if _OLD_TIMERS in line else _TIMER.search(line)
+    if match:
+        low, high = (match[2], match[3]) if match[2] else (match[4], match[4])
+        yield Timer(match[1], 1, float(low), float(high))
 
 
-def _old_timers(line: str) -> Iterator[Fact]:
+def _read_old_timers(line: str) -> Iterator[Fact]:
+    """Yield the timers of a line of an old version, which has one time per timer."""
     text = line[line.index(_OLD_TIMERS) + len(_OLD_TIMERS) :]
-    for m in _OLD_TIMER.finditer(text):
-        yield Timer(m[1], 1, float(m[2]), float(m[2]))
+    for match in _OLD_TIMER.finditer(text):
+        yield Timer(match[1], 1, float(match[2]), float(match[2]))
 
 
-def _validation(head: re.Match[str]) -> Fact:
+def _read_validation(head: re.Match[str]) -> Fact:
+    """Return the losses of an evaluation, which follow `head` in its line."""
     values = _VALIDATION_VALUE.finditer(head.string[head.end() :][:_MAX_VALUE])
     number = re.search(r"iteration (\d{1,12})", head[1])
-    losses = {m[1].strip(): float(m[2]) for m in values}
+    losses = {match[1].strip(): float(match[2]) for match in values}
     return Validation(int(number[1]) if number else None, losses, head[1].strip())
 
 
-def _checkpoint(m: re.Match[str]) -> Fact:
-    action, iteration = filter(None, m.groups())
+def _read_checkpoint(match: re.Match[str]) -> Fact:
+    """Return that a checkpoint was saved or loaded."""
+    action, iteration = filter(None, match.groups())
     return CheckpointEvent(action, int(iteration))
 
 
-def _telling(line: str) -> Iterator[Fact]:
+def _read_remark(line: str) -> Iterator[Fact]:
+    """Yield a line between iterations that may explain why their time changes."""
     if " iteration " not in line and _TELLING.search(line[:_MAX_VALUE]):
         yield Remark(line[:_MAX_VALUE])
 
 
-def _argument(line: str) -> tuple[str, str] | None:
-    m = _ARGUMENT.search(line)
-    if m is None:
+def _read_argument(line: str) -> tuple[str, str] | None:
+    """Return name and value of an argument; None for another line."""
+    match = _ARGUMENT.search(line)
+    if match is None:
         return None
-    value = _OTHER_LINE.split(line[m.end() : m.end() + _MAX_VALUE], 1)[0]
-    return m[1], _IN_A_NOTEBOOK.sub("", value)
+    value = _OTHER_LINE.split(line[match.end() : match.end() + _MAX_VALUE], 1)[0]
+    return match[1], _IN_A_NOTEBOOK.sub("", value)
 
 
-_ENDING = first(_EXIT, lambda m: Ending(m[1] or m[2]))
+_ENDING = read_first_match(_EXIT, lambda m: Ending(m[1] or m[2]))
 
 DIALECT = Dialect(
     name="Megatron-LM",
     line=BarLine,
     names=_NAMES,
-    news=(
-        News("MB", every(_MEMORY, _memory)),
-        News("Theoretical memory", first(_THEORETICAL, _theoretical_memory)),
-        News(
+    events=(
+        EventReader("MB", read_every_match(_MEMORY, _read_memory)),
+        EventReader("Theoretical memory", read_first_match(_THEORETICAL, _read_theoretical_memory)),
+        EventReader(
             "parameters",
-            every(_PARAMETERS, lambda m: ParameterCount(int(m[1]), int(m[2]), int(m[3]))),
+            read_every_match(
+                _PARAMETERS, lambda m: ParameterCount(int(m[1]), int(m[2]), int(m[3]))
+            ),
         ),
-        News("(tensor, gtp", lambda _: (MICROSECONDS_GTP,)),
-        News("in billions", every(_BILLIONS, lambda m: TheoreticalParameters(m[1], float(m[2])))),
-        News(".:", _timer),
-        News(_OLD_TIMERS, _old_timers),
-        News("validation", first(_VALIDATION, _validation)),
-        News("checkpoint", first(_CHECKPOINT, _checkpoint)),
-        News("xiting", _ENDING),
-        News("after training is done", _ENDING),
-        News("--- ", first(_HEADING, lambda _: ArgumentList(_END_OF_ARGUMENTS, _argument))),
-        # Of the tokenizer: arguments are printed before it is built, and may have none or another.
-        News("padded vocab", first(_PADDED, lambda m: MoreArgument("vocab_size", m[1]))),
-        News("", _telling),
+        EventReader("(tensor, gtp", lambda _: (MICROSECONDS_GTP,)),
+        EventReader(
+            "in billions",
+            read_every_match(_BILLIONS, lambda m: TheoreticalParameters(m[1], float(m[2]))),
+        ),
+        EventReader(".:", _read_timer),
+        EventReader(_OLD_TIMERS, _read_old_timers),
+        EventReader("validation", read_first_match(_VALIDATION, _read_validation)),
+        EventReader("checkpoint", read_first_match(_CHECKPOINT, _read_checkpoint)),
+        EventReader("xiting", _ENDING),
+        EventReader("after training is done", _ENDING),
+        EventReader(
+            "--- ",
+            read_first_match(_HEADING, lambda _: ArgumentList(_END_OF_ARGUMENTS, _read_argument)),
+        ),
+        # Arguments are printed before the tokenizer is built, so they may have no vocabulary or another one.
+        EventReader(
+            "padded vocab", read_first_match(_PADDED, lambda m: MoreArgument("vocab_size", m[1]))
+        ),
+        EventReader("", _read_remark),
     ),
     starts=(_HEADING, "before the start of training step"),
-    arguments=lambda arguments: renamed(arguments, _OLD_ARGUMENTS),
+    arguments=lambda arguments: add_present_names(arguments, _OLD_ARGUMENTS),
 )

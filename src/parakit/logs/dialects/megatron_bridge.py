@@ -1,4 +1,4 @@
-"""Megatron-Bridge: Megatron's line; memory in GB, the rate in a line of its own."""
+"""Dialect of Megatron-Bridge: Megatron's line, memory in GB, and the throughput in a separate line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import re
 
 import msgspec
 
-from parakit.logs.dialects import Dialect, FoundIteration, News, every, first
-from parakit.logs.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, reading
+from parakit.logs.dialects import (
+    Dialect,
+    EventReader,
+    ParsedIteration,
+    read_every_match,
+    read_first_match,
+)
+from parakit.logs.dialects.megatron import MEMORY_OF_RANK, NUMBER, BarLine, make_memory_reading
 from parakit.logs.iterations import Iteration
 from parakit.logs.scraped import MemoryReading, NumbersAhead
 
@@ -18,29 +24,30 @@ _SIZES = tuple(
     re.compile(rf" mem-{name}-gigabytes: {NUMBER}(?= ?\||\s|\Z)")
     for name in ("allocated", "max-allocated", "reserved", "max-reserved")
 )
-_MIB_A_GIGABYTE = 1e9 / 2**20
+_MIB_PER_GIGABYTE = 1e9 / 2**20
 _STEP_TIME = r"Step Time : (\d{1,6}\.\d{1,6})s GPU utilization: (\d{1,6}\.\d{1,4})MODEL_TFLOP/s/GPU"
 _STEP_TIME_ROUNDING = 0.0051
-"""Seconds; the time has two decimals there."""
+"""Largest rounding error of the step time in seconds, which is printed with two decimals."""
 
 
-def _memory(m: re.Match[str]) -> MemoryReading | None:
-    """In units of 10**9 bytes."""
-    found = [size.search(m[3]) for size in _SIZES]
-    sizes = [float(size[1]) * _MIB_A_GIGABYTE for size in found if size]
-    return reading(m[1], m[2], sizes) if len(sizes) == len(_SIZES) else None
+def _read_memory(line: re.Match[str]) -> MemoryReading | None:
+    """Return the memory of a rank, printed in units of 10**9 bytes; None if a size is missing."""
+    matches = [pattern.search(line[3]) for pattern in _SIZES]
+    sizes = [float(match[1]) * _MIB_PER_GIGABYTE for match in matches if match]
+    return make_memory_reading(line[1], line[2], sizes) if len(sizes) == len(_SIZES) else None
 
 
-def _rate(m: re.Match[str]) -> NumbersAhead:
-    """Before an iteration's line, with the same time."""
-    seconds, rate = float(m[1]), float(m[2])
+def _read_throughput(step: re.Match[str]) -> NumbersAhead:
+    """Return the throughput that is printed before the line of an iteration with the same time."""
+    seconds, throughput = float(step[1]), float(step[2])
 
-    def complete(line: FoundIteration, *_: object) -> Iteration:
-        found = line.iteration
-        apart = (found.elapsed_ms or 0.0) / 1000 - seconds
-        if found.throughput_tflops_per_gpu or not seconds or abs(apart) > _STEP_TIME_ROUNDING:
-            return found
-        return msgspec.structs.replace(found, throughput_tflops_per_gpu=rate)
+    def complete(line: ParsedIteration, *_: object) -> Iteration:
+        iteration = line.iteration
+        difference = (iteration.elapsed_ms or 0.0) / 1000 - seconds
+        is_same_step = bool(seconds) and abs(difference) <= _STEP_TIME_ROUNDING
+        if iteration.throughput_tflops_per_gpu or not is_same_step:
+            return iteration
+        return msgspec.structs.replace(iteration, throughput_tflops_per_gpu=throughput)
 
     return NumbersAhead(complete)
 
@@ -48,5 +55,8 @@ def _rate(m: re.Match[str]) -> NumbersAhead:
 DIALECT = Dialect(
     name="Megatron-Bridge",
     line=BarLine,
-    news=(News("(GB)", every(_GIGABYTES, _memory)), News("Step Time", first(_STEP_TIME, _rate))),
+    events=(
+        EventReader("(GB)", read_every_match(_GIGABYTES, _read_memory)),
+        EventReader("Step Time", read_first_match(_STEP_TIME, _read_throughput)),
+    ),
 )

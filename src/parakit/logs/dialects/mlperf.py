@@ -1,7 +1,7 @@
-"""MLPerf: results as JSON behind `:::MLLOG`; the time of a step is in `tracked_stats`, where it is.
+"""Dialect of MLPerf: results as JSON after `:::MLLOG`, with the time of a step in `tracked_stats`.
 
-Beside a count of samples `step` counts steps from 0. Alone (4.1 and 5.0) it counts samples, in GPT-3's
-tokens, and a time beside a rate is then the mean of a block, under the count at which it begins.
+If a result also counts samples, `step` counts steps from 0. Otherwise (4.1 and 5.0) `step` counts samples, or tokens
+for GPT-3. A time with a throughput is then the mean of a block, and `step` the count at the beginning of the block.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 
 from parakit.logs.dialects import (
     Dialect,
-    FoundIteration,
+    EventReader,
     LineField,
     LineFormat,
-    News,
-    iteration_of,
+    ParsedIteration,
+    make_iteration,
 )
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration
 from parakit.logs.scraped import ArgumentList, Ending, Fact, Generation, Validation
@@ -27,36 +27,36 @@ from parakit.logs.scraped import ArgumentList, Ending, Fact, Generation, Validat
 MARK = ":::MLLOG"
 _TIMES = ("train_step_time", "train_step_timing in s")
 _LOSSES = ("reduced_train_loss", "loss")
-_ARGUMENTS = {"max_sequence_length": "seq_length"}
-"""Under Megatron's names."""
-_TOKENS = "gpt3"
-"""The benchmark whose counts are of tokens."""
-_RATE = "throughput"
+_PRESENT_NAMES = {"max_sequence_length": "seq_length"}
+"""Megatron's names of arguments, by MLPerf's names."""
+_BENCHMARK_OF_TOKENS = "gpt3"
+"""Benchmark that counts tokens instead of samples."""
+_THROUGHPUT = "throughput"
 _TOO_LARGE = 2**53
 _MAX_DIGITS = 10
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class Result(LineFormat):
-    """A step's `tracked_stats`; its time is a mean since the line before it."""
+    """Format of the `tracked_stats` of a step, whose time is the mean since the line before."""
 
     mark = MARK.encode()
     opening = re.compile(r":::MLLOG \{")
     rank = 1
     of_blocks: ClassVar = False
-    """Whether its times are means of blocks."""
+    """True if the times are means of blocks."""
 
-    def find(self, line: str) -> list[FoundIteration]:
-        """The step of a line."""
-        found = event(line)
-        value, about = found.get("value"), found.get("metadata")
-        about = about if isinstance(about, dict) else {}
-        if found.get("key") != "tracked_stats" or not isinstance(value, dict):
+    def find(self, line: str) -> list[ParsedIteration]:
+        """Return the step of a line; empty if the line has none."""
+        event = parse_event(line)
+        value, metadata = event.get("value"), event.get("metadata")
+        metadata = metadata if isinstance(metadata, dict) else {}
+        if event.get("key") != "tracked_stats" or not isinstance(value, dict):
             return []
-        if (_RATE in value) != self.of_blocks:
+        if (_THROUGHPUT in value) != self.of_blocks:
             return []
-        numbers = {name: each for name, each in value.items() if is_number(each)}
-        step, samples = about.get("step"), about.get("samples_count")
+        numbers = {name: number for name, number in value.items() if is_number(number)}
+        step, samples = metadata.get("step"), metadata.get("samples_count")
         seconds = next((numbers.get(name) for name in _TIMES if name in value), None)
         if not is_number(step) or not is_number(seconds):
             return []
@@ -66,47 +66,58 @@ class Result(LineFormat):
         for name, number in numbers.items():
             if name not in _TIMES:
                 values["lm_loss" if name in _LOSSES else EXTRA_METRIC_PREFIX + name] = float(number)
-        one = found_iteration(line, values)
-        counted = partial(_counted, one.iteration, self.of_blocks)
-        return [one if is_number(samples) else one._replace(by_arguments=counted)]
+        parsed = make_parsed_iteration(line, values)
+        if is_number(samples):
+            return [parsed]
+        number_iteration = partial(_number_iteration, parsed.iteration, self.of_blocks)
+        return [parsed._replace(by_arguments=number_iteration)]
 
 
-def _counted(found: Iteration, begins: bool, given: Mapping[str, str]) -> Iteration | None:
-    """An iteration whose number is a count of samples or tokens, and one more, by its own number.
+def _number_iteration(
+    iteration: Iteration, is_block_start: bool, arguments: Mapping[str, str]
+) -> Iteration | None:
+    """Return an iteration with its number, instead of the count of samples or tokens plus one.
 
-    A count that begins a block is of what was trained before it.
+    The count at the start of a block does not include the block's first step. None means that the arguments
+    do not state the size of a step, or that the count is no multiple of the size.
     """
-    sizes = step_sizes(given)
+    sizes = find_step_sizes(arguments)
     size = sizes["first_epoch_num"] or sizes["samples_count"]
-    number, rest = divmod(found.iteration - 1, size) if size else (0, 1)
-    number += begins
-    return msgspec.structs.replace(found, iteration=number) if number and not rest else None
+    if not size:
+        return None
+    number, remainder = divmod(iteration.iteration - 1, size)
+    number += is_block_start
+    if not number or remainder:
+        return None
+    return msgspec.structs.replace(iteration, iteration=number)
 
 
-def found_iteration(line: str, values: Mapping[str, float]) -> FoundIteration:
-    """The iteration of a result with these numbers."""
+def make_parsed_iteration(line: str, values: Mapping[str, float]) -> ParsedIteration:
+    """Return the parsed iteration of a line with these numbers by field."""
     fields = [LineField(name, number) for name, number in values.items()]
     generation = Generation("MLPerf", "results")
-    return FoundIteration(iteration_of(fields), line.index(MARK), fields, generation=generation)
+    return ParsedIteration(make_iteration(fields), line.index(MARK), fields, generation=generation)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is a number that a trainer can mean."""
+    """Return True if a value is a number that is not too large to be a measurement."""
     return isinstance(value, int | float) and abs(value) < _TOO_LARGE
 
 
-def step_sizes(given: Mapping[str, str]) -> dict[str, int]:
-    """What a step adds to each count, by what the log has set; 0 where that is not known."""
-    batch, length = (
-        int(text) if (text := given.get(name, "")).isdecimal() and len(text) < _MAX_DIGITS else 0
-        for name in ("global_batch_size", "seq_length")
-    )
-    tokens = batch * length if given.get("submission_benchmark") == _TOKENS else 0
+def find_step_sizes(arguments: Mapping[str, str]) -> dict[str, int]:
+    """Return the number that a step adds to each count, by the count's name; 0 if unknown."""
+    sizes = []
+    for name in ("global_batch_size", "seq_length"):
+        text = arguments.get(name, "")
+        is_size = text.isdecimal() and len(text) < _MAX_DIGITS
+        sizes.append(int(text) if is_size else 0)
+    batch, length = sizes
+    tokens = batch * length if arguments.get("submission_benchmark") == _BENCHMARK_OF_TOKENS else 0
     return {"step": 1, "samples_count": batch, "first_epoch_num": tokens}
 
 
-def event(line: str) -> dict[str, Any]:
-    """The JSON of a line; empty where it is none."""
+def parse_event(line: str) -> dict[str, Any]:
+    """Return the JSON object of a line; empty if there is none."""
     start = line.find("{", line.find(MARK))
     try:
         return _DECODER.decode(line[start : line.rfind("}") + 1])
@@ -114,29 +125,31 @@ def event(line: str) -> dict[str, Any]:
         return {}
 
 
-def _setting(line: str) -> tuple[str, str] | None:
-    found = event(line) if MARK in line else {}
-    key, value = found.get("key"), found.get("value")
+def _read_setting(line: str) -> tuple[str, str] | None:
+    """Return name and value of a setting under Megatron's name; None for another line."""
+    event = parse_event(line) if MARK in line else {}
+    key, value = event.get("key"), event.get("value")
     if not isinstance(key, str) or value is None or isinstance(value, dict | list):
         return None
-    return _ARGUMENTS.get(key, key), str(value)
+    return _PRESENT_NAMES.get(key, key), str(value)
 
 
-def _news(line: str) -> Iterator[Fact]:
-    found = event(line)
-    value, about = found.get("value"), found.get("metadata")
-    match found.get("key"):
+def _read_event(line: str) -> Iterator[Fact]:
+    """Yield the fact of a result: the beginning of the settings, an evaluation, or the end."""
+    event = parse_event(line)
+    value, metadata = event.get("value"), event.get("metadata")
+    match event.get("key"):
         case "init_start":
-            yield ArgumentList(re.compile('"key": "run_start"'), _setting)
+            yield ArgumentList(re.compile('"key": "run_start"'), _read_setting)
         case "eval_accuracy" if is_number(value):
             yield Validation(None, {"eval accuracy": float(value)})
-        case "run_stop" if isinstance(about, dict) and about.get("status") == "success":
+        case "run_stop" if isinstance(metadata, dict) and metadata.get("status") == "success":
             yield Ending("run_stop: success")
 
 
 DIALECT = Dialect(
     name="MLPerf",
     line=Result,
-    news=(News(MARK, _news),),
+    events=(EventReader(MARK, _read_event),),
     starts=(r':::MLLOG .*"key": "init_start"',),
 )

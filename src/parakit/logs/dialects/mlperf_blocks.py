@@ -1,9 +1,9 @@
-"""MLPerf's results that print no step's time: it follows from where and when a block begins and ends.
+"""Dialect of MLPerf's results without times of steps, which follow from the counts and times of blocks.
 
-A block is what is trained between two evaluations. Which unit its counts have differs: `step` counts
-steps, `samples_count` samples, and `first_epoch_num` with `epoch_count` are tokens in GPT-3's. Some
-trainers count steps where a block begins and samples where it ends, under one name. A block begins where
-the one before it ended, so the two counts of that moment tell the units apart.
+A block is the training between two evaluations. Its counts have different units: `step` counts steps,
+`samples_count` samples, and `first_epoch_num` with `epoch_count` tokens for GPT-3. Some trainers count steps at the
+beginning of a block and samples at its end, under one name. A block begins at the count at which the block before
+ended, so these two counts show the units.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from parakit.logs.dialects import Dialect, FoundIteration, News
+from parakit.logs.dialects import Dialect, EventReader, ParsedIteration
 from parakit.logs.dialects.mlperf import (
     Result,
-    event,
-    found_iteration,
+    find_step_sizes,
     is_number,
-    step_sizes,
+    make_parsed_iteration,
+    parse_event,
 )
 from parakit.logs.iterations import Iteration
 from parakit.logs.scraped import Fact, NumbersAhead
@@ -30,23 +30,24 @@ _Counts = Mapping[str, float]
 
 
 class _Block(Result):
-    """The end of a block; its iteration, time and batch follow from its beginning, see `_begin`."""
+    """Format of the end of a block. Iteration, time and batch size follow from its beginning (`_read_block_start`)."""
 
     rank = 5
     of_blocks: ClassVar = True
 
-    def find(self, line: str) -> list[FoundIteration]:
-        """A block's last step, its first where its mean is printed, or a step with its loss alone."""
-        if means := super().find(line):
-            return means
-        found = event(line)
-        value, counts = found.get("value"), _counts(found.get("metadata"))
-        match found.get("key"):
-            case "block_stop" if counts and is_number(found.get("time_ms")):
+    def find(self, line: str) -> list[ParsedIteration]:
+        """Return the last step of a block, the first step of a block with a mean time, or a step with a loss."""
+        steps_with_mean = super().find(line)
+        if steps_with_mean:
+            return steps_with_mean
+        event = parse_event(line)
+        value, counts = event.get("value"), _read_counts(event.get("metadata"))
+        match event.get("key"):
+            case "block_stop" if counts and is_number(event.get("time_ms")):
                 values: dict[str, int | float] = {"iteration": int(counts.get("step", 0))}
                 if "step" not in counts and "samples_count" in counts:
                     values["consumed_samples"] = int(counts["samples_count"])
-            # A `step` that is the samples' count is no step.
+            # A `step` that equals the count of samples is no number of steps.
             case "tracked_stats" if counts.get("step") != counts.get("samples_count"):
                 numbers = value if isinstance(value, dict) else {}
                 loss = next((numbers[name] for name in _LOSSES if name in numbers), None)
@@ -55,57 +56,73 @@ class _Block(Result):
                 values = {"iteration": int(counts["step"]), "lm_loss": float(loss)}
             case _:
                 return []
-        if found["key"] != "block_stop":
-            return [found_iteration(line, values)]
-        return [found_iteration(line, values)._replace(at_ms=found.get("time_ms"), counts=counts)]
+        if event["key"] != "block_stop":
+            return [make_parsed_iteration(line, values)]
+        parsed = make_parsed_iteration(line, values)
+        return [parsed._replace(at_ms=event.get("time_ms"), counts=counts)]
 
 
-def _begin(line: str) -> Iterator[Fact]:
-    """Where a block begins, to which its end is related."""
-    found = event(line)
-    counts, begun = _counts(found.get("metadata")), found.get("time_ms")
-    if found.get("key") != "block_start" or not counts or not is_number(begun):
-        yield NumbersAhead(
-            lambda line, given, stored: None
-        )  # No end belongs to the block before it.
+def _read_block_start(line: str) -> Iterator[Fact]:
+    """Yield the counts and the time at the beginning of a block, which the end of the block needs."""
+    event = parse_event(line)
+    counts, begin_ms = _read_counts(event.get("metadata")), event.get("time_ms")
+    if event.get("key") != "block_start" or not counts or not is_number(begin_ms):
+        # The next end must not be combined with the block before.
+        yield NumbersAhead(lambda line, arguments, stored: None)
         return
 
     def complete(
-        line: FoundIteration, given: Mapping[str, str], stored: dict[str, Any]
+        line: ParsedIteration, arguments: Mapping[str, str], stored: dict[str, Any]
     ) -> Iteration | None:
-        """Return the block's last step with the mean time of its steps; None if it cannot be told."""
-        at_ms, found = line.at_ms, line.iteration
-        if at_ms is None:
+        """Return the block's last step with the mean time of its steps; None if it cannot be found."""
+        if line.at_ms is None:
             return None
-        ends = dict(line.counts)
-        if "epoch_count" in counts:
-            ends["first_epoch_num"] = counts.get("first_epoch_num", 0) + counts["epoch_count"]
-        sizes = step_sizes(given)
-        batch = sizes["samples_count"]
-        blocks = []
-        for name, size in sizes.items():
-            if size and name in counts and name in ends:
-                units = stored.setdefault(name, _Units(size, batch if size == 1 else size))
-                blocks.append(units.steps(counts[name], ends[name]))
-        for block in blocks:
-            if block and at_ms > begun:
-                trained, last = block
-                if batch:
-                    known = {"global_batch_size": batch, "consumed_samples": batch * last}
-                    found = msgspec.structs.replace(found, **known)
-                each = (at_ms - begun) / trained
-                return msgspec.structs.replace(found, iteration=last, elapsed_ms=each)
-        return None
+        sizes = find_step_sizes(arguments)
+        block = _find_steps(counts, line.counts, sizes, stored)
+        if block is None or line.at_ms <= begin_ms:
+            return None
+        num_steps, last_step = block
+        iteration, batch = line.iteration, sizes["samples_count"]
+        if batch:
+            iteration = msgspec.structs.replace(
+                iteration, global_batch_size=batch, consumed_samples=batch * last_step
+            )
+        milliseconds = (line.at_ms - begin_ms) / num_steps
+        return msgspec.structs.replace(iteration, iteration=last_step, elapsed_ms=milliseconds)
 
     yield NumbersAhead(complete)
 
 
-class _Units:
-    """The units of one count at the beginnings and at the ends of blocks, told by what follows on what.
+def _find_steps(
+    begins: _Counts, ends: _Counts, sizes: Mapping[str, int], stored: dict[str, Any]
+) -> tuple[float, int] | None:
+    """Return the number of steps of a block and the number of its last step; None if no count gives them.
 
     Args:
-        size: What a step adds to the count, by its name.
-        factor: What a step adds to the finer of the two units that it may have; 0 if not known.
+        begins: Counts at the beginning of the block.
+        ends: Counts at its end.
+        sizes: Number that a step adds to each count.
+        stored: Units of the counts by name, which are kept from block to block.
+    """
+    ends = dict(ends)
+    if "epoch_count" in begins:
+        ends["first_epoch_num"] = begins.get("first_epoch_num", 0) + begins["epoch_count"]
+    batch = sizes["samples_count"]
+    blocks = []
+    for name, size in sizes.items():
+        if size and name in begins and name in ends:
+            units = stored.setdefault(name, _Units(size, batch if size == 1 else size))
+            # Every count is read, because its units follow from block to block.
+            blocks.append(units.steps(begins[name], ends[name]))
+    return next(filter(None, blocks), None)
+
+
+class _Units:
+    """Units of one count at the beginnings and the ends of blocks, found from consecutive blocks.
+
+    Args:
+        size: Number that a step adds to the count, by the count's name.
+        factor: Number that a step adds in the finer one of its two possible units; 0 if unknown.
     """
 
     def __init__(self, size: int, factor: int) -> None:
@@ -113,18 +130,18 @@ class _Units:
         self._factor = factor
         self._previous_end: float | None = None
         self._scale: float | None = None
-        """Brings a beginning into the unit of the ends."""
+        """Factor from the unit of beginnings to the unit of ends; None if unknown."""
 
     def steps(self, begin: float, end: float) -> tuple[float, int] | None:
-        """Return the steps of a block and the number of its last step.
+        """Return the number of steps of a block, and the number of its last step.
 
-        None if the units cannot be told, or the block trained nothing.
+        None means that the units are unknown, or that the block trained nothing.
         """
         previous, self._previous_end = self._previous_end, end
         if previous is None:
             scale = self._scale_of_first(begin, end)
         else:
-            # After a block without an end nothing follows: the units stay what they were.
+            # If the block before has no end, the counts do not fit, and the units stay as they were.
             scale = self._scale_between(begin, previous) or self._scale
             self._scale = scale
         if scale is None:
@@ -136,7 +153,7 @@ class _Units:
         return (trained, last) if trained > 0 and last > 0 else None
 
     def _scale_between(self, begin: float, previous_end: float) -> float | None:
-        """Return what brings a beginning to the end before it; None if no unit does."""
+        """Return the factor from a beginning to the end before it; None if no pair of units gives one."""
         if begin == previous_end:
             return 1.0
         if self._factor and begin * self._factor == previous_end:
@@ -146,19 +163,22 @@ class _Units:
         return None
 
     def _scale_of_first(self, begin: float, end: float) -> float | None:
-        """Return the scale by the count's name; None if beginning and end may be in two units."""
+        """Return the factor for the first block, by the count's name; None if two units are possible."""
         if self._size > 1:
-            # If the beginning is in steps, these are fewer samples than the block's end has.
+            # A beginning in steps would be fewer samples than the end of the block.
             return None if 0 < begin * self._factor < end else 1.0
-        # An end under the name of steps may count samples, which are a multiple of the batch.
+        # An end with the name of steps may count samples, which are a multiple of the batch size.
         may_be_samples = self._factor > 1 and end % self._factor == 0
         return None if may_be_samples and begin * self._factor < end else 1.0
 
 
-def _counts(about: Any) -> _Counts:
-    found = about if isinstance(about, dict) else {}
+def _read_counts(metadata: Any) -> _Counts:
+    """Return the counts in a result's metadata, by name; empty if there are none."""
+    values = metadata if isinstance(metadata, dict) else {}
     names = ("step", "samples_count", "first_epoch_num", "epoch_count")
-    return {name: found[name] for name in names if is_number(found.get(name))}
+    return {name: values[name] for name in names if is_number(values.get(name))}
 
 
-DIALECT = Dialect(name="MLPerf, by blocks", line=_Block, news=(News('"block_start"', _begin),))
+DIALECT = Dialect(
+    name="MLPerf, by blocks", line=_Block, events=(EventReader('"block_start"', _read_block_start),)
+)

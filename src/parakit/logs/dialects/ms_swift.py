@@ -1,4 +1,4 @@
-"""ms-swift: a step's metrics as a dictionary or as JSON, with the mean time of a step so far."""
+"""Dialect of ms-swift: metrics of a step as a dictionary or JSON, with the mean time of all steps so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 class _Step(MetricsLine):
-    """Beside a reward its loss is a policy's."""
+    """Format of a step. If it has a reward, its loss is that of a policy."""
 
     mark = b"train_speed(s/it)"
     opening = re.compile(r"""\{['"]loss['"]: """)
@@ -24,12 +24,14 @@ class _Step(MetricsLine):
     trainer = "ms-swift"
 
     def numbers(self, text: str) -> dict[str, str]:
-        """With the time since the start, `1h 3m 7s`, in seconds."""
-        found = super().numbers(text)
-        if elapsed := _ELAPSED.search(text):
+        """Return the numbers of a step by name, with the time since the start (`1h 3m 7s`) in seconds."""
+        numbers = super().numbers(text)
+        elapsed = _ELAPSED.search(text)
+        if elapsed:
             parts = elapsed[1].split()
-            found["elapsed_time"] = str(sum(int(part[:-1]) * _UNITS[part[-1]] for part in parts))
-        return found
+            seconds = sum(int(part[:-1]) * _UNITS[part[-1]] for part in parts)
+            numbers["elapsed_time"] = str(seconds)
+        return numbers
 
 
 DIALECT = Dialect(

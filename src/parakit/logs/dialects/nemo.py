@@ -1,4 +1,4 @@
-"""NeMo 2: Megatron's line with names of its own."""
+"""Dialect of NeMo 2: Megatron's line with other names."""
 
 from __future__ import annotations
 

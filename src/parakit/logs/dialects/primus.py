@@ -1,4 +1,4 @@
-"""Primus: Megatron's line; behind a number it has the mean so far."""
+"""Dialect of Primus: Megatron's line, with the mean so far after a number."""
 
 from __future__ import annotations
 

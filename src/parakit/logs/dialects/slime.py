@@ -1,4 +1,4 @@
-"""slime and miles: a rollout's times in a dictionary, `perf 3: {'perf/step_time': 43.9, …}`."""
+"""Dialect of slime and miles: times of a rollout in a dictionary, `perf 3: {'perf/step_time': 43.9, …}`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parakit.logs.dialects import Dialect, MetricsLine
 
 
 class _Rollout(MetricsLine):
-    """Of its two lines a rollout the one with the whole step's time."""
+    """Format of the line with the time of a full step, one of two lines per rollout."""
 
     mark = b"'perf/step_time'"
     opening = re.compile(r"perf (?P<iteration>\d{1,9}): \{")

@@ -1,4 +1,4 @@
-"""Trainers whose logs are not read: a reader is not told that theirs is broken."""
+"""Trainers whose logs are recognised and not read, so that users learn why there is no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl: a step's metrics in one line, `step:4 - actor/entropy:0.37 - timing_s/step:161.1 - …`."""
+"""Dialect of verl: metrics of a step in one line, `step:4 - actor/entropy:0.37 - timing_s/step:161.1 - …`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _METRIC = re.compile(
     r"(?<= - )([a-z][\w@./-]{1,80}):(?:np\.float64\()?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)"
     r"(?:(?=\)? - )|(?<=\d{12})\)?\s*\Z)"
 )
-"""Of the last number, which nothing closes, digits may be missing unless it has this many."""
+"""Pattern of a name and a number. No text closes the last number, so it must have twelve digits to be complete."""
 
 
 class _Step(MetricsLine):
-    """Its loss is a policy's, no language model's: it stays under its own name."""
+    """Format of a step. Its loss is that of a policy, so the loss keeps its printed name."""
 
     mark = b"timing_s/"
     opening = re.compile(r"(?<![A-Za-z_])step:(?P<iteration>\d{1,9}) - ")

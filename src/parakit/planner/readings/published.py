@@ -1,50 +1,50 @@
-"""The published runs that the kit reproduces, as the planner's own and as readings beside the file's."""
+"""The published runs that the kit reproduces, in the form of the other published measurements."""
 
 from __future__ import annotations
 
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
-from parakit.config.run import RunSpec, spec_of_model
-from parakit.config.strategy import batch_for, devices_of, parse_strategy
-from parakit.costs import parameters_total
+from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.strategy import count_devices, parse_strategy, scale_batch
+from parakit.costs import total_parameters
 from parakit.planner.readings.reading_to_spec import MeasuredRun
 from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
 
 KIT = "examples/gpt3/published.yaml"
-"""Their source, as `constants.yaml` names it."""
+"""Source of the runs, as `constants.yaml` names it."""
 
 
 def h200_figures() -> tuple[Figure, ...]:
-    """The published gpt2-large runs."""
-    return load_published().of(MAIN_SOURCE)
+    """Return the figures of the published gpt2-large runs on H200."""
+    return load_published().figures_of(MAIN_SOURCE)
 
 
 def h200_spec(strategy: str) -> RunSpec:
-    """A published gpt2-large run."""
-    model, split = load_model("gpt2-large"), parse_strategy(strategy, devices_of(strategy))
-    return spec_of_model(model, split, batch_for(model.batch, split))
+    """Return the published gpt2-large run of a strategy."""
+    model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
+    return spec_from_model(model, split, scale_batch(model.batch, split))
 
 
 def usual_cluster(gpu: str, devices: int) -> Cluster:
-    """Nodes of eight, with the device's own links."""
+    """Return a cluster of nodes with eight devices and the device's usual links; `gpu` is the device's key."""
     device = device_by_key(gpu)
     return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
 def kit_runs() -> list[MeasuredRun]:
-    """The six gpt2-large runs on H200."""
-    found = []
+    """Return the six published gpt2-large runs on H200."""
+    runs = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
         cluster, spec = usual_cluster("h200", figure.devices), h200_spec(figure.strategy)
-        found.append(build_measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
-    return found
+        runs.append(build_measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
+    return runs
 
 
 def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> MeasuredRun:
-    """A run whose iterations took so long, beside the reading that says it."""
+    """Return a run with a measurement of `seconds` per iteration."""
     split = spec.parallelism
     measurement = PublishedMeasurement(
         line=0,
@@ -52,7 +52,7 @@ def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: fl
         metric="step_time_s",
         value=seconds,
         model=spec.model,
-        params_b=round(parameters_total(spec.shape) / 1e9, 2),
+        params_b=round(total_parameters(spec.shape) / 1e9, 2),
         seq=spec.shape.seq_length,
         gpu=cluster.device.key.upper(),
         gpus=split.world_size,

@@ -1,1 +1,1 @@
-"""A strategy as a picture, from the spec of a run and the planner's closed forms."""
+"""Drawings of a strategy as pictures, from the spec of a run and the closed forms of the planner."""

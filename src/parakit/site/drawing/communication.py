@@ -1,4 +1,4 @@
-"""What is sent between whom: every call of an iteration, in the order of its phases."""
+"""Draw what ranks send to each other: every call of an iteration, in the order of its phases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from parakit.config.groups import Group
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import CollectiveCall, Operation, Phase, communication_of_rank, total_wire_bytes
+from parakit.costs import CollectiveCall, Operation, Phase, rank_collectives, total_wire_bytes
 from parakit.formatting.units import count, gb, joined, megabytes
 from parakit.site.drawing.sheet import (
     EXACT_BYTES,
@@ -30,10 +30,10 @@ COLOURS = {
     Group.TENSOR_EXPERT: "ep",
     Group.EXPERT_TENSOR: "ep",
 }
-"""Classes of what is sent over a group; the other groups move a few numbers."""
-_TEXT = 236
-_FEW_BYTES = 1024
-_OVER: dict[Group, tuple[str, ...]] = {
+"""Classes of the page by group. The other groups move only a few numbers."""
+_TEXT_WIDTH = 236
+_SMALL_BYTES = 1024
+_DIMENSIONS: dict[Group, tuple[str, ...]] = {
     Group.TENSOR: ("TP",),
     Group.CONTEXT: ("CP",),
     Group.TENSOR_CONTEXT: ("TP", "CP"),
@@ -45,170 +45,228 @@ _OVER: dict[Group, tuple[str, ...]] = {
     Group.EXPERT_TENSOR: ("TP of experts",),
     Group.TENSOR_EXPERT: ("TP of experts", "EP"),
 }
-"""The dimensions of each group that moves more than a few numbers."""
+"""Names of a group's dimensions, by group. Groups that move only a few numbers are left out."""
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Calls that one line shows, by the stage that makes them."""
+class _CallLine:
+    """Equal calls that the drawing shows as one line."""
 
     phase: Phase
     group: Group
     operation: Operation
-    what: str
+    content: str
+    """The content of the calls, in words."""
     calls: dict[int, list[CollectiveCall]]
+    """The calls by pipeline stage."""
 
 
-_Content = tuple[str, int, Iterable[int]]
-"""Class, parts of the whole, and those that are there."""
+@dataclass(frozen=True)
+class _RankContent:
+    """The parts of a tensor that a rank has before or after a call."""
+
+    kind: str
+    """`share` for values that are still to be summed or exchanged, `full` for final values."""
+    parts: int
+    """The number of parts into which the tensor is cut."""
+    held: Iterable[int]
+    """Numbers of the parts that the rank has."""
 
 
-def _lines(spec: RunSpec, stages: Iterable[int]) -> list[_Sent]:
-    """Every call of these stages, equal ones together; so are the batch's tensors and a few numbers."""
-    found: dict[tuple[Phase, Group, Operation, str], _Sent] = {}
+@dataclass(frozen=True)
+class _Arrow:
+    """A line between two members of a group, by their indices in the group."""
+
+    start: int
+    end: int
+    heads: str
+    """The ends that have an arrow head: `end`, or `start end`."""
+
+
+def _merge_calls(spec: RunSpec, stages: Iterable[int]) -> list[_CallLine]:
+    """Return the calls of some stages in the order of phases, with equal calls merged to one line.
+
+    All tensors of the batch are one line, and so are all small reductions.
+    """
+    lines: dict[tuple[Phase, Group, Operation, str], _CallLine] = {}
     for stage in stages:
-        for call in communication_of_rank(spec, stage):
-            key = (call.phase, call.group, call.operation, call.what)
+        for call in rank_collectives(spec, stage):
+            key = (call.phase, call.group, call.operation, call.description)
             if call.phase is Phase.DATA:
                 key = (*key[:3], "the batch, which TP rank 0 reads")
             elif is_small_reduction(call):
                 key = (call.phase, Group.WORLD, call.operation, "norm, loss, flags: a few numbers")
-            found.setdefault(key, _Sent(*key, {})).calls.setdefault(stage, []).append(call)
+            line = lines.setdefault(key, _CallLine(*key, {}))
+            line.calls.setdefault(stage, []).append(call)
     order = list(Phase)
-    return sorted(found.values(), key=lambda line: order.index(line.phase))
+    return sorted(lines.values(), key=lambda line: order.index(line.phase))
 
 
 def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
-    """The sheet: a line for each kind of call, a thread for each rank, joined where they communicate."""
+    """Return the sheet as SVG: a line per kind of call, with the ranks that communicate joined.
+
+    Args:
+        spec: The run.
+        ranks: The ranks to draw.
+        name: The prefix of the sheet's id.
+    """
     sheet = Sheet(f"{name}-sent", f"What is sent, between whom: {spec.model} as {spec.name}")
-    wide = (WIDTH - _TEXT) / len(ranks)
-    draw_rank_headings(sheet, spec.parallelism, ranks, _TEXT, wide)
-    middles = {rank.number: _TEXT + wide * (place + 0.5) for place, rank in enumerate(ranks)}
-    phase, first = None, sheet.y
-    for line in _lines(spec, sorted({rank.stage for rank in ranks})):
+    wide = (WIDTH - _TEXT_WIDTH) / len(ranks)
+    draw_rank_headings(sheet, spec.parallelism, ranks, _TEXT_WIDTH, wide)
+    middles = {
+        rank.number: _TEXT_WIDTH + wide * (column + 0.5) for column, rank in enumerate(ranks)
+    }
+    phase, first_y = None, sheet.y
+    for line in _merge_calls(spec, sorted({rank.stage for rank in ranks})):
         if line.phase is not phase:
             phase = line.phase
-            sheet.text(0, sheet.y + 12, phase.replace("_", " "), "title")
+            sheet.draw_text(0, sheet.y + 12, phase.replace("_", " "), "title")
             sheet.y += 17
         top = sheet.y
-        heading = line.operation.replace("_", "-") + _over(spec.parallelism, line.group)
-        sheet.y += 13 * sheet.lines(0, _TEXT - 6, heading, "b")
-        sheet.y += 13 * sheet.lines(0, _TEXT - 6, line.what)
-        sheet.y += 13 * sheet.lines(0, _TEXT - 6, _amounts(line), "q") + 6
-        _link(sheet, line, ranks, middles, min(wide - 4, 40), (top + sheet.y) / 2 - 3)
+        operation = line.operation.replace("_", "-")
+        heading = operation + _describe_group(spec.parallelism, line.group)
+        for text, kind in ((heading, "b"), (line.content, ""), (_describe_amounts(line), "q")):
+            sheet.y += 13 * sheet.draw_wrapped_text(0, _TEXT_WIDTH - 6, text, kind)
+        sheet.y += 6
+        middle_y = (top + sheet.y) / 2 - 3
+        _draw_groups(sheet, line, ranks, middles, min(wide - 4, 40), middle_y)
     for x in middles.values():
-        sheet.thread(x, first)
-    return sheet.svg()
+        sheet.draw_background_line(x, first_y)
+    return sheet.to_svg()
 
 
-def _over(split: Parallelism, group: Group) -> str:
+def _describe_group(split: Parallelism, group: Group) -> str:
+    """Return ` over TP and CP`: the dimensions of a group that are above 1; empty without any."""
     degrees = {"TP": split.tensor, "CP": split.context, "DP": split.data, "EP": split.expert}
-    degrees["TP of experts"] = split.tensor_of_experts
-    words = [word for word in _OVER.get(group, ()) if degrees.get(word, 2) > 1]
-    return f" over {joined(words)}" if words else ""
+    degrees["TP of experts"] = split.effective_expert_tensor
+    # A dimension that has no degree here, such as PP, is only used if it is above 1.
+    names = [name for name in _DIMENSIONS.get(group, ()) if degrees.get(name, 2) > 1]
+    return f" over {joined(names)}" if names else ""
 
 
-def _amounts(line: _Sent) -> str:
-    said = {}
+def _describe_amounts(line: _CallLine) -> str:
+    """Return number and size of the calls, and the bytes that a rank sends; by stage if they differ."""
+    texts = {}
     for stage, calls in line.calls.items():
-        times, wire = sum(call.calls for call in calls), total_wire_bytes(calls)
+        num_calls, wire_bytes = sum(call.calls for call in calls), total_wire_bytes(calls)
         sizes = {call.payload_bytes for call in calls}
-        each = (
-            f"{times:,} × {format_traffic(sizes.pop())}" if len(sizes) == 1 else f"{times:,} calls"
-        )
-        said[stage] = f"{each}, a rank sends {format_traffic(wire)}"
-    if len(set(said.values())) == 1:
-        return next(iter(said.values()))
-    return "; ".join(f"stage {stage}: {text}" for stage, text in said.items())
+        text = f"{num_calls:,} calls"
+        if len(sizes) == 1:
+            text = f"{num_calls:,} × {format_traffic(sizes.pop())}"
+        texts[stage] = f"{text}, a rank sends {format_traffic(wire_bytes)}"
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items())
 
 
-def _link(
+def _draw_groups(
     sheet: Sheet,
-    line: _Sent,
+    line: _CallLine,
     ranks: list[DrawnRank],
     middles: dict[int, float],
     wide: float,
     y: float,
 ) -> None:
-    """Each group's ranks joined, with what each has before (above the line) and after (below it)."""
+    """Join the ranks of each group, with the content of each rank before the call above and after it below.
+
+    Args:
+        sheet: The sheet.
+        line: The calls.
+        ranks: The ranks that are drawn.
+        middles: The horizontal middle of each rank's column, by rank.
+        wide: The width of a content's box.
+        y: The vertical middle of the line.
+    """
     kind = f"dim {COLOURS.get(line.group, 'few')}"
-    is_sent = line.operation is Operation.SEND
-    taking = ranks if is_sent else [rank for rank in ranks if rank.stage in line.calls]
-    groups = group_ranks_by(line.group, taking)
-    lanes = _lanes(groups)
+    is_send = line.operation is Operation.SEND
+    participants = ranks if is_send else [rank for rank in ranks if rank.stage in line.calls]
+    groups = group_ranks_by(line.group, participants)
+    lanes = _assign_lanes(groups)
     for members, lane in zip(groups, lanes, strict=True):
         xs = [middles[rank.number] for rank in members]
-        height = y + 4 * lane - 2 * max(lanes)
-        ways = _ways(line, members)
-        for start, end, arrows in ways:
-            sheet.line(xs[start], height, xs[end], height, kind, arrows)
-        receivers = {end for _, end, _ in ways}
-        for place, rank in enumerate(members):
-            before, after = _contents(line.operation, place, len(members))
-            wire = total_wire_bytes(line.calls.get(rank.stage, []))
-            if wire:
-                sheet.open(
-                    f"rank {rank.number} sends {count(wire)} bytes", rank=rank.number, sends=wire
-                )
-                _content(sheet, xs[place], y - 17, wide, before, kind)
-                sheet.close()
-            if place in receivers or not is_sent:
-                _content(sheet, xs[place], y + 9, wide, after, kind)
+        lane_y = y + 4 * lane - 2 * max(lanes)
+        arrows = _list_arrows(line, members)
+        for arrow in arrows:
+            sheet.draw_line(xs[arrow.start], lane_y, xs[arrow.end], lane_y, kind, arrow.heads)
+        receivers = {arrow.end for arrow in arrows}
+        for index, rank in enumerate(members):
+            before, after = _contents_of_rank(line.operation, index, len(members))
+            sent_bytes = total_wire_bytes(line.calls.get(rank.stage, []))
+            if sent_bytes:
+                title = f"rank {rank.number} sends {count(sent_bytes)} bytes"
+                sheet.begin_group(title, rank=rank.number, sends=sent_bytes)
+                _draw_content(sheet, xs[index], y - 17, wide, before, kind)
+                sheet.end_group()
+            if index in receivers or not is_send:
+                _draw_content(sheet, xs[index], y + 9, wide, after, kind)
 
 
-def _lanes(groups: list[list[DrawnRank]]) -> list[int]:
-    """Of each group the first lane in which it meets none before it."""
-    found: list[int] = []
-    ends: list[int] = []
+def _assign_lanes(groups: list[list[DrawnRank]]) -> list[int]:
+    """Return a lane for each group, so that groups in one lane do not overlap horizontally."""
+    lanes: list[int] = []
+    lane_ends: list[int] = []
     for members in groups:
-        first = members[0].number
-        lane = next((place for place, end in enumerate(ends) if end < first), len(ends))
-        ends[lane : lane + 1] = [members[-1].number]
-        found.append(lane)
-    return found
+        first, last = members[0].number, members[-1].number
+        free_lanes = (lane for lane, end in enumerate(lane_ends) if end < first)
+        lane = next(free_lanes, len(lane_ends))
+        lane_ends[lane : lane + 1] = [last]
+        lanes.append(lane)
+    return lanes
 
 
-def _content(
-    sheet: Sheet, middle: float, y: float, wide: float, content: _Content, kind: str
+def _draw_content(
+    sheet: Sheet, middle: float, y: float, wide: float, content: _RankContent, kind: str
 ) -> None:
-    state, parts, held = content
-    sheet.box(middle - wide / 2, y, wide, 8, "whole")
-    for part in held:
-        sheet.box(middle - wide / 2 + wide * part / parts, y, wide / parts, 8, f"{state} {kind}")
+    """Draw a frame for the full tensor, and fill the parts that the rank has."""
+    left_edge = middle - wide / 2
+    sheet.draw_box(left_edge, y, wide, 8, "whole")
+    for part in content.held:
+        x = left_edge + wide * part / content.parts
+        sheet.draw_box(x, y, wide / content.parts, 8, f"{content.kind} {kind}")
 
 
-def _ways(line: _Sent, members: list[DrawnRank]) -> list[tuple[int, int, str]]:
-    """Lines from a member's place to another's, and their arrows."""
+def _list_arrows(line: _CallLine, members: list[DrawnRank]) -> list[_Arrow]:
+    """Return the arrows of a group: for sends one per sender, for a collective one over all members."""
     last = len(members) - 1
     if line.operation is not Operation.SEND:
-        both = "end" if line.operation is Operation.BROADCAST else "start end"
-        return [(0, last, both)] if last else []
-    step = -1 if line.group is Group.PIPELINE and line.phase is Phase.BACKWARD else 1
-    senders = [place for place, rank in enumerate(members) if rank.stage in line.calls]
-    return [(place, (place + step) % len(members), "end") for place in senders]
+        heads = "end" if line.operation is Operation.BROADCAST else "start end"
+        return [_Arrow(0, last, heads)] if last else []
+    goes_backward = line.group is Group.PIPELINE and line.phase is Phase.BACKWARD
+    step = -1 if goes_backward else 1
+    senders = [index for index, rank in enumerate(members) if rank.stage in line.calls]
+    return [_Arrow(index, (index + step) % len(members), "end") for index in senders]
 
 
-def _contents(operation: Operation, place: int, members: int) -> tuple[_Content, _Content]:
-    """What a rank has before and after: `share` is to be summed or exchanged, `full` is a value."""
-    share, whole, part = ("share", 1, (0,)), ("full", 1, (0,)), ("full", members, (place,))
-    known: dict[Operation, tuple[_Content, _Content]] = {
-        Operation.ALL_REDUCE: (share, whole),
-        Operation.REDUCE_SCATTER: (share, part),
-        Operation.ALL_GATHER: (part, whole),
-        Operation.BROADCAST: (("full", 1, (0,) if place == 0 else ()), whole),
-        Operation.SEND: (whole, whole),
+def _contents_of_rank(
+    operation: Operation, index: int, members: int
+) -> tuple[_RankContent, _RankContent]:
+    """Return what the member at an index of a group has before and after an operation."""
+    addend = _RankContent("share", 1, (0,))
+    full = _RankContent("full", 1, (0,))
+    shard = _RankContent("full", members, (index,))
+    only_first = _RankContent("full", 1, (0,) if index == 0 else ())
+    contents: dict[Operation, tuple[_RankContent, _RankContent]] = {
+        Operation.ALL_REDUCE: (addend, full),
+        Operation.REDUCE_SCATTER: (addend, shard),
+        Operation.ALL_GATHER: (shard, full),
+        Operation.BROADCAST: (only_first, full),
+        Operation.SEND: (full, full),
     }
-    every = range(members)
-    return known.get(operation, (("share", members, every), ("full", members, every)))
+    every_part = range(members)
+    exchanged = (
+        _RankContent("share", members, every_part),
+        _RankContent("full", members, every_part),
+    )
+    return contents.get(operation, exchanged)
 
 
 def is_small_reduction(call: CollectiveCall) -> bool:
-    """Whether it is one of the small reductions at an iteration's end, which are drawn as one."""
-    return call.phase is Phase.OPTIMIZER and call.payload_bytes <= _FEW_BYTES
+    """Return True for the small reductions at the end of an iteration, which are drawn as one line."""
+    return call.phase is Phase.OPTIMIZER and call.payload_bytes <= _SMALL_BYTES
 
 
 def format_traffic(size_bytes: int) -> str:
-    """Bytes as networks count them."""
+    """Return bytes with all digits if they are few, else in MB or GB, which are decimal as for networks."""
     if size_bytes < EXACT_BYTES:
         return f"{count(size_bytes)} B"
     return megabytes(size_bytes) if size_bytes < 10**9 else f"{gb(size_bytes)} GB"

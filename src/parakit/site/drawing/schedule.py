@@ -1,4 +1,4 @@
-"""When each stage computes: the passes of one iteration, with what is sent beside them."""
+"""Draw when each stage computes: the passes of one iteration, and the communication during each pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from parakit.costs import (
     Pass,
     Phase,
     SimulatedSchedule,
-    communication_of_rank,
-    figures,
-    simulate,
+    measure_schedule,
+    rank_collectives,
+    simulate_schedule,
     sum_bytes_by_group,
 )
 from parakit.formatting.units import percent
@@ -22,42 +22,59 @@ from parakit.site.drawing.communication import COLOURS, is_small_reduction
 from parakit.site.drawing.sheet import WIDTH, DrawnRank, Sheet
 
 _MOST_PASSES = 24
-_MOST_WITH_MESSAGES = 40
+"""The most micro batches that are drawn, unless the pipeline has more stages."""
+_MOST_PASSES_WITH_MESSAGES = 40
+"""The most passes with which messages between stages are drawn."""
 
 
 def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
-    """The passes of each stage that is shown, with what is sent beside them."""
+    """Return the sheet as SVG: a row per drawn stage with its passes, gradient sync and optimizer step.
+
+    Args:
+        spec: The run.
+        ranks: The ranks to draw; a row is drawn for each of their stages.
+        name: The prefix of the sheet's id.
+    """
     sheet = Sheet(f"{name}-when", f"When each stage computes: {spec.model} as {spec.name}")
     split = spec.parallelism
     stages = sorted({rank.stage for rank in ranks})
-    most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
-    drawn = min(spec.microbatches, most - most % split.pipeline)
-    virtual = split.virtual_stages
-    timeline = simulate(split.run_schedule, split.pipeline, drawn, virtual=virtual)
-    sheet.text(0, 12, "one iteration", "title")
+    timeline = _simulate_drawn_part(spec)
+    sheet.draw_text(0, 12, "one iteration", "title")
     sheet.y = 22
     start, end = 58, WIDTH - 74
     scale = (end - start) / timeline.length
-    tops = {stage: sheet.y + 34 * place for place, stage in enumerate(stages)}
+    tops = {stage: sheet.y + 34 * row for row, stage in enumerate(stages)}
     for stage, top in tops.items():
-        calls = communication_of_rank(spec, stage)
+        calls = rank_collectives(spec, stage)
         label = f"stage {stage}" if split.pipeline > 1 else "all ranks"
-        sheet.text(0, top + 14, label)
-        sheet.box(start, top, end - start, 20, "idle")
-        for event in (event for event in timeline.events if event.worker == stage):
-            _draw_pass(sheet, event, start + scale * event.start, top, scale, calls)
-        for place, (phase, words) in enumerate(
-            ((Phase.GRADIENT_SYNC, "sync"), (Phase.OPTIMIZER, "step"))
-        ):
-            x = end + 6 + 35 * place
-            sheet.box(x, top, 32, 20, "update")
-            sheet.text(x + 16, top + 14, words, "pass", "middle")
-            _stripes(sheet, calls, phase, x, top + 21, 32)
-    if len(stages) == split.pipeline and len(timeline.events) <= _MOST_WITH_MESSAGES:
-        _messages(sheet, timeline, start, scale, tops)
+        sheet.draw_text(0, top + 14, label)
+        sheet.draw_box(start, top, end - start, 20, "idle")
+        for event in timeline.events:
+            if event.worker == stage:
+                _draw_pass(sheet, event, start + scale * event.start, top, scale, calls)
+        updates = ((Phase.GRADIENT_SYNC, "sync"), (Phase.OPTIMIZER, "step"))
+        for column, (phase, label) in enumerate(updates):
+            x = end + 6 + 35 * column
+            sheet.draw_box(x, top, 32, 20, "update")
+            sheet.draw_text(x + 16, top + 14, label, "pass", "middle")
+            _draw_stripes(sheet, calls, phase, x, top + 21, 32)
+    draws_all_stages = len(stages) == split.pipeline
+    if draws_all_stages and len(timeline.events) <= _MOST_PASSES_WITH_MESSAGES:
+        _draw_messages(sheet, timeline, start, scale, tops)
     sheet.y += 34 * len(stages) + 2
-    sheet.y += 13 * sheet.lines(0, WIDTH, _timing(spec, timeline), "q")
-    return sheet.svg()
+    sheet.y += 13 * sheet.draw_wrapped_text(0, WIDTH, _describe_timing(spec, timeline), "q")
+    return sheet.to_svg()
+
+
+def _simulate_drawn_part(spec: RunSpec) -> SimulatedSchedule:
+    """Simulate the schedule of the first micro batches, as many as there is room for."""
+    split = spec.parallelism
+    most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
+    # Interleaved schedules need a multiple of the number of stages.
+    drawn = min(spec.microbatches, most - most % split.pipeline)
+    return simulate_schedule(
+        split.executed_schedule, split.pipeline, drawn, virtual=split.virtual_stages
+    )
 
 
 def _draw_pass(
@@ -68,56 +85,73 @@ def _draw_pass(
     scale: float,
     calls: tuple[CollectiveCall, ...],
 ) -> None:
-    is_forward, wide = event.step.direction is Pass.FORWARD, scale * (event.end - event.start)
+    """Draw a pass of a micro batch with its label, if there is room, and its stripes below."""
+    is_forward = event.step.direction is Pass.FORWARD
+    wide = scale * (event.end - event.start)
     kind = "forward" if is_forward else "backward"
-    sheet.open(f"{kind} of micro batch {event.step.microbatch + 1}")
-    sheet.box(x, top, wide - 0.7, 20, kind)
+    sheet.begin_group(f"{kind} of micro batch {event.step.microbatch + 1}")
+    sheet.draw_box(x, top, wide - 0.7, 20, kind)
     label = f"{'F' if is_forward else 'B'}{event.step.microbatch + 1}"
     if wide > 8 * len(label):
-        sheet.text(x + wide / 2, top + 14, label, "pass", "middle")
-    sheet.close()
+        sheet.draw_text(x + wide / 2, top + 14, label, "pass", "middle")
+    sheet.end_group()
     phase = Phase.FORWARD if is_forward else Phase.BACKWARD
-    _stripes(sheet, calls, phase, x, top + 21, wide - 0.7)
+    _draw_stripes(sheet, calls, phase, x, top + 21, wide - 0.7)
 
 
-def _stripes(
+def _draw_stripes(
     sheet: Sheet, calls: tuple[CollectiveCall, ...], phase: Phase, x: float, y: float, wide: float
 ) -> None:
-    """A stripe of each dimension over which something is sent in a phase."""
+    """Draw a stripe per dimension over which ranks send something in a phase."""
     sent = sum_bytes_by_group(
         call for call in calls if call.phase is phase and not is_small_reduction(call)
     )
     kinds = sorted({COLOURS[group] for group in sent if group in COLOURS})
-    for place, kind in enumerate(kinds):
-        sheet.box(x + wide * place / len(kinds), y, wide / len(kinds), 4, f"dim {kind}")
+    for column, kind in enumerate(kinds):
+        sheet.draw_box(x + wide * column / len(kinds), y, wide / len(kinds), 4, f"dim {kind}")
 
 
-def _messages(
+def _draw_messages(
     sheet: Sheet, timeline: SimulatedSchedule, start: float, scale: float, tops: Mapping[int, float]
 ) -> None:
-    """From the end of a pass to the beginning of the same on the stage that it sends to."""
-    ordered: dict[tuple[Pass, int], list[Event]] = {}
+    """Draw an arrow from the end of each pass to the start of the same micro batch's pass on the next stage.
+
+    Args:
+        sheet: The sheet.
+        timeline: The passes.
+        start: The horizontal position of time 0.
+        scale: Width per unit of time.
+        tops: The top of each stage's row.
+    """
+    passes_by_micro_batch: dict[tuple[Pass, int], list[Event]] = {}
     for event in timeline.events:
-        ordered.setdefault((event.step.direction, event.step.microbatch), []).append(event)
-    for events in ordered.values():
-        for one, other in pairwise(sorted(events, key=lambda event: event.start)):
-            if one.worker != other.worker:
-                below = tops[one.worker] < tops[other.worker]
-                sheet.line(
-                    start + scale * one.end,
-                    tops[one.worker] + (20 if below else 0),
-                    start + scale * other.start,
-                    tops[other.worker] + (0 if below else 20),
-                    "message",
-                    "end",
-                )
+        key = (event.step.direction, event.step.microbatch)
+        passes_by_micro_batch.setdefault(key, []).append(event)
+    for passes in passes_by_micro_batch.values():
+        passes.sort(key=lambda event: event.start)
+        for sender, receiver in pairwise(passes):
+            if sender.worker == receiver.worker:
+                continue
+            goes_down = tops[sender.worker] < tops[receiver.worker]
+            sheet.draw_line(
+                start + scale * sender.end,
+                tops[sender.worker] + (20 if goes_down else 0),
+                start + scale * receiver.start,
+                tops[receiver.worker] + (0 if goes_down else 20),
+                "message",
+                "end",
+            )
 
 
-def _timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
-    every, drawn = spec.microbatches, timeline.microbatches
-    only = f" The first {drawn:,} of {every:,} micro batches are drawn." if drawn < every else ""
-    text = "F and B: forward and backward of a micro batch, B twice as long; lengths are no measurement."
+def _describe_timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
+    """Return the sentences below the schedule: the legend, the idle time, and how much is drawn."""
+    text = (
+        "F and B are forward and backward of a micro batch. B is drawn twice as long; no length is "
+        "measured."
+    )
     if spec.parallelism.pipeline > 1:
-        idle = percent(figures(timeline).idle_share)
+        idle = percent(measure_schedule(timeline).idle_fraction)
         text += f" Under {timeline.schedule.paper_name} stages idle {idle} of the time drawn."
-    return text + only
+    if timeline.microbatches < spec.microbatches:
+        text += f" The first {timeline.microbatches:,} of {spec.microbatches:,} micro batches are drawn."
+    return text

@@ -1,7 +1,7 @@
-"""A sheet of an SVG that follows the page's colours, and the ranks that stand on it.
+"""A sheet of SVG to draw on, and the ranks that a drawing shows.
 
-Text and boxes in the page's classes, and nothing else: matplotlib, which draws the kit's charts, is no
-part of what runs in the browser.
+Text and boxes use the classes of the page, so a sheet has the page's colours. matplotlib, which draws the kit's
+charts, is not used, because it is not part of what runs in the browser.
 """
 
 from __future__ import annotations
@@ -16,60 +16,68 @@ from parakit.config.groups import Group
 from parakit.config.strategy import Parallelism
 
 WIDTH = 380
+"""Width of a sheet in SVG units, which are pixels of a screen at full size."""
 EXACT_BYTES = 10**8
-"""Up to which bytes are written out."""
-_LETTERS = {"q": 5.3, "b": 6.2}
-_LETTER = 5.5
-"""Widths of a letter, on average, by class."""
+"""The size below which bytes are written with all digits."""
+_LETTER_WIDTHS = {"q": 5.3, "b": 6.2}
+_LETTER_WIDTH = 5.5
+"""Average width of a letter by class of text, and for other classes."""
+_LINE_HEIGHT = 13
 
 
 class Sheet:
-    """Grows downwards; `y` is where the next line begins."""
+    """An SVG that grows downwards. `y` is the top of the next line."""
 
     def __init__(self, name: str, title: str) -> None:
         self.y = 0.0
         self._name, self._title, self._parts = name, title, [""]
 
-    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """One line; `anchor` is start, middle or end."""
+    def draw_text(
+        self, x: float, y: float, text: str, kind: str = "", anchor: str = "start"
+    ) -> None:
+        """Draw one line of text, anchored at its `start`, `middle` or `end`."""
         self._parts.append(
-            f'<text x="{x:g}" y="{y:g}"{_kind(kind)} text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text x="{x:g}" y="{y:g}"{_class_attribute(kind)} text-anchor="{anchor}">'
+            f"{escape(text)}</text>"
         )
 
-    def lines(self, x: float, width: float, words: str, kind: str = "") -> int:
-        """Lines from `y` on, broken at a width; how many they are."""
-        broken = wrap(words, max(8, int(width / _LETTERS.get(kind, _LETTER))))
-        for place, line in enumerate(broken):
-            self.text(x, self.y + 11 + 13 * place, line, kind)
-        return len(broken)
+    def draw_wrapped_text(self, x: float, width: float, text: str, kind: str = "") -> int:
+        """Draw text below `y`, broken at a width; return the number of lines. `y` stays."""
+        letter_width = _LETTER_WIDTHS.get(kind, _LETTER_WIDTH)
+        lines = wrap(text, max(8, int(width / letter_width)))
+        for number, line in enumerate(lines):
+            self.draw_text(x, self.y + 11 + _LINE_HEIGHT * number, line, kind)
+        return len(lines)
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        """A rectangle."""
+    def draw_box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        """Draw a rectangle, at least half a pixel wide."""
         size = f'width="{max(width, 0.5):.6g}" height="{height:.6g}"'
-        self._parts.append(f'<rect x="{x:.6g}" y="{y:.6g}" {size}{_kind(kind)}/>')
+        self._parts.append(f'<rect x="{x:.6g}" y="{y:.6g}" {size}{_class_attribute(kind)}/>')
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, kind: str, ends: str = "") -> None:
-        """A line; `ends` names where it has an arrow: `start`, `end`."""
+    def draw_line(
+        self, x: float, y: float, to_x: float, to_y: float, kind: str, ends: str = ""
+    ) -> None:
+        """Draw a line. `ends` names the ends with an arrow head: `start`, `end`, both or none."""
         arrows = "".join(f' marker-{end}="url(#arrow)"' for end in ends.split())
-        ways = f'x1="{x:.6g}" y1="{y:.6g}" x2="{to_x:.6g}" y2="{to_y:.6g}"'
-        self._parts.append(f"<line {ways}{_kind(kind)}{arrows}/>")
+        coordinates = f'x1="{x:.6g}" y1="{y:.6g}" x2="{to_x:.6g}" y2="{to_y:.6g}"'
+        self._parts.append(f"<line {coordinates}{_class_attribute(kind)}{arrows}/>")
 
-    def thread(self, x: float, y: float) -> None:
-        """A line down to where the sheet ends so far, behind everything."""
-        ways = f'x1="{x:.6g}" y1="{y:.6g}" x2="{x:.6g}" y2="{self.y:.6g}"'
-        self._parts[0] += f'<line {ways} class="thread"/>'
+    def draw_background_line(self, x: float, y: float) -> None:
+        """Draw a vertical line from `y` down to the present end of the sheet, behind everything."""
+        coordinates = f'x1="{x:.6g}" y1="{y:.6g}" x2="{x:.6g}" y2="{self.y:.6g}"'
+        self._parts[0] += f'<line {coordinates} class="thread"/>'
 
-    def open(self, title: str, **data: object) -> None:
-        """Begin a part with a title, which a pointer shows, and data that a reader can add up."""
-        words = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
-        self._parts.append(f"<g{words}><title>{escape(title)}</title>")
+    def begin_group(self, title: str, **data: object) -> None:
+        """Begin a group with a title, which a pointer shows, and `data-` attributes, which tests add up."""
+        attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
+        self._parts.append(f"<g{attributes}><title>{escape(title)}</title>")
 
-    def close(self) -> None:
-        """End it."""
+    def end_group(self) -> None:
+        """End the group that was begun last."""
         self._parts.append("</g>")
 
-    def svg(self) -> str:
-        """The sheet."""
+    def to_svg(self) -> str:
+        """Return the sheet as an SVG element."""
         return (
             f'<svg class="sheet" viewBox="0 0 {WIDTH} {self.y + 4:g}" role="group" '
             f'aria-labelledby="{self._name}"><title id="{self._name}">{escape(self._title)}</title>'
@@ -78,15 +86,20 @@ class Sheet:
         )
 
 
-def _kind(kind: str) -> str:
+def _class_attribute(kind: str) -> str:
+    """Return the attribute for a class of the page; empty for no class."""
     return f' class="{kind}"' if kind else ""
 
 
 MOST_SHOWN = 8
+"""The most ranks that a drawing shows."""
 
 
 class DrawnRank(NamedTuple):
-    """A rank in Megatron's order, tp-cp-ep-dp-pp, TP innermost (`parallel_state.RankGenerator`)."""
+    """A rank and its index in each dimension.
+
+    The order of ranks is Megatron's, tp-cp-ep-dp-pp with TP innermost (`parallel_state.RankGenerator`).
+    """
 
     number: int
     tensor: int
@@ -99,33 +112,52 @@ class DrawnRank(NamedTuple):
 
 
 def select_ranks(split: Parallelism) -> list[DrawnRank]:
-    """All ranks, if a drawing has room for them; else the first and the last along a dimension."""
+    """Return the ranks to draw: all, or if there are more than MOST_SHOWN, the ends of each dimension.
+
+    The ends of a dimension are its first and last index. Dimensions are considered in the order TP, PP, DP, CP until
+    there is no more room; the ranks then have index 0 in the other dimensions.
+    """
     if split.world_size <= MOST_SHOWN:
         return [locate_rank(split, number) for number in range(split.world_size)]
-    ends, room = [], MOST_SHOWN
+    end_indices: list[tuple[int, ...]] = []
+    room = MOST_SHOWN
     for degree in (split.tensor, split.pipeline, split.data, split.context):
-        two = degree > 1 and room > 1
-        room //= 2 if two else 1
-        ends.append((0, degree - 1) if two else (0,))
+        if degree > 1 and room > 1:
+            end_indices.append((0, degree - 1))
+            room //= 2
+        else:
+            end_indices.append((0,))
     numbers = (
         tensor + split.tensor * (context + split.context * (data + split.data * stage))
-        for tensor, stage, data, context in product(*ends)
+        for tensor, stage, data, context in product(*end_indices)
     )
     return [locate_rank(split, number) for number in sorted(numbers)]
 
 
 def locate_rank(split: Parallelism, number: int) -> DrawnRank:
-    """The places of a global rank; experts have dimensions of their own inside a stage."""
-    rest, tensor = divmod(number, split.tensor)
-    rest, context = divmod(rest, split.context)
-    stage, data = divmod(rest, split.data)
-    inside = number % (split.world_size // split.pipeline)
-    inside, expert_tensor = divmod(inside, split.tensor_of_experts)
-    expert_data, expert = divmod(inside, split.expert)
-    return DrawnRank(number, tensor, context, data, stage, expert_tensor, expert, expert_data)
+    """Return a global rank with its index in each dimension.
+
+    Inside of a stage, experts have dimensions of their own.
+    """
+    quotient, tensor = divmod(number, split.tensor)
+    quotient, context = divmod(quotient, split.context)
+    stage, data = divmod(quotient, split.data)
+    rank_in_stage = number % (split.world_size // split.pipeline)
+    expert_quotient, expert_tensor = divmod(rank_in_stage, split.effective_expert_tensor)
+    expert_data, expert = divmod(expert_quotient, split.expert)
+    return DrawnRank(
+        number=number,
+        tensor=tensor,
+        context=context,
+        data=data,
+        stage=stage,
+        expert_tensor=expert_tensor,
+        expert=expert,
+        expert_data=expert_data,
+    )
 
 
-_STAYS = {
+_SHARED_INDICES = {
     Group.TENSOR: ("context", "data", "stage"),
     Group.CONTEXT: ("tensor", "data", "stage"),
     Group.TENSOR_CONTEXT: ("data", "stage"),
@@ -141,33 +173,49 @@ _STAYS = {
     Group.EXPERT_DATA: ("expert_tensor", "expert", "stage"),
     Group.EXPERT_MODEL: ("expert_data",),
 }
-"""The places that all ranks of one group share."""
+"""The indices that all ranks of a group share, by kind of group."""
 
 
 def group_ranks_by(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
-    """The ranks by the group of this kind that they are in."""
+    """Group the ranks by their process group of a kind; return the members of each group, by first rank."""
 
-    def key(rank: DrawnRank) -> tuple[int, ...]:
-        return tuple(getattr(rank, place) for place in _STAYS[group])
+    def group_key(rank: DrawnRank) -> tuple[int, ...]:
+        return tuple(getattr(rank, index) for index in _SHARED_INDICES[group])
 
-    return sorted(list(members) for _, members in groupby(sorted(ranks, key=key), key))
+    sorted_ranks = sorted(ranks, key=group_key)
+    return sorted(list(members) for _, members in groupby(sorted_ranks, group_key))
 
 
 def draw_rank_headings(
     sheet: Sheet, split: Parallelism, ranks: Iterable[DrawnRank], start: float, wide: float
 ) -> None:
-    """The ranks, and where they stand in each dimension that has more than one place."""
+    """Draw a heading per rank: its number, and its index in each dimension above 1 if there is room.
+
+    Args:
+        sheet: The sheet, whose `y` moves below the headings.
+        split: The strategy.
+        ranks: The ranks, a column each.
+        start: The left edge of the first column.
+        wide: The width of a column.
+    """
     degrees = {"tp": split.tensor, "cp": split.context, "dp": split.data, "pp": split.pipeline}
     degrees["ep"] = split.expert
     for column, rank in enumerate(ranks):
-        places = dict(zip(degrees, (*rank[1:5], rank.expert), strict=True))
         middle = start + wide * (column + 0.5)
-        narrow = wide < 50
-        if narrow:  # Long numbers take turns in height.
-            low = 12 * (column % 2) if rank.number > 99 or wide < 16 else 12
-            sheet.text(middle, sheet.y + 12 + low, f"{rank.number}", "b", "middle")
-        else:
-            sheet.text(middle, sheet.y + 12, f"rank {rank.number}", "b", "middle")
-            said = " ".join(f"{name}{places[name]}" for name in degrees if degrees[name] > 1)
-            sheet.text(middle, sheet.y + 24, said, "q", "middle")
+        if wide < 50:
+            is_tight = rank.number > 99 or wide < 16
+            # Long numbers alternate in height, so that neighbours do not overlap.
+            offset = 12 * (column % 2) if is_tight else 12
+            sheet.draw_text(middle, sheet.y + 12 + offset, f"{rank.number}", "b", "middle")
+            continue
+        indices = {
+            "tp": rank.tensor,
+            "cp": rank.context,
+            "dp": rank.data,
+            "pp": rank.stage,
+            "ep": rank.expert,
+        }
+        shown = " ".join(f"{name}{indices[name]}" for name in degrees if degrees[name] > 1)
+        sheet.draw_text(middle, sheet.y + 12, f"rank {rank.number}", "b", "middle")
+        sheet.draw_text(middle, sheet.y + 24, shown, "q", "middle")
     sheet.y += 30

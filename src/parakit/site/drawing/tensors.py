@@ -1,4 +1,4 @@
-"""What each rank holds: samples and tokens of the batch, weights by component, memory at its fullest."""
+"""Draw what each rank holds: samples and tokens of the batch, weights by component, memory at its peak."""
 
 from __future__ import annotations
 
@@ -8,105 +8,131 @@ from functools import partial
 from itertools import batched
 
 from parakit.config.run import RunSpec
-from parakit.costs import PredictedMemory, memory_of_rank, precision_of, rank_parameters
+from parakit.costs import (
+    PredictedMemory,
+    bytes_per_parameter,
+    estimate_rank_memory,
+    rank_parameters,
+)
 from parakit.formatting.units import amount, count
 from parakit.site.drawing.sheet import EXACT_BYTES, WIDTH, DrawnRank, Sheet, draw_rank_headings
 
-_LABEL = 108
-"""Width of what stands before the ranks' columns."""
+_LABEL_WIDTH = 108
+"""Width of the labels to the left of the ranks' columns."""
+_RANKS_PER_BAND = 4
+"""The most ranks side by side. Further ranks are drawn below."""
+_CELL_WIDTH, _CELL_HEIGHT = 100, 14
+"""The largest width of a tensor's box, and its height."""
 
 
 @dataclass(frozen=True)
-class _Cell:
-    """A whole cut into equal parts, and those that a rank holds."""
+class _TensorBox:
+    """A tensor that is cut into equal parts, and the parts that a rank holds."""
 
     text: str
     parts: int = 1
     held: Iterable[int] = (0,)
+    """Numbers of the parts that the rank holds."""
     cut: str = "columns"
-    """`columns`, `rows`, or `both`: of two matrices the first by columns, the second by rows."""
+    """`columns`, `rows`, or `both`: of two matrices the first by columns and the second by rows."""
     length: float = 1.0
-    """Of what a column has room for."""
+    """The box's width as a fraction of the largest width."""
     size_bytes: int = 0
+    """Bytes that the rank holds; 0 if they are not to be added up."""
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TensorRow:
+    """A row of the sheet: a tensor, with a box per rank."""
+
     name: str
-    cell: Callable[[DrawnRank], _Cell | None]
-    """None where a rank has nothing of it."""
+    make_box: Callable[[DrawnRank], _TensorBox | None]
+    """Returns the box of a rank; None if the rank holds nothing of the tensor."""
 
 
 def draw_tensors(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
-    """The sheet: a column for each rank, a row for each tensor, of which the rank's part is filled."""
+    """Return the sheet as SVG: a column per rank, and a row per tensor with the rank's part filled.
+
+    Args:
+        spec: The run.
+        ranks: The ranks to draw.
+        name: The prefix of the sheet's id.
+    """
     sheet = Sheet(f"{name}-held", f"What each rank holds: {spec.model} as {spec.name}")
-    for band in batched(ranks, 4):
-        wide = (WIDTH - _LABEL) / len(band)
-        draw_rank_headings(sheet, spec.parallelism, band, _LABEL, wide)
+    for band in batched(ranks, _RANKS_PER_BAND):
+        wide = (WIDTH - _LABEL_WIDTH) / len(band)
+        draw_rank_headings(sheet, spec.parallelism, band, _LABEL_WIDTH, wide)
         for title, rows in (
             ("the batch", _batch_rows(spec)),
             ("weights it computes with", _weight_rows(spec)),
-            ("memory at its fullest, in scale", _state_rows(spec)),
+            ("memory at its peak, in scale", _memory_rows(spec)),
         ):
-            sheet.text(0, sheet.y + 12, title, "title")
+            sheet.draw_text(0, sheet.y + 12, title, "title")
             sheet.y += 19
             for row in rows:
                 _draw_row(sheet, row, band, wide)
         sheet.y += 10
-    return sheet.svg()
+    return sheet.to_svg()
 
 
-def _draw_row(sheet: Sheet, row: _Row, ranks: Iterable[DrawnRank], wide: float) -> None:
-    top, tall = sheet.y, 14
+def _draw_row(sheet: Sheet, row: _TensorRow, ranks: Iterable[DrawnRank], wide: float) -> None:
+    """Draw the label of a row and the box of each rank, and move the sheet's `y` below the row."""
+    top = sheet.y
     sheet.y -= 1
-    lines = sheet.lines(0, _LABEL - 8, row.name)
+    num_lines = sheet.draw_wrapped_text(0, _LABEL_WIDTH - 8, row.name)
     for column, rank in enumerate(ranks):
-        x, cell = _LABEL + wide * column + 4, row.cell(rank)
-        if cell is None:
-            sheet.text(x + wide / 2 - 4, top + 12, "–", "q", "middle")
+        left_edge, box = _LABEL_WIDTH + wide * column, row.make_box(rank)
+        if box is None:
+            sheet.draw_text(left_edge + wide / 2, top + 12, "–", "q", "middle")
             continue
-        data = {"rank": rank.number, "holds": cell.size_bytes} if cell.size_bytes else {}
-        sheet.open(f"rank {rank.number}, {row.name}: {cell.text}", **data)
-        room = min(wide - 8, 100)
-        x += (wide - 8 - room) / 2
-        width = room * cell.length
-        if cell.cut == "both":
-            _parts(sheet, x, top, width / 2 - 3, tall, cell, across=False)
-            _parts(sheet, x + width / 2 + 3, top, width / 2 - 3, tall, cell, across=True)
+        data = {"rank": rank.number, "holds": box.size_bytes} if box.size_bytes else {}
+        sheet.begin_group(f"rank {rank.number}, {row.name}: {box.text}", **data)
+        room = min(wide - 8, _CELL_WIDTH)
+        x = left_edge + 4 + (wide - 8 - room) / 2
+        width = room * box.length
+        if box.cut == "both":
+            matrix_width = width / 2 - 3
+            _draw_parts(sheet, box, x, top, matrix_width, cut_rows=False)
+            _draw_parts(sheet, box, x + width / 2 + 3, top, matrix_width, cut_rows=True)
         else:
-            _parts(sheet, x, top, width, tall, cell, across=cell.cut == "rows")
-        sheet.text(
-            x + room / 2, top + tall + 10, cell.text, "q" if wide > 70 else "q small", "middle"
-        )
-        sheet.close()
-    sheet.y = top + max(tall + 19, 13 * lines + 5)
+            _draw_parts(sheet, box, x, top, width, cut_rows=box.cut == "rows")
+        kind = "q" if wide > 70 else "q small"
+        sheet.draw_text(x + room / 2, top + _CELL_HEIGHT + 10, box.text, kind, "middle")
+        sheet.end_group()
+    sheet.y = top + max(_CELL_HEIGHT + 19, 13 * num_lines + 5)
 
 
-def _parts(
-    sheet: Sheet, x: float, y: float, wide: float, tall: float, cell: _Cell, across: bool
+def _draw_parts(
+    sheet: Sheet, box: _TensorBox, x: float, y: float, wide: float, *, cut_rows: bool
 ) -> None:
-    sheet.box(x, y, wide, tall, "whole")
-    for part in cell.held:
-        start, size = part / cell.parts, 1 / cell.parts
-        if across:
-            sheet.box(x, y + tall * start, wide, tall * size, "held")
+    """Draw the frame of a tensor at (x, y), and fill the parts that the rank holds, cut by rows or columns."""
+    sheet.draw_box(x, y, wide, _CELL_HEIGHT, "whole")
+    for part in box.held:
+        start, size = part / box.parts, 1 / box.parts
+        if cut_rows:
+            sheet.draw_box(x, y + _CELL_HEIGHT * start, wide, _CELL_HEIGHT * size, "held")
         else:
-            sheet.box(x + wide * start, y, wide * size, tall, "held")
+            sheet.draw_box(x + wide * start, y, wide * size, _CELL_HEIGHT, "held")
 
 
-def _batch_rows(spec: RunSpec) -> Iterator[_Row]:
+def _batch_rows(spec: RunSpec) -> Iterator[_TensorRow]:
+    """Yield the rows of the batch: samples, tokens per sample, and the tokens that SP splits further.
+
+    Under CP a rank holds two chunks of a sample, one from the front and one from the back.
+    """
     split, batch, length = spec.parallelism, spec.batch.global_batch_size, spec.shape.seq_length
     samples = f"{batch // split.data:,} of {batch:,}"
-    yield _Row("samples", lambda rank: _Cell(samples, split.data, (rank.data,)))
-    tokens, chunks = f"{length // split.context:,} of {length:,}", 2 * split.context
-    yield _Row(
+    yield _TensorRow("samples", lambda rank: _TensorBox(samples, split.data, (rank.data,)))
+    rank_tokens, chunks = length // split.context, 2 * split.context
+    tokens = f"{rank_tokens:,} of {length:,}"
+    yield _TensorRow(
         "tokens of each",
-        lambda rank: _Cell(tokens, chunks, (rank.context, chunks - 1 - rank.context)),
+        lambda rank: _TensorBox(tokens, chunks, (rank.context, chunks - 1 - rank.context)),
     )
     if split.sequence_parallel:
-        alone = f"{length // split.context // split.tensor:,} of {length // split.context:,}"
+        split_tokens = f"{rank_tokens // split.tensor:,} of {rank_tokens:,}"
         name = "of these in norms and dropouts"
-        yield _Row(name, lambda rank: _Cell(alone, split.tensor, (rank.tensor,)))
+        yield _TensorRow(name, lambda rank: _TensorBox(split_tokens, split.tensor, (rank.tensor,)))
 
 
 _WEIGHTS = {
@@ -119,73 +145,104 @@ _WEIGHTS = {
     "experts": ("experts", "experts"),
     "output_layer": ("output layer", "rows"),
 }
-"""Fields of `Parameters`, and how TP cuts them: input projections by columns, output projections and
-tables by rows, the others not at all."""
+"""Label and cut of each component, by field of `Parameters`.
+
+TP cuts input projections by columns, output projections and tables by rows, and the others not at all. EP cuts
+experts.
+"""
 
 
-def _weight_rows(spec: RunSpec) -> Iterator[_Row]:
+def _weight_rows(spec: RunSpec) -> Iterator[_TensorRow]:
+    """Yield the rows of the weights: layers, and each component that a stage has."""
     split = spec.parallelism
-    layers = [_layers(spec, stage) for stage in range(split.pipeline)]
-    every = sum(map(len, layers))
-    yield _Row(
+    layers_by_stage = [_list_layers(spec, stage) for stage in range(split.pipeline)]
+    num_layers = sum(map(len, layers_by_stage))
+    yield _TensorRow(
         "layers",
-        lambda rank: _Cell(f"{len(layers[rank.stage]):,} of {every:,}", every, layers[rank.stage]),
+        lambda rank: _TensorBox(
+            f"{len(layers_by_stage[rank.stage]):,} of {num_layers:,}",
+            num_layers,
+            layers_by_stage[rank.stage],
+        ),
     )
-    stages = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
-    for component, (name, cut) in _WEIGHTS.items():
-        if any(getattr(parameters, component) for parameters in stages):
-            sizes = [getattr(each, component) * precision_of(spec).weights for each in stages]
-            yield _Row(name, partial(_weights, spec, sizes, cut))
+    parameters_by_stage = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
+    bytes_per_weight = bytes_per_parameter(spec).weights
+    for component, (label, cut) in _WEIGHTS.items():
+        numbers = [getattr(parameters, component) for parameters in parameters_by_stage]
+        if any(numbers):
+            sizes = [number * bytes_per_weight for number in numbers]
+            yield _TensorRow(label, partial(_make_weight_box, spec, sizes, cut))
 
 
-def _weights(spec: RunSpec, sizes: list[int], cut: str, rank: DrawnRank) -> _Cell | None:
-    size, split = sizes[rank.stage], spec.parallelism
-    if not size:
+def _make_weight_box(
+    spec: RunSpec, bytes_by_stage: list[int], cut: str, rank: DrawnRank
+) -> _TensorBox | None:
+    """Return the box of a component of the weights; None if the rank's stage has nothing of it."""
+    size_bytes, split = bytes_by_stage[rank.stage], spec.parallelism
+    if not size_bytes:
         return None
+    text = _format_bytes(size_bytes)
     if cut == "experts":
-        own = spec.shape.experts // split.expert
-        held = range(rank.expert * own, (rank.expert + 1) * own)
-        return _Cell(_memory(size), spec.shape.experts, held, size_bytes=size)
-    parts = split.tensor if cut else 1
-    own_part = (rank.tensor,) if cut else (0,)
-    return _Cell(_memory(size), parts, own_part, cut or "columns", size_bytes=size)
+        num_experts = spec.shape.experts
+        experts_per_rank = num_experts // split.expert
+        first = rank.expert * experts_per_rank
+        held = range(first, first + experts_per_rank)
+        return _TensorBox(text, num_experts, held, size_bytes=size_bytes)
+    if not cut:
+        return _TensorBox(text, size_bytes=size_bytes)
+    return _TensorBox(text, split.tensor, (rank.tensor,), cut, size_bytes=size_bytes)
 
 
-def _layers(spec: RunSpec, stage: int) -> list[int]:
-    """Which layers a stage holds: with virtual stages several stretches of them."""
-    found: list[int] = []
+def _list_layers(spec: RunSpec, stage: int) -> list[int]:
+    """Return the numbers of the layers on a stage; with virtual stages they are several ranges."""
+    stages = range(spec.parallelism.pipeline)
+    chunk_layers_by_stage = [spec.layers_per_chunk(number) for number in stages]
+    layers: list[int] = []
     first = 0
-    counts = [spec.chunk_layers(each) for each in range(spec.parallelism.pipeline)]
-    for chunk in zip(*counts, strict=True):
-        for each, layers in enumerate(chunk):
-            found += range(first, first + layers) if each == stage else ()
-            first += layers
-    return found
+    for layers_by_stage in zip(*chunk_layers_by_stage, strict=True):
+        for number, num_layers in enumerate(layers_by_stage):
+            if number == stage:
+                layers += range(first, first + num_layers)
+            first += num_layers
+    return layers
 
 
-def _state_rows(spec: RunSpec) -> Iterator[_Row]:
-    """What a rank has at its fullest, as bars of one scale; in its frame a shard of what is sharded."""
+def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
+    """Yield the rows of a rank's memory at its peak, in one scale.
+
+    The frame of a sharded component is as long as the component on all ranks, and the rank's shard is filled.
+    """
     split, sharding = spec.parallelism, spec.parallelism.sharding
-    memory = [memory_of_rank(spec, stage) for stage in range(split.pipeline)]
-    ranks = split.data * split.context // spec.optimizer_instances
-    rows: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
-        ("weights", lambda of: of.weights, sharding.shards_weights),
-        ("gradients", lambda of: of.gradients, sharding.shards_gradients),
-        ("optimizer's state", lambda of: of.main_parameters + of.optimizer_state, bool(sharding)),
-        ("activations", lambda of: of.activations, False),
+    memory_by_stage = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
+    shard_ranks = split.data * split.context // spec.optimizer_instances
+    components: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
+        ("weights", lambda memory: memory.weights, sharding.shards_weights),
+        ("gradients", lambda memory: memory.gradients, sharding.shards_gradients),
+        (
+            "optimizer's state",
+            lambda memory: memory.main_parameters + memory.optimizer_state,
+            bool(sharding),
+        ),
+        ("activations", lambda memory: memory.activations, False),
     )
-    longest = max(
-        size(of) * (ranks if is_sharded else 1) for of in memory for _, size, is_sharded in rows
-    )
+    longest = 0
+    for memory in memory_by_stage:
+        for _, get_bytes, is_sharded in components:
+            longest = max(longest, get_bytes(memory) * (shard_ranks if is_sharded else 1))
 
-    def cell(size: Callable[[PredictedMemory], int], shards: int, rank: DrawnRank) -> _Cell:
-        own, place = size(memory[rank.stage]), rank.data * split.context + rank.context
-        length = own * shards / longest
-        return _Cell(_memory(own), shards, (place % shards,), length=length)
+    def make_box(
+        get_bytes: Callable[[PredictedMemory], int], shards: int, rank: DrawnRank
+    ) -> _TensorBox:
+        size_bytes = get_bytes(memory_by_stage[rank.stage])
+        shard = (rank.data * split.context + rank.context) % shards
+        length = size_bytes * shards / longest
+        return _TensorBox(_format_bytes(size_bytes), shards, (shard,), length=length)
 
-    for name, size, is_sharded in rows:
-        yield _Row(name, partial(cell, size, ranks if is_sharded else 1))
+    for name, get_bytes, is_sharded in components:
+        shards = shard_ranks if is_sharded else 1
+        yield _TensorRow(name, partial(make_box, get_bytes, shards))
 
 
-def _memory(size_bytes: int) -> str:
+def _format_bytes(size_bytes: int) -> str:
+    """Return a size with all digits if it is small, else with a binary unit."""
     return f"{count(size_bytes)} B" if size_bytes < EXACT_BYTES else amount(size_bytes)

@@ -1,4 +1,4 @@
-// A strategy of one's own: the form's answers go to `draw`, its figure to the page.
+// Draw the strategy of the form: pass the form's values to `draw`, and show the figure that it returns.
 import { call } from "./python.js";
 const $ = (id) => document.getElementById(id);
 const FIELDS = ["model", "strategy", "device", "devices", "micro_batch", "global_batch"];
@@ -9,14 +9,14 @@ if (location.search) draw();
 $("form").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
 
 async function draw() {
-  const given = FIELDS.map((name) => elements[name].value);
-  const said = FIELDS.map((name, place) => [name, given[place]]).filter(([, value]) => value);
+  const values = FIELDS.map((name) => elements[name].value);
+  const query = FIELDS.map((name, index) => [name, values[index]]).filter(([, value]) => value);
   $("go").disabled = true;
   $("refusal").textContent = "";
-  $("state").textContent = "Python is loaded, and draws …";
+  $("state").textContent = "Loading Python and drawing …";
   try {
-    history.replaceState(null, "", `?${new URLSearchParams(said)}#own`);
-    const answer = await call("draw", ...given);
+    history.replaceState(null, "", `?${new URLSearchParams(query)}#own`);
+    const answer = await call("draw", ...values);
     $("refusal").textContent = answer.code ? answer.err : "";
     $("drawn").innerHTML = answer.out;
     $("state").textContent = "";

@@ -1,15 +1,15 @@
-// The form, and what the planner answers: drawn from its JSON, the same as `python -m parakit plan --json`.
+// Read the form, call the planner, and show its answer, which is the JSON of `python -m parakit plan --json`.
 import { call } from "./python.js";
 const $ = (id) => document.getElementById(id);
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999933", "#bbbbbb", "#ee8866", "#44aa99"];
 const GIB = 2 ** 30;
 
 const element = (tag, text = "", attributes = {}) => {
-  const made = Object.assign(document.createElement(tag), { textContent: text });
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
+  const node = Object.assign(document.createElement(tag), { textContent: text });
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
 };
-const words = (name) => name.replaceAll("_", " ");
+const spell = (name) => name.replaceAll("_", " ");
 
 let devices = new Map();
 let ownModel = "";
@@ -21,7 +21,7 @@ try {
   for (const device of known.devices) $("gpu").append(element("option", device.name, { value: device.key }));
   for (const link of known.links)
     for (const list of ["intra", "inter"])
-      $(list).append(element("option", `${link.name}, ${(link.bytes_per_second / 1e9).toLocaleString("en")} GB/s a device`, { value: link.key }));
+      $(list).append(element("option", `${link.name}, ${(link.bytes_per_second / 1e9).toLocaleString("en")} GB/s per device`, { value: link.key }));
   for (const [name, value] of new URLSearchParams(location.search)) {
     const field = $("form").elements[name];
     if (field) field.value = value;
@@ -39,12 +39,12 @@ $("form").addEventListener("submit", (event) => { event.preventDefault(); plan()
 
 async function plan() {
   const config = $("config").value.trim();
-  const given = [...new FormData($("form"))].filter(([name, value]) => value !== "" && !(config && name === "model"));
-  history.replaceState(null, "", `?${new URLSearchParams(given)}`);
+  const options = [...new FormData($("form"))].filter(([name, value]) => value !== "" && !(config && name === "model"));
+  history.replaceState(null, "", `?${new URLSearchParams(options)}`);
   $("go").disabled = true;
   $("state").textContent = "Searching …";
   const began = performance.now();
-  const answer = await call("plan", given.flatMap(([name, value]) => [`--${name}`, value]), config);
+  const answer = await call("plan", options.flatMap(([name, value]) => [`--${name}`, value]), config);
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
   $("go").disabled = false;
   $("refusal").textContent = answer.code ? answer.err : "";
@@ -70,11 +70,11 @@ function show(plan, seconds, more) {
 
 function legend(id, title, rows) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => row[name] > 0)))];
-  const colours = new Map(names.map((name, place) => [name, COLOURS[place % COLOURS.length]]));
+  const colours = new Map(names.map((name, index) => [name, COLOURS[index % COLOURS.length]]));
   $(id).append(element("b", title));
   for (const [name, colour] of colours) {
     const entry = element("span");
-    entry.append(element("i", "", { style: `background:${colour}` }), words(name));
+    entry.append(element("i", "", { style: `background:${colour}` }), spell(name));
     $(id).append(entry);
   }
   return colours;
@@ -96,8 +96,8 @@ function row(layout, room, slowest, times, parts, tied) {
 
 function bar(shares, whole, colours, format) {
   const cell = element("td");
-  const said = Object.entries(shares).filter(([, value]) => value > 0).map(([name, value]) => `${words(name)} ${format(value)}`);
-  const made = element("div", "", { class: "bar", role: "img", "aria-label": said.join(", "), title: said.join("\n") });
+  const amounts = Object.entries(shares).filter(([, value]) => value > 0).map(([name, value]) => `${spell(name)} ${format(value)}`);
+  const made = element("div", "", { class: "bar", role: "img", "aria-label": amounts.join(", "), title: amounts.join("\n") });
   for (const [name, colour] of colours)
     if (shares[name] > 0) made.append(element("span", "", { style: `background:${colour};width:${Math.min(100, (100 * shares[name]) / whole)}%` }));
   cell.append(made);

@@ -1,4 +1,4 @@
-// The kit's Python, in a thread of its own: `call` runs a function of src/parakit/site/in_browser.py.
+// Call a function of src/parakit/site/in_browser.py, which runs in a thread of its own.
 const waiting = new Map();
 let worker = null;
 let calls = 0;
@@ -12,8 +12,8 @@ function start() {
   };
 }
 
-export const call = (name, ...words) => new Promise((resolve, reject) => {
+export const call = (name, ...parameters) => new Promise((resolve, reject) => {
   if (!worker) start();
   waiting.set(++calls, [resolve, reject]);
-  worker.postMessage({ id: calls, call: name, words });
+  worker.postMessage({ id: calls, call: name, parameters });
 });

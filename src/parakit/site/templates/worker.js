@@ -1,4 +1,4 @@
-// Python in a thread of its own, so that the page answers while a plan is searched.
+// Run Python in a thread of its own, so that the page responds while the planner searches.
 import { loadPyodide } from "./pyodide.mjs";
 
 const ready = (async () => {
@@ -16,7 +16,7 @@ const ready = (async () => {
 onmessage = async ({ data }) => {
   try {
     const kit = await ready;
-    postMessage({ id: data.id, answer: JSON.parse(kit[data.call](...data.words)) });
+    postMessage({ id: data.id, answer: JSON.parse(kit[data.call](...data.parameters)) });
   } catch (error) {
     postMessage({ id: data.id, error: String(error) });
   }

@@ -4,11 +4,11 @@ import re
 
 from parakit.logs.dialects import (
     Dialect,
-    FoundIteration,
+    EventReader,
     LineField,
     LineFormat,
-    News,
-    iteration_of,
+    ParsedIteration,
+    make_iteration,
 )
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX
 from parakit.logs.scraped import ArgumentList, CheckpointEvent
@@ -42,7 +42,7 @@ def _found(line):
             number("seconds", float, 3, "elapsed_ms"),
             number("beads", float, 0, f"{EXTRA_METRIC_PREFIX}beads"),
         ]
-        yield FoundIteration(iteration_of(fields), step.start(), fields)
+        yield ParsedIteration(make_iteration(fields), step.start(), fields)
 
 
 def _setting(line):
@@ -58,9 +58,11 @@ def _renamed(printed):
 DIALECT = Dialect(
     name="Abacus",
     line=_StepLine,
-    news=(
-        News("SETTINGS", lambda _: (ArgumentList(re.compile("SETTINGS END"), _setting),)),
-        News("beads put away", lambda line: (CheckpointEvent("saved", int(line.split()[-1])),)),
+    events=(
+        EventReader("SETTINGS", lambda _: (ArgumentList(re.compile("SETTINGS END"), _setting),)),
+        EventReader(
+            "beads put away", lambda line: (CheckpointEvent("saved", int(line.split()[-1])),)
+        ),
     ),
     starts=("SETTINGS",),
     arguments=_renamed,

@@ -5,18 +5,18 @@ import pytest
 
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import Backend, RunSpec, spec_of_model
+from parakit.config.run import Backend, RunSpec, spec_from_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import (
-    NAMED,
+    PUBLISHED_STRATEGIES,
     Batch,
     Parallelism,
     PipelineSchedule,
     Sharding,
-    batch_for,
     parse_strategy,
+    scale_batch,
 )
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 
 LARGE = load_model("gpt2-large")
 XL = load_model("gpt2-xl")
@@ -32,13 +32,13 @@ def refusals(
     release: tuple[int, int] | None = None,
     **choices: Any,
 ) -> tuple[str, ...]:
-    return violations(RunSpec(shape, parallelism, batch, **choices), release)
+    return find_violations(RunSpec(shape, parallelism, batch, **choices), release)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_the_six_published_runs_are_legal(name: str) -> None:
     parallelism = parse_strategy(name, 1 if name == "baseline" else 2)
-    batch = batch_for(LARGE.batch, parallelism)
+    batch = scale_batch(LARGE.batch, parallelism)
     assert refusals(LARGE.shape, parallelism, batch, dtype="fp16") == ()
 
 
@@ -80,20 +80,20 @@ def test_each_rule_says_what_and_what_instead(
 
 
 def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at_least() -> None:
-    spec = replace(spec_of_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
+    spec = replace(spec_from_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
     whole = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM)
     buffered = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM_2BW)
-    assert violations(replace(spec, parallelism=buffered)) == ()
-    (found,) = violations(replace(spec, parallelism=whole))
+    assert find_violations(replace(spec, parallelism=buffered)) == ()
+    (found,) = find_violations(replace(spec, parallelism=whole))
     assert "use a micro batch of 4, or pipedream4bw" in found
-    (found,) = violations(replace(spec, parallelism=buffered, batch=Batch(2, 4)))
+    (found,) = find_violations(replace(spec, parallelism=buffered, batch=Batch(2, 4)))
     assert "use a global batch of 8" in found
 
 
 def test_a_pipeline_of_plain_pytorch_is_refused_without_flags_of_megatrons() -> None:
     split = Parallelism(pipeline=5, schedule=PipelineSchedule.GPIPE)
-    spec = spec_of_model(LARGE, split, Batch(1, 5))
-    (found,) = violations(replace(spec, backend=Backend.NATIVE))
+    spec = spec_from_model(LARGE, split, Batch(1, 5))
+    (found,) = find_violations(replace(spec, backend=Backend.NATIVE))
     assert "36 layers, which PP 5 does not divide; use a PP of 1, 2, 3" in found
     assert "--" not in found
 
@@ -133,13 +133,13 @@ def test_query_groups_are_split_like_heads() -> None:
 def test_from_0_16_on_ranks_share_a_query_group() -> None:
     shape = replace(LARGE.shape, query_groups=1)
     spec = RunSpec(shape, Parallelism(tensor=2), Batch(1, 1))
-    assert violations(spec, (0, 16)) == ()
-    (found,) = violations(spec, (0, 15))
+    assert find_violations(spec, (0, 16)) == ()
+    (found,) = find_violations(spec, (0, 15))
     assert "1 query groups, which TP 2 does not divide" in found
     three = replace(
         spec, shape=replace(LARGE.shape, query_groups=2), parallelism=Parallelism(tensor=5)
     )
-    assert any("2 query groups" in one for one in violations(three, (0, 19)))
+    assert any("2 query groups" in one for one in find_violations(three, (0, 19)))
 
 
 def test_a_sequence_longer_than_the_position_table_is_refused() -> None:

@@ -3,7 +3,7 @@ import gzip
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.logs.lines import clean, make_printable, read_lines, split_lines, unwrapped
+from parakit.logs.lines import drop_escapes, make_printable, read_lines, split_lines, unwrap_json
 from parakit.logs.pieces import MAX_LINE
 
 
@@ -57,7 +57,7 @@ def test_where_a_text_is_cut_does_not_change_its_lines(text, cut):
     second, last = split_lines(rest + text[cut:])
     # Only an empty line may appear, where "\r\n" is cut in two.
     assert [line for line in first + second if line] == [line for line in whole if line]
-    assert clean(last) == clean(whole_rest)
+    assert drop_escapes(last) == drop_escapes(whole_rest)
 
 
 def test_no_control_and_no_sign_of_direction_is_left(tmp_path):
@@ -65,5 +65,5 @@ def test_no_control_and_no_sign_of_direction_is_left(tmp_path):
     path = write(tmp_path, f"a\u202eb\u200bc\x07d\n{wrapped}\n".encode())
     plain, packed = read_lines(path)
     assert plain == "abcd"
-    assert unwrapped(packed) == "red gnp.exe "
+    assert unwrap_json(packed) == "red gnp.exe "
     assert make_printable("a\u202eb\nc\x1b[1m\x9b") == "ab c"

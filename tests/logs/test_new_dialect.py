@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from parakit.logs import dialects
-from parakit.logs.dialects import find_iterations, line_formats
+from parakit.logs.dialects import find_iterations, load_line_formats
 from parakit.logs.layouts import LayoutReader
 from parakit.logs.runs import load_log
-from parakit.logs.scrape import other_news, scrape_log
+from parakit.logs.scrape import make_event_pattern, scrape_log
 from parakit.logs.scraped import CheckpointEvent
 from tests.reporting.factory import iteration_line
 
-MADE_UP = Path(__file__).parents[1] / "dialects" / "made_up"
+MADE_UP = Path(__file__).parents[1] / "reporting" / "dialects" / "made_up"
 LOG = MADE_UP / "abacus.log"
-LOGS = Path(__file__).parents[1] / "logs"
+LOGS = Path(__file__).parents[1] / "reporting" / "logs"
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def with_abacus(monkeypatch):
 
 
 def forget():
-    dialects.dialects.cache_clear()
-    line_formats.cache_clear()
+    dialects.load_dialects.cache_clear()
+    load_line_formats.cache_clear()
 
 
 def test_without_its_file_nothing_of_the_log_is_read():
@@ -52,8 +52,8 @@ def test_its_iterations_settings_and_checkpoints_are_read():
 @pytest.mark.usefixtures("with_abacus")
 def test_its_lines_are_read_as_columns_but_for_numbers_that_are_no_digits_alone():
     data = LOG.read_bytes()
-    reader = LayoutReader(other_news())
-    reader.format = next(each for each in line_formats() if each.mark == b"step ")
+    reader = LayoutReader(make_event_pattern())
+    reader.format = next(each for each in load_line_formats() if each.mark == b"step ")
     block = reader.block(data, range(1, data.count(b"\n") + 1))
     lines = data.decode().splitlines()
     plain = [line for line, is_plain in zip(lines, block.plain, strict=True) if is_plain]

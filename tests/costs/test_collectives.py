@@ -16,13 +16,13 @@ from parakit.config.experts import ExpertLoad
 from parakit.config.groups import Group
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_of_model
-from parakit.config.strategy import Batch, Parallelism, Sharding, batch_for, parse_strategy
-from parakit.costs.collectives.call import CollectiveCall, Megatron, sum_bytes_by_group
+from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_from_model
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, scale_batch
+from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, sum_bytes_by_group
 from parakit.costs.collectives.data import bucket_elements
-from parakit.costs.collectives.rank import communication_of_rank
+from parakit.costs.collectives.rank import rank_collectives
 from parakit.costs.operations import Operation, wire_bytes
-from parakit.costs.tensors import buffer_of, rank_parameters
+from parakit.costs.tensors import build_buffer, rank_parameters
 
 GPT = ModelShape(
     layers=4,
@@ -63,8 +63,8 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
         cp_comm_type="all_gather",
     )
     predicted: dict[str, list[int]] = {}
-    megatron = Megatron(case["megatron"])
-    for item in communication_of_rank(spec, case["pipeline_rank"], megatron):
+    megatron = MegatronVersion(case["megatron"])
+    for item in rank_collectives(spec, case["pipeline_rank"], megatron):
         entry = predicted.setdefault(f"{item.group} {item.operation}", [0, 0])
         entry[0] += item.calls
         entry[1] += item.total_payload_bytes
@@ -73,8 +73,8 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
 
 def published(strategy: str) -> dict[Group, int]:
     parallelism = parse_strategy(strategy, 2)
-    spec = spec_of_model(LARGE, parallelism, batch_for(LARGE.batch, parallelism))
-    traffic = communication_of_rank(spec, 0)
+    spec = spec_from_model(LARGE, parallelism, scale_batch(LARGE.batch, parallelism))
+    traffic = rank_collectives(spec, 0)
     return sum_bytes_by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 
 
@@ -89,7 +89,7 @@ def test_two_gpus_send_what_the_lecture_formulas_say() -> None:
 def test_all_to_all_context_parallelism_sends_two_thirds_of_the_ring() -> None:
     ring = RunSpec(LARGE.shape, Parallelism(context=2), Batch(64, 64))
     exchange = replace(ring, cp_comm_type="a2a")
-    groups = [sum_bytes_by_group(communication_of_rank(c))[Group.CONTEXT] for c in (ring, exchange)]
+    groups = [sum_bytes_by_group(rank_collectives(c))[Group.CONTEXT] for c in (ring, exchange)]
     assert groups == [36 * 3 * U, 36 * 2 * U]
 
 
@@ -103,7 +103,7 @@ def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int, chu
 
 def test_one_rank_sends_nothing() -> None:
     assert wire_bytes(Operation.ALL_REDUCE, 100, 1) == 0
-    assert communication_of_rank(RunSpec(GPT, Parallelism(), Batch(2, 8))) == ()
+    assert rank_collectives(RunSpec(GPT, Parallelism(), Batch(2, 8))) == ()
 
 
 @given(
@@ -118,7 +118,7 @@ def test_gradients_of_every_parameter_are_sent_once(
     split = Parallelism(data=data, tensor=tensor, pipeline=pipeline, sharding=sharding)
     spec = RunSpec(GPT, split, Batch(2, 2 * data), dtype="bf16")
     for rank in range(pipeline):
-        sent = sum(gradient_payloads(communication_of_rank(spec, rank)))
+        sent = sum(gradient_payloads(rank_collectives(spec, rank)))
         expected = 4 * rank_parameters(spec, rank).total if data > 1 else 0
         padding = 4 * 64 * 100 if sharding is Sharding.ZERO1 else 0
         assert expected <= sent <= expected + padding
@@ -128,19 +128,19 @@ def gradient_payloads(traffic: tuple[CollectiveCall, ...]) -> list[int]:
     return [
         item.total_payload_bytes
         for item in traffic
-        if item.group is Group.DATA_CONTEXT and item.what == "gradients"
+        if item.group is Group.DATA_CONTEXT and item.description == "gradients"
     ]
 
 
 def test_buckets_align_tensors_and_divide_by_the_ranks() -> None:
-    assert bucket_elements(buffer_of((1, 64, 65)), 2) == 256
-    assert bucket_elements(buffer_of((1,)), 3) == 384
-    assert bucket_elements(buffer_of(()), 8) == 0
+    assert bucket_elements(build_buffer((1, 64, 65)), 2) == 256
+    assert bucket_elements(build_buffer((1,)), 3) == 384
+    assert bucket_elements(build_buffer(()), 8) == 0
 
 
 def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO3)
-    traffic = communication_of_rank(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
+    traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
     # A layer's 49,984 parameters, filled up to whole rows of 256 on both ranks.
     layer, outside = 4 * 50_176, 12_894_720
@@ -154,7 +154,7 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
 
 def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO2)
-    traffic = communication_of_rank(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
+    traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
     # One bucket of all 3,423,616 parameters, filled up to whole rows of 256 on both ranks.
     bucket = 4 * 3_423_744
@@ -163,7 +163,7 @@ def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() ->
 
 def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> None:
     split = Parallelism(data=2, sharding=Sharding.FSDP2)
-    traffic = communication_of_rank(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
+    traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
     layer, embedding, output = 4 * 49_984, 4 * (50304 + 64) * 64, 4 * (50304 + 2) * 64
     assert calls == {
@@ -179,12 +179,12 @@ def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> 
 def weights_and_gradients(strategy: str, ranks: int, device: DeviceKind) -> list[CollectiveCall]:
     tiny = load_model("gpt2-tiny")
     spec = replace(
-        spec_of_model(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
+        spec_from_model(tiny, parse_strategy(strategy, ranks), Batch(2, 8)),
         dtype="fp32",
         device=device,
     )
-    traffic = communication_of_rank(spec)
-    return [item for item in traffic if item.what in ("weights", "gradients")]
+    traffic = rank_collectives(spec)
+    return [item for item in traffic if item.description in ("weights", "gradients")]
 
 
 def test_gloo_sends_a_reduce_scatter_twice_and_an_all_gather_once() -> None:
@@ -199,7 +199,7 @@ EP2 = Parallelism(data=2, expert=2)
 
 def calls_of(spec: RunSpec, group: Group) -> dict[tuple[str, int], int]:
     found: dict[tuple[str, int], int] = {}
-    for item in communication_of_rank(spec):
+    for item in rank_collectives(spec):
         if item.group is group:
             key = (item.operation.value, item.payload_bytes)
             found[key] = found.get(key, 0) + item.calls
@@ -210,11 +210,11 @@ def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
     split = Parallelism(data=2, pipeline=2)
     plain = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     watched = replace(plain, shape=replace(MOE, router_z_loss=True))
-    more = Counter(i.group for i in communication_of_rank(watched, 1))
-    more -= Counter(i.group for i in communication_of_rank(plain, 1))
+    more = Counter(i.group for i in rank_collectives(watched, 1))
+    more -= Counter(i.group for i in rank_collectives(plain, 1))
     assert more == {Group.PIPELINE: 1, Group.DATA_CONTEXT: 1, Group.TENSOR_DATA_CONTEXT: 1}
-    old = Counter(i.group for i in communication_of_rank(watched, 1, Megatron.F4FA7D6B))
-    old -= Counter(i.group for i in communication_of_rank(plain, 1, Megatron.F4FA7D6B))
+    old = Counter(i.group for i in rank_collectives(watched, 1, MegatronVersion.F4FA7D6B))
+    old -= Counter(i.group for i in rank_collectives(plain, 1, MegatronVersion.F4FA7D6B))
     assert old == {Group.PIPELINE: 1, Group.DATA_CONTEXT: 1}
 
 

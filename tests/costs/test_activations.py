@@ -6,7 +6,7 @@ import pytest
 
 from parakit.config.hardware import HostRates
 from parakit.config.model import LatentAttention, load_model
-from parakit.config.offload import GROUPS, Offload
+from parakit.config.offload import OFFLOAD_MODULES, Offload
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import Batch, Parallelism
@@ -16,7 +16,7 @@ from parakit.costs.activations import (
     layer_activation_bytes,
     offloaded_bytes,
 )
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 from parakit.costs.memory import activation_bytes, host_bytes
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.iteration import iteration_seconds
@@ -44,8 +44,8 @@ def tiny(offload: Offload, split: Parallelism | None = None, **changes: object) 
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def fine(*modules: str, smallest: int = 0, fraction: float = 1.0, kept: int = 0) -> Offload:
-    return Offload(0, modules, smallest, fraction, kept)
+def fine(*modules: str, min_elements: int = 0, fraction: float = 1.0, kept: int = 0) -> Offload:
+    return Offload(0, modules, min_elements, fraction, kept)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_unfused_attention_gives_its_scores() -> None:
 
 def test_small_tensors_stay() -> None:
     elements = TOKENS * HIDDEN
-    assert offloaded_bytes(tiny(fine("qkv_linear", smallest=elements)), 1).left == 2 * _HIDDEN
-    assert offloaded_bytes(tiny(fine("qkv_linear", smallest=elements + 1)), 1) == Offloaded()
+    assert offloaded_bytes(tiny(fine("qkv_linear", min_elements=elements)), 1).freed == 2 * _HIDDEN
+    assert offloaded_bytes(tiny(fine("qkv_linear", min_elements=elements + 1)), 1) == Offloaded()
     # Softmax statistics are half as many.
-    found = offloaded_bytes(tiny(fine("core_attn", smallest=elements)), 1)
+    found = offloaded_bytes(tiny(fine("core_attn", min_elements=elements)), 1)
     assert found == Offloaded(3 * _HIDDEN, 4 * _HIDDEN)
 
 
@@ -163,7 +163,7 @@ def test_later_stages_keep_what_they_are_told_to() -> None:
 
 
 def test_whole_layers_leave_the_others_on_the_device() -> None:
-    spec = tiny(Offload(layers=3, smallest=TOKENS * HIDDEN))
+    spec = tiny(Offload(layers=3, min_elements=TOKENS * HIDDEN))
     layer = layer_activation_bytes(spec)
     gone = 3 * (layer - _STATISTICS)
     assert offloaded_bytes(spec, 4) == Offloaded(gone, gone)
@@ -194,7 +194,7 @@ def test_copies_hide_behind_the_layers_they_belong_to() -> None:
     ],
 )
 def test_whole_layers_go_while_others_compute(gone: int, forward: float, backward: float) -> None:
-    spec = tiny(Offload(layers=gone, smallest=0))
+    spec = tiny(Offload(layers=gone, min_elements=0))
     each = offloaded_bytes(spec, 4).copied / gone
     host = HostRates(each / 15, each, "")
     assert exposed_copy_seconds(spec, 0, (40, 1e9), host) == pytest.approx(
@@ -207,7 +207,9 @@ def test_whole_layers_go_while_others_compute(gone: int, forward: float, backwar
 
 def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
     model = load_model("gpt2-large")
-    spec = RunSpec(model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=GROUPS[1:4]))
+    spec = RunSpec(
+        model.shape, Parallelism(), Batch(8, 16), offload=Offload(modules=OFFLOAD_MODULES[1:4])
+    )
     cluster = usual_cluster("h100", 1)
     plain = iteration_seconds(replace(spec, offload=Offload()), cluster)
     found = iteration_seconds(spec, cluster)
@@ -243,20 +245,20 @@ def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
 def test_what_megatron_refuses_has_its_sentence(
     offload: Offload, changes: dict[str, object], sentence: str
 ) -> None:
-    (found,) = violations(tiny(offload, **changes))  # type: ignore[arg-type]
+    (found,) = find_violations(tiny(offload, **changes))  # type: ignore[arg-type]
     assert sentence in found
 
 
 def test_what_megatrons_own_test_combines_is_taken() -> None:
     modules = Recompute.parse("layernorm mla_up_proj mlp moe_act")
-    spec = tiny(fine(*GROUPS[:7]), shape=EXPERTS, recompute=modules)
-    assert violations(spec) == ()
+    spec = tiny(fine(*OFFLOAD_MODULES[:7]), shape=EXPERTS, recompute=modules)
+    assert find_violations(spec) == ()
 
 
 def test_a_clamped_activation_keeps_what_it_was_before_unless_it_is_recomputed() -> None:
     shape = replace(load_model("mixtral-8x7b").shape, seq_length=8)
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
-    clamped = replace(spec, shape=replace(shape, clamped=True))
+    clamped = replace(spec, shape=replace(shape, clamps_activations=True))
     columns = 8 * 2 * 2 * 14336
     assert layer_activation_bytes(clamped) - layer_activation_bytes(spec) == 2 * columns
     again = Recompute(frozenset({"moe_act"}))

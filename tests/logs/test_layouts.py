@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parakit.logs import scrape
-from parakit.logs.dialects import find_iterations, line_formats
+from parakit.logs.dialects import find_iterations, load_line_formats
 from parakit.logs.layouts import LayoutReader
-from parakit.logs.scrape import other_news, scrape_runs
+from parakit.logs.scrape import make_event_pattern, scrape_runs
 from tests.reporting.factory import iteration_line
 
 PRIMUS = (
@@ -24,8 +24,8 @@ PRIMUS = (
 
 def columns_and_lines(text: str):
     """The iterations of a block's plain lines, and what each line gives by itself."""
-    reader = LayoutReader(other_news())
-    reader.format = line_formats()[0]
+    reader = LayoutReader(make_event_pattern())
+    reader.format = load_line_formats()[0]
     block = reader.block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]
@@ -115,7 +115,9 @@ def test_a_line_with_one_other_byte_is_of_another_kind(old, new):
         assert [one] == alone
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "logs").glob("*.log")))
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "reporting" / "logs").glob("*.log"))
+)
 def test_a_whole_log_is_the_same_read_in_columns_and_line_by_line(path, tmp_path, monkeypatch):
     generator = random.Random(path.stem)
     original = path.read_bytes()
@@ -132,5 +134,5 @@ def test_a_whole_log_is_the_same_read_in_columns_and_line_by_line(path, tmp_path
         log.write_bytes(b"".join(pieces))
         together = scrape_runs(log)
         with monkeypatch.context() as patch:
-            patch.setattr(scrape, "_MIN_TOGETHER", 10**9)
+            patch.setattr(scrape, "_MIN_PLAIN_LINES", 10**9)
             assert scrape_runs(log) == together

@@ -11,7 +11,7 @@ from parakit.logs.traces import (
     GROUPS,
     EventArguments,
     TraceEvent,
-    group_of,
+    classify_kernel,
     milliseconds_by_group,
     read_trace_events,
 )
@@ -205,7 +205,7 @@ def test_elementwise_kernels_are_identified_by_the_operators_around_their_launch
 def test_kernels_as_torch_and_its_libraries_name_them(
     name: str, around: tuple[str, ...], group: str
 ) -> None:
-    assert group_of(name, around) == group
+    assert classify_kernel(name, around) == group
 
 
 @pytest.mark.parametrize(

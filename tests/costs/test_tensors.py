@@ -11,9 +11,9 @@ from parakit.costs.tensors import (
     Parameters,
     UnevenSplitError,
     active_parameters,
-    parameters_total,
+    distinct_weight_elements,
     rank_parameters,
-    unlike_weights,
+    total_parameters,
 )
 from tests.planner.conftest import TINY
 
@@ -33,7 +33,7 @@ BLUEBERRY = load_model("blueberry-79m").shape
     ],
 )
 def test_published_models_have_the_parameters_megatron_prints(name: str, expected: int) -> None:
-    assert parameters_total(load_model(name).shape) == expected
+    assert total_parameters(load_model(name).shape) == expected
 
 
 def held_by(shape: ModelShape, parallelism: Parallelism, stage: int = 0) -> Parameters:
@@ -50,7 +50,10 @@ def test_layers_of_one_kind_share_their_shapes_and_those_of_another_add_theirs()
     table = 8 * 104
     for layers in ((), (0,), (0, 1)):
         spec = RunSpec(replace(mixture, dense_layers=layers), Parallelism(), Batch(1, 1))
-        assert unlike_weights(spec, 0) == attention + expert + (dense if layers else 0) + table
+        assert (
+            distinct_weight_elements(spec, 0)
+            == attention + expert + (dense if layers else 0) + table
+        )
 
 
 def test_two_tensor_ranks_pad_the_vocabulary_further_and_keep_norms_whole() -> None:
@@ -65,13 +68,13 @@ def test_the_last_of_two_stages_holds_a_second_copy_of_the_tied_embedding() -> N
 
 
 def test_a_mixture_of_experts_counts_router_and_every_expert() -> None:
-    assert parameters_total(BLUEBERRY) == 79_059_840
+    assert total_parameters(BLUEBERRY) == 79_059_840
     assert active_parameters(BLUEBERRY) == 36_592_512
 
 
 def test_on_gpt2_tokens_only_the_embedding_of_a_mixture_grows() -> None:
     larger = replace(BLUEBERRY, vocabulary=50257)
-    assert parameters_total(larger) == 79_502_208
+    assert total_parameters(larger) == 79_502_208
     assert active_parameters(larger) == 37_034_880
 
 
@@ -83,33 +86,33 @@ def test_a_dense_baseline_has_the_active_parameters_but_for_the_routers(
 ) -> None:
     shape = load_model(mixture).shape
     routers = shape.layers * shape.experts * shape.hidden
-    assert active_parameters(shape) - parameters_total(load_model(dense).shape) == routers
+    assert active_parameters(shape) - total_parameters(load_model(dense).shape) == routers
 
 
 def test_a_dense_model_is_wholly_active() -> None:
-    assert active_parameters(TINY) == parameters_total(TINY)
+    assert active_parameters(TINY) == total_parameters(TINY)
 
 
 def test_grouped_queries_narrow_only_keys_and_values() -> None:
     grouped = replace(TINY, query_groups=2)
     narrower = 4 * (2 * 2 * 2) * (8 + 1)  # 2 heads of width 2 fewer, for K and V, with biases
-    assert parameters_total(TINY) - parameters_total(grouped) == narrower
+    assert total_parameters(TINY) - total_parameters(grouped) == narrower
 
 
 def test_a_gated_mlp_has_a_first_matrix_twice_as_wide() -> None:
     extra = 4 * 32 * (8 + 1)
     gated = replace(TINY, gated=True)
-    assert parameters_total(gated) - parameters_total(TINY) == extra
+    assert total_parameters(gated) - total_parameters(TINY) == extra
 
 
 def test_rms_norm_has_no_bias() -> None:
     lean = replace(TINY, rms_norm=True)
-    assert parameters_total(TINY) - parameters_total(lean) == (2 * 4 + 1) * 8
+    assert total_parameters(TINY) - total_parameters(lean) == (2 * 4 + 1) * 8
 
 
 def test_untying_adds_one_vocabulary_matrix() -> None:
     untied = replace(TINY, tied_embeddings=False)
-    assert parameters_total(untied) - parameters_total(TINY) == 104 * 8
+    assert total_parameters(untied) - total_parameters(TINY) == 104 * 8
 
 
 def test_fsdp2_unties_the_output_layer() -> None:
@@ -120,7 +123,7 @@ def test_fsdp2_unties_the_output_layer() -> None:
 
 def test_rotary_positions_have_no_table() -> None:
     rotary = replace(TINY, positions=0)
-    assert parameters_total(TINY) - parameters_total(rotary) == 16 * 8
+    assert total_parameters(TINY) - total_parameters(rotary) == 16 * 8
 
 
 def test_expert_ranks_hold_their_share_of_experts_and_the_whole_router() -> None:
@@ -158,12 +161,12 @@ def test_the_ranks_that_hold_one_copy_of_the_experts_hold_each_expert_once(
         sequence_parallel=tensor > 1,
     )
     stages = [held_by(shape, split, stage) for stage in range(pipeline)]
-    ranks = split.tensor_of_experts * expert
+    ranks = split.effective_expert_tensor * expert
     matrices = 3 if gated else 2
     all_experts = 6 * 8 * matrices * 384 * 1536
     assert sum(stage.experts for stage in stages) * ranks == all_experts
-    assert ranks * pipeline * split.copies_of_experts == split.world_size
-    assert parameters_total(shape) - active_parameters(shape) == all_experts * 6 // 8
+    assert ranks * pipeline * split.expert_data == split.world_size
+    assert total_parameters(shape) - active_parameters(shape) == all_experts * 6 // 8
 
 
 @pytest.mark.parametrize(
@@ -204,4 +207,4 @@ def test_stages_add_up_to_the_model_and_the_copied_embedding(
         for stage in range(pipeline)
     )
     copy = shape.padded_vocabulary(tensor) * shape.hidden if tied and pipeline > 1 else 0
-    assert held == parameters_total(shape, tensor) + copy
+    assert held == total_parameters(shape, tensor) + copy

@@ -15,13 +15,13 @@ from parakit.artifacts.run import Status
 from parakit.config.strategy import Sharding
 from parakit.logs.diagnosis import classify_log
 from parakit.logs.dialects import find_iterations
-from parakit.logs.printed import readable
+from parakit.logs.printed import drop_unreadable_values
 from parakit.logs.runs import load_log
 from parakit.logs.scrape import scrape_log, scrape_runs
 from tests.reporting.factory import iteration_line
 
-DIALECTS = Path(__file__).parents[1] / "dialects"
-LOGS = Path(__file__).parents[1] / "logs"
+DIALECTS = Path(__file__).parents[1] / "reporting" / "dialects"
+LOGS = Path(__file__).parents[1] / "reporting" / "logs"
 FIELDS = ("iteration", "elapsed_ms", "lm_loss", "throughput_tflops_per_gpu", "global_batch_size")
 EXPECTED = {
     "megatron-1": [
@@ -340,7 +340,7 @@ def test_without_it_the_zero_stage_is_that_which_was_given(tmp_path, given, stra
 
 def test_a_list_of_layers_is_no_argument_that_cannot_be_read():
     arguments = {"moe_layer_freq": "[0, 1, 1, 1]", "num_layers": "4.5"}
-    assert readable(arguments) == (arguments, ["num_layers 4.5"])
+    assert drop_unreadable_values(arguments) == (arguments, ["num_layers 4.5"])
 
 
 def test_timers_in_one_line_are_read_and_a_cut_one_is_not():

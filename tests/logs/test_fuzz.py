@@ -15,7 +15,7 @@ from parakit.logs.window import select_window
 from tests.reporting import mutants
 from tests.reporting.factory import iteration_line
 
-GOLDEN = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
+GOLDEN = sorted((Path(__file__).parents[1] / "reporting" / "logs").glob("*.log"))
 TEN_MB, FOUR_MB = 10_000_000, 4_000_000
 FRAGMENTS = (
     *("iteration 5/10 |", " consumed samples: 5 |", "elapsed time per iteration (ms): 5.0 |"),

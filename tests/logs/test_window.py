@@ -1,7 +1,7 @@
 import random
 
 from parakit.logs.scrape import scrape_log
-from parakit.logs.window import Window, select_window, warm_up_length
+from parakit.logs.window import Window, count_warm_up_samples, select_window
 from tests.reporting.factory import iteration_line, log_text
 
 
@@ -51,23 +51,23 @@ def test_pauses_after_every_iteration_are_the_normal_state(tmp_path):
 
 
 def test_warm_up_is_cut_where_times_settle():
-    assert warm_up_length([300.0, 220.0, 160.0, 130.0, *noise(40)]) == 4
+    assert count_warm_up_samples([300.0, 220.0, 160.0, 130.0, *noise(40)]) == 4
 
 
 def test_noise_alone_is_no_warm_up():
-    cuts = [warm_up_length(noise(40, seed=seed)) for seed in range(50)]
+    cuts = [count_warm_up_samples(noise(40, seed=seed)) for seed in range(50)]
     assert sum(cut > 0 for cut in cuts) <= 5
 
 
 def test_late_hiccup_is_no_reason_to_cut_the_beginning():
     samples = noise(40)
     samples[30] = 5000.0
-    assert warm_up_length(samples) == 0
+    assert count_warm_up_samples(samples) == 0
 
 
 def test_few_or_equal_samples_have_no_warm_up():
-    assert warm_up_length([5.0] * 100) == 0
-    assert warm_up_length([900.0, 1.0, 1.0, 1.0]) == 0
+    assert count_warm_up_samples([5.0] * 100) == 0
+    assert count_warm_up_samples([900.0, 1.0, 1.0, 1.0]) == 0
 
 
 def test_window_says_what_it_is(tmp_path):

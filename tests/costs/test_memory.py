@@ -8,8 +8,8 @@ from parakit.config.experts import ExpertLoad
 from parakit.config.flags import Flags
 from parakit.config.model import LatentAttention, Model, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, spec_of_model, state_types_of
-from parakit.config.stages import spread
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, parse_state_types, spec_from_model
+from parakit.config.stages import even_layout
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.activations import (
     chunk_activation_bytes,
@@ -17,18 +17,18 @@ from parakit.costs.activations import (
     recomputed_bytes,
 )
 from parakit.costs.collectives.data import gradient_collectives
-from parakit.costs.constraints import violations
+from parakit.costs.constraints import find_violations
 from parakit.costs.memory import (
     activation_bytes,
-    fullest_rank,
+    estimate_rank_memory,
+    find_peak_rank,
     head_backward_bytes,
     layers_in_flight,
     logits_bytes,
-    memory_of_rank,
     placeholder_bytes,
 )
 from parakit.costs.operations import Operation
-from parakit.costs.tensors import layer_parameters, parameters_total, rank_parameters
+from parakit.costs.tensors import layer_parameters, rank_parameters, total_parameters
 from parakit.formatting.units import MIB
 from parakit.planner.readings.published import h200_spec
 from tests.docs.residuals import PublishedResidual, memory_residuals
@@ -50,7 +50,9 @@ def test_every_published_reading_is_predicted_within_three_percent(
 
 
 def test_the_published_saving_of_sequence_parallelism_is_predicted() -> None:
-    saved = memory_of_rank(h200_spec("tp2")).total - memory_of_rank(h200_spec("sp2")).total
+    saved = (
+        estimate_rank_memory(h200_spec("tp2")).total - estimate_rank_memory(h200_spec("sp2")).total
+    )
     assert saved / MIB == pytest.approx(85969 - 71571, rel=0.02)
 
 
@@ -68,7 +70,7 @@ def test_a_layer_keeps_what_the_paper_counts(
     parallelism: Parallelism, fused: bool, coefficient: float
 ) -> None:
     spec = tiny(parallelism, fused_attention=fused)
-    statistics = 4 * 4 * spec.tokens // parallelism.tensor if fused else 0
+    statistics = 4 * 4 * spec.micro_batch_tokens // parallelism.tensor if fused else 0
     assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
 
 
@@ -80,14 +82,14 @@ def test_all_to_all_context_parallelism_keeps_attentions_output_on_both_sides() 
 
 def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
     plain, fp8 = tiny(), tiny(fp8_recipe=Fp8Recipe.TENSORWISE)
-    hidden = plain.tokens * TINY.hidden
+    hidden = plain.micro_batch_tokens * TINY.hidden
     # Two norms' outputs and the activated MLP become bytes; attention's output is kept once more.
-    saved = 2 * hidden + plain.tokens * TINY.ffn_hidden
-    more = plain.tokens * TINY.heads * TINY.head_width
+    saved = 2 * hidden + plain.micro_batch_tokens * TINY.ffn_hidden
+    more = plain.micro_batch_tokens * TINY.heads * TINY.head_width
     kept = [layer_activation_bytes(spec) for spec in (plain, fp8)]
     assert kept[0] - kept[1] == saved - more
     held = rank_parameters(plain)
-    one, other = memory_of_rank(plain), memory_of_rank(fp8)
+    one, other = estimate_rank_memory(plain), estimate_rank_memory(fp8)
     assert other.weights - one.weights == 2 * (held.attention + held.dense_mlp)
     # Gradients, fp32 weights and Adam are bf16's.
     for name in ("gradients", "main_parameters", "optimizer_state"):
@@ -226,8 +228,8 @@ def test_state_follows_dtype_and_sharding(
     dtype: str, sharding: Sharding, bytes_a_parameter: float
 ) -> None:
     spec = tiny(Parallelism(data=4, sharding=sharding), dtype=dtype)
-    state = memory_of_rank(spec).state
-    assert state == bytes_a_parameter * parameters_total(TINY)
+    state = estimate_rank_memory(spec).state
+    assert state == bytes_a_parameter * total_parameters(TINY)
 
 
 def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
@@ -235,7 +237,7 @@ def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
         uneven = replace(TINY, layers=7)
         split = Parallelism(pipeline=2, virtual_stages=2)
         batch = Batch(1, micro_batches)
-        return layers_in_flight(RunSpec(uneven, split, batch, stages=spread(7, 4)), 0)
+        return layers_in_flight(RunSpec(uneven, split, batch, stages=even_layout(7, 4)), 0)
 
     assert held(20) == held(10**12)
 
@@ -247,8 +249,8 @@ def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
     shape = replace(TINY, vocabulary=vocabulary)
     spec = replace(tiny(Parallelism(data=4, sharding=Sharding.ZERO3)), shape=shape)
     layers, table = 2 * layer_parameters(spec).total, shape.padded_vocabulary() * shape.hidden
-    plain = memory_of_rank(replace(spec, parallelism=Parallelism(data=4))).temporaries
-    parts = memory_of_rank(spec)
+    plain = estimate_rank_memory(replace(spec, parallelism=Parallelism(data=4))).temporaries
+    parts = estimate_rank_memory(spec)
     assert parts.communication == (2 + 4) * layers
     held = {"layers": (2 + 4) * layers, "table": 4 * table}[hold]
     assert parts.communication + parts.temporaries - plain == 2 * table + held
@@ -270,9 +272,9 @@ def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
 def test_state_follows_the_types_of_a_precision_aware_optimizer(
     flags: str, bytes_a_parameter: float
 ) -> None:
-    types = state_types_of(Flags(flags.split()))
+    types = parse_state_types(Flags(flags.split()))
     spec = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16", state_types=types)
-    assert memory_of_rank(spec).state == bytes_a_parameter * parameters_total(TINY)
+    assert estimate_rank_memory(spec).state == bytes_a_parameter * total_parameters(TINY)
     plain = tiny(Parallelism(data=4, sharding=Sharding.ZERO1), dtype="bf16")
     assert scattered(spec) == scattered(plain) // (2 if types.gradients else 1)
 
@@ -281,9 +283,9 @@ def test_each_instance_of_the_distributed_optimizer_shards_a_whole_one() -> None
     split = Parallelism(data=8, sharding=Sharding.ZERO1)
     spec = tiny(split, optimizer_instances=2)
     whole, inner = tiny(split), tiny(replace(split, data=4))
-    assert memory_of_rank(spec).optimizer_state == memory_of_rank(inner).optimizer_state
-    assert memory_of_rank(spec).optimizer_state > memory_of_rank(whole).optimizer_state
-    assert "do not divide DP x CP 8" in violations(replace(spec, optimizer_instances=3))[0]
+    assert estimate_rank_memory(spec).optimizer_state == estimate_rank_memory(inner).optimizer_state
+    assert estimate_rank_memory(spec).optimizer_state > estimate_rank_memory(whole).optimizer_state
+    assert "do not divide DP x CP 8" in find_violations(replace(spec, optimizer_instances=3))[0]
 
 
 def scattered(spec: RunSpec) -> int:
@@ -295,8 +297,8 @@ def scattered(spec: RunSpec) -> int:
 def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
     moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
     split = Parallelism(data=4, expert=2, sharding=Sharding.ZERO3)
-    parts = memory_of_rank(replace(tiny(split), shape=moe))
-    experts, shared = 4 * 4 * 2 * 8 * 8, parameters_total(moe) - 4 * 4 * 2 * 8 * 8
+    parts = estimate_rank_memory(replace(tiny(split), shape=moe))
+    experts, shared = 4 * 4 * 2 * 8 * 8, total_parameters(moe) - 4 * 4 * 2 * 8 * 8
     assert parts.weights == 2 * (shared // 4 + experts // 2 // 2)
 
 
@@ -305,9 +307,9 @@ def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() ->
     even = replace(tiny(Parallelism(data=2, expert=2)), shape=moe)
     busy = replace(even, expert_load=ExpertLoad(1.5))
     # 16 more copies a layer: what the first product reads and writes, the activation, with its share.
-    more = 4 * 2 * (even.tokens // 2) * (8 + 3 * 8)
-    assert memory_of_rank(busy).activations - memory_of_rank(even).activations == more
-    assert memory_of_rank(busy).state == memory_of_rank(even).state
+    more = 4 * 2 * (even.micro_batch_tokens // 2) * (8 + 3 * 8)
+    assert estimate_rank_memory(busy).activations - estimate_rank_memory(even).activations == more
+    assert estimate_rank_memory(busy).state == estimate_rank_memory(even).state
 
 
 @pytest.mark.parametrize(
@@ -336,11 +338,11 @@ def test_few_micro_batches_keep_few_activations() -> None:
 
 def test_the_last_stage_alone_holds_logits() -> None:
     spec = h200_spec("pp2")
-    last = memory_of_rank(spec, 1)
+    last = estimate_rank_memory(spec, 1)
     assert last.temporaries - placeholder_bytes(spec, 1) == logits_bytes(spec)
     assert logits_bytes(spec) == 6 * 64 * 1024 * 50304
-    assert memory_of_rank(spec, 0).temporaries < last.temporaries / 10
-    assert fullest_rank(spec)[0] == 1
+    assert estimate_rank_memory(spec, 0).temporaries < last.temporaries / 10
+    assert find_peak_rank(spec)[0] == 1
 
 
 def test_products_that_add_to_gradients_leave_an_empty_one_for_each_shape_of_weight() -> None:
@@ -392,11 +394,11 @@ def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
         replace(
             tiny(split, recompute=Recompute.FULL),
             shape=shape,
-            state_types=state_types_of(Flags(words)),
+            state_types=parse_state_types(Flags(words)),
         )
         for words in (aware, (*aware, *half))
     ]
-    usual, more = (memory_of_rank(replace(spec, dtype="bf16")) for spec in specs)
+    usual, more = (estimate_rank_memory(replace(spec, dtype="bf16")) for spec in specs)
     parameters = -(-rank_parameters(specs[0]).total // 2)
     placeholders = placeholder_bytes(specs[0], 0)
     assert more.activations + more.temporaries - placeholders == 2 * 4 * parameters
@@ -414,6 +416,6 @@ def test_a_model_too_large_for_a_cpu_is_seen_before_it_starts() -> None:
 
 
 def on_cpu(model: Model) -> int:
-    spec = spec_of_model(model, Parallelism(), model.batch)
+    spec = spec_from_model(model, Parallelism(), model.batch)
     spec = replace(spec, dtype="fp32", fused_attention=False, device=DeviceKind.CPU)
-    return fullest_rank(spec)[1].total
+    return find_peak_rank(spec)[1].total

@@ -9,7 +9,7 @@ from parakit.config.hardware import device_by_key
 from parakit.config.model import load_model
 from parakit.config.published import Figure
 from parakit.config.recompute import Recompute
-from parakit.costs.flops import counted_flops, mfu, model_flops, token_flops
+from parakit.costs.flops import flops_by_convention, mfu, model_flops, token_flops
 from parakit.planner.readings.published import h200_figures, h200_spec
 from tests.planner.conftest import TINY as TINY_OF_FOUR
 
@@ -90,17 +90,19 @@ def test_flops_as_others_count_them() -> None:
     spec = replace(h200_spec("dp2"), recompute=Recompute.FULL)
     found = token_flops(spec.shape)
     layers = found.total - found.logits
-    assert counted_flops(spec, ()) == 3 * found.total
-    assert counted_flops(spec, {"whole-attention"}) == 3 * (found.total + found.attention_scores)
-    assert counted_flops(spec, {"no-vocabulary"}) == 3 * layers
-    assert counted_flops(spec, {"recomputed"}) == 3 * found.total + layers
+    assert flops_by_convention(spec, ()) == 3 * found.total
+    assert flops_by_convention(spec, {"whole-attention"}) == 3 * (
+        found.total + found.attention_scores
+    )
+    assert flops_by_convention(spec, {"no-vocabulary"}) == 3 * layers
+    assert flops_by_convention(spec, {"recomputed"}) == 3 * found.total + layers
     scores = replace(spec, recompute=Recompute.SELECTIVE)
-    assert counted_flops(scores, {"recomputed"}) == 3 * found.total + found.attention_scores
+    assert flops_by_convention(scores, {"recomputed"}) == 3 * found.total + found.attention_scores
 
 
 def test_scores_of_a_window_are_those_of_its_tokens() -> None:
     plain = load_model("gpt2-tiny").shape
-    half = replace(plain, window=3, windowed=0.5)
+    half = replace(plain, window=3, windowed_fraction=0.5)
     per_key = 2 * plain.layers * plain.heads * plain.head_width
     assert token_flops(plain, 8).attention_scores == per_key * 8
     assert token_flops(half, 8).attention_scores == round(per_key * (8 + 5.25) / 2)

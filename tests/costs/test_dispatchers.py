@@ -6,10 +6,10 @@ import pytest
 
 from parakit.config.flags import Flags
 from parakit.config.model import ModelShape
-from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, token_dispatcher_of
+from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, parse_token_dispatcher
 from parakit.config.strategy import Batch, Parallelism
 from parakit.costs.dispatchers import dispatcher_bytes
-from parakit.costs.memory import memory_of_rank
+from parakit.costs.memory import estimate_rank_memory
 from parakit.formatting.units import MIB
 
 TINY = ModelShape(2, 256, 8, 8, 32, 64, 4, 4, experts=64, experts_per_token=1, expert_ffn_hidden=8)
@@ -52,19 +52,19 @@ def test_nothing_is_held_where_tokens_go_through_nccl_or_no_experts_are() -> Non
 
 def test_it_is_no_part_of_live_tensors_but_of_what_the_device_reports() -> None:
     plain, flex = (
-        memory_of_rank(run(8, each))
+        estimate_rank_memory(run(8, each))
         for each in (TokenDispatcher.ALL_TO_ALL, TokenDispatcher.DEEP_EP)
     )
     assert flex.live == plain.live
     held = dispatcher_bytes(run(8, TokenDispatcher.DEEP_EP))
     assert flex.needed - plain.needed == flex.total - plain.total == held
     on_cpu = replace(run(8, TokenDispatcher.DEEP_EP), device=DeviceKind.CPU)
-    assert memory_of_rank(on_cpu).allocator == 900 * MIB
+    assert estimate_rank_memory(on_cpu).allocator == 900 * MIB
 
 
 def test_the_flex_dispatcher_is_its_backend_s() -> None:
     flex = ["--moe-token-dispatcher-type", "flex"]
-    assert token_dispatcher_of(Flags(flex)) is TokenDispatcher.DEEP_EP
+    assert parse_token_dispatcher(Flags(flex)) is TokenDispatcher.DEEP_EP
     hybrid = [*flex, "--moe-flex-dispatcher-backend", "hybridep"]
-    assert token_dispatcher_of(Flags(hybrid)) is TokenDispatcher.HYBRID_EP
-    assert token_dispatcher_of(Flags(hybrid[2:])) is TokenDispatcher.ALL_GATHER
+    assert parse_token_dispatcher(Flags(hybrid)) is TokenDispatcher.HYBRID_EP
+    assert parse_token_dispatcher(Flags(hybrid[2:])) is TokenDispatcher.ALL_GATHER

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from parakit.config.model import LINEAR, LinearAttention, ModelShape
-from parakit.config.run import DeviceKind, RunSpec, spec_of_flags
+from parakit.config.run import DeviceKind, RunSpec, spec_from_flags
 from parakit.costs.flops import model_flops, token_flops
-from parakit.costs.tensors import parameters_total, rank_parameters, rank_tensors
+from parakit.costs.tensors import rank_parameters, rank_tensors, total_parameters
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2"
@@ -27,7 +27,7 @@ BARE = "--swiglu --disable-bias-linear --normalization RMSNorm"
 
 def linear(every: str, rest: str = "", ranks: int = 1) -> RunSpec:
     variant = f"--experimental-attention-variant gated_delta_net --linear-attention-freq {every}"
-    return spec_of_flags(f"{TINY} {variant} {HEADS} {rest}".split(), ranks, DeviceKind.CPU)
+    return spec_from_flags(f"{TINY} {variant} {HEADS} {rest}".split(), ranks, DeviceKind.CPU)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_block_of_a_hybrid_is_the_same() -> None:
     hybrid = linear("4", f"{BARE} --hybrid-layer-pattern G-G-G-G-").shape
     assert (hybrid.layers, hybrid.blocks) == (1, 4 * f"{LINEAR}-")
     assert hybrid.linear == layers.linear == LinearAttention(2, 16, 4, 16, 4)
-    assert parameters_total(hybrid) == parameters_total(layers)
+    assert total_parameters(hybrid) == total_parameters(layers)
     assert token_flops(hybrid) == token_flops(layers)
 
 

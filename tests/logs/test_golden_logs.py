@@ -12,7 +12,7 @@ from parakit.logs.dialects.megatron import MICROSECONDS, MICROSECONDS_GTP, SECON
 from parakit.logs.scrape import scrape_log
 from parakit.logs.window import select_window
 
-LOGS = Path(__file__).parents[1] / "logs"
+LOGS = Path(__file__).parents[1] / "reporting" / "logs"
 GENERATIONS = {
     "0.12": SECONDS,
     "0.14": SECONDS,

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.costs.schedules import (
-    COMPARED,
+    COMPARED_SCHEDULES,
     Pass,
     SimulatedSchedule,
     closed_form_activations,
     closed_form_bubble,
-    figures,
-    simulate,
+    measure_schedule,
+    simulate_schedule,
 )
 
 STAGES = st.integers(1, 6)
@@ -21,10 +21,10 @@ STAGES = st.integers(1, 6)
 @st.composite
 def timelines(draw: st.DrawFn) -> SimulatedSchedule:
     pipeline, groups = draw(STAGES), draw(st.integers(1, 3))
-    schedule = draw(st.sampled_from(COMPARED))
+    schedule = draw(st.sampled_from(COMPARED_SCHEDULES))
     iterations, virtual = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     backward = draw(st.sampled_from([1.0, 2.0, 3.0]))
-    return simulate(
+    return simulate_schedule(
         schedule,
         pipeline,
         pipeline * groups,
@@ -36,12 +36,14 @@ def timelines(draw: st.DrawFn) -> SimulatedSchedule:
 
 @given(timelines())
 def test_the_simulated_bubble_is_the_closed_form(timeline: SimulatedSchedule) -> None:
-    assert figures(timeline).bubble == pytest.approx(closed_form_bubble(timeline))
+    assert measure_schedule(timeline).bubble == pytest.approx(closed_form_bubble(timeline))
 
 
 @given(timelines())
 def test_the_simulated_activations_are_the_closed_form(timeline: SimulatedSchedule) -> None:
-    assert figures(timeline).activations == pytest.approx(closed_form_activations(timeline))
+    assert measure_schedule(timeline).activations == pytest.approx(
+        closed_form_activations(timeline)
+    )
 
 
 @given(timelines())
@@ -64,7 +66,7 @@ def test_backward_never_runs_before_its_forward(timeline: SimulatedSchedule) -> 
 
 
 def test_pipedream_keeps_a_version_for_every_micro_batch_in_flight() -> None:
-    measured = figures(simulate(PipelineSchedule.PIPEDREAM, 4, 8))
+    measured = measure_schedule(simulate_schedule(PipelineSchedule.PIPEDREAM, 4, 8))
     assert measured.weight_versions == (4, 3, 2, 1)
     assert measured.staleness == (3, 2, 1, 0)
 
@@ -75,23 +77,23 @@ def test_flushing_schedules_keep_one_version_and_are_never_stale() -> None:
         PipelineSchedule.ONE_F_ONE_B,
         PipelineSchedule.INTERLEAVED,
     ):
-        measured = figures(simulate(schedule, 4, 8))
+        measured = measure_schedule(simulate_schedule(schedule, 4, 8))
         assert set(measured.weight_versions) == {1}
         assert set(measured.staleness) == {0}
 
 
 def test_the_published_pp2_run_idles_as_long_as_it_works() -> None:
-    assert figures(simulate(PipelineSchedule.ONE_F_ONE_B, 2, 1)).bubble == 1
+    assert measure_schedule(simulate_schedule(PipelineSchedule.ONE_F_ONE_B, 2, 1)).bubble == 1
 
 
 def test_messages_lengthen_the_pipeline() -> None:
-    quick = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8)
-    slow = simulate(PipelineSchedule.ONE_F_ONE_B, 4, 8, transfer=0.5)
+    quick = simulate_schedule(PipelineSchedule.ONE_F_ONE_B, 4, 8)
+    slow = simulate_schedule(PipelineSchedule.ONE_F_ONE_B, 4, 8, transfer=0.5)
     assert slow.length > quick.length
 
 
 def test_interleaving_refuses_an_uneven_number_of_micro_batches() -> None:
     with pytest.raises(ValueError, match=r"multiples of the 4 stages, not 6; use 8\."):
-        simulate(PipelineSchedule.INTERLEAVED, 4, 6)
+        simulate_schedule(PipelineSchedule.INTERLEAVED, 4, 6)
     with pytest.raises(ValueError, match="start at 1"):
-        simulate(PipelineSchedule.GPIPE, 0, 6)
+        simulate_schedule(PipelineSchedule.GPIPE, 0, 6)
