@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from packaging.version import Version
@@ -150,4 +152,27 @@ def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) ->
             f"Patch '{patch.name}' ({patch.reason}) expects {replacement.target}, which Megatron "
             f"{context.megatron} with this torch does not have ({error})."
         ) from error
-    setattr(owner, attribute, replacement.make(original))
+    replaced = replacement.make(original)
+    setattr(owner, attribute, replaced)
+    if isinstance(owner, ModuleType) and callable(original):
+        for module in modules_with_copy(original, attribute, owner):
+            setattr(module, attribute, replaced)
+
+
+def modules_with_copy(original: Any, name: str, owner: ModuleType) -> list[ModuleType]:
+    """Return the loaded modules of `owner`'s package that have imported `original` by this name.
+
+    `from module import name` makes a copy of the name, which a change of the module does not reach.
+    Modules of torch keep their copies: its patches concern what Megatron calls.
+    """
+    package = owner.__name__.partition(".")[0]
+    if package == "torch":
+        return []
+    return [
+        module
+        for module_name, module in tuple(sys.modules.items())
+        if module is not owner
+        and isinstance(module, ModuleType)
+        and module_name.partition(".")[0] == package
+        and vars(module).get(name) is original
+    ]

@@ -1,13 +1,12 @@
-"""Install the packages of requirement files into this Python's environment: by uv, else by pip.
+"""Install the packages of requirement files into this Python's environment, with uv or else with pip.
 
-Usage: python tools/install.py FILE... The files name every package with its hash, so nothing is
-resolved. `--beside CONSTRAINTS ASKED LOCK` is for a Python with packages of its own: what it lacks of
-ASKED is installed in the LOCK's versions, as far as the constraints allow. `--settings` prints pip's
-settings as JSON.
+Usage: python tools/install.py FILE... The files name every package with its hash, so nothing is resolved.
+`--beside CONSTRAINTS ASKED LOCK` is for a Python that has packages already: the packages of ASKED that are missing
+are installed, in the LOCK's versions as far as the constraints allow. `--settings` prints pip's settings as JSON.
 
-uv is the one on PATH, or the pinned one, which pip brings into the environment; uv does not read pip's
-files, so it is handed pip's settings. INSTALLER=pip leaves uv out. Without a GPU torch's build for CPUs
-is taken where an index has it. Needs the standard library alone.
+uv is the program on PATH, or the pinned version, which pip installs into the environment. uv does not read pip's
+files, so it gets pip's settings as variables. INSTALLER=pip does not use uv. Without a GPU, torch's build for CPUs is
+installed if an index has it. This file needs the standard library only.
 """
 
 import ast
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PIP = (sys.executable, "-m", "pip")
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-input")
 
-# uv's variable for each of pip's settings, and what separates the values there.
+# uv's variable for each of pip's settings, and the separator of several values; empty takes the first value.
 UV_VARIABLES = {
     "index-url": ("UV_DEFAULT_INDEX", ""),
     "extra-index-url": ("UV_INDEX", " "),
@@ -45,7 +44,7 @@ UV_VARIABLES = {
 
 
 def main(files: Sequence[str]) -> int:
-    """Install what the files name; the exit code of uv or pip."""
+    """Install the packages that the files name; return the exit code of uv or pip."""
     if files[0] == "--settings":
         print(json.dumps(pip_settings()))
         return 0
@@ -54,8 +53,8 @@ def main(files: Sequence[str]) -> int:
     packages = [package for file in files for package in packages_of(Path(file).read_text())]
     uv, reason = find_uv()
     if uv is None:
-        took = "pip installs, in about five times the time"
-        print(f"uv is not used ({reason}): {took}.", file=sys.stderr)
+        consequence = "pip installs, in about five times the time"
+        print(f"uv is not used ({reason}): {consequence}.", file=sys.stderr)
     installer = Installer(uv)
     torch = next((package for package in packages if package.startswith("torch==")), None)
     if torch and torch_for_cpus_fits() and installer.torch_for_cpus(torch.split()[0]):
@@ -65,7 +64,15 @@ def main(files: Sequence[str]) -> int:
 
 
 def install_beside(constraints: str, asked: str, lock: str) -> int:
-    """Install what is asked for and not here; what is here and will do stays. uv's exit code."""
+    """Install the packages that are missing; return uv's exit code.
+
+    Installed packages stay if they meet the requirements.
+
+    Args:
+        constraints: File of versions that must not change.
+        asked: Requirement file of the packages.
+        lock: Requirement file with the preferred versions.
+    """
     uv, reason = find_uv()
     if uv is None:
         print(
@@ -78,17 +85,18 @@ def install_beside(constraints: str, asked: str, lock: str) -> int:
         return 0
     locked = packages_of(Path(lock).read_text())
     resolved = installer.resolved(
-        asked, constraints, [_match_installed_version(each) for each in locked]
+        asked, constraints, [_match_installed_version(package) for package in locked]
     )
     versions = {package.split()[0] for package in locked}
-    others = [name for package in resolved if (name := package.split()[0]) not in versions]
-    if others:
-        print(f"  Not as in {lock}: {', '.join(others)}", file=sys.stderr)
+    names = [package.split()[0] for package in resolved]
+    different = [name for name in names if name not in versions]
+    if different:
+        print(f"  Not as in {lock}: {', '.join(different)}", file=sys.stderr)
     return installer.install(resolved)
 
 
 def _match_installed_version(package: str) -> str:
-    """A locked package in the version that is here, else as it is."""
+    """Return a locked package with the installed version, or unchanged if the package is not installed."""
     name = package.split("==", maxsplit=1)[0]
     try:
         return f"{name}=={importlib.metadata.version(name)}"
@@ -97,19 +105,22 @@ def _match_installed_version(package: str) -> str:
 
 
 def packages_of(text: str) -> list[str]:
-    """The packages of a requirement file, each with the lines of its hashes."""
+    """Return the packages of a requirement file's text, each with the lines of its hashes."""
     lines = [line for line in text.splitlines() if not re.match(r"\s*(#|$)", line)]
     return re.split(r"\n(?=\S)", "\n".join(lines))
 
 
 def without_cuda(packages: Iterable[str]) -> list[str]:
-    """The packages without torch and what only its build for CUDA needs."""
+    """Return the packages without torch and without those that only torch's build for CUDA needs."""
     of_cuda = re.compile(r"(torch|triton|cuda-[a-z]+|nvidia-(?!ml-py)[a-z0-9-]+)==")
     return [package for package in packages if not of_cuda.match(package)]
 
 
 def torch_for_cpus_fits() -> bool:
-    """Whether this machine has no GPU, nor sets up for others that may: a cluster's login node does."""
+    """Return True if torch's build for CPUs fits: Linux on x86-64, without a GPU and without Slurm.
+
+    On a cluster's login node, the environment is for nodes that may have GPUs.
+    """
     return (
         (platform.system(), platform.machine()) == ("Linux", "x86_64")
         and not Path("/proc/driver/nvidia/version").exists()
@@ -119,27 +130,27 @@ def torch_for_cpus_fits() -> bool:
 
 
 def find_uv() -> tuple[Path | None, str]:
-    """The uv to use, else None and why there is none."""
+    """Return the uv to use, or None and the reason why there is none; the pinned uv is installed if needed."""
     if os.environ.get("INSTALLER") == "pip":
         return None, "INSTALLER=pip"
-    brought = Path(sysconfig.get_path("scripts"), "uv")
-    for found in (shutil.which("uv"), brought, ROOT / ".venv/bin/uv"):
-        if found and runs(Path(found)):
-            return Path(found), ""
+    installed = Path(sysconfig.get_path("scripts"), "uv")
+    for path in (shutil.which("uv"), installed, ROOT / ".venv/bin/uv"):
+        if path and runs(Path(path)):
+            return Path(path), ""
     lock = packages_of((ROOT / "requirements.txt").read_text())
     pinned = next(package for package in lock if package.startswith("uv=="))
     command = (*PIP, "install", *PIP_OPTIONS, "--quiet", "--no-deps", "--require-hashes", "-r")
     with requirement_file([pinned]) as file:
         answer = subprocess.run((*command, file), capture_output=True, text=True, check=False)
     if answer.returncode:
-        said = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
-        return None, f"pip cannot install {pinned.split()[0]}: {said[-1]}"
-    return (brought, "") if runs(brought) else (None, f"{brought} does not run here")
+        lines = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+        return None, f"pip cannot install {pinned.split()[0]}: {lines[-1]}"
+    return (installed, "") if runs(installed) else (None, f"{installed} does not run here")
 
 
 @contextmanager
 def requirement_file(packages: Sequence[str]) -> Iterator[str]:
-    """The path of a file of these packages, while it is needed."""
+    """Write a requirement file of these packages, give its path, and remove it at the end."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(packages))
         file.flush()
@@ -147,7 +158,7 @@ def requirement_file(packages: Sequence[str]) -> Iterator[str]:
 
 
 def runs(uv: Path) -> bool:
-    """Whether the program is there, starts (a shim may not) and knows the variables above."""
+    """Return True if uv exists, starts (a shim may not), and is new enough to know `UV_VARIABLES`."""
     try:
         answer = subprocess.run((uv, "--version"), capture_output=True, text=True, check=False)
     except OSError:
@@ -157,10 +168,10 @@ def runs(uv: Path) -> bool:
 
 
 class Installer:
-    """uv with pip's settings, or pip.
+    """Installer that uses uv with pip's settings, or pip.
 
     Args:
-        uv: The program, or None for pip.
+        uv: Path of uv, or None for pip.
     """
 
     def __init__(self, uv: Path | None) -> None:
@@ -175,20 +186,20 @@ class Installer:
             self.environment = uv_environment(settings, os.environ)
 
     def torch_for_cpus(self, torch: str) -> bool:
-        """Whether torch's build for CPUs is installed: 0.2 GB instead of 3, the same results."""
+        """Install torch's build for CPUs, which has 0.2 GB instead of 3; return True if that worked."""
         command = (*self.command, "--quiet", "--no-deps", f"{torch}+cpu")
         answer = subprocess.run(command, env=self.environment, capture_output=True, check=False)
         return not answer.returncode
 
     def has(self, asked: str, constraints: str) -> bool:
-        """Whether everything is here already, which needs no index."""
+        """Return True if all packages are installed in versions that the constraints allow; no index is read."""
         environment = {**self.environment, "UV_FIND_LINKS": ""}
         command = (*self.command, "--no-index", "--requirement", asked, "--constraint", constraints)
         answer = subprocess.run(command, env=environment, capture_output=True, check=False)
         return not answer.returncode
 
     def resolved(self, asked: str, constraints: str, preferred: Sequence[str]) -> list[str]:
-        """What is asked for and all that it needs, in the preferred versions where they will do."""
+        """Return the packages and all that they need, in the preferred versions where possible; exit if uv fails."""
         with requirement_file(preferred) as file:
             command = [*self.command]
             command[command.index("install")] = "compile"
@@ -202,15 +213,19 @@ class Installer:
             return packages_of(Path(file).read_text())
 
     def install(self, packages: Sequence[str]) -> int:
-        """Install the packages, hashes checked; the installer's words go to the terminal."""
-        # Without a terminal uv names every package at each step: its downloads and sums are enough.
+        """Install the packages with their hashes checked; return the exit code.
+
+        The installer's output goes to the terminal.
+        """
+        # Without a terminal uv prints every package at each step: these lines are left out.
         filtered = self.uv is not None and not sys.stderr.isatty()
         with requirement_file(packages) as file:
             command = (*self.command, "--no-deps", "--require-hashes", "--requirement", file)
             with subprocess.Popen(
                 command,
                 env=self.environment,
-                close_fds=False,  # it holds the set-up's lock until it ends, also if this is killed
+                # The installer inherits the set-up's lock, and holds it even if this process is killed.
+                close_fds=False,
                 stderr=subprocess.PIPE if filtered else None,
                 text=True,
             ) as process:
@@ -219,13 +234,13 @@ class Installer:
                         if not re.match(r" [-+~] | +(Downloaded|Building|Built) ", line):
                             print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
                     return process.wait()
-                except KeyboardInterrupt:  # the terminal sends it to the installer, too
+                except KeyboardInterrupt:  # The terminal sends the signal to the installer, too.
                     process.wait()
                     return 130
 
 
 def pip_settings() -> dict[str, str]:
-    """What pip is configured with, by name: variables before its section `install` before `global`."""
+    """Return pip's settings by name; variables count before the section `install`, and that before `global`."""
     command = (*PIP, "config", "list")
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     settings: dict[str, str] = {}
@@ -238,16 +253,16 @@ def pip_settings() -> dict[str, str]:
 
 
 def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for uv: pip's settings in uv's variables, except those that the user has set.
+    """Return the environment for uv: pip's settings as uv's variables, except variables that the user has set.
 
-    uv takes a package from the first index that has its name, pip from any; the hashes say that it is
-    the right one.
+    By default uv takes a package from the first index that has its name, and pip from any index. Here uv does as pip
+    does, because the hashes show that a package is the right one.
     """
-    handed = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for name, (variable, separator) in UV_VARIABLES.items():
         if value := settings.get(name, "").split():
-            handed[variable] = separator.join(value) if separator else value[0]
-    return {**handed, **environment}
+            variables[variable] = separator.join(value) if separator else value[0]
+    return {**variables, **environment}
 
 
 if __name__ == "__main__":

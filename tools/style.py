@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = ROOT / "tools/style_counts.json"
 SHOWN = 20
-"""Findings of a rule that are printed at most."""
+"""Largest number of findings that are printed per rule."""
 
 DOCSTRING, SHORT, PREPOSITION, PRONOUN, CLASS = (
     "docstring that starts without a verb or noun",
@@ -55,7 +55,7 @@ _PREPOSITION = re.compile(r"_?(of|by|in|with|from|as)_\w+$")
 
 
 class StyleFinding(NamedTuple):
-    """One place that breaks a rule."""
+    """Line that breaks a rule."""
 
     rule: str
     file: str
@@ -82,21 +82,22 @@ def find_in_file(name: str, text: str) -> Iterator[StyleFinding]:
 def _find_in_docstring(
     name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ) -> Iterator[StyleFinding]:
-    words = (ast.get_docstring(node) or "").split()
-    if not words:
+    """Yield the finding in a docstring, if there is one: its first word, or its length."""
+    docstring = (ast.get_docstring(node) or "").split()
+    if not docstring:
         return
     line = node.body[0].lineno
-    if words[0].strip("`,.:;") in _FIRST_WORDS or words[:2] == ["The", "same"]:
+    if docstring[0].strip("`,.:;") in _FIRST_WORDS or docstring[:2] == ["The", "same"]:
         yield StyleFinding(DOCSTRING, name, line, node.name)
-    elif len(words) <= 3:
+    elif len(docstring) <= 3:
         yield StyleFinding(SHORT, name, line, node.name)
 
 
 def find_shared_classes(texts: dict[str, str]) -> Iterator[StyleFinding]:
-    """Yield each public class name that several files define; tests are not looked at.
+    """Yield each public class name that several files define, tests left out.
 
     Args:
-        texts: The text of each file, by its name.
+        texts: Text of each file by the file's name.
     """
     files_by_class: dict[str, set[str]] = defaultdict(set)
     for name, text in texts.items():
@@ -111,9 +112,10 @@ def find_shared_classes(texts: dict[str, str]) -> Iterator[StyleFinding]:
 
 
 def read_sources(paths: Sequence[str] = ()) -> dict[str, str]:
-    """Return the text of every Python file under version control, by its path; all without paths.
+    """Return the text of the Python files under version control by their path.
 
-    Patches in docs/ are named after what they replace and are left out.
+    With `paths`, only files whose path begins with one of them are read. Patches in docs/ are left out, because they
+    have the names of the functions that they replace.
     """
     command = ("git", "-C", str(ROOT), "ls-files", "*.py")
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -124,12 +126,15 @@ def read_sources(paths: Sequence[str] = ()) -> dict[str, str]:
 
 
 def count_findings(findings: Sequence[StyleFinding]) -> dict[str, int]:
-    """Return the number of findings of every rule."""
+    """Return the number of findings by rule."""
     return {rule: sum(finding.rule == rule for finding in findings) for rule in RULES}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what broke a rule; return 1 if a count is above the one that is written down."""
+    """Print the findings of rules whose count rose; return 1 if one did.
+
+    With paths, all findings in these files are printed, and 0 is returned.
+    """
     paths = [argument for argument in arguments if not argument.startswith("--")]
     texts = read_sources(paths)
     findings = [finding for name, text in texts.items() for finding in find_in_file(name, text)]

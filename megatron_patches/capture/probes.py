@@ -167,8 +167,14 @@ class Probes:
         return replace(self._to_recompute[name].pop(0), recomputed=True)
 
     def _probe(self, value: Any, stage: CaptureStage, name: str, slot: str, call: _Call) -> Any:
-        """Return `value` with a tap for it and its gradient; values that are no activations unchanged."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        """Return `value` with a tap for it and its gradient; values that are no activations unchanged.
+
+        A parameter that a module returns, such as the bias of a row-parallel linear, is written as it is.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if is_parameter and not slot.startswith("output"):
             return value
         slot += CALLER_SEPARATOR + call.caller if call.caller else ""
         backward, position = CaptureStage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
@@ -177,6 +183,9 @@ class Probes:
         if call.recomputed:
             # A recomputed value belongs to the backward pass.
             value_tensor_key = TensorKey(backward, name, f"{RECOMPUTED_PREFIX}{slot}", *position)
+        if is_parameter:
+            self._sink.forward(value_tensor_key, value.detach())
+            return value
         return tap(self._sink, value, [(value_tensor_key, gradient_tensor_key)])
 
 

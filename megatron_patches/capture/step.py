@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -235,23 +237,19 @@ class _Watch:
             What `call` returns, and the groups of ranks over which gradient norms were summed.
         """
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-        from megatron.core.optimizer import optimizer as optimizer_module
+        from megatron.core.optimizer import clip_grads
 
         probes = Probes(self.chunks, self.names, sink) if has_probes else None
         norms: list[Any] = []
         membership = NormMembership(self.parameters, self.optimizer)
         before = self._copy_weights()
-        reduce, clip = (
-            _ParamAndGradBucketGroup.start_grad_sync,
-            optimizer_module.clip_grad_by_total_norm_fp32,
-        )
-        counted = wrap_original(membership.note)(optimizer_module.get_grad_norm_fp32)
+        reduce = _ParamAndGradBucketGroup.start_grad_sync
         config = self.chunks[0].config
         step, finalize = self.optimizer.step, config.finalize_model_grads_func
 
-        @functools.wraps(clip)
+        @wrap_original
         def clip_and_note(
-            parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+            clip: Any, parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
         ) -> Any:
             norms.append(total_norm)
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
@@ -286,8 +284,8 @@ class _Watch:
             patch.object(
                 _ParamAndGradBucketGroup, "start_grad_sync", self._wrap_reduction(reduce, sink)
             ),
-            patch.object(optimizer_module, "clip_grad_by_total_norm_fp32", clip_and_note),
-            patch.object(optimizer_module, "get_grad_norm_fp32", counted),
+            wrap_in_importers(clip_grads, "clip_grad_by_total_norm_fp32", clip_and_note),
+            wrap_in_importers(clip_grads, "get_grad_norm_fp32", wrap_original(membership.note)),
             patch.object(config, "finalize_model_grads_func", write_counts_and_finalize),
             patch.object(self.optimizer, "step", write_and_step),
             capture_routing(self.chunks, self.names, sink),
@@ -462,6 +460,26 @@ class _Watch:
             if "param" in part.states:
                 copies[id(parameter), "param"] = part.states["param"].detach().clone()
         return copies
+
+
+@contextmanager
+def wrap_in_importers(
+    owner: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Wrap a function in the modules beside its own that have a function of this name.
+
+    Optimizers of several modules import the function, and a patch file may have replaced it in one of
+    them, so each module's own function is wrapped. The function in its own module stays, because a
+    replacement that calls it would be noted twice.
+    """
+    package = owner.__name__.rpartition(".")[0]
+    with ExitStack() as replacements:
+        for module_name, module in tuple(sys.modules.items()):
+            is_beside = module_name.rpartition(".")[0] == package and module is not owner
+            if is_beside and callable(getattr(module, name, None)):
+                wrapped = make(getattr(module, name))
+                replacements.enter_context(patch.object(module, name, wrapped))
+        yield
 
 
 def _unwrap_chunk(chunk: Any) -> Any:

@@ -48,13 +48,13 @@ def host_ns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def test_marks_of_a_device_are_read_on_the_hosts_clock(host_ns: list[int]) -> None:
+def test_device_events_are_converted_to_the_hosts_clock(host_ns: list[int]) -> None:
     host_ns.extend([5_000_000])
     clock = DeviceClock(ScriptedDevice(iter([100.0, 102.5])))
     assert clock.to_nanoseconds(clock.now()) == 7_500_000
 
 
-def test_marks_from_before_the_last_settling_lie_before_it(host_ns: list[int]) -> None:
+def test_events_before_the_last_synchronization_get_earlier_times(host_ns: list[int]) -> None:
     host_ns.extend([0, 50_000_000])
     device = ScriptedDevice(iter([10.0, 12.0, 20.0]))
     clock = DeviceClock(device)
@@ -64,7 +64,7 @@ def test_marks_from_before_the_last_settling_lie_before_it(host_ns: list[int]) -
     assert device.synchronised == 2
 
 
-def test_the_host_clock_reads_its_marks_as_they_are(host_ns: list[int]) -> None:
+def test_host_clock_returns_recorded_nanoseconds(host_ns: list[int]) -> None:
     host_ns.extend([7])
     clock = HostClock()
     clock.synchronize()

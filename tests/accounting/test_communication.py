@@ -19,9 +19,9 @@ def test_the_most_frequent_kind_of_iteration_is_the_steady_one() -> None:
     iteration(ledger, ObservedCall(GATHER, 0, 1))
     for _ in range(2):
         iteration(ledger, ObservedCall(REDUCE, 0, 1), ObservedCall(REDUCE, 1, 2))
-    found = ledger.steady_communication(0)
-    assert (found.steady_iterations, found.other_iterations) == (2, 1)
-    assert [(row.operation, row.calls, row.wire_bytes) for row in found.calls] == [
+    communication = ledger.steady_communication(0)
+    assert (communication.steady_iterations, communication.other_iterations) == (2, 1)
+    assert [(row.operation, row.calls, row.wire_bytes) for row in communication.calls] == [
         (Operation.ALL_REDUCE, 2, 800)
     ]
 
@@ -58,7 +58,7 @@ def test_a_span_ends_when_the_result_is_there() -> None:
     ]
 
 
-def test_nothing_is_said_of_a_run_without_a_whole_iteration() -> None:
+def test_run_without_complete_iteration_has_no_calls_and_no_time() -> None:
     ledger = CommunicationLog()
     ledger.observed_calls.append(ObservedCall(REDUCE, 0, 1))
     ledger.drop_calls()
@@ -72,13 +72,15 @@ def routed(rows: int, sent: int) -> ObservedCall:
     return ObservedCall(call._replace(row_bytes=8), 0, 1)
 
 
-def test_iterations_that_differ_only_in_what_the_router_chose_are_of_one_kind() -> None:
+def test_iterations_that_differ_only_in_routed_bytes_are_one_kind() -> None:
     ledger = CommunicationLog()
     iteration(ledger, routed(10, 32), routed(6, 16), ObservedCall(REDUCE, 0, 1))
     iteration(ledger, routed(10, 40), routed(14, 24), ObservedCall(REDUCE, 0, 1))
-    found = ledger.steady_communication(0)
-    assert (found.steady_iterations, found.other_iterations) == (2, 0)
-    assert [(row.group, row.calls, row.payload_bytes, row.wire_bytes) for row in found.calls] == [
+    communication = ledger.steady_communication(0)
+    assert (communication.steady_iterations, communication.other_iterations) == (2, 0)
+    assert [
+        (row.group, row.calls, row.payload_bytes, row.wire_bytes) for row in communication.calls
+    ] == [
         ("ep", 2, 8 * 10, (32 + 16 + 40 + 24) // 2),
         ("tp", 1, 400, 400),
     ]
@@ -93,7 +95,7 @@ def test_rows_of_another_length_are_other_calls() -> None:
 
 def test_calls_that_differ_in_size_alone_are_in_the_order_in_which_they_were_made() -> None:
     ledger = CommunicationLog()
-    sizes = [4 * (37 * place % 23) for place in range(23)]
+    sizes = [4 * (37 * index % 23) for index in range(23)]
     iteration(ledger, *(ObservedCall(REDUCE._replace(payload_bytes=size), 0, 1) for size in sizes))
     assert [row.payload_bytes for row in ledger.steady_communication(0).calls] == sizes
 
@@ -110,7 +112,11 @@ def test_a_slowed_iteration_counts_calls_and_no_time() -> None:
     iteration(ledger, ObservedCall(REDUCE, 0, 2_000_000_000), seconds=1)
     ledger.observed_calls.append(ObservedCall(REDUCE, 0, 90_000_000_000))
     ledger.end_untimed_iteration()
-    found = ledger.steady_communication(0)
-    assert (found.steady_iterations, found.calls[0].calls, found.calls[0].wire_bytes) == (2, 1, 400)
-    assert found.calls[0].wait_seconds == pytest.approx(2)
+    communication = ledger.steady_communication(0)
+    assert (
+        communication.steady_iterations,
+        communication.calls[0].calls,
+        communication.calls[0].wire_bytes,
+    ) == (2, 1, 400)
+    assert communication.calls[0].wait_seconds == pytest.approx(2)
     assert ledger.steady_time(0).iteration_seconds == pytest.approx(1)

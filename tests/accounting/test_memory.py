@@ -21,15 +21,15 @@ def followed(action: object) -> RankMemory:
     return ledger.result
 
 
-def test_what_others_send_arrives_in_a_communication_buffer() -> None:
+def test_received_bytes_count_as_communication_buffer() -> None:
     def receive(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(1024)
         ledger.note_received([buffer])
 
-    found = followed(receive).categories
-    assert found[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
-    assert found[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
-    assert found[MemoryCategory.TEMPORARY] == 0
+    categories = followed(receive).categories
+    assert categories[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
+    assert categories[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
+    assert categories[MemoryCategory.TEMPORARY] == 0
 
 
 def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_go() -> None:
@@ -40,10 +40,10 @@ def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_g
         del kept
         torch.empty(10**5)
 
-    found = followed(receive).categories
-    assert found[MemoryCategory.ACTIVATIONS] == 0
-    assert found[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
-    assert found[MemoryCategory.TEMPORARY] == 4 * 10**5
+    categories = followed(receive).categories
+    assert categories[MemoryCategory.ACTIVATIONS] == 0
+    assert categories[MemoryCategory.COMMUNICATION] == BUFFER_BYTES
+    assert categories[MemoryCategory.TEMPORARY] == 4 * 10**5
 
     def keep(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(256, 4)
@@ -59,12 +59,12 @@ def test_weights_that_are_gathered_into_stay_weights() -> None:
     def gather(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         ledger.note_received([model.weight.detach()])
 
-    found = followed(gather).categories
-    assert found[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
-    assert found[MemoryCategory.COMMUNICATION] == 0
+    categories = followed(gather).categories
+    assert categories[MemoryCategory.WEIGHTS] == WEIGHT_BYTES
+    assert categories[MemoryCategory.COMMUNICATION] == 0
 
 
-def test_logits_stay_logits_kept_or_not() -> None:
+def test_logits_stored_for_backward_stay_logits() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,7 +85,7 @@ def test_logits_stay_logits_kept_or_not() -> None:
 def test_every_version_that_a_pipeline_keeps_of_its_weights_is_counted_once() -> None:
     stages = StageModules([torch.nn.Linear(4, 4, bias=False)])
     newest = [parameter.data for parameter in stages.parameters()]
-    stages.weight_versions = [newest, [torch.empty_like(each) for each in newest]]
+    stages.weight_versions = [newest, [torch.empty_like(weight) for weight in newest]]
     ledger = MemoryAccounting(Timeline())
     ledger.start(0, 2, [stages], torch.optim.SGD(stages.parameters()))
     ledger.note_received([torch.empty(1024)])  # Which makes a peak.

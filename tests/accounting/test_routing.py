@@ -65,7 +65,7 @@ def test_a_certain_router_has_no_entropy(ledger: RoutingLog) -> None:
     assert rows(ledger)[0].entropy_nats == pytest.approx(0, abs=1e-30)
 
 
-def test_layers_are_in_order_and_iterations_apart(ledger: RoutingLog) -> None:
+def test_routing_records_are_sorted_by_iteration_and_layer(ledger: RoutingLog) -> None:
     for iteration in (1, 2):
         for layer in (2, 1):
             record_routing(layer, torch.zeros(2, 3), CHOSEN)

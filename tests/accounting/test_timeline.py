@@ -53,7 +53,7 @@ def test_a_span_without_a_phase_inherits_the_one_around_it() -> None:
     assert line.take_phase_nanoseconds() == {Phase.OTHER: 2, Phase.BACKWARD: 3}
 
 
-def test_phases_sum_to_the_time_between_two_takes() -> None:
+def test_phases_sum_to_the_time_between_two_reads() -> None:
     line = timeline(0, 4, 10, 15, 21)
     line.begin("optimizer")
     assert sum(line.take_phase_nanoseconds().values()) == 10
@@ -76,7 +76,7 @@ def test_spans_left_open_end_with_the_one_around_them() -> None:
     assert line.take_spans() == ()
 
 
-def test_another_clock_forgets_what_is_open() -> None:
+def test_changing_the_clock_drops_open_spans() -> None:
     line = timeline(0, 1)
     line.begin("forward-compute")
     line.use_clock(Scripted([100, 130]))

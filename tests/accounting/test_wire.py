@@ -68,9 +68,9 @@ def test_gloo_sends_what_the_ledger_counts(tmp_path: Path, ranks: int) -> None:
     program, result = tmp_path / "count.py", tmp_path / "sent.json"
     program.write_text(COUNT)
     run = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {ranks}"
-    words = f"ip link set lo up && exec {run} {program} {PAYLOAD} {result}"
+    script = f"ip link set lo up && exec {run} {program} {PAYLOAD} {result}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = ("unshare", "-n", "sh", "-c", words)
+    command = ("unshare", "-n", "sh", "-c", script)
     subprocess.run(command, check=True, env=environment, timeout=OF_A_RUN)
     for name, sent in json.loads(result.read_text()).items():
         counting = 1 if name in AT_THE_ROOT else ranks
@@ -88,5 +88,7 @@ def test_reduce_scatter_costs_twice_as_much_under_gloo() -> None:
 @given(st.integers(2, 64), st.integers(0, 2**24))
 def test_an_all_gather_and_an_all_reduce_cost_the_same_under_both(ranks: int, payload: int) -> None:
     for operation in (Operation.ALL_GATHER, Operation.ALL_REDUCE, Operation.ALL_TO_ALL):
-        one, other = (wire_bytes(operation, payload, ranks, transport) for transport in Transport)
-        assert one == other
+        gloo_or_nccl_bytes, other = (
+            wire_bytes(operation, payload, ranks, transport) for transport in Transport
+        )
+        assert gloo_or_nccl_bytes == other

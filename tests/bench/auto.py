@@ -83,7 +83,7 @@ def bench_auto(models: str | None, devices: str | None, options: Options, consol
         chosen = chosen_candidates(plan_for_machine(job, console))
         candidates |= {cell_of(job, each): each for each in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
-    output = Output(partial(finish, candidates), also_interrupted=True)
+    output = Output(partial(finish, candidates), finishes_if_interrupted=True)
     return run_experiment(planned, output, console)
 
 
@@ -97,7 +97,7 @@ def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
         times = candidate.seconds.total * 1e3, entry.estimate if entry else None
         place = job.model.name, job.devices
         groups.setdefault(place, []).append(AutoRow(*place, name, *times))
-    study.write(render(list(groups.values())))
+    study.write_comparison(render(list(groups.values())))
     return int(not all(row.measured for group in groups.values() for row in group))
 
 

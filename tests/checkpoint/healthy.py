@@ -37,9 +37,9 @@ def faults(run: Path, strategy: str) -> Iterator[str]:
     if verdict.verdict != "loads":
         yield f"its own layout {verdict.verdict}: {' '.join(verdict.reasons)}"
     yield from (
-        f"{one.name} {one.relation}"
-        for one in compare_weights(contents, contents)
-        if not one.is_same
+        f"{relation.name} {relation.relation}"
+        for relation in compare_weights(contents, contents)
+        if not relation.is_same
     )
 
 
@@ -58,9 +58,12 @@ def row(
         )
     except (LaunchError, AssertionError) as error:
         return f"{checkout} {strategy} {model} {extra}: not saved: {error}", False
-    said = list(faults(run, strategy))
+    sentences = list(faults(run, strategy))
     version = read_run(run).entry.megatron_version
-    return f"{version} {strategy} {model} {extra}: {'; '.join(said) or 'no fault'}", not said
+    return (
+        f"{version} {strategy} {model} {extra}: {'; '.join(sentences) or 'no fault'}",
+        not sentences,
+    )
 
 
 def main(folder: Path, checkouts: list[Path]) -> int:

@@ -95,22 +95,28 @@ def by_layer(name: str, whole: Tensor) -> Iterator[tuple[str, int | None, Tensor
     if "decoder.layers." not in name:
         yield name, None, whole
         return
-    own = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    fsdp_name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
     for layer, values in enumerate(whole):
         if ".experts.experts." not in name:
-            yield own, layer, values
+            yield fsdp_name, layer, values
             continue
-        for expert, one in enumerate(values):
-            yield own.replace("experts.experts", f"experts.local_experts.{expert}"), layer, one
+        for expert, expert_values in enumerate(values):
+            yield (
+                fsdp_name.replace("experts.experts", f"experts.local_experts.{expert}"),
+                layer,
+                expert_values,
+            )
 
 
 def of_kind(held: States, kind: str) -> States:
     """Weights, or one of what the optimizer keeps of them."""
     prefix = f"optimizer.state.{kind}." if kind else ""
     named = {
-        name.removeprefix(prefix): one for name, one in held.items() if name.startswith(prefix)
+        name.removeprefix(prefix): tensor
+        for name, tensor in held.items()
+        if name.startswith(prefix)
     }
-    return {name: one for name, one in named.items() if not name.startswith("optimizer")}
+    return {name: tensor for name, tensor in named.items() if not name.startswith("optimizer")}
 
 
 KEPT = ("exp_avg", "exp_avg_sq", "fp32_param")
@@ -132,19 +138,19 @@ def as_legacy(
             for kind, into in parts.items():
                 for name, whole in of_kind(held, kind).items():
                     ends = range(last, last + 1) if "final" in name else range(1)
-                    for own, layer, values in by_layer(name, whole):
+                    for layer_name, layer, values in by_layer(name, whole):
                         if layer is None and stage in ends:
-                            into[own] = rank_part(own, values, rank)
+                            into[layer_name] = rank_part(layer_name, values, rank)
                         elif layer in layers:
-                            local = own.replace("layers.", f"layers.{layer - layers[0]}.")
-                            into[local] = rank_part(own, values, rank)
+                            local = layer_name.replace("layers.", f"layers.{layer - layers[0]}.")
+                            into[local] = rank_part(layer_name, values, rank)
                 if last and stage == last:
                     into["output_layer.weight"] = rank_part(
                         EMBEDDING, of_kind(held, kind)[EMBEDDING], rank
                     )
-            place = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if last else "")
+            rank_folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if last else "")
             save_rank(
-                folder / ITERATION / place,
+                folder / ITERATION / rank_folder,
                 parts,
                 {**extra, "pipeline_model_parallel_size": last + 1},
             )
@@ -185,10 +191,10 @@ def as_fsdp(folder: Path, held: States, extra: Extra) -> Path:
     for kind in ("", *KEPT[:2]):
         form = f"optimizer.state.module.{{}}.{kind}" if kind else "model.module.{}"
         for name, whole in of_kind(held, kind).items():
-            for own, layer, values in by_layer(name, whole):
-                local = own.replace("layers.", f"layers.{layer}.")
+            for layer_name, layer, values in by_layer(name, whole):
+                local = layer_name.replace("layers.", f"layers.{layer}.")
                 gated = zip(("_w", "_v"), values.chunk(2), strict=True)
-                for half, part in gated if "linear_fc1" in own else [("", values)]:
+                for half, part in gated if "linear_fc1" in layer_name else [("", values)]:
                     saved[form.format(local + half)] = part.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # That this is a single process.
@@ -210,23 +216,23 @@ def test_a_healthy_checkpoint_of_any_format_is_whole_and_is_the_same_model(
     tmp_path: Path, form: str, shapes: dict[str, tuple[int, ...]]
 ) -> None:
     extra = {"num_experts": EXPERTS} if shapes is OF_EXPERTS else {}
-    one, other = (
+    first, other = (
         read_contents(WRITERS[name](tmp_path / name, made(shapes), extra))
         for name in ("torch_dist", form)
     )
     assert find_problems(other, reads_pieces=True) == ()
     assert other.parameters == sum(torch.Size(shape).numel() for shape in shapes.values())
-    found = compare_weights(one, other)
-    assert {each.relation for each in found} == {"equal"}
-    assert len(found) == len(shapes) * (3 if form == "fsdp_dtensor" else 4)
+    relations = compare_weights(first, other)
+    assert {relation.relation for relation in relations} == {"equal"}
+    assert len(relations) == len(shapes) * (3 if form == "fsdp_dtensor" else 4)
 
 
-def test_stages_and_ranks_of_the_format_torch_are_put_together(tmp_path: Path) -> None:
+def test_rank_files_of_format_torch_are_joined_to_full_tensors(tmp_path: Path) -> None:
     held = made(SHAPES)
-    one = read_contents(as_torch_dist(tmp_path / "a", held, {}))
+    first = read_contents(as_torch_dist(tmp_path / "a", held, {}))
     other = read_contents(as_legacy(tmp_path / "b", held, {}, (range(2), range(2, 3))))
     assert find_problems(other, reads_pieces=True) == ()
-    assert {each.relation for each in compare_weights(one, other)} == {"equal"}
+    assert {relation.relation for relation in compare_weights(first, other)} == {"equal"}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ class Fault(NamedTuple):
 
     name: str
     change: Callable[[States], object]
-    said: str
+    sentence: str
     extra: Mapping[str, Any] = MappingProxyType({})
     formats: tuple[str, ...] = tuple(WRITERS)
 
@@ -369,7 +375,7 @@ def test_a_fault_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
     held = made(SHAPES)
     fault.change(held)
     contents = read_contents(WRITERS[form](tmp_path, held, dict(fault.extra)))
-    assert fault.said in " ".join(find_problems(contents, reads_pieces=True))
+    assert fault.sentence in " ".join(find_problems(contents, reads_pieces=True))
 
 
 @pytest.mark.parametrize(("fault", "form"), cases(COMPARED))
@@ -382,9 +388,9 @@ def test_a_difference_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
     fault.change(held)
     faulty = read_contents(WRITERS[form](tmp_path / "faulty", held, extra))
     assert find_problems(faulty, reads_pieces=True) == ()
-    wrong = [one for one in compare_weights(healthy, faulty) if not one.is_same]
+    wrong = [relation for relation in compare_weights(healthy, faulty) if not relation.is_same]
     assert "optimizer" not in wrong[0].name
-    assert fault.said in wrong[0].detail
+    assert fault.sentence in wrong[0].detail
 
 
 def truncate(path: Path) -> None:
@@ -412,43 +418,47 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("form", WRITERS)
-@pytest.mark.parametrize(("damage", "otherwise", "said"), DAMAGES)
+@pytest.mark.parametrize(("damage", "otherwise", "sentence"), DAMAGES)
 def test_a_damaged_file_is_named(
-    tmp_path: Path, form: str, damage: Callable[[Path], None], otherwise: dict[str, str], said: str
+    tmp_path: Path,
+    form: str,
+    damage: Callable[[Path], None],
+    otherwise: dict[str, str],
+    sentence: str,
 ) -> None:
     folder = WRITERS[form](tmp_path, made(SHAPES), {})
     damage(next(folder.glob(FILES[form])))
-    found = " ".join(find_problems(read_contents(folder), reads_pieces=True))
-    assert otherwise.get(form, said) in found
+    problems = " ".join(find_problems(read_contents(folder), reads_pieces=True))
+    assert otherwise.get(form, sentence) in problems
 
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_shard_of_another_iteration_is_named(tmp_path: Path, form: str) -> None:
     folder = WRITERS[form](tmp_path / "one", made(SHAPES), {})
-    held = {name: one + 1 for name, one in made(SHAPES).items()}
+    held = {name: tensor + 1 for name, tensor in made(SHAPES).items()}
     later = WRITERS[form](tmp_path / "later", held, {"iteration": 9})
     if form == "torch_dist":
         verify_and_record(Checkpoint(8, folder))
     shard = next(folder.glob(FILES[form]))
     shutil.copy(later / shard.relative_to(folder), shard)
-    found = " ".join(find_problems(read_contents(folder), reads_pieces=True))
+    problems = " ".join(find_problems(read_contents(folder), reads_pieces=True))
     assert {"torch_dist": "is not what was saved", "torch": "is of iteration 9"}.get(
         form, "iteration 9"
-    ) in found
+    ) in problems
 
 
-def test_what_ranks_hold_alike_and_differs_is_named(tmp_path: Path) -> None:
+def test_unequal_copies_of_ranks_are_named(tmp_path: Path) -> None:
     """A norm that TP ranks have each, and the tied embedding of the last stage."""
-    for name, place in ((NORM, "mp_rank_01_000"), (EMBEDDING, "mp_rank_00_001")):
-        folder = as_legacy(tmp_path / place, made(SHAPES), {}, (range(2), range(2, 3)))
-        path = folder / place / "model_optim_rng.pt"
+    for name, rank_folder in ((NORM, "mp_rank_01_000"), (EMBEDDING, "mp_rank_00_001")):
+        folder = as_legacy(tmp_path / rank_folder, made(SHAPES), {}, (range(2), range(2, 3)))
+        path = folder / rank_folder / "model_optim_rng.pt"
         saved = torch.load(path, weights_only=False)
         at = "decoder.layers.1.input_layernorm.weight" if name == NORM else "output_layer.weight"
         saved["model"][at] += 1
         torch.save(saved, path)
-        (said, *_) = find_problems(read_contents(folder), reads_pieces=True)
-        assert said.startswith(f"{name} at")
-        assert f"differs between {place}/" in said or f"and {place}/" in said
+        (sentence, *_) = find_problems(read_contents(folder), reads_pieces=True)
+        assert sentence.startswith(f"{name} at")
+        assert f"differs between {rank_folder}/" in sentence or f"and {rank_folder}/" in sentence
 
 
 def of_hugging_face(change: Callable[[States], object]) -> Callable[[Path], None]:
@@ -456,7 +466,8 @@ def of_hugging_face(change: Callable[[States], object]) -> Callable[[Path], None
         held = load_file(folder / "model.safetensors")
         change(held)
         save_file(
-            {name: one.contiguous() for name, one in held.items()}, folder / "model.safetensors"
+            {name: tensor.contiguous() for name, tensor in held.items()},
+            folder / "model.safetensors",
         )
 
     return changed
@@ -467,8 +478,8 @@ def on_file(damage: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def exchange(held: States) -> None:
-    one, other = (f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(2))
-    held[one], held[other] = held[other], held[one]
+    first, other = (f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(2))
+    held[first], held[other] = held[other], held[first]
 
 
 def interleave(held: States) -> None:
@@ -501,9 +512,9 @@ IN_SAFETENSORS = (
 )
 
 
-@pytest.mark.parametrize(("damage", "said"), IN_SAFETENSORS)
+@pytest.mark.parametrize(("damage", "sentence"), IN_SAFETENSORS)
 def test_a_fault_in_safetensors_is_named(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
+    tmp_path: Path, damage: Callable[[Path], None], sentence: str
 ) -> None:
     healthy = write_model(tmp_path / "healthy", GPT2)
     faulty = Path(shutil.copytree(healthy, tmp_path / "faulty"))
@@ -511,7 +522,7 @@ def test_a_fault_in_safetensors_is_named(
     contents = read_contents(faulty)
     problems = find_problems(contents, reads_pieces=True)
     pairs = [] if problems else compare_weights(read_contents(healthy), contents)
-    assert said in " ".join((*problems, *(one.detail for one in pairs)))
+    assert sentence in " ".join((*problems, *(relation.detail for relation in pairs)))
 
 
 def test_there_are_as_many_faults_as_the_first_line_says() -> None:

@@ -102,18 +102,24 @@ def test_a_healthy_checkpoint_is_described_as_the_issue_has_it(
     healthy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert inspect_command(str(healthy), None, None, verify=True, json=True) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["format"], found["iteration"], found["layout"]) == ("torch_dist", 8, "tp2")
-    weights = [one for one in states().items() if not one[0].startswith("optimizer")]
-    assert found["parameters"] == sum(weight.numel() for _, weight in weights)
-    assert found["problems"] == []
+    description = json.loads(capsys.readouterr().out)
+    assert (description["format"], description["iteration"], description["layout"]) == (
+        "torch_dist",
+        8,
+        "tp2",
+    )
+    weights = [tensor for tensor in states().items() if not tensor[0].startswith("optimizer")]
+    assert description["parameters"] == sum(weight.numel() for _, weight in weights)
+    assert description["problems"] == []
     assert {
         "name": QKV,
         "shape": [LAYERS, ROWS, HIDDEN],
         "dtype": "float32",
         "kind": "weight",
-    } in found["tensors"]
-    assert sum(one["kind"] == "optimizer" for one in found["tensors"]) == 2 * len(weights)
+    } in description["tensors"]
+    assert sum(tensor["kind"] == "optimizer" for tensor in description["tensors"]) == 2 * len(
+        weights
+    )
 
 
 def test_a_run_s_folder_is_described_by_its_newest_checkpoint(
@@ -144,7 +150,7 @@ def test_the_last_lines_say_what_was_checked_and_what_was_not(
     assert "VERIFY=1" not in lines
 
 
-def test_what_a_mixture_has_beyond_attention_is_not_claimed(
+def test_unchecked_parts_of_a_mixture_of_experts_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = {name: values for name, values in states().items() if ".mlp." not in name}
@@ -334,7 +340,7 @@ MOMENT = f"optimizer.state.exp_avg.{QKV}"
         (QKV, changed(QKV, lambda w: w * (1 + 1e-6 * w)), "equal but for rounding", "worst at"),
     ],
 )
-def test_what_differs_between_two_checkpoints_is_named(
+def test_differing_tensors_of_two_checkpoints_are_named(
     healthy: Path,
     tmp_path: Path,
     name: str,
@@ -344,20 +350,22 @@ def test_what_differs_between_two_checkpoints_is_named(
 ) -> None:
     held = states()
     change(held)
-    found = compare_weights(read_contents(healthy), read_contents(written(tmp_path, held)))
-    assert {one.name for one in found if one.relation != "equal"} == {name}
-    only = next(one for one in found if one.name == name)
+    relations = compare_weights(read_contents(healthy), read_contents(written(tmp_path, held)))
+    assert {one.name for one in relations if one.relation != "equal"} == {name}
+    only = next(one for one in relations if one.name == name)
     assert only.relation == relation
     assert detail in only.detail
 
 
-def test_a_factor_is_named_as_far_as_the_type_keeps_it(tmp_path: Path) -> None:
-    narrow = {name: one.bfloat16() for name, one in states().items() if "optimizer" not in name}
+def test_scaling_factor_is_named_within_the_dtypes_precision(tmp_path: Path) -> None:
+    narrow = {
+        name: tensor.bfloat16() for name, tensor in states().items() if "optimizer" not in name
+    }
     other = narrow | {FC1: narrow[FC1] * 1.25}
-    found = compare_weights(
+    relations = compare_weights(
         *(read_contents(written(tmp_path / at, held)) for at, held in (("a", narrow), ("b", other)))
     )
-    (only,) = [one for one in found if not one.is_same]
+    (only,) = [tensor for tensor in relations if not tensor.is_same]
     assert (only.name, only.relation) == (FC1, "scaled")
     assert re.search("by 1.2[45]", only.detail)
 
@@ -390,16 +398,16 @@ def test_values_that_no_training_leaves_are_named(
 ) -> None:
     held = states()
     change(held)
-    found = find_problems(read_contents(written(tmp_path, held)), reads_pieces=True)
-    assert (named in " ".join(found)) if named else found == ()
+    problems = find_problems(read_contents(written(tmp_path, held)), reads_pieces=True)
+    assert (named in " ".join(problems)) if named else problems == ()
 
 
-def test_what_is_not_finite_is_equal_to_itself(tmp_path: Path) -> None:
+def test_nan_and_infinity_equal_themselves(tmp_path: Path) -> None:
     held = states()
     not_finite(held)
     held[EMBEDDING][0] = torch.nan
-    found = read_contents(written(tmp_path, held))
-    assert {one.relation for one in compare_weights(found, found)} == {"equal"}
+    contents = read_contents(written(tmp_path, held))
+    assert {relation.relation for relation in compare_weights(contents, contents)} == {"equal"}
 
 
 def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> None:
@@ -409,10 +417,10 @@ def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> No
         held = {name: torch.full((4, 2), last), "model.module.embedding.weight": torch.ones(3, 2)}
         folders.append(written(tmp_path / str(last), held))
         (folders[-1] / "iter_0000008/metadata.json").unlink()
-    found = compare_weights(*map(read_contents, folders))
-    assert [(one.name, one.relation) for one in found if not one.is_same] == [
-        ("decoder.layers.mlp.linear_fc1.weight", "scaled")
-    ]
+    relations = compare_weights(*map(read_contents, folders))
+    assert [
+        (relation.name, relation.relation) for relation in relations if not relation.is_same
+    ] == [("decoder.layers.mlp.linear_fc1.weight", "scaled")]
 
 
 @pytest.mark.parametrize(
@@ -424,7 +432,7 @@ def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> No
         ("tp3", "refuses", (), "3"),
     ],
 )
-def test_a_strategy_loads_it_loads_it_in_part_or_refuses(
+def test_strategy_loads_all_states_or_some_or_refuses(
     healthy: Path, strategy: str, verdict: str, flags: tuple[str, ...], reason: str
 ) -> None:
     found = judge_loading(read_contents(healthy), strategy)
@@ -473,9 +481,9 @@ def test_no_strategy_loads_a_format_or_tensors_that_it_cannot(tmp_path: Path, fo
 
 
 def test_two_degrees_of_one_number_are_both_among_the_flags(healthy: Path) -> None:
-    found = judge_loading(read_contents(healthy), "tp2cp2")
+    verdict = judge_loading(read_contents(healthy), "tp2cp2")
     degrees = "--tensor-model-parallel-size 2 --context-parallel-size 2"
-    assert " ".join(found.flags) == f"{degrees} --no-load-rng"
+    assert " ".join(verdict.flags) == f"{degrees} --no-load-rng"
 
 
 def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: Path) -> None:
@@ -494,14 +502,14 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
         "optimizer": {"trap": Touch()},
     }
     torch.save(saved, folder / "model_optim_rng.pt", pickle_module=pickle)
-    found = read_contents(folder.parent)
-    assert [(name, one.shape, one.dtype) for name, one in found.weights.items()] == [
+    contents = read_contents(folder.parent)
+    assert [(name, weight.shape, weight.dtype) for name, weight in contents.weights.items()] == [
         ("mp_rank_00.embedding.weight", (3, 2), "bfloat16")
     ]
-    assert found.states == ("optimizer",)
-    assert found.problems == (
+    assert contents.states == ("optimizer",)
+    assert contents.problems == (
         "mp_rank_00 is of iteration 4, not of 8.",
-        "mp_rank_01 is missing, which its arguments have.",
+        "mp_rank_01 is missing: the checkpoint's arguments imply it.",
     )
     assert not target.exists()
 
@@ -513,9 +521,9 @@ def test_a_damaged_checkpoint_is_not_compared(
     assert inspect_command(str(healthy), str(copy), None, verify=False) == 0
     truncate(copy)
     assert inspect_command(str(healthy), str(copy), None, verify=False) == 1
-    said = capsys.readouterr().err
-    assert "is truncated" in said
-    assert "Nothing was compared" in said
+    error = capsys.readouterr().err
+    assert "is truncated" in error
+    assert "Nothing was compared" in error
 
 
 def flip(path: Path, values: Tensor) -> None:

@@ -48,8 +48,10 @@ def printed(run: Path) -> dict[int, tuple[str, ...]]:
 
     The second line after a start averages the first two iterations, in a run that resumes alone.
     """
-    found = {int(line[0]): line[1:] for line in PRINTED.findall((run / LOG_FILE).read_text())}
-    return {number: found[number] for number in (SAVED + 1, *range(SAVED + 3, LAST + 1))}
+    printed_values = {
+        int(line[0]): line[1:] for line in PRINTED.findall((run / LOG_FILE).read_text())
+    }
+    return {number: printed_values[number] for number in (SAVED + 1, *range(SAVED + 3, LAST + 1))}
 
 
 def test_megatron_keeps_or_ignores_what_the_verdict_says(runs: Runs, tmp_path: Path) -> None:
@@ -110,10 +112,10 @@ def test_training_from_a_copy_prints_the_losses_to_the_last_digit(
     layouts alone shards optimizer states, or has experts in an optimizer of their own.
     """
     run = saved(runs, first, model)
-    own, there, back = alone(run, tmp_path / "own"), tmp_path / "there", tmp_path / "back"
-    for source, strategy, to in ((own, second, there), (there, first, back)):
+    original, there, back = alone(run, tmp_path / "own"), tmp_path / "there", tmp_path / "back"
+    for source, strategy, to in ((original, second, there), (there, first, back)):
         assert reshard(str(source), strategy, str(to), Console(quiet=True)) == 0
     assert printed(runs.resume(run, first, back, LAST)) == printed(run)
     assert printed(runs.resume(run, second, there, LAST)) == printed(run)
     if not {"zero1", "ep2"} & {first, second}:
-        assert printed(runs.resume(run, second, own, LAST)) == printed(run)
+        assert printed(runs.resume(run, second, original, LAST)) == printed(run)

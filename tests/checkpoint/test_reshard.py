@@ -123,23 +123,25 @@ def held(folder: Path) -> dict[str, tuple[Any, Tensor]]:
     """Every tensor, and where its pieces lie."""
     path = folder / ITERATION
     tensors = read_metadata(path).tensors
-    return {name: (dict(one.sizes), read_tensor(path, one)) for name, one in tensors.items()}
+    return {
+        name: (dict(tensor.sizes), read_tensor(path, tensor)) for name, tensor in tensors.items()
+    }
 
 
 def common(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(folder / ITERATION / "common.pt", weights_only=False)
-    arguments = vars(found.pop("args"))
+    common_state: dict[str, Any] = torch.load(folder / ITERATION / "common.pt", weights_only=False)
+    arguments = vars(common_state.pop("args"))
     arguments.pop("no_save_rng", None)
-    return found | {"args": arguments}
+    return common_state | {"args": arguments}
 
 
-def assert_the_same(one: Path, other: Path) -> None:
-    ours, theirs = held(one), held(other)
-    assert ours.keys() == theirs.keys()
+def assert_the_same(first: Path, other: Path) -> None:
+    ours, second_tensors = held(first), held(other)
+    assert ours.keys() == second_tensors.keys()
     for name, (sizes, values) in ours.items():
-        assert sizes == theirs[name][0], name
-        assert torch.equal(values, theirs[name][1]), name
-    assert common(one) == common(other)
+        assert sizes == second_tensors[name][0], name
+        assert torch.equal(values, second_tensors[name][1]), name
+    assert common(first) == common(other)
 
 
 def check_there_and_back(laid: dict[str, Path], first: str, second: str, folder: Path) -> None:
@@ -152,7 +154,7 @@ PAIRS = list(permutations(LAYOUTS, 2))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS[:: len(PAIRS) // 4])
-def test_a_layout_and_back_is_bit_identical(
+def test_reshard_and_back_is_bit_identical(
     laid: dict[str, Path], tmp_path: Path, first: str, second: str
 ) -> None:
     check_there_and_back(laid, first, second, tmp_path)
@@ -160,7 +162,7 @@ def test_a_layout_and_back_is_bit_identical(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_every_layout_and_back_is_bit_identical(
+def test_every_reshard_and_back_is_bit_identical(
     laid: dict[str, Path], tmp_path: Path, first: str, second: str
 ) -> None:
     check_there_and_back(laid, first, second, tmp_path)
@@ -168,33 +170,33 @@ def test_every_layout_and_back_is_bit_identical(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_moments_are_those_that_were_saved(laid: dict[str, Path], layout: str) -> None:
-    found = {name: values for name, (_, values) in held(laid[layout]).items()}
+    tensors = {name: values for name, (_, values) in held(laid[layout]).items()}
     for name, values in states().items():
-        assert torch.equal(found.pop(name), values)
+        assert torch.equal(tensors.pop(name), values)
     main = {f"optimizer.state.param.{name}": states()[name] for name in SHAPES}
-    assert found.keys() == (main.keys() if "zero1" in layout else set())
-    assert all(torch.equal(values, main[name]) for name, values in found.items())
+    assert tensors.keys() == (main.keys() if "zero1" in layout else set())
+    assert all(torch.equal(values, main[name]) for name, values in tensors.items())
 
 
-def test_a_rank_of_the_new_layout_reads_whole_pieces(laid: dict[str, Path]) -> None:
-    found = held(laid["sp2"])
-    fc1, _ = found["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+def test_ranks_of_the_new_strategy_read_full_pieces(laid: dict[str, Path]) -> None:
+    tensors = held(laid["sp2"])
+    fc1, _ = tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     # Gate and value are cut apart: a rank has a part of each.
     assert [begin for begin in fc1 if begin[:2] == (3, 1)] == [(3, 1, at, 0) for at in (0, 2, 4, 6)]
-    proj, _ = found["decoder.layers.self_attention.linear_proj.weight"]
+    proj, _ = tensors["decoder.layers.self_attention.linear_proj.weight"]
     assert proj[2, 0, 4] == (1, HIDDEN, 4)
-    assert found["embedding.word_embeddings.weight"][0] == {(0, 0): (16, 8), (16, 0): (16, 8)}
+    assert tensors["embedding.word_embeddings.weight"][0] == {(0, 0): (16, 8), (16, 0): (16, 8)}
 
 
-def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
+def test_common_state_has_the_new_strategy_and_the_same_data_position(
     laid: dict[str, Path],
 ) -> None:
-    found = common(laid["sp2pp2dp2-zero1"])
-    arguments, optimizer = found["args"], found["optimizer"]
+    common_state = common(laid["sp2pp2dp2-zero1"])
+    arguments, optimizer = common_state["args"], common_state["optimizer"]
     assert arguments["tensor_model_parallel_size"] == 2
     assert arguments["make_vocab_size_divisible_by"] == 8  # 16 rows of two ranks, as before.
     assert (arguments["world_size"], arguments["consumed_train_samples"]) == (8, 64)
-    assert found["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert common_state["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
     assert [group["step"] for group in optimizer["optimizer"]["param_groups"]] == [8, 8]
     experts = common(laid["ep2"])["optimizer"]
     assert [group["is_expert_parallel"] for group in experts[1]["param_groups"]] == [True]
@@ -202,7 +204,7 @@ def test_the_common_state_says_the_new_layout_and_keeps_the_place_in_the_data(
     assert experts[0]["state"] is not experts[1]["state"]  # Megatron merges into both.
 
 
-def test_a_killed_command_goes_on_behind_what_was_read_back(
+def test_killed_reshard_continues_after_the_last_verified_file(
     base: Path, laid: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resharding, "MIN_FILE_BYTES", 2000)
@@ -221,17 +223,17 @@ def test_a_killed_command_goes_on_behind_what_was_read_back(
     assert not (tmp_path / "to").exists()
     finished = set(asked) - {asked[-1]}
     assert finished
-    with pytest.raises(ValueError, match="what another reshard has left; remove it"):
+    with pytest.raises(ValueError, match="left over from another reshard; remove it"):
         moved(base / ITERATION, "pp2", tmp_path / "to")
     asked.clear()
     asked += ["counted before"] * 40
-    found = moved(base / ITERATION, "sp2", tmp_path / "to")
+    tensors = moved(base / ITERATION, "sp2", tmp_path / "to")
     assert not finished & set(asked)
-    assert_the_same(found, laid["sp2"])
-    assert not list(found.rglob("*.distcp.json"))
+    assert_the_same(tensors, laid["sp2"])
+    assert not list(tensors.rglob("*.distcp.json"))
 
 
-def test_what_is_not_read_as_it_was_written_is_no_checkpoint(
+def test_reshard_fails_if_a_file_is_not_read_as_written(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = resharding.read_piece
@@ -242,7 +244,7 @@ def test_what_is_not_read_as_it_was_written_is_no_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "sentence"),
     [
         ("tp3x", "tp3x"),
         ("tp3", "3"),
@@ -250,10 +252,10 @@ def test_what_is_not_read_as_it_was_written_is_no_checkpoint(
         ("pp8", "8"),
     ],
 )
-def test_a_strategy_that_cannot_have_it_is_refused(
-    base: Path, tmp_path: Path, strategy: str, said: str
+def test_strategy_without_torch_dist_checkpoints_is_refused(
+    base: Path, tmp_path: Path, strategy: str, sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         moved(base / ITERATION, strategy, tmp_path / "to")
     assert list(tmp_path.iterdir()) == []
 
@@ -312,9 +314,9 @@ def test_a_pipe_is_not_opened_and_is_named(tmp_path: Path, name: str) -> None:
         moved(folder, "baseline", tmp_path / "to")
 
 
-def test_states_in_the_order_of_gradient_buffers_hold_for_any_dp_alone(tmp_path: Path) -> None:
+def test_states_in_gradient_buffer_order_are_resharded_to_another_dp_only(tmp_path: Path) -> None:
     buckets = {"optimizer.distributed.dp_group_idx_0.bucket_idx_0.exp_avg": torch.arange(70.0)}
-    weights = {name: one for name, one in dense_states().items() if "optimizer" not in name}
+    weights = {name: tensor for name, tensor in dense_states().items() if "optimizer" not in name}
     folder = dense_written(tmp_path / "a", weights | buckets, use_distributed_optimizer=True)
     path = folder / ITERATION / "common.pt"
     saved = torch.load(path, weights_only=False)
@@ -387,7 +389,7 @@ def large(folder: Path) -> tuple[Path, int]:
 
 
 @pytest.mark.slow
-def test_memory_is_a_few_of_the_largest_piece(tmp_path: Path) -> None:
+def test_reshard_memory_is_below_eight_of_the_largest_piece(tmp_path: Path) -> None:
     small = dense_written(tmp_path / "a", dense_states())
     source, largest = large(tmp_path / "b")
     done = subprocess.run(
@@ -411,7 +413,7 @@ reshard.reshard(sys.argv[1], "pp2", sys.argv[2], Console(quiet=True))
 
 
 @pytest.mark.slow
-def test_what_was_killed_at_any_moment_is_finished_by_the_next_command(tmp_path: Path) -> None:
+def test_reshard_killed_at_any_moment_is_finished_by_the_next_command(tmp_path: Path) -> None:
     source, _ = large(tmp_path / "a")
     whole = moved(source, "pp2", tmp_path / "whole")
     to, unfinished = tmp_path / "to", tmp_path / ".to.resharding"

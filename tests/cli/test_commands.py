@@ -30,7 +30,7 @@ from parakit.config.setting import SettingError
 from parakit.config.settings import ARGS, OPTIONS, RENAMED, REPLACED, SETTINGS
 from tests.given import command_named, given, run
 
-HANDLED = [one for one in (*COMMANDS, *BENCHES) if one.handler]
+HANDLED = [command for command in (*COMMANDS, *BENCHES) if command.handler]
 NAMED = [
     command for command in HANDLED if "NAME" in {setting.name for setting in command.variables}
 ]
@@ -42,7 +42,7 @@ def _no_runs_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr("parakit.cli.clone.USER_MEASUREMENTS_FILE", tmp_path / "mine.csv")
 
 
-@pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
+@pytest.mark.parametrize("command", HANDLED, ids=lambda handled: handled.name)
 def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> None:
     handler = import_function(command.handler)
     named = {setting.name.lower() for setting in command.variables}
@@ -50,16 +50,16 @@ def test_a_handler_is_given_every_parameter_that_it_needs(command: Command) -> N
     if command.name in ("run", "module", "validate", "guide"):
         known |= {"words", "fit", "write"}  # Of their own arguments.
     needed = {
-        each.name
-        for each in inspect.signature(handler).parameters.values()
-        if each.default is inspect.Parameter.empty
+        parameter.name
+        for parameter in inspect.signature(handler).parameters.values()
+        if parameter.default is inspect.Parameter.empty
     }
     assert needed <= known
     required = {name for names in command.required for name in names.split("|")}
     assert required <= {setting.name for setting in command.variables}
 
 
-@pytest.mark.parametrize("command", HANDLED, ids=lambda one: one.name)
+@pytest.mark.parametrize("command", HANDLED, ids=lambda handled: handled.name)
 def test_every_command_has_a_command_line_with_an_option_for_each_variable(
     command: Command,
 ) -> None:
@@ -77,8 +77,8 @@ def test_no_variable_stands_twice_in_a_command() -> None:
 
 def test_a_longer_name_is_found_before_a_pattern_that_fits_it_too() -> None:
     names = ("verify-matrix", "verify-tp2-x-2cpu", "train-auto-x-2cpu", "train-x-2cpu", "nothing")
-    found = [find_command(name) for name in names]
-    assert [one and one.name for one in found] == [
+    commands = [find_command(name) for name in names]
+    assert [command and command.name for command in commands] == [
         *("verify-matrix", "verify-*", "train-auto-*", "train-*", None)
     ]
 
@@ -92,8 +92,8 @@ def test_variables_and_options_give_a_command_the_same() -> None:
     command = find_command("plan")
     assert command is not None
     by_make = given("plan", {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1", "SVG": ""})
-    words = ["--model", "gpt2-large", "--gpus", "2", "--json"]
-    by_words = parse_arguments(command, words, "parakit plan")
+    options = ["--model", "gpt2-large", "--gpus", "2", "--json"]
+    by_words = parse_arguments(command, options, "parakit plan")
     texts = {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1"}
     assert vars(by_make) == {**vars(by_words), "texts": texts}
     assert (by_words.gpus, by_words.gpu, by_words.json, by_words.svg) == (2, "h200", True, None)
@@ -105,7 +105,11 @@ def test_variables_and_options_give_a_command_the_same() -> None:
         ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
         ("plan", "ITERS", "'make plan' does not use ITERS=; did you mean INTER="),
         ("list", "MODELS", "'make list' does not use MODELS="),
-        ("explain", "XYZZY", "no variable XYZZY; 'make help-all' names those that it takes"),
+        (
+            "explain",
+            "XYZZY",
+            "no variable XYZZY; 'make help-all' lists the variables of each target",
+        ),
     ],
 )
 def test_a_variable_that_a_target_would_ignore_is_refused(
@@ -115,7 +119,7 @@ def test_a_variable_that_a_target_would_ignore_is_refused(
         given(target, {"MAKEFLAGS": f"-- {name}=1"})
 
 
-def test_what_other_programs_read_is_let_through() -> None:
+def test_variables_of_other_programs_are_not_refused() -> None:
     command = find_command("train-x")
     assert command is not None
     refuse_unused_variables(
@@ -140,7 +144,7 @@ def test_what_other_programs_read_is_let_through() -> None:
         ("demo", {"NNODES": "2"}, "'demo' runs on this machine alone; leave NNODES= out"),
     ],
 )
-def test_what_is_missing_or_not_of_its_kind_is_refused(
+def test_missing_and_invalid_values_are_refused(
     target: str, environment: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(SettingError, match=sentence):
@@ -192,7 +196,7 @@ def test_make_runs_nothing_of_a_targets_name(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "hit").exists()
 
 
-def test_a_name_that_a_shell_or_make_would_read_is_refused_behind_both_doors(
+def test_target_name_with_shell_syntax_is_refused_by_make_and_parakit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -243,14 +247,14 @@ def test_a_report_first_records_what_slurm_ended_where_the_runs_are(
     assert seen == [tmp_path]
 
 
-def test_a_report_adds_to_ones_own_readings_and_a_plan_takes_them(tmp_path: Path) -> None:
-    own = tmp_path / "mine.csv"
+def test_report_adds_own_measurements_and_plan_uses_them(tmp_path: Path) -> None:
+    measurements = tmp_path / "mine.csv"
     asked = {"MODEL": "gpt2-large"}
-    assert given("report").readings == own
+    assert given("report").readings == measurements
     assert given("report", {"RUNS": str(tmp_path)}).readings is None
     assert given("plan", asked).readings is None
-    own.touch()
-    assert given("plan", asked).readings == own
+    measurements.touch()
+    assert given("plan", asked).readings == measurements
     assert given("plan", asked | {"READINGS": "x.csv"}).readings == Path("x.csv")
 
 
@@ -306,22 +310,24 @@ def test_make_help_fits_a_screen_and_names_variables_that_its_targets_use() -> N
 def test_the_makefile_does_what_has_no_handler_and_nothing_else() -> None:
     rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     made = {name for names in rules for name in names.split()} - {"help", "help-all"}
-    assert made == {one.name for one in COMMANDS if not one.handler}
+    assert made == {command.name for command in COMMANDS if not command.handler}
 
 
-def test_what_the_image_lacks_is_refused_in_it_by_one_sentence(
+def test_host_only_commands_are_refused_in_the_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KIT_IMAGE", "25.06-py3")
-    said = "'make {}' is for the host; the kit's image has what training and reports need alone."
+    sentence = (
+        "'make {}' is for the host; the kit's image has what training and reports need alone."
+    )
     for target in ("test", "test-slow", "lint", "docs", "setup-hf", "setup-bridge"):
         dry = ("make", "--dry-run", target)
         answer = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert said.format(target) in answer.stderr
+        assert sentence.format(target) in answer.stderr
     for command in (one for one in (*COMMANDS, *BENCHES) if one.on_host):
         with pytest.raises(SettingError) as refusal:
             call_handler(command, command.name, Namespace())
-        assert str(refusal.value) == said.format(command.name)
+        assert str(refusal.value) == sentence.format(command.name)
 
 
 def test_help_needs_no_package_of_the_kit() -> None:
@@ -338,7 +344,9 @@ def test_help_needs_no_package_of_the_kit() -> None:
 def test_an_old_name_of_a_variable_is_refused_with_the_one_of_now(old: str, new: str) -> None:
     assert new in {setting.name for setting in SETTINGS}
     assert old not in {setting.name for setting in SETTINGS}
-    command = next(one for one in HANDLED if new in {each.name for each in one.variables})
+    command = next(
+        handled for handled in HANDLED if new in {variable.name for variable in handled.variables}
+    )
     for environment in ({"MAKEFLAGS": f"-- {old}=x"}, {old: "x"}):
         with pytest.raises(SettingError, match=f"^{old}= is {new}= now"):
             parse_make_variables(command.name, command, environment)
@@ -346,7 +354,7 @@ def test_an_old_name_of_a_variable_is_refused_with_the_one_of_now(old: str, new:
         parse_arguments(find_named("plan"), [f"--{old.lower()}", "x"], "plan")
 
 
-def test_an_old_name_in_the_environment_of_a_command_without_it_is_let_through() -> None:
+def test_old_variable_name_is_ignored_by_commands_without_the_variable() -> None:
     assert parse_make_variables("list", find_named("list"), {"LAYOUT": "x"}).texts == {}
 
 
@@ -406,7 +414,7 @@ def test_a_removed_variable_is_refused_with_its_replacement(name: str) -> None:
             parse_make_variables(command.name, command, {name: "1"})
 
 
-def test_arguments_give_make_the_options_that_no_variable_is_for() -> None:
+def test_args_passes_options_that_have_no_variable() -> None:
     asked = given("plan", {"MODEL": "gpt2-large", "ARGS": "--tokens 3e9 --intra nvlink4"})
     assert (asked.tokens, asked.intra, asked.model) == (3e9, "nvlink4", "gpt2-large")
     assert given("report", {"ARGS": "--all"}).all
@@ -414,7 +422,7 @@ def test_arguments_give_make_the_options_that_no_variable_is_for() -> None:
         given("plan", {"MODEL": "gpt2-large", "ARGS": "--a 'b"})
 
 
-def test_what_a_command_starts_is_not_given_its_arguments(
+def test_programs_that_a_command_starts_do_not_get_its_args(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ARGS", "--pipeline 4 --microbatches 8")

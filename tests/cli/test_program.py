@@ -42,15 +42,19 @@ def test_train_without_a_name_shows_one(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert program.main(["train"]) == program.REFUSED
-    assert capsys.readouterr().err == "Name what, for example: parakit train tp2-gpt2-tiny-2cpu\n"
+    assert (
+        capsys.readouterr().err == "Name a target, for example: parakit train tp2-gpt2-tiny-2cpu\n"
+    )
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     absent = ("torch",)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in absent else found(n))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n in absent else find_spec(n)
+    )
     assert program.main(["dryrun"]) == program.REFUSED
     assert "'parakit dryrun' needs torch" in capsys.readouterr().err
 
@@ -81,7 +85,7 @@ def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
     assert "--save-every" not in text
 
 
-def test_help_is_in_the_words_of_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_options_instead_of_make_variables(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.main(["--help"])
     told = [line for line in capsys.readouterr().out.splitlines() if "=" in line]
@@ -133,7 +137,7 @@ def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
     assert started == [(target, variables)]
 
 
-def test_a_word_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argument_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["train", "dp2-gpt2-tiny-2cpu", "-j"]) == program.REFUSED
     assert capsys.readouterr().err == "'-j' is no option; see --help.\n"
 
@@ -240,7 +244,7 @@ def test_the_wheel_works_from_another_folder_in_an_empty_environment(tmp_path: P
     assert "Rank 2 is in data loading" in parakit_prints("why-hang", "--dumps", "stacks")
     assert "parakit[train]" in parakit_prints("inspect", "--ckpt", str(data / "gpt2-one-layer"))
     code = "import parakit; print(parakit.plan('llama3-8b', gpus=8, gpu='h100'))"
-    assert "Use a hybrid (sp2dp4-zero1" in prints("python", "-c", code)
+    assert "Use sp2dp4-zero1: " in prints("python", "-c", code)
     assert "parakit[charts]" in parakit_prints(
         "plan", "--model", "gpt2-large", "--gpus", "2", "--svg", "plan.svg"
     )

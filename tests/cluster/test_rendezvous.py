@@ -172,7 +172,7 @@ def test_torchrun_gets_a_free_port_which_is_the_same_on_all_nodes(
         pass
 
 
-def test_what_the_others_log_comes_into_node_0s_log_whole(
+def test_log_lines_of_other_nodes_are_appended_to_node_0s_log(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     other = started(first, join, tmp_path)
@@ -189,7 +189,7 @@ def test_what_the_others_log_comes_into_node_0s_log_whole(
     assert (tmp_path / "samples.csv").read_text() == "seconds,rank\n1,0\n1,1\n"
 
 
-def test_what_another_node_logged_in_an_attempt_before_is_not_added_again(
+def test_log_of_an_earlier_attempt_is_not_appended_again(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     log = node_folder(tmp_path, 1) / "log.txt"
@@ -233,7 +233,7 @@ def test_a_node_is_lost_after_so_many_looks_without_a_heartbeat_and_not_before(
     first = coordinator_at(port)  # Its thread is not begun: this test looks itself.
 
     def look(beat: int) -> str | None:
-        first._look([messages.encode(NodeRecord("b", HAS, beat=beat)).encode()])
+        first._read_records([messages.encode(NodeRecord("b", HAS, beat=beat)).encode()])
         return first.find_failure()
 
     assert [look(beat) for beat in range(9)] == [None] * 9
@@ -269,7 +269,7 @@ def test_a_node_that_is_silent_is_lost_though_its_connection_stays(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = started(first, join, tmp_path)
-    monkeypatch.setattr(other, "_exchange", lambda store: None)
+    monkeypatch.setattr(other, "_send_heartbeat", lambda store: None)
     monkeypatch.setattr(messages, "SILENT_SECONDS", 1.0)
     assert eventually(first.find_failure) == LOST
 
@@ -342,7 +342,7 @@ def test_the_others_stop_when_node_0s_machine_no_longer_answers(
     other = started(first, join, tmp_path)
     assert other.find_failure() is None
     never = threading.Event()
-    monkeypatch.setattr(other, "_exchange", lambda store: never.wait())
+    monkeypatch.setattr(other, "_send_heartbeat", lambda store: never.wait())
     monkeypatch.setattr(messages, "ANSWER_SECONDS", 1.0)
     assert eventually(other.find_failure) == "Node 0 was lost."
     never.set()
@@ -361,8 +361,8 @@ def test_a_store_that_is_slow_to_answer_loses_no_node(
 
         return after_a_second
 
-    monkeypatch.setattr(other, "_exchange", slowly(other._exchange))
-    monkeypatch.setattr(first, "_look", slowly(first._look))
+    monkeypatch.setattr(other, "_send_heartbeat", slowly(other._send_heartbeat))
+    monkeypatch.setattr(first, "_read_records", slowly(first._read_records))
     wait_for_beats(first, 1)
     monkeypatch.setattr(messages, "SILENT_SECONDS", 0.5)  # Less than one of its answers takes.
     wait_for_beats(first, 2)
@@ -447,7 +447,7 @@ def test_a_second_node_0_gives_way_to_the_one_at_the_address(
     with coordinator_at(find_free_port()) as second:
         with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a at MASTER_ADDR=127"):
             second.gather()
-        assert look("127.0.0.1", port) == first._own
+        assert look("127.0.0.1", port) == first._node_0_record
 
 
 def test_node_0_may_be_reached_by_an_address_that_it_does_not_see(
@@ -508,12 +508,12 @@ def test_foreign_connections_do_not_disturb_the_rendezvous(strangers: list[bytes
             assert first.gather().hosts == ("a", "b")
 
 
-def test_what_a_stranger_writes_in_the_place_of_a_record_is_no_node(
+def test_invalid_record_in_the_store_counts_as_no_node(
     first: Coordinator, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bytes] = []
-    look = first._look
-    monkeypatch.setattr(first, "_look", lambda values: (seen.extend(values), look(values)))
+    look = first._read_records
+    monkeypatch.setattr(first, "_read_records", lambda values: (seen.extend(values), look(values)))
     written = '{"host": 7}'
     first._store.set(messages.node_key(1), written)
     until(lambda: seen.count(written.encode()) > 1, "node 0 did not look")

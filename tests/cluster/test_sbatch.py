@@ -56,7 +56,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_script_is_the_golden_one(name: str) -> None:
+def test_batch_script_equals_its_golden_file(name: str) -> None:
     assert (
         render_batch_script(JOBS[name]).replace(str(ROOT), "/kit")
         == (GOLDEN / f"{name}.sbatch").read_text()
@@ -106,15 +106,15 @@ def run_script(text: str, folder: Path, **slurm: str) -> tuple[list[str], dict[s
         check=True,
         cwd=folder,
     )
-    words, seen = json.loads(answer.stdout)
-    return words, seen
+    arguments, seen = json.loads(answer.stdout)
+    return arguments, seen
 
 
 def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes_address(
     tmp_path: Path,
 ) -> None:
-    words, seen = run_script(render_batch_script(job(python="python")), tmp_path)
-    assert words == ["-m", "parakit", *CELL.argv]
+    arguments, seen = run_script(render_batch_script(job(python="python")), tmp_path)
+    assert arguments == ["-m", "parakit", *CELL.argv]
     told = {name: seen[name] for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert told == {
         "NNODES": "2",
@@ -125,18 +125,18 @@ def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes
     assert (seen["RENDEZVOUS"], seen["ITERS"], seen["RUN_FOLDER"]) == ("c10d", "5", "runs/R1")
 
 
-def test_an_elements_own_run_is_chosen_by_its_number(tmp_path: Path) -> None:
+def test_array_element_runs_the_task_of_its_number(tmp_path: Path) -> None:
     (tmp_path / "runs" / "R2").mkdir(parents=True)
     two = job(CELL, ArrayTask("runs/R2", ("run", "pp2"), {"SEED": "2"}), python="python")
     with pytest.raises(json.JSONDecodeError):  # its output goes to its own run folder
         run_script(render_batch_script(two), tmp_path, SLURM_ARRAY_TASK_ID="1")
-    words, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
-    assert words[2:] == ["run", "pp2"]
+    arguments, seen = json.loads((tmp_path / "runs" / "R2" / "slurm.txt").read_text())
+    assert arguments[2:] == ["run", "pp2"]
     assert (seen["SEED"], seen["RUN_FOLDER"]) == ("2", "runs/R2")
 
 
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=40))
-def test_no_value_is_anything_but_itself_in_the_script(value: str) -> None:
+def test_values_in_the_script_are_quoted(value: str) -> None:
     text = render_batch_script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))
     start = text.index("export EXTRA=")
     chosen = text[start : text.index("\nexport PYTHONPATH", start)]

@@ -22,7 +22,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
 from parakit.launch.status import read_run_statuses
-from parakit.launch.submit import _hand_over
+from parakit.launch.submit import _write_and_submit
 from tests.cluster.conftest import program, run_folders
 from tests.reporting.factory import run_record
 
@@ -95,7 +95,7 @@ def test_a_key_is_passed_by_name_and_only_to_a_run_that_uses_it(
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
 
 
-def test_what_slurm_refuses_leaves_no_run_folder(
+def test_job_that_slurm_refuses_leaves_no_run_folder(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:
     program(programs, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
@@ -116,7 +116,7 @@ def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
         "dp2", DeviceKind.CPU, 1, Slurm(nodes=2), (ArrayTask(str(folder), ("run",), {}),), "python"
     )
     with pytest.raises(LaunchError, match=f"may have taken the job: look for dp2 .*{folder}"):
-        _hand_over(job, (folder,), None)
+        _write_and_submit(job, (folder,), None)
     assert (folder / "job.sbatch").exists()
 
 
@@ -125,7 +125,7 @@ def test_ranks_that_nodes_cannot_share_are_refused(
 ) -> None:
     answer = submit(tmp_path / "runs", sample_prefix, NODES="4")
     assert answer.returncode == 2
-    assert "2 ranks cannot be shared evenly by 4 nodes" in answer.stdout
+    assert "2 ranks cannot be split evenly over 4 nodes" in answer.stdout
     assert run_folders(tmp_path / "runs") == []
 
 
@@ -152,7 +152,7 @@ def job_folder(runs: Path, job: str, iterations: int = 0) -> Path:
     return folder
 
 
-def test_status_shows_what_waits_and_what_runs_as_slurm_says(
+def test_status_shows_queued_and_running_jobs_as_slurm_reports_them(
     programs: Path, tmp_path: Path
 ) -> None:
     job_folder(tmp_path, "12")
@@ -285,7 +285,7 @@ def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: 
     assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
 
 
-def test_what_the_queue_forgot_is_asked_of_accounting(programs: Path) -> None:
+def test_jobs_missing_in_the_queue_are_looked_up_in_accounting(programs: Path) -> None:
     program(programs, "squeue", "echo '12_1|RUNNING|None'")
     program(programs, "sacct", "echo '11|CANCELLED by 1000|None'")
     assert query_job_states(["11", "12_1", "13"]) == {

@@ -77,7 +77,7 @@ def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
     assert sorted(jobs(options.runs).values()) == ["10_0", "10_1", "11_0", "11_1"]
 
 
-def test_going_on_submits_what_is_neither_made_nor_on_its_way(
+def test_repeated_sweep_submits_only_cells_without_run_or_job(
     programs: Path, options: Options
 ) -> None:
     one = axes(DEVICES="1cpu")
@@ -106,13 +106,19 @@ def ended(folder: Path, status: Status = Status.OK) -> None:
     write_record(folder / "status.json", StatusRecord(status, 0, ""))
 
 
-def test_elements_get_what_the_sweep_was_given(
+def test_array_elements_get_the_variables_of_the_sweep(
     programs: Path, options: Options, sample_prefix: Path
 ) -> None:
-    given = {"SAVE_EVERY": "10", "KEEP": "3", "HANG_TIMEOUT": "60", "WANDB": "1", "FUSED": "norm"}
+    variables = {
+        "SAVE_EVERY": "10",
+        "KEEP": "3",
+        "HANG_TIMEOUT": "60",
+        "WANDB": "1",
+        "FUSED": "norm",
+    }
     places = {"LAUNCHER": "slurm", "DATA": str(sample_prefix), "RUNS": str(options.runs)}
     request = axes(DEVICES="1cpu", BACKENDS="megatron")
-    asked = options_from_texts({**places, **given, "REPEATS": "2", "IMAGE": "26.02-py3"})
+    asked = options_from_texts({**places, **variables, "REPEATS": "2", "IMAGE": "26.02-py3"})
     sweep(request, asked)
     folders = run_folders(options.runs)
     (line, again) = re.findall("export (.*RUN_FOLDER.*)", (programs / "submitted").read_text())
@@ -186,7 +192,7 @@ def test_cells_that_nodes_compose_with_what_they_have_are_found(
         {"iterations": 30},
     ],
 )
-def test_what_is_asked_otherwise_is_another_cell(
+def test_cell_with_other_arguments_is_another_cell(
     programs: Path, options: Options, changes: dict[str, object]
 ) -> None:
     request = axes(DEVICES="1gpu", BACKENDS="megatron")

@@ -55,9 +55,9 @@ def start(host: str, rank: int, runs: Path, data: Path, **variables: str) -> sub
 def trained(hosts: tuple[str, ...], runs: Path, data: Path) -> Path:
     """The folder of a run on both hosts that nothing happens to."""
     nodes = [start(host, rank, runs, data) for rank, host in enumerate(hosts)]
-    said = [node.communicate(timeout=OF_A_RUN)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert "node 1 ended with 0" in said[1]
+    outputs = [node.communicate(timeout=OF_A_RUN)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "node 1 ended with 0" in outputs[1]
     (folder,) = runs.glob("2*")
     return folder
 
@@ -81,7 +81,7 @@ def test_two_hosts_train_one_run_over_their_own_addresses(
         (0, {}, "NODE_RANK=0 is taken by host"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_made(
+def test_nodes_that_do_not_fit_are_refused_before_a_folder_is_made(
     rank: int,
     variables: dict[str, str],
     reason: str,
@@ -91,9 +91,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(
 ) -> None:
     first = start(hosts[0], 0, tmp_path, sample_prefix)
     other = start(hosts[1], rank, tmp_path, sample_prefix, **variables)
-    said, _ = other.communicate(timeout=OF_A_RUN)
+    output, _ = other.communicate(timeout=OF_A_RUN)
     assert other.returncode == 2
-    assert reason in " ".join(said.split())
+    assert reason in " ".join(output.split())
     first.terminate()
     first.communicate(timeout=OF_A_RUN)
     assert not list(tmp_path.iterdir())
@@ -109,12 +109,12 @@ def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
     family = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in reversed(family):
         process.kill()
-    said, _ = first.communicate(timeout=OF_A_RUN)
+    output, _ = first.communicate(timeout=OF_A_RUN)
     assert first.returncode == 1
     (folder,) = tmp_path.glob("2*")
     status = read_status(folder)
     assert status.status is Status.CRASHED
-    assert "Node 1" in status.reason, status.reason + said
+    assert "Node 1" in status.reason, status.reason + output
     second.communicate(timeout=OF_A_RUN)
 
 
@@ -132,10 +132,10 @@ def test_a_rank_that_stalls_on_the_other_host_is_named_and_all_stacks_are_kept(
     family = psutil.Process(second.pid).children(recursive=True)
     (rank,) = (process for process in family if process.environ().get("RANK") == "1")
     rank.suspend()
-    said = [node.communicate(timeout=2 * OF_A_RUN)[0] for node in (first, second)]
+    outputs = [node.communicate(timeout=2 * OF_A_RUN)[0] for node in (first, second)]
     (folder,) = tmp_path.glob("2*")
     status = read_status(folder)
-    assert (status.status, status.rank) == (Status.CRASHED, 1), said
+    assert (status.status, status.rank) == (Status.CRASHED, 1), outputs
     assert "was stopped by a signal" in status.reason
     stacks = sorted((folder / "stacks").glob("rank*.txt"))
     assert [path.name for path in stacks] == ["rank0.txt", "rank1.txt"]

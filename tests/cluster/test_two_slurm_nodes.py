@@ -78,9 +78,9 @@ def test_a_job_trains_across_two_nodes_as_one_machine_does(
 ) -> None:
     folder = submit(cluster, tmp_path, sample_prefix, strategy)
     state = cluster.wait(job_of(folder), "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
-    said = (folder / "slurm.txt").read_text()
-    assert state == "COMPLETED", said
-    assert read_status(folder).status is Status.OK, said
+    output = (folder / "slurm.txt").read_text()
+    assert state == "COMPLETED", output
+    assert read_status(folder).status is Status.OK, output
     assert len(alone) == ITERATIONS
     # Both started from the same weights; at most one unit of the last printed digit.
     assert losses(folder / "log.txt") == pytest.approx(alone, abs=1.01e-6 * 10)
@@ -121,8 +121,8 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
     assert cluster.wait(job, "CANCELLED") == "CANCELLED"
     assert read_status(folder).status is Status.INTERRUPTED
     cluster.ask("scontrol", "requeue", job)
-    said = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
-    assert read_status(folder).status is Status.OK, said
+    output = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
+    assert read_status(folder).status is Status.OK, output
     (resumption,) = read_run(folder).resumptions
     assert resumption.iteration in (4, 8)
     undisturbed = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)

@@ -109,7 +109,7 @@ def _over_a_slow_link(model: str) -> str:
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
     return (
         f"{model} on 2 {REPORT_GPU.upper()} over {SETTINGS.links[SLOW_LINK]}: "
-        f"`{pipeline.timed.candidate.strategy}` {pipeline.time} ms; "
+        f"`{pipeline.timed.candidate.strategy}` {pipeline.time_text} ms; "
         f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
     )
 

@@ -14,7 +14,7 @@ def study(reports: Path, *results: SimpleNamespace) -> Study:
     """A study whose cells have these results."""
     experiment: Any = SimpleNamespace(report="demo")
     planned: Any = None
-    runner: Any = SimpleNamespace(results=lambda: list(results))
+    runner: Any = SimpleNamespace(list_results=lambda: list(results))
     return Study(experiment, planned, runner, Console(), reports)
 
 
@@ -22,8 +22,8 @@ def test_the_report_of_all_runs_is_written_where_the_experiment_looks_for_it(
     tmp_path: Path,
 ) -> None:
     folder = write_run(tmp_path / "runs", run_record("one"), log_text([900.0] + [80.0] * 12))
-    ended = SimpleNamespace(folders=(folder,), complete=True)
-    failed = SimpleNamespace(folders=(), complete=False)
-    assert study(tmp_path / "reports", ended).report() == 0
+    ended = SimpleNamespace(folders=(folder,), is_complete=True)
+    failed = SimpleNamespace(folders=(), is_complete=False)
+    assert study(tmp_path / "reports", ended).write_report() == 0
     assert (tmp_path / "reports/demo/report.html").is_file()
-    assert study(tmp_path / "reports", ended, failed).report() == 1
+    assert study(tmp_path / "reports", ended, failed).write_report() == 1

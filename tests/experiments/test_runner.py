@@ -64,14 +64,14 @@ def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(
     dp2, tp2 = cell("dp2", options=options), cell("tp2", options=options)
     first = runner([dp2])
     first.train()
-    (made,) = first.results()
+    (made,) = first.list_results()
     again = runner([dp2, tp2], takes_finished=True)
     again.train()
-    assert again.results()[0].runs == made.runs
+    assert again.list_results()[0].runs == made.runs
     assert trained.names == ["dp2", "tp2"]
     once_more = runner([dp2])
     once_more.train()
-    assert once_more.results()[0].runs != made.runs
+    assert once_more.list_results()[0].runs != made.runs
     assert trained.names == ["dp2", "tp2", "dp2"]
 
 
@@ -81,10 +81,10 @@ def test_a_cell_that_fails_leaves_the_others_and_is_not_repeated(
     trained.refused = "dp2"
     found = runner([cell(name, options=options, repeats=2) for name in ("dp2", "tp2")])
     found.train()
-    failed, well = found.results()
+    failed, well = found.list_results()
     assert trained.names == ["dp2", "tp2", "tp2"]
-    assert (failed.failure, failed.complete, failed.folders) == ("The disk is full.", False, ())
-    assert (len(well.runs), well.complete) == (2, True)
+    assert (failed.failure, failed.is_complete, failed.folders) == ("The disk is full.", False, ())
+    assert (len(well.runs), well.is_complete) == (2, True)
 
 
 def test_the_weights_of_a_cell_are_drawn_with_its_own_seed(

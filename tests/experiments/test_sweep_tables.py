@@ -140,7 +140,7 @@ def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
     cells = []
     for backend, (wall, processor) in times.items():
         samples = [processor + 0.01 * n for n in range(21)]
-        row = report_row(ms=wall, backend=backend, processor=estimate_time([samples]))
+        row = report_row(ms=wall, backend=backend, processor_ms=estimate_time([samples]))
         cells.append(replace(measured(backend, wall), row=row))
     text = render("s", cells, [])
     assert "- On 1 CPU rank megatron is faster than native" in text

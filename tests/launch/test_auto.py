@@ -62,10 +62,10 @@ def test_what_is_planned_has_the_vocabulary_of_the_data_that_is_trained() -> Non
     target = parse_target("train-baseline-llama3-8b-2cpu")
     asked = build_request(target, CPU, Calibration())
     assert asked.template.shape.vocabulary == 50257
-    own = build_request(
+    request = build_request(
         target.with_options(Options(data="owt-ds/mine_text_document")), CPU, Calibration()
     )
-    assert own.template.shape.vocabulary == 128256
+    assert request.template.shape.vocabulary == 128256
 
 
 @pytest.mark.parametrize("engine", [True, False])
@@ -177,11 +177,11 @@ def test_what_was_planned_is_what_is_trained() -> None:
 def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = Options(dry_run=True, runs=tmp_path)
     assert train_auto("train-auto-gpt2-tiny-2cpu", options, Console(width=200)) == 0
-    said = capsys.readouterr().out
-    assert "Predicted: " in said
-    assert "'make calibrate' measures this machine's" in said
-    assert "--nproc-per-node 2 -m megatron_patches" in said
-    assert "--global-batch-size 8" in said
+    output = capsys.readouterr().out
+    assert "Predicted: " in output
+    assert "'make calibrate' measures this machine's" in output
+    assert "--nproc-per-node 2 -m megatron_patches" in output
+    assert "--global-batch-size 8" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,16 +232,26 @@ def test_ones_own_runs_correct_the_plan_of_train_auto(
 ) -> None:
     job = TINY.with_options(Options(runs=tmp_path, dry_run=True))
     plain = plan_for_machine(job, QUIET)
-    measured, own = next(c for c in plain.ranked if c.strategy == "dp2"), tmp_path / "mine.csv"
-    assert plan_for_machine(job, QUIET, own).ranked == plain.ranked
+    measured, measurements_file = (
+        next(candidate for candidate in plain.ranked if candidate.strategy == "dp2"),
+        tmp_path / "mine.csv",
+    )
+    assert plan_for_machine(job, QUIET, measurements_file).ranked == plain.ranked
     argv = (*load_model("gpt2-tiny").flags, *flags_from_spec(measured.spec))
     trained = spec_from_flags(argv, 2, DeviceKind.CPU, "gpt2-tiny")
-    add_rows(own, [build_measurement_row(trained, argv, CPU, "run", 3 * measured.seconds.total)])
-    corrected = plan_for_machine(job, QUIET, own)
-    found = next(c for c in (*corrected.ranked, *corrected.examined) if c.spec == measured.spec)
-    assert found.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
-    own.write_text("hello\n")
-    monkeypatch.setattr("parakit.launch.auto.USER_MEASUREMENTS_FILE", own)
+    add_rows(
+        measurements_file,
+        [build_measurement_row(trained, argv, CPU, "run", 3 * measured.seconds.total)],
+    )
+    corrected = plan_for_machine(job, QUIET, measurements_file)
+    corrected_candidate = next(
+        candidate
+        for candidate in (*corrected.ranked, *corrected.examined)
+        if candidate.spec == measured.spec
+    )
+    assert corrected_candidate.seconds.total == pytest.approx(3 * measured.seconds.total, rel=0.05)
+    measurements_file.write_text("hello\n")
+    monkeypatch.setattr("parakit.launch.auto.USER_MEASUREMENTS_FILE", measurements_file)
     with pytest.raises(MeasurementsError, match="row 1 lacks "):
         train_auto("train-auto-gpt2-tiny-2cpu", Options(runs=tmp_path, dry_run=True), QUIET)
 

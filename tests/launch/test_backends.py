@@ -71,17 +71,21 @@ def test_a_flag_that_only_megatron_knows_is_refused_by_name() -> None:
 
 
 def test_both_backends_are_given_the_same_model_batch_and_schedule() -> None:
-    one, two = (Flags(launch("dp2", 2, b).flags) for b in (Backend.MEGATRON, Backend.NATIVE))
+    megatron, native = (
+        Flags(launch("dp2", 2, backend).flags) for backend in (Backend.MEGATRON, Backend.NATIVE)
+    )
     for name in ("--hidden-size", "--global-batch-size", "--seed", "--lr", "--train-iters"):
-        assert one.text(name) == two.text(name) != ""
+        assert megatron.text(name) == native.text(name) != ""
 
 
 def test_fsdp2_of_pytorch_keeps_the_tied_embedding_that_megatrons_must_untie() -> None:
-    theirs, mine = (launch("fsdp2", 2, b) for b in (Backend.MEGATRON, Backend.NATIVE))
-    assert Flags(theirs.flags).has("--untie-embeddings-and-output-weights")
-    assert not Flags(mine.flags).has("--untie-embeddings-and-output-weights")
-    assert mine.initial_checkpoint == launch("dp2", 2, Backend.MEGATRON).initial_checkpoint
-    assert mine.initial_checkpoint != theirs.initial_checkpoint
+    megatron, native = (
+        launch("fsdp2", 2, backend) for backend in (Backend.MEGATRON, Backend.NATIVE)
+    )
+    assert Flags(megatron.flags).has("--untie-embeddings-and-output-weights")
+    assert not Flags(native.flags).has("--untie-embeddings-and-output-weights")
+    assert native.initial_checkpoint == launch("dp2", 2, Backend.MEGATRON).initial_checkpoint
+    assert native.initial_checkpoint != megatron.initial_checkpoint
 
 
 def test_a_pipeline_without_flushes_is_untied_and_starts_from_an_untied_model() -> None:

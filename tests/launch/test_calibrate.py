@@ -47,13 +47,13 @@ def test_one_rank_is_measured_shown_beside_what_is_shipped_and_kept(
     )
     monkeypatch.setitem(WORKLOADS, DeviceKind.CPU, small)
     assert calibrate_machine("1cpu", tmp_path, Console(width=100)) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     kept = load_device_calibration(tmp_path, CPU)
     assert kept.matmul is not None
-    assert [line.split()[:3] for line in said.splitlines() if "matmul" in line] == [
+    assert [line.split()[:3] for line in output.splitlines() if "matmul" in line] == [
         ["matmul", "0.50", f"{kept.matmul:.2f}"]
     ]
-    assert "link" not in said.partition("Kept in")[0]  # One rank sends nothing.
+    assert "link" not in output.partition("Kept in")[0]  # One rank sends nothing.
 
 
 def test_a_plan_finds_the_constants_by_an_alias_of_the_device(

@@ -35,9 +35,9 @@ def test_a_script_passes_the_flags_of_the_grammar(strategy: str) -> None:
     text = (ROOT / f"examples/gpt3/train_{strategy}.sh").read_text()
     command = text.split("parakit run ", 1)[1].replace("\\\n", " ")
     devices = 1 if strategy == "baseline" else 2
-    words = command.split()
-    assert words[0] == strategy
-    flags = words[words.index("--") + 1 :] if "--" in words else []
+    arguments = command.split()
+    assert arguments[0] == strategy
+    flags = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     assert tuple(flags) == strategy_flags(parse_strategy(strategy, devices))
 
 
@@ -111,10 +111,10 @@ def test_a_shared_start_keeps_the_padded_vocabulary_whatever_the_tensor_degree(t
     [("0.15.0rc2", 50256), ("0.17.1", 50256), ("0.18.2", 50257), ("0.19.0", 50257)],
 )
 def test_the_null_tokenizer_gets_the_size_that_gives_gpt2s(version: str, size: int) -> None:
-    words = null_tokenizer_flags(50257, version)
-    assert words == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
+    flags = null_tokenizer_flags(50257, version)
+    assert flags == ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
     assert (
-        Flags(count_end_of_document_in_vocabulary(words, version)).integer("--vocab-size", 0)
+        Flags(count_end_of_document_in_vocabulary(flags, version)).integer("--vocab-size", 0)
         == 50257
     )
 

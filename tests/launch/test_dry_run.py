@@ -61,8 +61,8 @@ def test_a_dry_run_says_that_the_data_make_another_model(
 ) -> None:
     with pytest.raises(LaunchError):
         dry_run("train-dp2-llama3-8b-2gpu", data=None)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
-    assert ": 7,391," in said[0]
+    sentences = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert ": 7,391," in sentences[0]
 
 
 def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
@@ -70,12 +70,12 @@ def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(
 ) -> None:
     extra = ("--app-tag-run-name", "1", "--window-size", "16,0")
     assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=extra) == 0
-    command, *said = capsys.readouterr().out.splitlines()
+    command, *sentences = capsys.readouterr().out.splitlines()
     assert command.endswith(
         "--app-tag-run-name 1 --window-size 16,0 --tensorboard-dir '<run folder>/tensorboard'"
     )
-    assert [line.partition(";")[0] for line in said] == [
-        "# Not known to this kit: --app-tag-run-name"
+    assert [line.partition(":")[0] for line in sentences] == [
+        "# This kit does not know --app-tag-run-name"
     ]
 
 
@@ -101,7 +101,7 @@ def test_a_schedule_that_never_leaves_its_warm_up_is_said_with_what_fits_it_to_t
         more.write("--train-iters 500 --lr-decay-iters 500 --lr-warmup-fraction .01\n")
     assert said(iterations=30) == []
     assert said(iterations=600) == [
-        "# The learning rate is at its least after 500 of 600 iterations; "
+        "# The learning rate reaches its minimum after 500 of 600 iterations; "
         'EXTRA="--lr-decay-iters 600" fits the schedule to the run.'
     ]
 

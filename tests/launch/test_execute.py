@@ -39,5 +39,7 @@ def test_a_run_whose_folder_was_removed_is_ended_and_said_in_a_sentence(tmp_path
         f"{folder} was removed while its run was on; its ranks were ended, and what they had measured "
         "is gone."
     )
-    lines = (" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    lines = (
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
     assert not any(str(folder) in line for line in lines)

@@ -70,12 +70,12 @@ def test_data_parallel_copies_share_what_expert_parallelism_leaves() -> None:
         (
             "train-ep2-moe-tiny-2cpu",
             "--moe-expert-capacity-factor 1.5",
-            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on nothing.*SHARED_START=0",
+            "--moe-expert-capacity-factor 1.5 drops tokens.*from 4 on no token.*SHARED_START=0",
         ),
         (
             "train-ep2-moe-tiny-2cpu",
             "--moe-grouped-gemm",
-            "--moe-grouped-gemm is Transformer Engine's, which does not work here; leave it out",
+            "--moe-grouped-gemm needs Transformer Engine, which does not work here; leave it out",
         ),
     ],
 )
@@ -93,8 +93,8 @@ def test_a_capacity_that_drops_nothing_or_a_start_of_its_own_is_allowed(
 ) -> None:
     factor = "--moe-expert-capacity-factor"
     check_launch(composed("train-ep2-moe-tiny-2cpu", f"{factor} 4"))
-    own = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
-    check_launch(own)
+    own_start = composed("train-ep2-moe-tiny-2cpu", f"{factor} 1.5", shared_start=False)
+    check_launch(own_start)
 
 
 def test_fp16_with_expert_parallelism_is_refused_by_the_commits_that_do(
@@ -114,8 +114,8 @@ def test_experts_are_multiplied_together_where_transformer_engine_is() -> None:
         compose_job(target, runtime).flags
         for runtime in (Runtime(transformer_engine=True), Runtime())
     ]
-    assert ["--moe-grouped-gemm" in words for words in flags] == [True, False]
-    assert all("--bf16" in words for words in flags)
+    assert ["--moe-grouped-gemm" in arguments for arguments in flags] == [True, False]
+    assert all("--bf16" in arguments for arguments in flags)
 
 
 def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed: Composer) -> None:
@@ -136,11 +136,11 @@ def test_a_model_takes_the_vocabulary_of_the_kits_own_data_and_says_so(composed:
 
 def test_a_flag_that_the_kit_does_not_know_is_said_before_training(composed: Composer) -> None:
     known, unknown = (
-        list_differences(composed("train-baseline-moe-tiny-1cpu", extra=words))
-        for words in ("--window-size 16,0", "--app-tag-run-name 1 --adlr-autoresume-interval=2")
+        list_differences(composed("train-baseline-moe-tiny-1cpu", extra=extra))
+        for extra in ("--window-size 16,0", "--app-tag-run-name 1 --adlr-autoresume-interval=2")
     )
     assert known == ()
     assert unknown == (
-        "Not known to this kit: --app-tag-run-name, --adlr-autoresume-interval; Megatron gets what is "
-        "given, and no plan or report counts it.",
+        "This kit does not know --app-tag-run-name, --adlr-autoresume-interval: Megatron gets the flags "
+        "as they are, and no plan or report counts them.",
     )

@@ -99,8 +99,8 @@ def test_what_two_ranks_need_must_fit_the_one_gpu(composed: Composer, one_h200: 
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
     assert launch.spec.batch == Batch(64, 64)
     (problem,) = gpu_memory_problems(launch)
-    assert "GiB a rank" in problem
-    assert "for each" in problem
+    assert "GiB per rank" in problem
+    assert "70 per rank" in problem
     smaller = composed(
         "train-tp2-gpt2-large-2gpu", share_gpu=True, micro_batch_size=16, global_batch_size=64
     )
@@ -110,8 +110,8 @@ def test_what_two_ranks_need_must_fit_the_one_gpu(composed: Composer, one_h200: 
 def test_sharing_is_refused_with_one_rank_or_on_cpu_ranks(
     composed: Composer, one_h200: FakeNvml
 ) -> None:
-    (one,) = sharing_problems(composed("train-baseline-gpt2-large-1gpu", share_gpu=True))
-    assert "this run has one rank" in one
+    (problem,) = sharing_problems(composed("train-baseline-gpt2-large-1gpu", share_gpu=True))
+    assert "this run has one rank" in problem
     (cpu,) = sharing_problems(composed("train-tp2-gpt2-tiny-2cpu", share_gpu=True))
     assert "leave it out for CPU ranks" in cpu
 
@@ -121,9 +121,9 @@ def test_sharing_is_refused_with_an_nccl_that_knows_no_sharing(
 ) -> None:
     launch = composed("train-tp2-gpt2-large-2gpu", share_gpu=True)
     for version, refused in (("2.29.7", True), ("2.30.3", False)):
-        monkeypatch.setattr(preflight_gpu, "_nccl", lambda version=version: version)
-        found = list(sharing_problems(launch))
-        assert (f"needs NCCL 2.30, found {version}" in "".join(found)) == refused
+        monkeypatch.setattr(preflight_gpu, "_find_nccl_version", lambda version=version: version)
+        problems = list(sharing_problems(launch))
+        assert (f"needs NCCL 2.30, found {version}" in "".join(problems)) == refused
 
 
 def test_sharing_is_refused_where_there_are_two_gpus_or_none(

@@ -60,9 +60,9 @@ def arguments_of(launch: Launch) -> tuple[str, ...]:
     return tuple("runs/.data" if word == folder else word for word in launch.arguments(RUN))
 
 
-def by_name(words: tuple[str, ...]) -> Flags:
+def by_name(arguments: tuple[str, ...]) -> Flags:
     flags: dict[str, list[str]] = {}
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             assert word not in flags, f"{word} stands twice"
             flags[word] = values = []

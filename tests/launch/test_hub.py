@@ -33,8 +33,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch_of(hub: Path, target: str, options: Options = NO_OPTIONS) -> Launch:
     name = "mine-" + target.split("-")[2]
-    own = replace(options, runs=hub / "runs", model=str(hub / name / f"{name}.args"))
-    return compose_job(parse_target(f"train-{target}", own))
+    hub_options = replace(options, runs=hub / "runs", model=str(hub / name / f"{name}.args"))
+    return compose_job(parse_target(f"train-{target}", hub_options))
 
 
 @pytest.mark.ranks

@@ -68,11 +68,11 @@ def written(monkeypatch: pytest.MonkeyPatch, write: Write) -> list[Path]:
     return folders
 
 
-def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence(
+def test_an_overwritten_initial_checkpoint_is_renamed_and_written_again(
     launch: Launch, tmp_path: Path, written: list[Path]
 ) -> None:
-    said = io.StringIO()
-    console = Console(file=said, width=1000)
+    output = io.StringIO()
+    console = Console(file=output, width=1000)
     path = initial_checkpoint.ensure_initial_checkpoint(launch, console)
     assert path is not None
     weights = read_verified_weights_hash(path)
@@ -82,8 +82,8 @@ def test_one_that_was_overwritten_is_kept_aside_and_written_anew_with_a_sentence
     assert initial_checkpoint.ensure_initial_checkpoint(launch, console) == path
     assert len(written) == 2
     assert (path.parent / f"damaged-{path.name}").is_dir()
-    assert ".distcp is not what was saved" in said.getvalue()
-    assert "is kept as damaged-" in said.getvalue()
+    assert ".distcp is not what was saved" in output.getvalue()
+    assert "is kept as damaged-" in output.getvalue()
     assert weights is not None
     assert read_verified_weights_hash(path) == weights
 

@@ -116,14 +116,14 @@ def test_a_target_is_read_once(
 def test_a_file_in_model_is_trained_under_its_own_name(
     tmp_path: Path,
 ) -> None:
-    own = tmp_path / "mytiny.args"
-    own.write_text((ROOT / "examples/gpt3/models/gpt2-tiny.args").read_text())
-    options = Options(model=str(own))
+    model_file = tmp_path / "mytiny.args"
+    model_file.write_text((ROOT / "examples/gpt3/models/gpt2-tiny.args").read_text())
+    options = Options(model=str(model_file))
     assert parse_target("train-tp2-mytiny-2cpu", options).model.name == "mytiny"
     with pytest.raises(LaunchError, match="is of gpt2-tiny, and MODEL= is a file of mytiny"):
         parse_target("train-tp2-gpt2-tiny-2cpu", options)
     given("train-tp2-mytiny-2cpu", {"MAKEFLAGS": "-- MODEL=x"})
-    assert options_from_texts({"MODEL": str(own)}) == options
+    assert options_from_texts({"MODEL": str(model_file)}) == options
 
 
 def test_a_model_s_file_that_is_not_there_is_named_whatever_it_ends_with() -> None:

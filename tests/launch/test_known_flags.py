@@ -26,8 +26,12 @@ def test_the_table_is_megatrons_parser(megatron_parser: MegatronParser) -> None:
         if name in OPPOSITES:
             assert (flag.kind, flag.default, kind, bool(default)) == ("off", True, "on", False)
             continue
-        own = {"texts": "text", "backend": "text", "numbers": "whole"}.get(flag.kind, flag.kind)
-        assert kind == own or name == "--moe-layer-freq", name  # A number, or a list of Python's.
+        parser_kind = {"texts": "text", "backend": "text", "numbers": "whole"}.get(
+            flag.kind, flag.kind
+        )
+        assert kind == parser_kind or name == "--moe-layer-freq", (
+            name
+        )  # A number, or a list of Python's.
         usual = (default, str(default).removeprefix("AttnBackend."))
         nothing = not flag.default and not default
         assert nothing or flag.default in usual or str(flag.default) in usual or name in DERIVED, (

@@ -47,10 +47,10 @@ def test_nesterovs_flag_is_the_versions_own() -> None:
 
 
 def test_another_muon_than_pytorchs_is_refused_by_the_native_backend() -> None:
-    words = list(launch().arguments("run"))
-    words[words.index("--muon-scale-mode") + 1] = "spectral"
+    arguments = list(launch().arguments("run"))
+    arguments[arguments.index("--muon-scale-mode") + 1] = "spectral"
     with pytest.raises(SystemExit):
-        parse_settings(words)
+        parse_settings(arguments)
 
 
 def test_megatrons_muon_without_its_package_is_refused_with_the_way_to_get_it(
@@ -68,13 +68,13 @@ def test_the_native_backend_needs_the_package_for_megatrons_rule_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    own, megatrons = (
+    pytorch_rule, megatron_rule = (
         launch(optimizer=name) for name in (OptimizerName.MUON, OptimizerName.MEGATRON_MUON)
     )
-    assert list(optimizer_problems(own)) == []
-    assert parse_settings(own.arguments("run")).muon_rule == "pytorch"
-    assert len(list(optimizer_problems(megatrons))) == 1
-    assert parse_settings(megatrons.arguments("run")).muon_rule == "megatron"
+    assert list(optimizer_problems(pytorch_rule)) == []
+    assert parse_settings(pytorch_rule.arguments("run")).muon_rule == "pytorch"
+    assert len(list(optimizer_problems(megatron_rule))) == 1
+    assert parse_settings(megatron_rule.arguments("run")).muon_rule == "megatron"
 
 
 def test_megatrons_without_muon_are_refused() -> None:

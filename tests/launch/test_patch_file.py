@@ -11,10 +11,10 @@ from parakit.artifacts.run import decode_run, encode_run
 from parakit.config.run import Backend, PatchFile
 from parakit.launch.backends import backend_problems
 from parakit.launch.compose import Launch
-from parakit.launch.initial_checkpoint import _writing_launch
+from parakit.launch.initial_checkpoint import _compose_writer
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, options_from_texts
-from parakit.launch.resume import _patch_file
+from parakit.launch.resume import _choose_patch_file
 from parakit.launch.runtime import ON_HOST
 from parakit.launch.train import compose_job
 from tests.reporting.factory import run_record
@@ -110,7 +110,7 @@ def test_a_run_with_a_patch_file_is_no_other_runs_equal(tmp_path: Path, composed
 
 def test_shared_starting_weights_are_written_without_it(tmp_path: Path, composed: Composer) -> None:
     options = options_with(written(tmp_path))
-    writer = _writing_launch(composed(TP2, patch_file=options.patch_file), tmp_path / "start")
+    writer = _compose_writer(composed(TP2, patch_file=options.patch_file), tmp_path / "start")
     assert (writer.spec.patch_file, "KIT_PATCH_FILE" in writer.environment) == (None, False)
 
 
@@ -125,12 +125,14 @@ def test_a_backend_without_megatron_takes_none(tmp_path: Path, composed: Compose
 def test_a_resumed_run_keeps_its_patch_file_and_takes_no_other(tmp_path: Path) -> None:
     options = options_with(written(tmp_path))
     record = run_record("a", patch_file=options.patch_file)
-    assert _patch_file(record, Options()) == options.patch_file
+    assert _choose_patch_file(record, Options()) == options.patch_file
     with pytest.raises(ValueError, match="a was trained with no PATCH_FILE=, which cannot change"):
-        _patch_file(run_record("a"), options)
+        _choose_patch_file(run_record("a"), options)
     written(tmp_path, "CHANGED = 2\n")
-    with pytest.raises(ValueError, match="was changed after a was trained with it; put it back"):
-        _patch_file(record, Options())
+    with pytest.raises(
+        ValueError, match="was changed after a was trained with it; restore the file"
+    ):
+        _choose_patch_file(record, Options())
 
 
 def test_a_record_of_before_has_the_old_name_of_the_field(

@@ -188,6 +188,6 @@ def test_an_unreleased_megatron_is_known_at_the_commit_that_was_tried(
 def test_fp8_needs_transformer_engine(runtime: Runtime, told: str | None) -> None:
     target = parse_target("train-dp2-llama3-8b-fp8-2gpu")
     launch = compose_job(target, runtime)
-    said = list(fp8_problems(launch))
-    assert (told is None) == (not said)
-    assert all(str(told) in sentence for sentence in said)
+    sentences = list(fp8_problems(launch))
+    assert (told is None) == (not sentences)
+    assert all(str(told) in sentence for sentence in sentences)

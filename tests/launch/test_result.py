@@ -26,8 +26,8 @@ def test_a_run_ends_with_the_report_s_figures_and_the_next_commands(tmp_path: Pa
     assert lines(tmp_path, "train-tp2-gpt2-tiny-2cpu") == [
         # The first of five lines does not count; 8 samples of 64 tokens in 100 ms.
         "Loss 10.760000 in iteration 5, 100.0 ms/iteration (median of 4), 5,120 tokens/s.",
-        "Next: 'make report' compares it with the other runs there; 'make verify-tp2-gpt2-tiny-2cpu' "
-        "checks every tensor of it.",
+        "Next: 'make report' compares this run with the others there; 'make verify-tp2-gpt2-tiny-2cpu' "
+        "compares its tensors with the baseline's.",
     ]
 
 
@@ -43,4 +43,4 @@ def test_only_what_can_be_verified_as_it_is_named_is_said_to_be(
     tmp_path: Path, target: str, resumed: str | None
 ) -> None:
     last = lines(tmp_path, target, resumed)[-1]
-    assert last == "Next: 'make report' compares it with the other runs there."
+    assert last == "Next: 'make report' compares this run with the others there."

@@ -18,9 +18,9 @@ from tests.machines import FakeDocker
 DOCKER = Options(runtime=RuntimeName.DOCKER)
 
 
-def started(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        (sys.executable, "-m", "parakit", "module", *words),
+        (sys.executable, "-m", "parakit", "module", *arguments),
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
@@ -75,7 +75,7 @@ def test_ones_own_cache_of_the_hub_is_seen_in_the_container(
 
 def test_text_for_a_target_that_has_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INPUT", "mine.jsonl")
-    with pytest.raises(LaunchError, match=r"'make prepare-ds INPUT=mine.jsonl NAME=…' does"):
+    with pytest.raises(LaunchError, match=r"use 'make prepare-ds INPUT=mine.jsonl NAME=…'"):
         prepare_dataset(("sample",), DOCKER, "prepare-ds-sample")
 
 
@@ -86,9 +86,9 @@ def test_folders_that_the_arguments_name_are_seen_in_the_container(
     real.mkdir()
     linked.symlink_to(real)
     (real / "text.jsonl").touch()
-    words = ("tools.preprocess", "--input", f"{linked}/*.jsonl", "--output-prefix", "owt-ds/x")
-    command = docker_command(words, DOCKER)
-    mounts = [command[place + 1] for place, word in enumerate(command) if word == "--mount"]
+    arguments = ("tools.preprocess", "--input", f"{linked}/*.jsonl", "--output-prefix", "owt-ds/x")
+    command = docker_command(arguments, DOCKER)
+    mounts = [command[index + 1] for index, argument in enumerate(command) if argument == "--mount"]
     assert mounts == [bind_mount(ROOT), bind_mount(linked), bind_mount(real)]
 
 

@@ -60,7 +60,7 @@ def test_the_hosts_network_is_given_only_when_it_is_asked_for(
     spread = Options(runtime=RuntimeName.DOCKER, nodes=nodes)
     launch = compose_job(target.with_options(spread))
     (problem,) = nodes_problems(launch)
-    assert "allow it this machine's with HOST_NETWORK=1, or set RUNTIME=host" in problem
+    assert "use this machine's network with HOST_NETWORK=1, or set RUNTIME=host" in problem
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
     settings = {"ITERS": "3", "WANDB": "1", "WANDB_MODE": "offline", "DATA": str(sample_prefix)}
     command = (sys.executable, "-m", "parakit", "train-dp2-gpt2-tiny-2cpu")
     environment = {**os.environ, **SECRETS, **settings, "RUNS": str(tmp_path / "runs")}
-    with (tmp_path / "said").open("wb") as said:
-        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
+    with (tmp_path / "said").open("wb") as output:
+        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
         while run.poll() is None:
             for process in psutil.process_iter(["cmdline"]):
                 assert SECRET not in " ".join(process.info["cmdline"] or ())
@@ -194,8 +194,8 @@ def test_no_file_process_list_or_report_of_a_real_run_holds_a_secret(
 
 def pins(path: Path) -> dict[str, str]:
     """Versions by name, of lines such as `name==1.0 ; condition \\`."""
-    found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", path.read_text(), re.MULTILINE)
-    return {name.lower().replace("_", "-"): version for name, version in found}
+    matches = re.findall(r"^([\w.-]+)==([^\s;\\]+)", path.read_text(), re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in matches}
 
 
 @pytest.mark.parametrize("name", ["requirements", "requirements-deepspeed", "requirements-hf"])

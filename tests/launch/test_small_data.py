@@ -86,7 +86,7 @@ def test_a_split_of_the_users_own_is_refused_with_the_parts_and_one_that_works(
 def test_the_starting_checkpoint_is_written_on_the_split_of_the_run(tmp_path: Path) -> None:
     for extra in (("--split", "90,5,5"), ()):
         launch = composed(tmp_path, [SHORT] * 60, extra)
-        writer = initial_checkpoint._writing_launch(launch, tmp_path)
+        writer = initial_checkpoint._compose_writer(launch, tmp_path)
         assert Flags(writer.flags).text("--split") == Flags(launch.flags).text("--split")
         check_launch(writer)
 

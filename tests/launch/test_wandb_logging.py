@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from parakit.config.flags import Flags
-from parakit.launch.initial_checkpoint import _writing_launch
+from parakit.launch.initial_checkpoint import _compose_writer
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, Wandb, options_from_texts
 from parakit.launch.train import compose_job, format_command_line
@@ -69,7 +69,7 @@ def test_the_shared_start_is_not_logged() -> None:
     options = Options(wandb=Wandb())
     launch = compose_job(target.with_options(options))
     assert launch.initial_checkpoint is not None
-    writer = _writing_launch(launch, launch.initial_checkpoint)
+    writer = _compose_writer(launch, launch.initial_checkpoint)
     assert "--wandb-project" not in writer.flags
 
 

@@ -2,6 +2,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
+from unittest import mock
 
 import pytest
 from packaging.version import Version
@@ -43,6 +44,22 @@ def test_functions_and_methods_are_replaced_by_wrappers_of_them(module: ModuleTy
     )
     assert apply_patches([both], CPU) == ("test",)
     assert (module.answer(), module.Layer().width()) == (2, 6)
+
+
+def test_a_function_is_replaced_in_every_module_that_has_imported_it(module: ModuleType) -> None:
+    importer, other = ModuleType("patched_here.importer"), ModuleType("patched_here.other")
+    importer.answer = module.answer  # type: ignore[attr-defined]
+    other.answer = function_of_other = lambda: 5  # type: ignore[attr-defined]
+    foreign = ModuleType("foreign")
+    foreign.answer = module.answer  # type: ignore[attr-defined]
+    with mock.patch.dict(
+        sys.modules, {added.__name__: added for added in (importer, other, foreign)}
+    ):
+        apply_patches([patch(Replacement("patched_here:answer", twice))], CPU)
+    assert importer.answer is module.answer
+    assert module.answer() == 2
+    assert other.answer is function_of_other
+    assert foreign.answer() == 1
 
 
 def test_a_patch_that_is_not_needed_changes_nothing(module: ModuleType) -> None:

@@ -18,7 +18,7 @@ from parakit.config.stages import StageSplit
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.operations import Operation, Phase
 from parakit.dryrun.patches import even_loads
-from parakit.planner.dryrun.command import _spec as spec_of
+from parakit.planner.dryrun.command import _build_spec as spec_of
 from parakit.planner.dryrun.command import comparison_sentence, encode_dry_run, print_comparisons
 from parakit.planner.dryrun.comparison import CallDifference, CheckedRank
 from parakit.planner.dryrun.job import (

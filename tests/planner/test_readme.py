@@ -123,7 +123,7 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
 
 
 def test_the_errors_of_plans_are_those_of_today(predicted: Residuals) -> None:
-    assert collect_errors(predicted).table() == ERRORS_FILE.read_text()
+    assert collect_errors(predicted).to_csv() == ERRORS_FILE.read_text()
 
 
 def test_intervals_cover_what_they_say(predicted: Residuals) -> None:

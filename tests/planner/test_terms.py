@@ -20,7 +20,7 @@ from parakit.planner.time.compute import layer_seconds, product_seconds
 from parakit.planner.time.constants import load_constants
 from parakit.planner.time.execution import Execution
 from parakit.planner.time.host import launch_seconds
-from parakit.planner.time.iteration import IterationSeconds, _slowest_update, iteration_seconds
+from parakit.planner.time.iteration import IterationSeconds, _find_slowest_update, iteration_seconds
 from parakit.planner.time.rates import compute_device_rates
 from parakit.planner.time.traffic import layer_bytes, softmax_is_fused
 from tests.planner.readings.fit import BOUNDS, FITTED, start_of
@@ -103,7 +103,7 @@ def test_a_bucket_grows_with_all_ranks_that_reduce_it() -> None:
         Parallelism(data=d, context=c, sharding=Sharding.ZERO1) for d, c in ((256, 1), (32, 8))
     ]
     specs = [RunSpec(SHAPE, split, Batch(1, split.data), dropout=0.0) for split in splits]
-    shares = {_slowest_update(spec, on(256))[0] for spec in specs}
+    shares = {_find_slowest_update(spec, on(256))[0] for spec in specs}
     assert shares == {256_000_000 / rank_parameters(specs[0]).total}
 
 
@@ -215,10 +215,10 @@ def test_norms_that_stand_alone_are_read_and_written_again() -> None:
         SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse("layernorm")
     )
     rate = compute_device_rates(on(), "bf16")
-    assert layer_bytes(spec, rate).again == 0
+    assert layer_bytes(spec, rate).recompute == 0
     alone = layer_bytes(replace(spec, fused_norms=False), rate)
     norms = 2 * 2 * 2 * SHAPE.hidden * SHAPE.seq_length
-    assert alone.again == pytest.approx(norms * rate.elementwise)
+    assert alone.recompute == pytest.approx(norms * rate.elementwise)
 
 
 def test_recomputed_experts_exchange_their_tokens_again() -> None:
@@ -387,7 +387,7 @@ def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() ->
     again = replace(again, recompute=Recompute(frozenset({"moe_act"})))
     rate = compute_device_rates(on(), "bf16")
     repeated = [
-        layer_bytes(replace(again, shape=replace(shape, clamps_activations=way)), rate).again
+        layer_bytes(replace(again, shape=replace(shape, clamps_activations=way)), rate).recompute
         for way in (False, True)
     ]
     assert repeated[1] - repeated[0] == 8 * columns

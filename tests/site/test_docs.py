@@ -48,11 +48,13 @@ def test_links_lead_to_files(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_make_commands_name_variables_that_their_targets_use(page: str) -> None:
-    for words in _commands(page, "make"):
-        names = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
-        target = next((word for word in words[words.index("make") + 1 :] if "=" not in word), "")
+    for arguments in _commands(page, "make"):
+        names = [word.partition("=")[0] for word in arguments if re.match(r"[A-Z_]+=", word)]
+        target = next(
+            (word for word in arguments[arguments.index("make") + 1 :] if "=" not in word), ""
+        )
         if not any(sign in target for sign in "<…["):
-            bench = next((word for word in words if target == "bench" and "NAME=" in word), "")
+            bench = next((word for word in arguments if target == "bench" and "NAME=" in word), "")
             command = command_named(f"{target} {bench}") if bench else find_command(target)
             assert command is not None or target in ("help", "help-all"), target
             names = [
@@ -83,7 +85,7 @@ def test_the_reference_has_every_variable() -> None:
     assert [s.name for s in SETTINGS if f"`{s.name}`" not in page] == []
 
 
-def test_items_inside_items_are_indented_as_the_sites_renderer_wants_but_code_is_left() -> None:
+def test_nested_list_items_are_indented_outside_of_code() -> None:
     text = "1. one\n   - inside\n     goes on\n- two\n  - inside\n\n```yaml\n  - code\n```\n  - after\n"
     inside, after = (
         text.replace("   - i", "    - i").replace("\n  - i", "\n    - i").split("  - after")
@@ -166,15 +168,15 @@ def test_the_site_is_built_without_a_warning() -> None:
 
 
 def _commands(page: str, program: str) -> list[list[str]]:
-    found = []
+    commands = []
     for block in _FENCE.findall((ROOT / page).read_text()):
         for line in block.replace("\\\n", " ").splitlines():
             try:
-                words = shlex.split(line, comments=True)
+                arguments = shlex.split(line, comments=True)
             except ValueError:
                 continue
             # Variables may stand before the program, as in DRY_RUN=1 make train-….
-            first = next((word for word in words if "=" not in word), "")
+            first = next((word for word in arguments if "=" not in word), "")
             if first == program:
-                found.append(words)
-    return found
+                commands.append(arguments)
+    return commands

@@ -36,13 +36,13 @@ WHOLE = [case for case in CASES if "zero3" not in case[1]]
 """ZeRO-3 computes with more weights than a rank keeps."""
 
 
-def added_up(drawing: str, what: str) -> Counter[int]:
+def added_up(drawing: str, attribute: str) -> Counter[int]:
     """Bytes by rank of all parts of a drawing that say `what`."""
-    found: Counter[int] = Counter()
+    bytes_by_rank: Counter[int] = Counter()
     for part in ElementTree.fromstring(drawing).iter("g"):
-        if f"data-{what}" in part.attrib:
-            found[int(part.attrib["data-rank"])] += int(part.attrib[f"data-{what}"])
-    return found
+        if f"data-{attribute}" in part.attrib:
+            bytes_by_rank[int(part.attrib["data-rank"])] += int(part.attrib[f"data-{attribute}"])
+    return bytes_by_rank
 
 
 @pytest.mark.parametrize(("model", "strategy", "device", "devices"), CASES)

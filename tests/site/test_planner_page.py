@@ -69,22 +69,22 @@ def test_the_page_offers_every_model_and_its_batch() -> None:
     assert {"name": "gpt2-large", "global_batch": 32} in models
 
 
-def test_the_answer_is_the_command_lines_and_a_refusal_is_its_sentence() -> None:
-    words = [word for name, value in QUESTION.items() for word in (f"--{name}", value)]
-    answer = json.loads(in_browser.plan(words))
+def test_plan_in_browser_answers_like_the_command_line() -> None:
+    options = [word for name, value in QUESTION.items() for word in (f"--{name}", value)]
+    answer = json.loads(in_browser.plan(options))
     assert answer["code"] == 0
-    assert json.loads(answer["out"]) == _command_line(words)
+    assert json.loads(answer["out"]) == _command_line(options)
     refused = json.loads(in_browser.plan(["--model", "gpt2-huge"]))
     assert refused["code"] == 2
     assert "There is no model 'gpt2-huge'" in refused["err"]
 
 
-def test_a_pasted_config_is_planned_under_the_name_of_its_place() -> None:
-    words = ["--gpus", "2", "--gpu", "h200"]
-    answer = json.loads(in_browser.plan(words, json.dumps(CONFIG)))
+def test_pasted_config_is_planned_under_the_name_of_its_folder() -> None:
+    options = ["--gpus", "2", "--gpu", "h200"]
+    answer = json.loads(in_browser.plan(options, json.dumps(CONFIG)))
     assert answer["err"] == ""
     assert json.loads(answer["out"])["model"] == "mine"
-    refused = json.loads(in_browser.plan(words, '{"model_type": "mamba9"}'))
+    refused = json.loads(in_browser.plan(options, '{"model_type": "mamba9"}'))
     assert refused["code"] == 2
     assert "'mamba9'" in refused["err"]
 
@@ -195,8 +195,8 @@ def test_the_browser_draws_what_python_draws(address: str) -> None:
     )
 
 
-def _command_line(words: list[str]) -> dict[str, list[dict[str, object]]]:
-    command = (sys.executable, "-m", "parakit", "plan", *words, "--json")
+def _command_line(arguments: list[str]) -> dict[str, list[dict[str, object]]]:
+    command = (sys.executable, "-m", "parakit", "plan", *arguments, "--json")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     answer: dict[str, list[dict[str, object]]] = json.loads(ended.stdout)
     return answer

@@ -44,5 +44,5 @@ def test_a_page_is_no_wider_than_its_window(folder: Path, name: str, width: int)
     framed = folder / f"framed-{name}"
 
     framed.write_text(_FRAMED.format(page=name, width=width), encoding="utf-8")
-    found, _ = chromium("--allow-file-access-from-files", "--dump-dom", framed.as_uri())
-    assert f">{width} pixels" in found
+    document, _ = chromium("--allow-file-access-from-files", "--dump-dom", framed.as_uri())
+    assert f">{width} pixels" in document

@@ -298,7 +298,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
                 if IDLE.get(bug.id, set()) & {level.path for level in levels}:
                     continue
                 if (
-                    whole.legal(family, row, layout.name)
+                    whole.is_legal(family, row, layout.name)
                     and apply_known_patches(cell, known) == cell
                 ):
                     break
@@ -306,7 +306,7 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
                 continue  # Every strategy of an injected bug refuses it, or shows a known bug.
             if only and family.name not in only:
                 continue
-            pair = cell.pair(Options())
+            pair = cell.make_pair(Options())
             injected = replace(pair.job.options, patch_file=read_patch_file(str(bug.path)))
             pair = replace(pair, job=pair.job.with_options(injected))
             verdict = bench.verifier.verify(pair).verdict

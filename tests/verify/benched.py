@@ -36,5 +36,5 @@ def quick_injected(runs: Path, data: Path, ranks: ForkedRanks) -> str:
     bench = Bench(str(data), verifier, small=True)
     rows = (*verify_injected(bench, QUICK), *verify_injected(bench, QUICK_LOGGED, LOGGED))
     printed = "\n".join(row.line() for row in rows)
-    verifier.forget()
+    verifier.remove_references()
     return printed

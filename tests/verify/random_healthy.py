@@ -222,7 +222,7 @@ def main() -> int:
         for seed in missing:
             one = drawn(seed, given.megatron_lm)
             verdict = verifier.verify(one.pair(given.megatron_lm)).verdict
-            verifier.forget()
+            verifier.remove_references()
             said = verdict.reason or verdict.sentence
             print(f"{seed} {one.command}: {said}", flush=True)
             if " ended with " in said:  # Of the machine, not of the comparison: to be tried again.

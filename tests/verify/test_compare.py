@@ -6,6 +6,7 @@ import pytest
 from parakit.artifacts.capture import (
     COUNTS,
     LOSS,
+    MASTER_CAST,
     RESPONSES_FILE,
     START_WEIGHT,
     UNOBSERVED_FILE,
@@ -13,9 +14,11 @@ from parakit.artifacts.capture import (
     UPDATE_MAGNITUDE,
     CapturedModule,
     CaptureStage,
+    CaptureWriter,
     Placement,
     TensorKey,
 )
+from parakit.verify.captured import encode_tensor, read_capture, round_to_dtype
 from parakit.verify.compare import compare, measure_drift
 from parakit.verify.tolerance import RESPONSES
 from tests.verify.captures import (
@@ -599,3 +602,47 @@ def test_parameters_that_start_with_one_value_are_counted(tmp_path):
     assert constants("same", same, same) == 1
     assert constants("apart", same, other) == 0
     assert constants("no start", same, same, slot="weight") is None
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_weights_that_are_not_their_rounded_master_copy_are_wrong_without_a_reference(
+    tmp_path, stale
+):
+    # Two ranks hold a half of the master copy each, as the distributed optimizer does.
+    master = random(1, 4, 3)
+    rounded = round_to_dtype(master, "bfloat16")[0]
+    held = rounded.copy()
+    if stale:
+        # As far as one rounding error, which is within the tolerance of bf16.
+        held[1, 2] *= np.float32(1 + 2.0**-7)
+    weight = TensorKey(CaptureStage.WEIGHTS, WEIGHT, "weight")
+    copy = TensorKey(CaptureStage.OPTIMIZER_STATE, WEIGHT, "param")
+    ours = []
+    for number, rows in enumerate((slice(0, 2), slice(2, 4))):
+        half = np.full_like(master[0], np.nan)
+        half[rows] = master[0, rows]
+        partial = Placement(KEY, (1, 4, 3), (0, 0, 0), partial=True)
+        described = rank(number, world_size=2, data=(number, 2), dtype="bfloat16")
+        ours.append((described, [(copy, half, partial)]))
+    strategy = write(tmp_path / "strategy", ours)
+    for number in range(2):
+        with CaptureWriter(tmp_path / "bf16" / f"rank-{number}") as writer:
+            values = encode_tensor(held, "bfloat16")
+            writer.add(weight, "bfloat16", (4, 3), values, place((0, 0, 0)))
+            capture = strategy.ranks[number]
+            record = capture.records[0]
+            stored = memoryview(capture.tensor_bytes(record))
+            writer.add(copy, "float32", record.shape, stored, record.placement)
+            average = TensorKey(CaptureStage.OPTIMIZER_STATE, WEIGHT, "exp_avg")
+            halved = np.ascontiguousarray(capture.values(record) / 2)
+            halved_bytes = memoryview(halved.ravel().view(np.uint8))
+            writer.add(average, "float32", record.shape, halved_bytes, record.placement)
+            writer.close(ours[number][0])
+        (tmp_path / "bf16" / f"rank-{number}" / RESPONSES_FILE).write_text("{}")
+    strategy = read_capture(tmp_path / "bf16")
+    comparisons = compare(strategy, strategy).comparisons
+    wrong = [comparison for comparison in comparisons if comparison.differs]
+    assert [comparison.key[2] for comparison in wrong] == ([MASTER_CAST] if stale else [])
+    if stale:
+        assert wrong[0].wrong_ranks == {0, 1}
+        assert wrong[0].fault == "not the rounded master copy in 8.3% of its elements"

@@ -55,22 +55,22 @@ _UPSTREAM = {
     "--merge-file": _GPT2_FILES,
     "--vocab-size": f"the tokenizer decides it; {_ALWAYS}",
 }
-"""Flags of Megatron's script, and what takes their place here."""
+"""Flags of Megatron's script, each with what to use instead."""
 
 
 def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
-    """Run a command, or without one make data sets from `--input`; the exit status."""
-    words = list(arguments)
-    if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
-        words.insert(0, "run")
+    """Run a command, or without one make data sets from `--input`; return the exit status."""
+    argv = list(arguments)
+    if not argv or argv[0] not in (*_COMMANDS, "-h", "--help"):
+        argv.insert(0, "run")
     try:
-        for flag in (word.partition("=")[0] for word in words):
+        for flag in (word.partition("=")[0] for word in argv):
             if flag in _UPSTREAM:
                 raise DatasetError(
                     f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
                     f"{_UPSTREAM[flag]}."
                 )
-        flags = command_line(program).parse_args(words)
+        flags = command_line(program).parse_args(argv)
         return int(flags.command(flags))
     except DatasetError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,26 +81,35 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
 
 
 def command_line(program: str = PROGRAM) -> argparse.ArgumentParser:
-    """The command line, for `--help` and completion."""
+    """Return the parser of the command line, also for completion."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="Text to Megatron's data sets. Without a command: run.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (command, add_flags) in _COMMANDS.items():
-        found = commands.add_parser(
+        command_parser = commands.add_parser(
             name,
             help=command.__doc__,
             description=command.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        found.set_defaults(command=command)
-        add_flags(found.add_argument)
+        command_parser.set_defaults(command=command)
+        add_flags(command_parser.add_argument)
     return parser
 
 
 def _number(flag: str, least: int, unit: float = 1) -> Callable[[str], int]:
-    """A reader of the value of `flag`, in units of so many; `least` is 0 or 1."""
+    """Return a function that reads the value of a flag.
+
+    Args:
+        flag: Name of the flag, for error messages.
+        least: Smallest value, 0 or 1.
+        unit: Number by which the value is multiplied.
+
+    Returns:
+        A function that raises DatasetError for a value that is too small.
+    """
 
     def read(text: str) -> int:
         value = int(text) if unit == 1 else float(text)
@@ -112,19 +121,19 @@ def _number(flag: str, least: int, unit: float = 1) -> Callable[[str], int]:
 
 
 def _summary(dataset: Dataset) -> str:
-    """One line of counts."""
+    """Return a line with the numbers of documents and tokens."""
     return f"{dataset.prefix}: {dataset.documents:,} documents, {dataset.tokens:,} tokens"
 
 
 def _add_run_flags(add: Add) -> None:
-    """Each flag's `dest` is a field of `PreprocessOptions`."""
+    """Add the flags of `run`; the `dest` of each is a field of `PreprocessOptions`."""
     files = "files (JSON lines, plain, .gz or .zst; parquet), folders, globs, or hub:NAME"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=files)
     add("--output-prefix", type=Path, required=True, help="writes PREFIX_KEY_document.bin/.idx")
     add("--tokenizer", default="gpt2", help="gpt2, or a folder with a tokenizer.json")
     add("--append-eod", action="store_true", help="end each document with the end token")
-    each = "a data set for each key"
-    add("--json-keys", dest="keys", nargs="+", default=["text"], metavar="KEY", help=each)
+    per_key = "a data set for each key"
+    add("--json-keys", dest="keys", nargs="+", default=["text"], metavar="KEY", help=per_key)
     add("--on-error", choices=("stop", "skip"), default="stop", help="at an unusable document")
     part = "only this part, from 0; or 'slurm'"
     add("--shard", type=parse_shard, default="0/1", metavar="I/N", help=part)
@@ -146,6 +155,7 @@ def _add_run_flags(add: Add) -> None:
 
 
 def _add_hub_split(add: Add) -> None:
+    """Add the flags that choose a split of a data set on the hub."""
     add("--hub-config", metavar="NAME", help="of hub:NAME")
     add("--hub-split", default="train", metavar="NAME", help="of hub:NAME")
 
@@ -162,10 +172,12 @@ def _run(flags: Flags) -> int:
 
 
 def _run_gpt2(text: Path, prefix: Path) -> int:
+    """Make a data set of GPT-2 ids from JSON lines; return the exit status."""
     return main(["--input", str(text), "--output-prefix", str(prefix), "--append-eod"])
 
 
 def _add_sample_flags(add: Add) -> None:
+    """Add the flags of `sample`."""
     add("--output-prefix", type=Path, default=Path("owt-ds/sample"), help="prefix")
     once = "leave out paragraphs that stood before, so that validation holds nothing of training"
     add("--unique", action="store_true", help=once)
@@ -180,19 +192,19 @@ def _sample(flags: Flags) -> int:
 
 
 def sample_documents() -> list[str]:
-    """The paragraphs of Python's own help, topic by topic in alphabetical order.
+    """Return the paragraphs of Python's help, topic by topic in alphabetical order.
 
-    Paragraphs, because the published split gives one document in a thousand to the test set, and
-    Megatron searches endlessly for the tokens of a set without documents.
+    Each paragraph is a document, so that there are enough of them: the published split gives one document in a
+    thousand to the test set, and Megatron searches endlessly for the tokens of a set without documents.
     """
     paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n"))
     return [paragraph for paragraph in paragraphs if paragraph.strip()]
 
 
 def write_sample(path: Path, unique: bool = False) -> None:
-    """Write the sample as JSON lines, each paragraph once if `unique`: topics quote one another.
+    """Write the sample as JSON lines; with `unique`, paragraphs that several topics quote appear once.
 
-    A file that holds just that already is left untouched.
+    A file with the same content is left untouched.
     """
     documents = sample_documents()
     chosen = dict.fromkeys(documents) if unique else documents
@@ -204,6 +216,7 @@ def write_sample(path: Path, unique: bool = False) -> None:
 
 
 def _add_hub_flags(add: Add) -> None:
+    """Add the flags of `hub`."""
     add("name", help=f"such as {OPENWEBTEXT}")
     add("--output-prefix", type=Path, required=True, help="writes PREFIX.jsonl and the data set")
     _add_hub_split(add)
@@ -230,6 +243,7 @@ def _hub(flags: Flags) -> int:
 
 
 def _add_merge_flags(add: Add) -> None:
+    """Add the flags of `merge`."""
     add("prefix", type=Path, nargs="+", help="such as part-0_text_document")
     add("--output-prefix", type=Path, required=True, help="writes PREFIX.bin/.idx")
     add("--overwrite", action="store_true", help="replace a finished data set")
@@ -247,6 +261,7 @@ def _merge(flags: Flags) -> int:
 
 
 def _add_verify_flags(add: Add) -> None:
+    """Add the flags of `verify`."""
     add("prefix", type=Path, nargs="+", help="such as owt-ds/sample_text_document")
     add("--vocabulary", type=int, help="entries; the manifest's if not given")
 
@@ -265,13 +280,14 @@ def _verify(flags: Flags) -> int:
 
 
 def _add_stats_flags(add: Add) -> None:
+    """Add the flags of `stats`."""
     add("prefix", type=Path, help="such as owt-ds/sample_text_document")
-    for flag, default, what in (
+    for flag, default, help_text in (
         ("--seq-length", 1024, "tokens of a sample"),
         ("--steps", 100, "iterations of the run"),
         ("--global-batch-size", 32, "samples of an iteration"),
     ):
-        add(flag, type=_number(flag, 1), default=default, help=what)
+        add(flag, type=_number(flag, 1), default=default, help=help_text)
     add("--split", default="949,50,1", help="Megatron's --split")
     add("--json", action="store_true", help="print as JSON")
 
@@ -279,14 +295,14 @@ def _add_stats_flags(add: Add) -> None:
 def _stats(flags: Flags) -> int:
     """Describe a data set: counts, document lengths, and what a training run will draw from it."""
     dataset = open_dataset(strip_suffix(flags.prefix))
-    found = measure_dataset(dataset)
+    statistics = measure_dataset(dataset)
     samples = flags.steps * flags.global_batch_size
     drawn = count_draws(dataset, flags.split, flags.seq_length, samples)
     if flags.json:
-        print(msgspec.json.encode({"stats": found, "draws": drawn}).decode())
+        print(msgspec.json.encode({"stats": statistics, "draws": drawn}).decode())
         return 0
-    print(*describe_counts(dataset, found), "", sep="\n")
-    print(*text_histogram(found.length_histogram), "", sep="\n")
+    print(*describe_counts(dataset, statistics), "", sep="\n")
+    print(*text_histogram(statistics.length_histogram), "", sep="\n")
     print(*describe_draws(drawn, flags.seq_length, flags.steps), sep="\n")
     return 0
 
@@ -299,4 +315,4 @@ _COMMANDS: dict[str, tuple[Callable[[Flags], int], Callable[[Add], None]]] = {
     "verify": (_verify, _add_verify_flags),
     "stats": (_stats, _add_stats_flags),
 }
-"""By name: what runs it (its docstring is the help) and what adds its flags."""
+"""Commands by name: the function that runs the command (its docstring is the help), and the one that adds flags."""

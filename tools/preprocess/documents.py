@@ -1,7 +1,7 @@
-"""Documents out of a block of input, and what is wrong with those that are none.
+"""Parse blocks of input into documents, and say what is wrong with lines that hold none.
 
-The rules are those of Megatron's script, which reads with Python's `json`: a line is good if `msgspec`
-decodes it, which is fast, or else if `json` does. The verdict on a line follows from that line alone.
+The rules are those of Megatron's script, which reads with Python's `json`. A line is tried with `msgspec` first,
+which is fast, and then with `json`. The result for a line depends on that line alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Text = str | list[str]
 
 
 class ProblemKind(StrEnum):
-    """What can be wrong with a document; the values appear in messages and manifests."""
+    """Kind of a problem with a document; the values appear in messages and manifests."""
 
     BROKEN_JSON = "broken JSON line"
     MISSING_KEY = "missing key"
@@ -34,23 +34,23 @@ class ProblemKind(StrEnum):
 
 
 HARMLESS = (ProblemKind.BLANK_LINE, ProblemKind.EMPTY_DOCUMENT)
-"""Counted and named, but no reason to stop: Megatron keeps empty documents, so they are kept."""
+"""Problems that are counted and named, but do not stop a run. Empty documents are kept, as Megatron keeps them."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why there is no document to use, or what is noteworthy about it."""
+    """Reason why a line holds no usable document, or a remark on its document."""
 
     kind: ProblemKind
     detail: str = ""
 
 
 Row = Sequence[Text] | Problem
-"""What a line holds: for each key its text, or what is wrong."""
+"""Content of a line: a text per key, or the problem with the line."""
 
 
 class Parser:
-    """Rows out of the content of blocks, for a fixed set of keys."""
+    """Parser of blocks into rows, for a fixed list of keys."""
 
     def __init__(self, keys: Sequence[str], max_bytes: int | None = None) -> None:
         self.keys = tuple(keys)
@@ -66,12 +66,16 @@ class Parser:
         self._texts = msgspec.structs.astuple
 
     def parse(self, content: object) -> list[Row]:
-        """One row for each line (of JSON) or row (of a table); a block may also be one problem."""
+        """Return a row per line of JSON, or per row of a table; a block that is a problem gives one row.
+
+        Args:
+            content: `Block.content`.
+        """
         if isinstance(content, Problem):
             return [content]
         if isinstance(content, bytes | bytearray):
             rows = self._parse_lines(content)
-        else:  # Columns of a table: Arrow arrays, one for each key.
+        else:  # Columns of a table: one Arrow array per key.
             columns: Any = content
             texts = zip(*(column.to_pylist() for column in columns), strict=True)
             rows = [
@@ -82,23 +86,25 @@ class Parser:
         return rows
 
     def _parse_lines(self, data: bytes | bytearray) -> list[Row]:
+        """Return a row per line of JSON."""
         if b"\r" in data:  # Megatron reads in text mode, where all three line ends count.
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if data.find(b"\n") in (-1, len(data) - 1):  # one line, perhaps a large one: no copy
+        if data.find(b"\n") in (-1, len(data) - 1):  # A single line may be large: do not copy it.
             return [self._parse_line(data)]
         return [self._parse_line(line) for line in data.removesuffix(b"\n").split(b"\n")]
 
     def _parse_line(self, line: bytes | bytearray) -> Row:
+        """Return the row of a line of JSON."""
         try:
             if not line.isascii():
-                line.decode()  # `msgspec` does not look into the keys it skips
+                line.decode()  # Raises for invalid UTF-8, which `msgspec` overlooks in keys that it skips.
             texts: tuple[str, ...] = self._texts(self._decode(line))
             return texts
         except (ValueError, RecursionError):
             return self._parse_slowly(line)
 
     def _parse_slowly(self, line: bytes | bytearray) -> Row:
-        """A line that is no object with a text for each key, as Python's `json` reads it."""
+        """Return the row of a line that msgspec refuses, as Python's `json` reads the line."""
         if not line.strip():
             return Problem(ProblemKind.BLANK_LINE)
         try:
@@ -106,7 +112,7 @@ class Parser:
         except UnicodeDecodeError as error:
             return Problem(ProblemKind.INVALID_UTF8, f"byte {error.start + 1} of the line")
         try:
-            # `len` stands for any integer: Python refuses to read one of over 4,300 digits.
+            # Integers are not needed, and Python refuses those of over 4,300 digits: `len` reads them all.
             row = json.loads(text, parse_int=len)
         except (ValueError, RecursionError) as error:
             return Problem(ProblemKind.BROKEN_JSON, str(error))
@@ -115,14 +121,15 @@ class Parser:
         return _check_texts(self.keys, row)
 
     def _refuse_large(self, row: Row, limit: int) -> Row:
+        """Return the row, or a problem if one of its documents has more than `limit` bytes."""
         if isinstance(row, Problem):
             return row
-        size = max(sum(map(utf8_size, [t] if isinstance(t, str) else t)) for t in row)
+        size = max(sum(map(utf8_size, [text] if isinstance(text, str) else text)) for text in row)
         return row if size <= limit else Problem(ProblemKind.TOO_LARGE, f"{size} bytes")
 
 
 def _check_texts(keys: Sequence[str], row: Mapping[str, Any]) -> Row:
-    """The row's texts in the order of the keys, or the first thing wrong with them."""
+    """Return the texts of a row in the order of the keys, or the first problem with them."""
     texts: list[Text] = []
     for key in keys:
         if key not in row:
@@ -131,7 +138,7 @@ def _check_texts(keys: Sequence[str], row: Mapping[str, Any]) -> Row:
         if value is None:
             return Problem(ProblemKind.NULL_TEXT, f"key '{key}'")
         try:
-            if isinstance(value, bytes):  # of a table
+            if isinstance(value, bytes):  # Tables give bytes.
                 value = value.decode()
             sentences = value if isinstance(value, list) else [value]
             if not all(isinstance(sentence, str) for sentence in sentences):
@@ -147,5 +154,5 @@ def _check_texts(keys: Sequence[str], row: Mapping[str, Any]) -> Row:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

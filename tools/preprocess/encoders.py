@@ -1,8 +1,8 @@
-"""Encoders that turn texts into ids: gigatoken where it knows the tokenizer, else `tokenizers`.
+"""Encode texts into ids: with gigatoken if it knows the tokenizer, else with Hugging Face `tokenizers`.
 
-Libraries carry Unicode tables of different years, and these decide what a letter is, so where GPT-2 cuts
-a text. Texts with characters that Python's own tables leave unassigned are therefore encoded by what
-Megatron itself uses: for GPT-2 the package `regex`, for other tokenizers `tokenizers`.
+Libraries have Unicode tables of different years. The tables decide which characters are letters, and thereby where
+GPT-2 cuts a text. Texts with characters that are unassigned in Python's tables are therefore encoded as Megatron
+encodes them: for GPT-2 with the package `regex`, for other tokenizers with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Offsets = NDArray[np.int64]
 Say = Callable[[str], None]
 
 _HF_BATCH_CHARACTERS = 1 << 19
-"""Text given to `tokenizers` at a time: it keeps over 100 bytes for each token of a batch."""
+"""Characters per batch of `tokenizers`, which keeps over 100 bytes per token of a batch."""
 _PIECES = 1 << 16
-"""Words given to it at a time where `regex` has cut a text."""
+"""Words per batch of `tokenizers`, if `regex` has cut the text."""
 _CHECKED_CHARACTERS = 1 << 14
-"""Of each document that is encoded twice, this much from its start."""
+"""Characters from the start of each document that two encoders encode to be compared."""
 _STRIDE = 1 << 20
-"""Characters looked at together: each takes four bytes."""
+"""Characters that are checked at a time; each takes four bytes."""
 _CACHE_BYTES = 224 << 20
-"""Growth of the process's memory at which gigatoken's cache is dropped."""
+"""Growth of the process's memory, in bytes, from which gigatoken's cache is dropped."""
 _LEAST_CHARACTERS = 16 << 20
-"""Encoded between two such drops, however large the process is for other reasons."""
+"""Characters that are encoded at least between two drops of the cache, however large the process is."""
 
 
 class Encoder(Protocol):
-    """Texts in, ids out. Safe to call from several threads; each call stays on its thread."""
+    """Encoder of texts into ids; several threads may call it, and each call stays on its thread."""
 
     name: str
 
@@ -51,35 +51,38 @@ class Encoder(Protocol):
 
 
 class GigatokenEncoder:
-    """Byte-pair encoding by `gigatoken`.
+    """Byte-pair encoder of `gigatoken`.
 
     Raises:
-        Exception: It does not know the tokenizer; of which type is gigatoken's own affair.
+        Exception: gigatoken does not know the tokenizer; it raises errors of several types.
     """
 
     name = "gigatoken"
 
     def __init__(self, spec: TokenizerSpec) -> None:
         self._spec = spec
-        self._prefix, self._suffix = _template(spec)
+        self._prefix, self._suffix = _find_special_tokens(spec)
         self._native = _load_gigatoken(spec)
         self._most_bytes = _resident_bytes() + _CACHE_BYTES
         self._since_load = 0
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """See `Encoder.encode`."""
-        layout = self._bounded(sum(map(len, texts))).encode_batch(texts, parallel=False).layout
+        """Encode texts into one flat array, as `Encoder.encode` describes."""
+        layout = self._get_native(sum(map(len, texts))).encode_batch(texts, parallel=False).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
         if len(self._prefix) + len(self._suffix):
-            rows = _rows(ids, offsets)
-            return _flat([np.concatenate((self._prefix, row, self._suffix)) for row in rows])
+            rows = _split_rows(ids, offsets)
+            return _join_rows([np.concatenate((self._prefix, row, self._suffix)) for row in rows])
         return ids, offsets
 
-    def _bounded(self, size: int) -> Any:
-        """The native tokenizer; a fresh one once its cache of words has grown too large.
+    def _get_native(self, size: int) -> Any:
+        """Return the native tokenizer, replaced by a new one if its cache of words has grown too large.
 
-        The cache has no bound of its own: 160 MB of random words made it take 1 GiB.
+        The cache has no limit: with 160 MB of random words it took 1 GiB.
+
+        Args:
+            size: Characters that will be encoded next.
         """
         with self._lock:
             self._since_load += size
@@ -90,7 +93,7 @@ class GigatokenEncoder:
 
 
 class HuggingFaceEncoder:
-    """Any tokenizer, by Hugging Face `tokenizers`: slower, but the reference."""
+    """Encoder of Hugging Face `tokenizers` for any tokenizer: slower, but the reference."""
 
     name = "tokenizers"
 
@@ -98,21 +101,24 @@ class HuggingFaceEncoder:
         self._tokenizer = _load_hugging_face(spec)
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """See `Encoder.encode`."""
+        """Encode texts into one flat array, as `Encoder.encode` describes."""
         rows: list[Ids] = []
         start = size = 0
         for end, text in enumerate(texts, start=1):
             size += len(text)
             if size >= _HF_BATCH_CHARACTERS or end == len(texts):
-                found = self._tokenizer.encode_batch_fast(texts[start:end])
-                rows += [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+                encodings = self._tokenizer.encode_batch_fast(texts[start:end])
+                rows += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
                 start, size = end, 0
-        return _flat(rows)
+        return _join_rows(rows)
 
 
 @functools.cache
 def megatrons_own(spec: TokenizerSpec) -> Callable[[str], Ids]:
-    """What Megatron encodes a text with: GPT-2's it cuts by the package `regex`. Slow, for few texts."""
+    """Return a function that encodes a text exactly as Megatron does; it is slow.
+
+    For GPT-2, Megatron cuts a text with the package `regex`.
+    """
     if spec.name != GPT2:
         return lambda text: _hugging_face(spec).encode([text])[0]
     import regex
@@ -136,7 +142,7 @@ def megatrons_own(spec: TokenizerSpec) -> Callable[[str], Ids]:
 
 
 class ExactEncoder:
-    """A fast encoder whose Unicode tables may be of another year than the reference's."""
+    """Encoder that corrects a fast one, whose Unicode tables may be of another year than Megatron's."""
 
     def __init__(self, fast: Encoder, spec: TokenizerSpec) -> None:
         self.name = fast.name
@@ -144,22 +150,22 @@ class ExactEncoder:
         self._spec = spec
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """See `Encoder.encode`."""
+        """Encode texts into one flat array, as `Encoder.encode` describes."""
         ids, offsets = self._fast.encode(texts)
         rare = [index for index, text in enumerate(texts) if has_unassigned(text)]
         if not rare:
             return ids, offsets
-        rows = _rows(ids, offsets)
+        rows = _split_rows(ids, offsets)
         for index in rare:
             rows[index] = megatrons_own(self._spec)(texts[index])
-        return _flat(rows)
+        return _join_rows(rows)
 
 
 def has_unassigned(text: str) -> bool:
-    """Whether a text holds characters that Python's tables leave unassigned."""
+    """Return True if a text holds characters that are unassigned in Python's Unicode tables."""
     if text.isascii():
         return False
-    first, unassigned = _unassigned()
+    first, unassigned = _find_unassigned()
     for start in range(0, len(text), _STRIDE):
         codes = np.frombuffer(text[start : start + _STRIDE].encode("utf-32-le"), np.uint32)
         if unassigned.take(codes[codes >= first]).any():
@@ -168,60 +174,63 @@ def has_unassigned(text: str) -> bool:
 
 
 @functools.cache
-def _unassigned() -> tuple[int, NDArray[np.bool_]]:
-    """The first such code point; and for each code point whether it is one."""
+def _find_unassigned() -> tuple[int, NDArray[np.bool_]]:
+    """Return the first unassigned code point, and for each code point whether it is unassigned."""
     points = range(sys.maxunicode + 1)
     flags = np.array([unicodedata.category(chr(point)) == "Cn" for point in points])
     return int(flags.argmax()), flags
 
 
 def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:
-    """The fast encoder if it knows the tokenizer and agrees with `tokenizers` on all samples.
+    """Return the fast encoder if it knows the tokenizer and agrees with `tokenizers` on all samples, else the slow one.
 
-    `say` is called whenever the slow encoder has to do the work, with the reason.
+    `say` is called with the reason if the slow encoder is chosen.
     """
-    if (reason := _unfit(spec, samples)) is None:
+    if (reason := _find_gigatoken_problem(spec, samples)) is None:
         return ExactEncoder(_gigatoken(spec), spec)
     say(f"Encoding with tokenizers: {reason}")
     slow = _hugging_face(spec)
     return ExactEncoder(slow, spec) if spec.name == GPT2 else slow
 
 
-def _unfit(spec: TokenizerSpec, samples: Sequence[str]) -> str | None:
-    """Why gigatoken cannot do the work."""
+def _find_gigatoken_problem(spec: TokenizerSpec, samples: Sequence[str]) -> str | None:
+    """Return a sentence on why gigatoken cannot be used; None if it can."""
     if any(token.get("single_word") for token in spec.added_tokens):
         return f"gigatoken does not honour single_word of '{spec.name}'."
     try:
         fast = _gigatoken(spec)
     except Exception as error:
         return f"gigatoken does not know '{spec.name}' ({str(error).strip().splitlines()[0]})."
-    texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _probes(spec)
+    texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _make_probes(spec)
     texts = [text for text in texts if not has_unassigned(text)]
-    found = first_difference(fast, _hugging_face(spec), texts) if texts else None
-    return None if found is None else f"gigatoken encodes {found[:60]!r} differently."
+    text = first_difference(fast, _hugging_face(spec), texts) if texts else None
+    return None if text is None else f"gigatoken encodes {text[:60]!r} differently."
 
 
-def first_difference(one: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
-    """The first text that two encoders do not agree on."""
-    found = zip(texts, _rows(*one.encode(texts)), _rows(*other.encode(texts)), strict=True)
-    return next((text for text, ours, theirs in found if not np.array_equal(ours, theirs)), None)
+def first_difference(encoder: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
+    """Return the first text that two encoders encode differently; None if they agree on all."""
+    rows, other_rows = _split_rows(*encoder.encode(texts)), _split_rows(*other.encode(texts))
+    for text, ids, other_ids in zip(texts, rows, other_rows, strict=True):
+        if not np.array_equal(ids, other_ids):
+            return text
+    return None
 
 
-def _probes(spec: TokenizerSpec) -> list[str]:
-    """Texts that show what encoders tend to get wrong in tokenizers other than the tested GPT-2."""
+def _make_probes(spec: TokenizerSpec) -> list[str]:
+    """Return texts that encoders often encode wrongly; empty for GPT-2, which is tested."""
     if spec.name == GPT2:
         return []
     surroundings = ("{}", "a{}b", " a {} b", "\n{}\n")
     around = [
-        place.replace("{}", token["content"])
+        template.replace("{}", token["content"])
         for token in spec.added_tokens[:64]
-        for place in surroundings
+        for template in surroundings
     ]
     return ["", " ", " Hello  world's 12345\n\n\tNaïve café — 日本語 😀\r\n", *around]
 
 
 def _load_gigatoken(spec: TokenizerSpec) -> Any:
-    import gigatoken.gigatoken_rs as native  # not every command encodes
+    import gigatoken.gigatoken_rs as native  # Not every command encodes.
 
     return native.load_hf_json(spec.definition)
 
@@ -230,8 +239,8 @@ def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _template(spec: TokenizerSpec) -> tuple[Ids, Ids]:
-    """Special tokens that the post-processor puts before and after each text."""
+def _find_special_tokens(spec: TokenizerSpec) -> tuple[Ids, Ids]:
+    """Return the special tokens that the post-processor puts before and after each text."""
     bare: list[int] = []
     full: list[int] = []
     if spec.name != GPT2 and json.loads(spec.definition).get("post_processor"):
@@ -247,9 +256,9 @@ _hugging_face = functools.cache(HuggingFaceEncoder)
 
 
 def _load_hugging_face(spec: TokenizerSpec) -> Any:
-    # The pipeline's own threads keep all cores busy; the setting is read at the first batch.
+    # The pipeline's threads keep all cores busy. `tokenizers` reads the variable at its first batch.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    import tokenizers  # only where it is needed
+    import tokenizers  # Not every command encodes.
 
     tokenizer = tokenizers.Tokenizer.from_str(spec.definition)
     tokenizer.no_truncation()
@@ -257,11 +266,13 @@ def _load_hugging_face(spec: TokenizerSpec) -> Any:
     return tokenizer
 
 
-def _rows(ids: Ids, offsets: Offsets) -> list[Ids]:
+def _split_rows(ids: Ids, offsets: Offsets) -> list[Ids]:
+    """Return the ids of each text, from the flat array of all ids."""
     return [ids[start:end] for start, end in pairwise(offsets.tolist())]
 
 
-def _flat(rows: Sequence[Ids]) -> tuple[Ids, Offsets]:
+def _join_rows(rows: Sequence[Ids]) -> tuple[Ids, Offsets]:
+    """Return the ids of all texts as one flat array, and the offset of each text in it."""
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     return np.concatenate([np.empty(0, np.uint32), *rows]), offsets

@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub (or a folder like one): streamed, or fetched as JSON lines.
+"""Read data sets of the Hugging Face hub (or of a folder like one): streamed, or fetched as JSON lines.
 
-Streaming holds nothing and needs the connection to the end. Fetching survives dropped connections: files
-that arrived, also by half, are kept in `.hub` beside the result until all of it is there.
+Streaming stores nothing and needs the connection to the end. Fetching survives dropped connections: files that
+arrived, even partly, stay in `.hub` next to the result until the result is complete.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from parakit.data import (
 from tools.preprocess.lines import Block
 
 _CACHE = ".hub"
-"""Beside the result, not in the home folder: a container's home does not outlive it."""
+"""Folder of fetched files, next to the result: a container's home folder would not outlive the container."""
 _STREAMED_ROWS = 64
-"""Rows asked for at a time; few, because one may be large."""
+"""Rows per request; few, because a row may be large."""
 _FETCHED_ROWS = 1000
 
 OPENWEBTEXT = "vuiseng9/openwebtext-10k"
-"""What the published runs read. No count of its tokens and no hash was published; their author's log
-(gpt2-xl over four GPUs, 2025-10-11) has its documents and the samples that Megatron drew, which follow
-from the documents' lengths."""
+"""Data set of the published runs.
+
+Neither its number of tokens nor a hash was published. The author's log (gpt2-xl on four GPUs, 2025-10-11) has the
+number of documents and of the samples that Megatron drew, which follows from the documents' lengths.
+"""
 DOCUMENTS = 10_000
 _SPLIT, _SEQ_LENGTH = "949,50,1", 1024
 _ASKED = (2_000_000, 400_040, 40)
-"""Samples that the published run asked of the training, validation and test split."""
+"""Samples that the published run needed from the training, validation and test split."""
 _DRAWN = (2_008_302, 400_551, 45)
-"""Samples that whole epochs of each had."""
+"""Samples that whole epochs of each split had."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """A split of a data set: `--input hub:NAME`, with `--hub-config` and `--hub-split`."""
+    """A split of a data set on the hub: `--input hub:NAME`, with `--hub-config` and `--hub-split`."""
 
     name: str
     config: str | None
@@ -56,20 +58,24 @@ class Hub:
 
     @property
     def label(self) -> str:
-        """How messages and manifests call it."""
+        """Name of the split in messages and manifests."""
         config = f"/{self.config}" if self.config else ""
         return f"{HUB_PREFIX}{self.name}{config}:{self.split}"
 
     def fetch(self, key: str, lines: Path) -> None:
-        """Write one column as JSON lines `{key: …}`, whole or not at all."""
+        """Fetch the data set and write one column as JSON lines `{key: …}`; a partial file never appears.
+
+        Raises:
+            DatasetError: The data set cannot be fetched or written.
+        """
         cache = lines.with_name(_CACHE)
-        # The client reads these when it is imported. One's own cache, and what it holds, stays.
+        # The client reads these variables when it is imported. A cache that the user has set is used instead.
         if not any(os.environ.get(name) for name in (*HUB_CACHES, "HF_HUB_OFFLINE")):
             os.environ["HF_HUB_CACHE"] = str(cache / "files")
             os.environ["HF_DATASETS_CACHE"] = str(cache / "tables")
         # The plain download resumes within a file; the chunked one needs services that mirrors lack.
         os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-        import datasets  # seconds, which a repeated call need not pay
+        import datasets  # Takes seconds, which a call that finds the file does not need.
 
         try:
             lines.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +84,7 @@ class Hub:
                 for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
                     rows = (json.dumps({key: value}, ensure_ascii=False) for value in batch[key])
                     stream.writelines(row.encode() + b"\n" for row in rows)
-        except Exception as error:  # the client has no common base for what a hub can do to it
+        except Exception as error:  # The client's errors have no common base class.
             name = getattr(error, "filename", None)
             if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
                 raise DatasetError(
@@ -87,7 +93,7 @@ class Hub:
                 ) from None
             endpoint = os.environ.get("HF_ENDPOINT") or "the Hugging Face hub"
             raise DatasetError(
-                f"Data set {self.name} was not fetched from {endpoint} ({_reason(error)}); run the "
+                f"Data set {self.name} was not fetched from {endpoint} ({_describe_error(error)}); run the "
                 "same command again (files that arrived whole are kept), name a mirror with "
                 "HF_ENDPOINT= or a cache that has it with HF_HOME=, or use other text: 'make "
                 f"prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl NAME={lines.stem}'."
@@ -95,7 +101,7 @@ class Hub:
         shutil.rmtree(cache, ignore_errors=True)
 
     def identity(self) -> InputIdentity:
-        """Of the split's files: on the hub their commit, in a folder their time stamps."""
+        """Return the identity of the split's files: their commit on the hub, or their time stamps in a folder."""
         builder, _ = self._opened
         files = (builder.config.data_files or {}).get(self.split)
         origin = getattr(files, "origin_metadata", None) or [builder.hash]
@@ -103,8 +109,12 @@ class Hub:
         return InputIdentity(self.label, 0, 0, digest)
 
     def blocks(self, offset: int, keys: Sequence[str]) -> Iterator[Block]:
-        """Blocks of the split, streamed, from row `offset` on."""
-        from tools.preprocess import tables  # imports pyarrow
+        """Yield the blocks of the streamed split, from row `offset` on.
+
+        Raises:
+            DatasetError: The split cannot be read, or lacks a column.
+        """
+        from tools.preprocess import tables  # Imports pyarrow, which other inputs do not need.
 
         try:
             for table in self._opened[1].skip(offset).with_format("arrow").iter(_STREAMED_ROWS):
@@ -114,51 +124,54 @@ class Hub:
         except DatasetError:
             raise
         except Exception as error:
-            raise self._unreadable(error) from None
+            raise self._make_error(error) from None
 
     @cached_property
     def _opened(self) -> tuple[Any, Any]:
-        """The client's description of the data set, and the split as a stream of rows."""
-        import datasets  # seconds that other inputs need not pay
+        """Description of the data set by the client, and the split as a stream of rows."""
+        import datasets  # Takes seconds, which other inputs do not need.
 
         try:
             builder = datasets.load_dataset_builder(self.name, self.config)
             return builder, builder.as_streaming_dataset(split=self.split)
         except Exception as error:
-            raise self._unreadable(error) from None
+            raise self._make_error(error) from None
 
-    def _unreadable(self, error: Exception) -> DatasetError:
+    def _make_error(self, error: Exception) -> DatasetError:
+        """Return the error that reports why the split cannot be read."""
         return DatasetError(
-            f"{self.label} cannot be read ({_reason(error)}); check name, split and network, or "
+            f"{self.label} cannot be read ({_describe_error(error)}); check name, split and network, or "
             "download it and give its files with --input."
         )
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return f"{type(error).__name__}: {first}"
 
 
 def comparison(dataset: Dataset) -> str:
-    """A sentence: this is the published `OPENWEBTEXT`, or what differs."""
+    """Return a sentence that says whether a data set is the published `OPENWEBTEXT`, or else what differs."""
     differs = "losses cannot be compared with the published ones."
     if dataset.documents != DOCUMENTS:
         return (
             f"Not the published data set: {dataset.documents:,} documents instead of {DOCUMENTS:,}; "
             f"{differs}"
         )
-    found = count_draws(dataset, _SPLIT, _SEQ_LENGTH, *_ASKED)
-    drawn = tuple(count_samples(part.epochs, part.tokens, _SEQ_LENGTH) for part in found)
+    draws = count_draws(dataset, _SPLIT, _SEQ_LENGTH, *_ASKED)
+    drawn = tuple(count_samples(part.epochs, part.tokens, _SEQ_LENGTH) for part in draws)
     if drawn != _DRAWN:
         return (
-            f"Not the published data set: Megatron draws {_listed(drawn)} samples from its splits where "
-            f"its author's run drew {_listed(_DRAWN)}; {differs}"
+            f"Not the published data set: Megatron draws {_join_numbers(drawn)} samples from its splits where "
+            f"its author's run drew {_join_numbers(_DRAWN)}; {differs}"
         )
     return (
-        f"As published: {DOCUMENTS:,} documents, and {_listed(_DRAWN)} samples of {_SEQ_LENGTH:,} "
+        f"As published: {DOCUMENTS:,} documents, and {_join_numbers(_DRAWN)} samples of {_SEQ_LENGTH:,} "
         "tokens in whole epochs of the splits, as in its author's log."
     )
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _join_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers with thousands separators, such as `1,000 / 20`."""
     return " / ".join(f"{number:,}" for number in numbers)

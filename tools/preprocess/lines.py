@@ -1,6 +1,7 @@
-"""Slices of inputs, and those of JSON lines, plain or compressed, as blocks of about `BLOCK_BYTES`.
+"""Cut JSON lines, plain or compressed, into blocks of about `BLOCK_BYTES`.
 
-The cuts follow from the offset a stream is read from, so a resumed run sees the same blocks.
+A slice is a stretch of one input. The cuts depend only on the offset from which a slice is read, so a resumed run
+sees the same blocks.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any, BinaryIO
 from tools.preprocess.documents import Problem, ProblemKind
 
 BLOCK_BYTES = 4 << 20
-"""Text parsed and encoded at a time; a longer line makes a longer block."""
+"""Bytes of text that are parsed and encoded at a time; a longer line makes a longer block."""
 _READ_BYTES = 1 << 20
 _ARCHIVE_READ_BYTES = 1 << 18
-"""Read from an archive at a time: what precedes damage is lost only up to this much."""
+"""Bytes per read of an archive: at most this much text before a damaged place is lost."""
 _LONGEST_ESCAPE = 6
-"""Bytes of JSON for one byte of text, at most: `\\u0041`."""
+"""Largest number of bytes of JSON per byte of text: `\\u0041` is one byte."""
 
 
 class Format(StrEnum):
-    """How an input holds its documents."""
+    """Format in which an input stores its documents."""
 
     LINES = "JSON lines"
     GZIP = "gzip"
@@ -41,48 +42,47 @@ class Slice:
     format: Format
     start: int
     stop: int | None
-    """None is the input's end."""
+    """End of the stretch; None is the input's end."""
     size_bytes: int
-    """Of the stretch as stored, for the progress line; 0 if not known."""
+    """Stored bytes of the stretch, for the progress line; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some whole lines, or some rows, of a slice; or one thing wrong with the input itself."""
+    """Some complete lines, or some rows, of a slice; or a problem with the input itself."""
 
     next_offset: int
-    """Byte (of the uncompressed text) or row that the block after this one starts at."""
+    """Byte (of the uncompressed text) or row at which the next block starts."""
     size_bytes: int
-    """Text in it."""
+    """Bytes of text in the block."""
     read_bytes: int
-    """How far the slice, or from `InputStream` the input, is read as stored."""
+    """Stored bytes that were read so far: of the slice, or in blocks of `InputStream` of all inputs."""
     content: object
     """JSON lines as bytes, Arrow columns, or a `Problem`."""
     slice_index: int = 0
-    """Set by `InputStream`."""
+    """Position of the slice among all slices; set by `InputStream`."""
 
 
 def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block]:
-    """Blocks of a slice.
+    """Yield the blocks of a slice; a damaged archive ends with a block that is a problem.
 
     Args:
-        slice_: Of JSON lines.
-        offset: Byte (of the uncompressed text) to start at; a line starts there.
-        limit: Largest document in bytes; of a line that must hold a larger one, only the end is
-            looked for.
+        slice_: A slice of JSON lines.
+        offset: Byte (of the uncompressed text) at which to start; a line must start there.
+        limit: Largest document in bytes. A line that must hold a larger one is skipped and gives a problem.
     """
     longest = None if limit is None else _LONGEST_ESCAPE * limit + BLOCK_BYTES
     is_archive = slice_.format is not Format.LINES
     buffer = bytearray()
     with Path(slice_.name).open("rb") as stored:
-        text = stored if not is_archive else _decompressed(stored, slice_.format)
-        pieces = _pieces(slice_, text, offset)
+        text = stored if not is_archive else _decompress(stored, slice_.format)
+        pieces = _read_pieces(slice_, text, offset)
         try:
             while True:
                 cut, dropped = _next_cut(buffer, pieces, longest)
                 if not cut:
                     return
-                rest = buffer[cut:]
+                remaining = buffer[cut:]
                 del buffer[cut:]
                 size = dropped + cut
                 offset += size
@@ -93,7 +93,7 @@ def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block
                     # A long line stays a bytearray, which is emptied as soon as it is parsed.
                     data = bytes(buffer) if size <= BLOCK_BYTES else buffer
                     yield Block(offset, size, stored.tell() - slice_.start, data)
-                buffer = rest
+                buffer = remaining
         except OSError as error:
             if not is_archive:
                 raise
@@ -105,11 +105,11 @@ def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block
 
 
 def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -> tuple[int, int]:
-    """Read a block of whole lines, or one long line, into the buffer.
+    """Read a block of complete lines, or one long line, into the buffer.
 
     Returns:
-        Where it ends in the buffer, 0 at the input's end; and how much of a line that is longer than
-        `longest` was dropped before.
+        Position in the buffer at which the block ends, 0 at the input's end; and the number of bytes that were
+        dropped from the buffer before, because the line is longer than `longest`.
     """
     while len(buffer) < BLOCK_BYTES and (piece := next(pieces, b"")):
         buffer += piece
@@ -125,14 +125,15 @@ def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -
     return cut or len(buffer), dropped
 
 
-def _decompressed(stored: BinaryIO, format_: Format) -> Any:
-    import pyarrow  # slow, and plain files do without
+def _decompress(stored: BinaryIO, format_: Format) -> Any:
+    """Return a stream of the decompressed text of an archive."""
+    import pyarrow  # Slow to import, and not needed for plain files.
 
     return pyarrow.CompressedInputStream(stored, format_.value)
 
 
-def _pieces(slice_: Slice, text: Any, offset: int) -> Iterator[bytes]:
-    """The text from `offset` on; an archive has to be read up to there."""
+def _read_pieces(slice_: Slice, text: Any, offset: int) -> Iterator[bytes]:
+    """Yield the text from `offset` on; the text of an archive before `offset` is read and dropped."""
     if slice_.format is Format.LINES:
         text.seek(offset)
         while piece := text.read(min(_READ_BYTES, (slice_.stop or 1 << 62) - text.tell())):
@@ -146,7 +147,7 @@ def _pieces(slice_: Slice, text: Any, offset: int) -> Iterator[bytes]:
 
 @functools.cache
 def lines_before(slice_: Slice) -> int:
-    """Number of lines (or rows) of the file before the slice; of lines it reads all."""
+    """Return the number of lines (or rows) of the file before the slice; lines are read to be counted."""
     if slice_.format is not Format.LINES or not slice_.start:
         return slice_.start
     count = 0
@@ -158,7 +159,7 @@ def lines_before(slice_: Slice) -> int:
 
 
 def next_line_start(path: Path, offset: int) -> int:
-    """Where the first line starts that starts at `offset` or after it."""
+    """Return the offset of the first line that starts at `offset` or after it."""
     with path.open("rb") as stream:
         if offset > 0:
             stream.seek(offset - 1)

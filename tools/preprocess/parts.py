@@ -1,6 +1,7 @@
-"""The numbered parts of an unfinished run: stretches of the input, each there whole or not at all.
+"""Write, read and join the numbered parts of an unfinished run.
 
-`part-000003/` holds a data set for each JSON key, with its manifest, and `part.json`: where it ends.
+A part is a stretch of the input, and is on the disk completely or not at all. `part-000003/` holds a data set per
+JSON key, with its manifest, and `part.json` with the position at which the part ends.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tools.preprocess.source import START, Position
 
 
 def read_parts(folder: Path) -> list[Position]:
-    """Where the parts end that earlier processes have left in the folder of a run."""
+    """Return the end positions of the parts that earlier processes left in a run's folder."""
     parts: list[Position] = []
     while (file := _part_folder(folder, len(parts)) / "part.json").exists():
         parts.append(decoded(file, Position))
@@ -47,8 +48,16 @@ def write_parts(
     identity: RunIdentity,
     engine: str,
 ) -> None:
-    """Write the next blocks, each with the place where it ends, and append their parts' ends."""
-    identity = replace(identity, inputs=())  # of which there may be thousands
+    """Write all blocks into further parts, and append the end position of each part to `parts`.
+
+    Args:
+        folder: Folder of the run.
+        parts: End positions of the parts that exist.
+        blocks: Encoded blocks, each with the position at which it ends.
+        identity: Identity of the run.
+        engine: Name of the encoder, for the manifests.
+    """
+    identity = replace(identity, inputs=())  # Thousands of inputs would make every manifest large.
     while not (parts and parts[-1].final):
         with atomic_directory(_part_folder(folder, len(parts)), durable=True) as unfinished:
             end = _write_part(unfinished, blocks, identity, engine)
@@ -59,7 +68,7 @@ def write_parts(
 def _write_part(
     folder: Path, blocks: Iterator[tuple[Position, Encoded]], identity: RunIdentity, engine: str
 ) -> Position:
-    """Write blocks until the part is full or there are no more of them; where it ends."""
+    """Write blocks until the part is full or no blocks are left; return the position at which it ends."""
     end, size = START, 0
     problems: Counter[str] = Counter()
     with ExitStack() as stack:
@@ -77,7 +86,7 @@ def _write_part(
 
 
 class _Output:
-    """A key's `.bin` as it grows; its `.idx` follows when it is complete."""
+    """Data set of one key while it grows: its `.bin`; `finish` writes its `.idx`."""
 
     def __init__(self, prefix: Path, identity: RunIdentity, stack: ExitStack) -> None:
         self._prefix = prefix
@@ -88,14 +97,14 @@ class _Output:
         self._text_bytes = 0
 
     def append(self, block: Packed) -> None:
-        """Add a block."""
+        """Append the tokens and documents of a block."""
         self._sha256.update(block.tokens)
         self._stream.write(block.tokens.data)
         self._pieces.append(block.index)
         self._text_bytes += block.text_bytes
 
     def finish(self) -> ShardHash:
-        """Have both files on the disk; what they hold."""
+        """Write both files to the disk; return their tokens, bytes of text and hash."""
         flush_to_disk(self._stream)
         write_index(idx_path(self._prefix), self._dtype, lambda: self._pieces)
         tokens = open_dataset(self._prefix).tokens
@@ -103,7 +112,11 @@ class _Output:
 
 
 def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
-    """Make the data sets of all parts, in the run's folder."""
+    """Join the parts into a data set per key, in the run's folder.
+
+    Raises:
+        DatasetError: A part is damaged.
+    """
     for key in identity.json_keys:
         try:
             parts = [open_dataset(_part_folder(folder, n) / key) for n in range(count)]
@@ -113,7 +126,11 @@ def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
 
 
 def decoded[Record](file: Path, kind: type[Record]) -> Record:
-    """A record that an earlier process wrote."""
+    """Read a record that an earlier process wrote.
+
+    Raises:
+        DatasetError: The file is damaged.
+    """
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except msgspec.MsgspecError:
@@ -121,4 +138,5 @@ def decoded[Record](file: Path, kind: type[Record]) -> Record:
 
 
 def _part_folder(folder: Path, number: int) -> Path:
+    """Return the folder of a part."""
     return folder / f"part-{number:06}"

@@ -1,4 +1,4 @@
-"""Blocks to ids as Megatron stores them: read, encoded, written at once; in order, in bounded memory."""
+"""Turn blocks of text into ids as Megatron stores them, on several threads, in order and in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tools.preprocess.encoders import Encoder
 from tools.preprocess.lines import BLOCK_BYTES, Block
 
 IN_FLIGHT_BYTES = 8 * BLOCK_BYTES
-"""Text between reading and writing, at most; a longer document passes alone."""
+"""Largest number of bytes of text between reading and writing; a longer document passes alone."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What one block adds to a data set."""
+    """Tokens and documents that one block adds to a data set."""
 
     tokens: IntArray
-    """Of the data set's dtype."""
+    """Token ids in the data set's dtype."""
     index: DocumentIndex
     text_bytes: int
     """UTF-8 bytes of the texts."""
 
 
 def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | None) -> Packed:
-    """Encode documents and lay them out as Megatron's script does.
+    """Encode documents and return them as Megatron's script stores them.
 
-    A text without tokens is no sequence; a document without sequences gets no end-of-document token
-    but keeps its boundary. The token belongs to the document's last sequence.
+    A text without tokens gives no sequence. A document without sequences gets no end-of-document token, but keeps
+    its boundary. The end-of-document token belongs to the document's last sequence.
     """
     documents = [[text] if isinstance(text, str) else text for text in texts]
     flat = [sentence for document in documents for sentence in document]
@@ -44,7 +44,7 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
     boundaries = filled[np.cumsum([0, *map(len, documents)])]
     lengths = lengths[lengths > 0].astype(np.int32)
     tokens = ids.astype(dtype)
-    del ids  # of a large document it is larger than what follows
+    del ids  # For a large document, `ids` takes more memory than all that follows.
     if eod is not None:
         last = boundaries[1:][np.diff(boundaries) > 0] - 1
         tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], eod)
@@ -54,19 +54,19 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
 
 @dataclass(frozen=True)
 class Encoded:
-    """A block on its way to the disk, without its texts, which are large."""
+    """An encoded block on its way to the disk, without its texts, which are large."""
 
     block: Block
     line_count: int
     problems: tuple[tuple[int, Problem], ...]
-    """With the line (or row) within the block, from 0."""
+    """Problems, each with its line (or row) within the block, from 0."""
     packed: tuple[Packed, ...]
-    """One for each JSON key."""
+    """Tokens and documents per JSON key."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Parses, encodes and packs blocks on several threads, keeping their order."""
+    """Parses, encodes and packs blocks on several threads, and keeps their order."""
 
     parser: Parser
     encoder: Encoder
@@ -75,7 +75,7 @@ class Pipeline:
     threads: int
 
     def run(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
-        """Yield every block, encoded, in order."""
+        """Yield the encoded blocks in order; at most `IN_FLIGHT_BYTES` of text are in memory."""
         pending: deque[tuple[int, Future[Encoded]]] = deque()
         in_flight = 0
         with ThreadPoolExecutor(self.threads, thread_name_prefix="encode") as pool:
@@ -85,7 +85,7 @@ class Pipeline:
                         size, future = pending.popleft()
                         in_flight -= size
                         yield future.result()
-                        del future  # or it would keep its block until the next one
+                        del future  # Else it would keep its block in memory until the next one.
                     pending.append((block.size_bytes, pool.submit(self._encode, block)))
                     in_flight += block.size_bytes
                     del block
@@ -95,11 +95,12 @@ class Pipeline:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _encode(self, block: Block) -> Encoded:
+        """Parse, encode and pack a block."""
         rows = self.parser.parse(block.content)
         if isinstance(block.content, bytearray):
-            block.content.clear()  # a large document; its text is all that is still needed
-        problems = [(at, row) for at, row in enumerate(rows) if isinstance(row, Problem)]
-        documents = [(at, row) for at, row in enumerate(rows) if not isinstance(row, Problem)]
+            block.content.clear()  # A large document, of which only the parsed text is needed from here on.
+        problems = [(line, row) for line, row in enumerate(rows) if isinstance(row, Problem)]
+        documents = [(line, row) for line, row in enumerate(rows) if not isinstance(row, Problem)]
         packed = tuple(
             pack([row[key] for _, row in documents], self.encoder, self.dtype, self.eod)
             for key in range(len(self.parser.keys))
@@ -113,5 +114,5 @@ class Pipeline:
 
 
 def default_threads() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What a command line asks for, carried out: inputs → tokens → data sets."""
+"""Make data sets from inputs: find the inputs, encode their documents, write and publish the data sets."""
 
 from __future__ import annotations
 
@@ -39,21 +39,27 @@ from tools.preprocess.source import START, InputStream, Position, PreprocessOpti
 from tools.preprocess.tokenizer import TokenizerSpec, load_tokenizer
 
 ANNOUNCED_BYTES = 64 << 20
-"""A document larger than this is announced before it is encoded."""
+"""Bytes from which a document is announced before it is encoded."""
 MEMORY_MULTIPLE = 12
-"""Peak memory of such a document, as a multiple of its size; measured, see the README."""
+"""Peak memory of such a document over its size, as measured (see the README)."""
 UNBROKEN_MULTIPLE = 40
-"""The same for a document without a space or a sign in it: one word of many MiB."""
+"""Peak memory over size of a document without spaces and punctuation: one word of many MiB."""
 _NAMED_PROBLEMS = 10
-"""Places named for each kind of problem; the others are only counted."""
+"""Problems of each kind that are printed; further ones are only counted."""
 
 
 LINE_SECONDS = 60.0
-"""Between two lines where there is no terminal."""
+"""Seconds between two progress lines if there is no terminal."""
 
 
 def preprocess(options: PreprocessOptions) -> list[Dataset]:
-    """Make a data set for each JSON key, resuming an earlier run that was cut off."""
+    """Make a data set per JSON key and return them; an earlier run that was cut off is resumed.
+
+    Data sets that are complete and have the same identity are returned as they are.
+
+    Raises:
+        DatasetError: An input or option is wrong, or the output exists and differs.
+    """
     spec, source = load_tokenizer(options.tokenizer), open_source(options)
     identity = RunIdentity(
         inputs=source.identities,
@@ -74,20 +80,20 @@ def preprocess(options: PreprocessOptions) -> list[Dataset]:
         with lock_folder(folder):
             retire(folder)
     if not folder.exists():
-        retire(folder)  # what a killed clean-up has left
-        if not options.overwrite and (done := _existing(list(prefixes.values()), identity)):
+        retire(folder)  # A clean-up that was killed may have left files.
+        if not options.overwrite and (done := _find_completed(list(prefixes.values()), identity)):
             progress.say("Nothing to do: these data sets are complete and of this very input.")
             return done
     with lock_folder(folder):
-        _claim(folder / "run.json", identity)
-        _Work(options, spec, source, progress).fill(folder, identity)
+        _claim_folder(folder / "run.json", identity)
+        _PartWriter(options, spec, source, progress).fill(folder, identity)
         publish(folder, prefixes)
         return [open_dataset(prefix) for prefix in prefixes.values()]
 
 
 @dataclass(frozen=True)
-class _Work:
-    """The way from blocks to parts."""
+class _PartWriter:
+    """Encodes the blocks of a source into parts."""
 
     options: PreprocessOptions
     spec: TokenizerSpec
@@ -95,7 +101,7 @@ class _Work:
     progress: ProgressLine
 
     def fill(self, folder: Path, identity: RunIdentity) -> None:
-        """Encode what is not yet in parts, and join all of them."""
+        """Encode the input that is in no part yet, and join all parts into data sets in `folder`."""
         parts = read_parts(folder)
         if parts:
             self.progress.say(
@@ -103,7 +109,7 @@ class _Work:
             )
         start = parts[-1] if parts else START
         parser = Parser(self.options.keys, self.options.max_document_bytes)
-        # The samples have no name here: one may be large, and the run would keep it to its end.
+        # No variable holds the samples: they may be large, and would stay in memory until the run ends.
         encoder = choose_encoder(
             self.spec, self.source.samples(self.options.cross_check, parser), self.progress.say
         )
@@ -111,12 +117,12 @@ class _Work:
         dtype = token_dtype(self.spec.vocabulary)
         pipeline = Pipeline(parser, encoder, dtype, identity.eod, threads)
         with self.progress:
-            blocks = self._named(start, pipeline.run(self._announced(start)))
+            blocks = self._locate_blocks(start, pipeline.run(self._announce_blocks(start)))
             write_parts(folder, parts, blocks, identity, encoder.name)
         join_parts(folder, len(parts), identity)
 
-    def _announced(self, start: Position) -> Iterator[Block]:
-        """The blocks to encode; a user hears of a very large one before it takes its memory."""
+    def _announce_blocks(self, start: Position) -> Iterator[Block]:
+        """Yield the blocks to encode; a very large document is announced before it takes its memory."""
         for block in self.source.blocks(start):
             if block.size_bytes > ANNOUNCED_BYTES:
                 self.progress.say(
@@ -127,21 +133,31 @@ class _Work:
                 )
             yield block
 
-    def _named(
+    def _locate_blocks(
         self, start: Position, blocks: Iterator[Encoded]
     ) -> Iterator[tuple[Position, Encoded]]:
-        """The blocks, each with the place where it ends; their problems named by file and line."""
+        """Yield the encoded blocks, each with the position at which it ends.
+
+        Problems are printed with file and line, and the progress line is updated.
+
+        Raises:
+            DatasetError: A document has a problem, and --on-error is not `skip`.
+        """
         seen: Counter[str] = Counter()
-        place = start
+        position = start
         for encoded in blocks:
             block = encoded.block
-            if block.slice_index != place.slice_index:
-                place = Position(block.slice_index, 0, 0)
+            if block.slice_index != position.slice_index:
+                position = Position(block.slice_index, 0, 0)
             for row, problem in encoded.problems:
                 seen[problem.kind] += 1
                 if seen[problem.kind] <= _NAMED_PROBLEMS:
-                    self._name(problem, self.source.slices[block.slice_index], place.lines + row)
-            place = Position(block.slice_index, block.next_offset, place.lines + encoded.line_count)
+                    self._print_problem(
+                        problem, self.source.slices[block.slice_index], position.lines + row
+                    )
+            position = Position(
+                block.slice_index, block.next_offset, position.lines + encoded.line_count
+            )
             self.progress.add(
                 done=block.read_bytes,
                 total=self.source.size_bytes,
@@ -149,68 +165,84 @@ class _Work:
                 documents=len(encoded.packed[0].index.boundaries) - 1,
                 tokens=sum(len(packed.tokens) for packed in encoded.packed),
             )
-            yield place, encoded
+            yield position, encoded
 
-    def _name(self, problem: Problem, slice_: Slice, line: int) -> None:
-        """Print `file:line: what (detail)`, with the line's number in the whole file, or refuse it."""
+    def _print_problem(self, problem: Problem, slice_: Slice, line: int) -> None:
+        """Print a problem as `file:line: kind (detail)`, with the line's number in the file.
+
+        Raises:
+            DatasetError: The problem is not harmless, and --on-error is not `skip`.
+        """
         where = (
             f":{lines_before(slice_) + line + 1}" if problem.kind != ProblemKind.EMPTY_FILE else ""
         )
         detail = f" ({problem.detail})" if problem.detail else ""
-        said = f"{slice_.name}{where}: {problem.kind}{detail}"
+        text = f"{slice_.name}{where}: {problem.kind}{detail}"
         if problem.kind in HARMLESS:
-            self.progress.say(f"{said} (noted)")
+            self.progress.say(f"{text} (noted)")
         elif self.options.on_error == "skip":
-            self.progress.say(f"{said} (left out)")
+            self.progress.say(f"{text} (left out)")
         else:
             raise DatasetError(
-                f"{said}; correct it, or leave such documents out with --on-error skip."
+                f"{text}; correct it, or leave such documents out with --on-error skip."
             )
 
 
-def _claim(file: Path, identity: RunIdentity) -> None:
-    """Say whose the working folder is."""
+def _claim_folder(file: Path, identity: RunIdentity) -> None:
+    """Write the run's identity into its working folder, or check that the folder belongs to the run.
+
+    Raises:
+        DatasetError: The folder belongs to a run that differs.
+    """
     if not file.exists():
         write_record(file, identity, durable=True)
-    elif changed := difference(identity, decoded(file, RunIdentity)):
+    elif changed := find_difference(identity, decoded(file, RunIdentity)):
         raise DatasetError(
             f"{file.parent} holds an unfinished run that differs: {changed}; "
             "repeat it as it was, or remove that folder."
         )
 
 
-def _existing(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
-    """The data sets, if this very run has been completed before."""
-    there = [p for prefix in prefixes for p in (idx_path(prefix), bin_path(prefix)) if p.exists()]
-    if not there:
+def _find_completed(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
+    """Return the data sets if this run was completed before; an empty list if no file exists.
+
+    Raises:
+        DatasetError: Files exist that are incomplete, or that another run made.
+    """
+    paths = [path for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix))]
+    existing = [path for path in paths if path.exists()]
+    if not existing:
         return []
-    remedy = (
-        f"remove it ('rm {there[0].with_suffix('')}.*'), or make another (NAME=, --output-prefix)."
-    )
+    remedy = f"remove it ('rm {existing[0].with_suffix('')}.*'), or make another (NAME=, --output-prefix)."
     try:
         datasets = [open_dataset(prefix) for prefix in prefixes]
     except DatasetError as error:
         raise DatasetError(
-            f"{there[0]} exists already, incomplete: {error} Else {remedy}"
+            f"{existing[0]} exists already, incomplete: {error} Else {remedy}"
         ) from None
     for dataset in datasets:
         if dataset.manifest is None:
-            raise DatasetError(f"{there[0]} exists already and has no manifest; {remedy}")
-        if changed := difference(identity, dataset.manifest.identity):
-            raise DatasetError(f"{there[0]} exists already, but {changed}; {remedy}")
+            raise DatasetError(f"{existing[0]} exists already and has no manifest; {remedy}")
+        if changed := find_difference(identity, dataset.manifest.identity):
+            raise DatasetError(f"{existing[0]} exists already, but {changed}; {remedy}")
     return datasets
 
 
-def difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
-    """Name the first thing two identities differ in, as `what was theirs, now ours`."""
-    for (what, was), (_, now) in zip(_facts(theirs), _facts(ours), strict=False):
+def find_difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
+    """Return the first difference of two identities, as `NAME was OLD, now NEW`; None if they are equal.
+
+    Args:
+        ours: The new identity.
+        theirs: The old identity.
+    """
+    for (name, was), (_, now) in zip(_list_facts(theirs), _list_facts(ours), strict=False):
         if was != now:
-            return f"{what} was {shorten(str(was), 200)}, now {shorten(str(now), 200)}"
+            return f"{name} was {shorten(str(was), 200)}, now {shorten(str(now), 200)}"
     return None
 
 
-def _facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
-    """What a run depends on, under names that a user knows."""
+def _list_facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
+    """Yield the values that a run depends on, each with a name that a user knows."""
     yield "the input", tuple(input_.name for input_ in identity.inputs)
     for input_ in identity.inputs:
         yield f"input {input_.name}", f"{input_.size_bytes} bytes"
@@ -227,9 +259,10 @@ def _facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
 
 
 class ProgressLine:
-    """Counts of this process, without what an earlier one committed; and what a user should know.
+    """Progress line: counts of this process, without those that an earlier process committed.
 
-    While it is entered, the line is on the terminal, where its last state stays.
+    As a context manager it shows the line on the terminal, where its last state stays. Without a terminal it prints
+    a line from time to time.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -256,7 +289,15 @@ class ProgressLine:
         terminal.say(self._console, sentence)
 
     def add(self, done: int, total: int, text_bytes: int, documents: int, tokens: int) -> None:
-        """Count a block, after which so many bytes of the input are done (of 0 if not known)."""
+        """Add the counts of a block and update the line.
+
+        Args:
+            done: Stored bytes of the input that are done.
+            total: Stored bytes of the input; 0 if unknown.
+            text_bytes: Bytes of text in the block.
+            documents: Documents in the block.
+            tokens: Tokens of the block, over all keys.
+        """
         self._text_bytes += text_bytes
         self._documents += documents
         self._tokens += tokens
@@ -269,6 +310,6 @@ class ProgressLine:
             self._printed = now
             task = self._shown.tasks[0]
             if task.time_remaining is not None:
-                left = timedelta(seconds=round(task.time_remaining))
-                line += f" · {task.percentage:.0f}% · {left} left"
+                remaining = timedelta(seconds=round(task.time_remaining))
+                line += f" · {task.percentage:.0f}% · {remaining} left"
             self.say(line)

@@ -1,4 +1,4 @@
-"""All inputs of a run, or its `--shard`, as one stream of blocks that can be entered anywhere."""
+"""Read all inputs of a run, or its `--shard`, as one stream of blocks that can start at any position."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
+    """Position between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
 
     slice_index: int
     offset: int
     lines: int
-    """Lines (or rows) of the slice before it."""
+    """Lines (or rows) of the slice before the position."""
     final: bool = False
     """Whether the input ends here."""
 
@@ -43,7 +43,11 @@ START = Position(0, 0, 0)
 
 
 def identify(path: Path) -> InputIdentity:
-    """Identity of a file: size, time stamp and a hash over its edges."""
+    """Return the identity of a file: name, size, time stamp, and a hash of its first and last MiB.
+
+    Raises:
+        DatasetError: The file cannot be read.
+    """
     try:
         status = path.stat()
         with path.open("rb") as stream:
@@ -56,21 +60,26 @@ def identify(path: Path) -> InputIdentity:
 
 
 def whole_file(path: Path) -> Slice:
-    """All of one file, its format by the first bytes: names lie."""
+    """Return a slice of a complete file; the first bytes decide its format.
+
+    Raises:
+        DatasetError: The name promises an archive or a table that the content is not.
+    """
     with path.open("rb") as stream:
         head = stream.read(4)
-    found = next((known for magic, known in _MAGIC.items() if head.startswith(magic)), Format.LINES)
+    formats = (known for magic, known in _MAGIC.items() if head.startswith(magic))
+    format_ = next(formats, Format.LINES)
     promised = _SUFFIXES.get(path.suffix, Format.LINES)
-    if head and found is Format.LINES is not promised:
+    if head and format_ is Format.LINES and promised is not Format.LINES:
         raise DatasetError(
             f"{path} is no {promised} file, whatever its name says; fetch it again or rename it."
         )
-    return Slice(str(path), found, 0, None, path.stat().st_size)
+    return Slice(str(path), format_, 0, None, path.stat().st_size)
 
 
 @dataclass(frozen=True)
 class InputShard:
-    """One of `count` parts; `index` counts from 0."""
+    """Part `index`, counted from 0, of an input that is cut into `count` parts."""
 
     index: int
     count: int
@@ -80,7 +89,11 @@ class InputShard:
 
 
 def parse_shard(text: str) -> InputShard:
-    """Parse `i/n`, or `slurm`: the task of a job array."""
+    """Return the shard of a text `i/n`, or for `slurm` that of this task in its job array.
+
+    Raises:
+        DatasetError: The text has another form, or there is no such part.
+    """
     if text == "slurm":
         names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
         try:
@@ -103,7 +116,7 @@ def parse_shard(text: str) -> InputShard:
 
 
 def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
-    """Slices of one part: plain files cut at lines, parquet at row groups, archives not at all."""
+    """Return the slices of one part. Plain files are cut at lines, parquet files at row groups, archives never."""
     if shard.count == 1:
         return tuple(files)
     total = sum(file.size_bytes for file in files)
@@ -116,7 +129,10 @@ def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
 
 
 def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
-    """What of a file lies in a window of stored bytes, counted from the file's start."""
+    """Yield the slice of a file that is in the window from `low` to `high`, in stored bytes from the file's start.
+
+    Nothing is yielded if the window holds no start of a line, row group or archive.
+    """
     size = file.size_bytes
     if file.format is Format.LINES and size:
         start, stop = (next_line_start(Path(file.name), min(max(x, 0), size)) for x in (low, high))
@@ -125,7 +141,7 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
         return
     groups: list[int] = []
     if file.format is Format.PARQUET:
-        from tools.preprocess.tables import row_groups  # imports pyarrow
+        from tools.preprocess.tables import row_groups  # Imports pyarrow.
 
         groups = row_groups(file.name)
     if not groups:
@@ -134,7 +150,7 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
         return
     starts = [0, *accumulate(groups)]
     rows = max(starts[-1], 1)
-    inside = [n for n, at in enumerate(starts[:-1]) if low <= size * at // rows < high]
+    inside = [group for group, row in enumerate(starts[:-1]) if low <= size * row // rows < high]
     if inside:
         start, stop = starts[inside[0]], starts[inside[-1] + 1]
         yield replace(file, start=start, stop=stop, size_bytes=size * (stop - start) // rows)
@@ -142,7 +158,7 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Flags of a run; `cli` has their defaults."""
+    """Flags of a run; `cli.py` has their defaults."""
 
     inputs: tuple[str, ...]
     """Files, folders, globs; or one `hub:NAME`."""
@@ -156,18 +172,18 @@ class PreprocessOptions:
     append_eod: bool
     on_error: Literal["stop", "skip"]
     cross_check: int
-    """Documents encoded by two tokenizers before the run."""
+    """Number of documents that two tokenizers encode before the run, to be compared."""
     part_bytes: int
-    """Input between two commits."""
+    """Bytes of input per part."""
     threads: int
-    """0 is every core this process may use."""
+    """Number of threads; 0 is one per core that this process may use."""
     restart: bool
     overwrite: bool
 
 
 @dataclass(frozen=True)
 class InputStream:
-    """Slices in order, and how to read them."""
+    """Slices of the inputs in their order, which can be read from any position."""
 
     slices: tuple[Slice, ...]
     identities: tuple[InputIdentity, ...]
@@ -177,11 +193,11 @@ class InputStream:
 
     @property
     def size_bytes(self) -> int:
-        """Of everything as stored; 0 if not known."""
+        """Stored bytes of all slices; 0 if unknown."""
         return sum(slice_.size_bytes for slice_ in self.slices)
 
     def blocks(self, start: Position) -> Iterator[Block]:
-        """All blocks from a position on."""
+        """Yield all blocks from a position on; an empty file gives a block that is a problem."""
         before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
         for index in range(start.slice_index, len(self.slices)):
             slice_ = self.slices[index]
@@ -195,29 +211,36 @@ class InputStream:
             before += slice_.size_bytes
 
     def samples(self, count: int, parser: Parser) -> list[str]:
-        """Up to `count` documents from the start of the first, the middle and the last slice."""
-        places = sorted({0, len(self.slices) // 2, len(self.slices) - 1})
-        found: list[str] = []
-        for slice_ in [self.slices[place] for place in places] if count and self.slices else ():
+        """Return up to `count` documents from the starts of the first, the middle and the last slice."""
+        if not count or not self.slices:
+            return []
+        indices = sorted({0, len(self.slices) // 2, len(self.slices) - 1})
+        samples: list[str] = []
+        for slice_ in [self.slices[index] for index in indices]:
             block = next(self._open(slice_, slice_.start), None)
             rows = parser.parse(block.content) if block else []
             texts = [text for row in rows if not isinstance(row, Problem) for text in row]
             joined = [text if isinstance(text, str) else "\n".join(text) for text in texts]
-            found += joined[: -(-count // len(places))]
-        return found[:count]
+            samples += joined[: -(-count // len(indices))]
+        return samples[:count]
 
     def _open(self, slice_: Slice, offset: int) -> Iterator[Block]:
+        """Return the blocks of a slice from an offset on."""
         if self.hub is not None:
             return self.hub.blocks(offset, self.keys)
         if slice_.format is Format.PARQUET:
-            from tools.preprocess.tables import table_blocks  # imports pyarrow
+            from tools.preprocess.tables import table_blocks  # Imports pyarrow.
 
             return table_blocks(slice_, offset, self.keys)
         return line_blocks(slice_, offset, self.max_document_bytes)
 
 
 def open_source(options: PreprocessOptions) -> InputStream:
-    """Find what `--input` names and cut it to the part asked for."""
+    """Find the inputs that `--input` names, and return those of the requested part as a stream.
+
+    Raises:
+        DatasetError: A key cannot name a file, the inputs do not go together, or one cannot be read.
+    """
     keys, limit = options.keys, options.max_document_bytes
     for key in keys:
         if not key or "/" in key or "\0" in key or keys.count(key) > 1:
@@ -225,9 +248,9 @@ def open_source(options: PreprocessOptions) -> InputStream:
                 f"--json-keys '{key}' cannot name a data set: keys become part of the file's "
                 "name, so each must be given once, without slashes."
             )
-    first, *others = options.inputs
+    first, *further = options.inputs
     if any(name.startswith(HUB_PREFIX) for name in options.inputs):
-        if others:
+        if further:
             raise DatasetError("--input hub:NAME stands alone; run once for each and merge.")
         if options.shard.count > 1:
             raise DatasetError(

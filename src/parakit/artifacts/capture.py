@@ -45,6 +45,8 @@ UPDATE_MAGNITUDE = "reach of earlier updates"
 """Slot of the distance by which earlier updates would have moved each weight with a gradient of its row's size."""
 RATE_SLOTS = ("learning rate", "weight decay")
 """Slots of the optimizer's settings for a parameter."""
+MASTER_CAST = "weight, rounded from its master copy"
+"""Slot of a weight when captures are compared: it must equal the strategy's own fp32 copy, rounded."""
 COUNTED_ONCE = "counted once"
 """Slot of a parameter in the norm's stage when captures are compared."""
 BUCKETS, CLIPPING = "buckets", "clipping"

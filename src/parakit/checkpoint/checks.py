@@ -286,7 +286,7 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
             if not values.isfinite().all():
                 yield f"{name} is not finite in the piece at {list(begin)}."
             elif values.squeeze().ndim > 1 and not values.any():
-                yield f"{name} is 0 in the whole piece at {list(begin)}: nobody has written it."
+                yield f"{name} is 0 in the whole piece at {list(begin)}: it was never written."
             elif main and not read_box(folder, main, begin, size).to(values.dtype).equal(values):
                 yield (
                     f"The optimizer's main weights of {name} are not the model's weights: they are of "
@@ -298,7 +298,7 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
         if not read_piece(folder, copy.part).equal(read_piece(folder, first_part)):
             yield (
                 f"{copy.name} at {list(copy.begin)} differs between {copy.part.file} and "
-                f"{first_part.file}: ranks must hold it alike."
+                f"{first_part.file}: all ranks must hold the same values."
             )
 
 
@@ -313,10 +313,10 @@ def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
         if name.startswith(_LAYERS) and not has_stacked_layers:
             continue
         if name not in shapes:
-            yield f"{name} is missing, which the model of its arguments has."
+            yield f"{name} is missing: the model of the checkpoint's arguments has it."
         elif shapes[name] != expected:
             yield (
-                f"{name} has the shape {list(shapes[name])}, and the model of its arguments "
+                f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
                 f"{list(expected)}."
             )
     padded_rows = contents.arguments.get("padded_vocab_size", "")
@@ -326,20 +326,20 @@ def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
         expected = (int(padded_rows), shape.hidden)
         if shapes[name] != expected:
             yield (
-                f"{name} has the shape {list(shapes[name])}, and its arguments say {list(expected)}: it "
-                "was padded otherwise, or is another model's."
+                f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
+                f"{list(expected)}: it was padded otherwise, or is of another model."
             )
     if EMBEDDING not in shapes:
-        yield f"{EMBEDDING} is missing, which the model of its arguments has."
+        yield f"{EMBEDDING} is missing: the model of the checkpoint's arguments has it."
     if OUTPUT in shapes and shape.tied_embeddings:
-        yield f"{OUTPUT} is left over: its arguments say that the embedding is the output layer."
+        yield f"{OUTPUT} is left over: by the checkpoint's arguments the embedding is the output layer."
     if OUTPUT not in shapes and not shape.tied_embeddings:
-        yield f"{OUTPUT} is missing: its arguments say --untie-embeddings-and-output-weights."
+        yield f"{OUTPUT} is missing: the checkpoint's arguments have --untie-embeddings-and-output-weights."
     for name in shapes:
         is_bias = name.startswith(_LAYERS) and name.endswith(".bias") and "layernorm" not in name
         model_has_bias = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
         if is_bias and not model_has_bias:
-            yield f"{name} is left over: its arguments say --disable-bias-linear."
+            yield f"{name} is left over: the checkpoint's arguments have --disable-bias-linear."
 
 
 def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:
@@ -407,7 +407,7 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
     has_known_format = is_legacy or contents.format == TORCH_DIST
     if spec is None or not has_known_format:
         subject = (
-            "one without arguments"
+            "a checkpoint without arguments"
             if has_known_format
             else f"a checkpoint of the format {contents.format}"
         )
@@ -459,7 +459,7 @@ def _list_load_flags(
 
 
 def _explain_unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
-    """Yield a sentence if Megatron cannot load this format, or these tensors, under a strategy.
+    """Yield the reason why Megatron cannot load the checkpoint's format or tensors under a strategy, if there is one.
 
     The rules are those of Megatron 0.19 (`training/arguments.py: validate_args`). `--use-megatron-fsdp`
     takes only `--ckpt-format fsdp_dtensor`; a torch_dist checkpoint ends in `KeyError: 'model'`.

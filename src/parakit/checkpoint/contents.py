@@ -49,9 +49,9 @@ TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", 
 
 _WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
 COMMON, COMMON_FILE = "common_state/", "common.pt"
-"""Where a torch_dist checkpoint stores the common state, which all ranks hold alike.
+"""Where a torch_dist checkpoint stores the common state, which is identical on all ranks.
 
-Megatron 0.19 and later store an object with the name's prefix beside the tensors, earlier versions a file.
+Megatron 0.19 and later store an object whose name has this prefix, and earlier versions store this file.
 """
 _FSDP_COMMON_OBJECTS = ("args", "iteration")
 _PRINTED_TYPES = (str, int, float, list, tuple, type(None))
@@ -94,7 +94,7 @@ class Contents:
     copies: tuple[ReplicatedPiece, ...] = ()
     """Pieces that further ranks hold of a tensor. They must equal the pieces in `stored`."""
     unknown_model: str = ""
-    """The reason why a Hugging Face config.json does not tell which tensors there must be; else empty."""
+    """The reason why the tensors of a Hugging Face model are unknown; empty if its config.json defines them."""
 
     @cached_property
     def weights(self) -> dict[str, StoredTensor]:
@@ -237,7 +237,7 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
 def _read_common_state(
     folder: Path, stored: StoredMetadata, checkpoint_format: str
 ) -> dict[str, Any]:
-    """Read the state that all ranks hold alike; of FSDP's format only the arguments and the iteration.
+    """Read the common state, which is identical on all ranks; of FSDP's format only arguments and iteration.
 
     Raises:
         DamagedCheckpointError: A torch_dist checkpoint has no such state, or it cannot be read.
@@ -318,7 +318,7 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
     arguments = next(filter(None, printed), {})
     stored, copies = join_rank_files(folder, content_by_rank, arguments)
     for name in find_missing_ranks({path.parent.name for path in rank_files}, arguments):
-        problems.append(f"{name} is missing, which its arguments have.")
+        problems.append(f"{name} is missing: the checkpoint's arguments imply it.")
     keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
     states = tuple(
         state

@@ -35,7 +35,10 @@ ROW_PARALLEL_MODULES = ("linear_proj", "linear_fc2")
 """Modules whose weights TP splits along the first dimension, and along the second."""
 
 _REPLICATED = re.compile(r"norm|router|position_embeddings|linear_(proj|fc2)\.bias")
-"""Tensors that all TP ranks hold alike. Of other tensors that TP does not split, nothing is known."""
+"""Names of tensors that are identical on all TP ranks.
+
+Other tensors that TP does not split may differ between ranks.
+"""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERTS = ".experts.experts."
 _EXPERT = re.compile(
@@ -83,7 +86,7 @@ class _RankIndices:
 
 @dataclass(frozen=True)
 class ReplicatedPiece:
-    """A piece that another rank holds of a tensor, beside the piece that is part of the full tensor."""
+    """A piece of a tensor that is also stored by another rank, whose piece is part of the full tensor."""
 
     name: str
     begin: Shape

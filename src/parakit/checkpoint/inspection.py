@@ -53,7 +53,7 @@ class CheckpointInspection(PresentedTable):
 
     @property
     def is_as_wanted(self) -> bool:
-        """True if no fault was found, the strategy loads the checkpoint and the two are one model."""
+        """True if there is no fault, the strategy loads the checkpoint, and both checkpoints are one model."""
         is_same_model = all(relation.is_same for relation in self.relations or ())
         is_loadable = self.loading is None or self.loading.verdict.startswith("loads")
         has_problems = bool(self.problems or self.other_problems)

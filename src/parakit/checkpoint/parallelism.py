@@ -1,12 +1,12 @@
 """Convert the common state of a torch_dist checkpoint from one strategy to another.
 
-The common state is what all ranks of a torch_dist checkpoint hold alike. Tensors are stored in full in this
-format, so the strategy shows only in the common state: in the arguments, by which Megatron decides what it
+The common state is the part of a torch_dist checkpoint that is identical on all ranks. Tensors are stored in
+full in this format, so the strategy shows only in the common state: in the arguments, by which Megatron decides what it
 loads (`training/checkpointing.py: load_checkpoint`), and in the form of the optimizer's entry.
 
 * Without a distributed optimizer the entry holds `param_groups` and one `common_step`, a tensor. The main
   weights of a half-precision model are stored as `optimizer.state.fp32_param.…`. An fp32 model has no main
-  weights beside its weights.
+  weights in addition to its weights.
 * With a distributed optimizer (`fully_reshardable`) the entry holds `param_groups`, which contain the step,
   and a `param_state_sharding_type`, which `content_metadata` repeats. Main weights are stored as
   `optimizer.state.param.…`, also those of fp32 models.
@@ -80,7 +80,7 @@ def convert_common_state(
     """Convert the common state in place: arguments, RNG state and the optimizer's entries.
 
     Args:
-        common: The common state as `rewrite_saved` passes it: its classes are stand-ins.
+        common: The common state as `rewrite_saved` passes it. Objects of Megatron's classes are `StandIn`s.
         new: The strategy to convert to.
         old: The strategy to convert from.
         vocabulary_rows: Rows of the padded vocabulary; 0 if unknown, which keeps the padding's flag.

@@ -229,7 +229,7 @@ def _refuse_fixed_states(contents: Contents, old: Parallelism, new: Parallelism)
     """Raise an error if the optimizer's states are in a form that only the strategy `old` can load.
 
     Raises:
-        ReshardError: They are.
+        ReshardError: The states are in such a form, and `new` is not `old` with another DP.
     """
     optimizer_format = contents.optimizer_format
     is_sharded = old.sharding is not Sharding.NONE
@@ -257,7 +257,7 @@ def _begin_or_continue(unfinished: Path, job: _ReshardJob) -> None:
         return
     if msgspec.json.decode(path.read_bytes(), type=_ReshardJob) != job:
         raise ReshardError(
-            f"{relative_to_root(unfinished)} is what another reshard has left; remove it, or name "
+            f"{relative_to_root(unfinished)} is left over from another reshard; remove it, or name "
             "another TO=."
         )
 
@@ -347,9 +347,12 @@ class _ReshardPlan:
         if new.tensor != old.tensor and rows:
             old_multiple = int(self._contents.arguments.get(MULTIPLE, rows))
             multiple = padding_multiple(old_multiple, rows, new, old)
-            yield f"Load it with --make-vocab-size-divisible-by {multiple}: its rows are padded so."
+            yield (
+                f"Load it with --make-vocab-size-divisible-by {multiple}, which pads the vocabulary to the "
+                "same rows."
+            )
         if changes_model_parallel_ranks(new, old) and "random" in self._contents.states:
-            yield "Without random states: masks of dropout are those of a fresh start."
+            yield "The random states are left out, so dropout masks are those of a run that starts anew."
 
     def write(self, folder: Path, progress: ConversionProgress) -> str:
         """Write the files that are not written yet, then the metadata of all; return the summary line.

@@ -30,8 +30,8 @@ def short_help() -> str:
     """Return the text of `make help`: the most used commands, and the variables that they take most often."""
     usual = (command for command in COMMANDS if command.is_usual)
     lines = [f"  {_target_name(command):<11} {command.help}" for command in usual]
-    lines.append("  help-all    every target and every variable")
-    lines.append("Such as: make train-tp2-gpt2-tiny-2cpu ITERS=50")
+    lines.append("  help-all    list every target and every variable")
+    lines.append("Example: make train-tp2-gpt2-tiny-2cpu ITERS=50")
     return "\n".join(lines)
 
 

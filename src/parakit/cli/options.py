@@ -220,7 +220,9 @@ _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
 def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str]:
-    """Return a command line as make's variables (`NAME=value`), which may be among the arguments already.
+    """Return a command line as assignments of make's variables, `NAME=value`.
+
+    Arguments that are assignments already stay.
 
     If the command takes ARGS=, options that are no variables of make go there.
 
@@ -305,7 +307,7 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         hint = (
             f"did you mean {similar[0]}=?"
             if similar
-            else "'make help-all' names those that it takes."
+            else "'make help-all' lists the variables of each target."
         )
         if name not in known:
             raise SettingError(f"There is no variable {name}; {hint}")

@@ -97,7 +97,7 @@ def _split_command_line(argv: list[str]) -> tuple[str, list[str]]:
     has_targets = any(command.name == f"{name}-*" for command in COMMANDS)
     if has_targets and find_command(name) is None:
         if not arguments:
-            raise ValueError(f"Name what, for example: parakit {name} {_EXAMPLES[name]}")
+            raise ValueError(f"Name a target, for example: parakit {name} {_EXAMPLES[name]}")
         if not arguments[0].startswith("-"):
             return f"{name}-{arguments[0]}", arguments[1:]
     return name, arguments
@@ -191,9 +191,8 @@ def _start_in_clone(name: str, arguments: Sequence[str], reason: str) -> int:
     clone = find_clone(Path.cwd())
     if clone is None:
         raise ValueError(
-            f"'parakit {name}' {reason}, which takes a clone of the kit, and "
-            f"{Path.cwd()} is in none: change into one, or use plan, report and the others of "
-            "'parakit --help'."
+            f"'parakit {name}' {reason}, which takes a clone of the kit, and {Path.cwd()} is in none; "
+            "change into a clone, or use plan, report or another command of 'parakit --help'."
         )
     return _exec_in_clone(clone, name, arguments)
 
@@ -230,7 +229,7 @@ def _build_overview() -> ArgumentParser:
     """Return the parser of the program itself, with one subcommand per public command."""
     parser = ArgumentParser(
         prog="parakit",
-        description="What each way of splitting a model costs: plan, read logs, train, verify.",
+        description="Plan, train, measure and verify ways to split a model over devices.",
         epilog="'parakit COMMAND --help' lists a command's options. Tab completion: "
         'eval "$(register-python-argcomplete parakit)".',
     )
@@ -255,7 +254,7 @@ def _add_clone_command(subparsers: Any, command: Command) -> None:
     parser = subparsers.add_parser(
         name,
         help=f"{rewrite_as_options(command.help, command)} (in a clone)",
-        epilog="\n".join(("of the run:", *option_lines)),
+        epilog="\n".join(("variables of the run, as options:", *option_lines)),
         formatter_class=RawDescriptionHelpFormatter,
     )
     if command.name.endswith("-*"):

@@ -143,7 +143,7 @@ def _check_value(name: str, value: str) -> str:
     """Return the value of a make variable if it can stand in an #SBATCH line without quotes.
 
     Raises:
-        LaunchError: It cannot.
+        LaunchError: The value has a character that needs quotes.
     """
     if _VALUE.fullmatch(value) is None:
         raise LaunchError(f"{name}={value} is not a word that sbatch takes.")

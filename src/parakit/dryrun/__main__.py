@@ -1,4 +1,7 @@
-"""Reads a job a line, runs each in a fork of a process that has imported everything, writes answers."""
+"""The process of the dry run: it reads one job per line and writes one answer per job.
+
+Each job runs in a fork of this process, which has imported everything.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from parakit.artifacts.dry_run import RankAnswer, RankJob
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Read jobs from stdin and write answers to stdout until the input ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # Megatron prints; only answers may go where answers are read.
+    # Megatron prints to stdout, where the planner reads answers. Its lines go to stderr instead.
+    os.dup2(2, 1)
     with freeze_imports():
         from parakit.dryrun.run import prepare
 
@@ -28,31 +32,36 @@ def main() -> None:
 def _run_in_fork(entry: ModuleType, job: RankJob) -> bytes:
     """Run a job in a fork and return its encoded answer.
 
-    Megatron's state is global, so that a process can be one rank only.
+    Megatron's state is global, so a process can be only one rank. If the fork ends without an answer, the returned
+    answer is an error.
     """
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
-        from parakit.dryrun.run import run_rank
-
         os.close(receive)
-        try:
-            answered = RankAnswer(report=run_rank(entry, job))
-        except (Exception, SystemExit) as error:
-            import traceback
-
-            traceback.print_exc()
-            lines = str(error).strip().splitlines() or [""]
-            answered = RankAnswer(error=f"{type(error).__name__}: {lines[0]}")
-        with os.fdopen(send, "wb") as answer:
-            answer.write(msgspec.json.encode(answered))
+        with os.fdopen(send, "wb") as pipe:
+            pipe.write(msgspec.json.encode(_answer_job(entry, job)))
         os._exit(0)
     os.close(send)
-    with os.fdopen(receive, "rb") as answer:
-        text = answer.read()
+    with os.fdopen(receive, "rb") as pipe:
+        text = pipe.read()
     _, status = os.waitpid(child, 0)
-    signal = f"its process was ended (wait status {status}); free some memory."
-    return text or msgspec.json.encode(RankAnswer(error=signal))
+    killed = f"its process was ended (wait status {status}); free some memory."
+    return text or msgspec.json.encode(RankAnswer(error=killed))
+
+
+def _answer_job(entry: ModuleType, job: RankJob) -> RankAnswer:
+    """Run a job in this process and return its report, or the first line of its error."""
+    from parakit.dryrun.run import run_rank
+
+    try:
+        return RankAnswer(report=run_rank(entry, job))
+    except (Exception, SystemExit) as error:
+        import traceback
+
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or [""]
+        return RankAnswer(error=f"{type(error).__name__}: {lines[0]}")
 
 
 if __name__ == "__main__":

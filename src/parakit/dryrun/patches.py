@@ -1,4 +1,7 @@
-"""Patches beyond the CPU's for tensors without contents in a world of one process."""
+"""Patches for tensors without contents in a world of one process, beyond the patches for CPU ranks.
+
+Each patch replaces a function of torch or Megatron; its reason stands in `_PATCHES`.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,31 @@ from megatron_patches.registry import Patch, Replacement
 from parakit.accounting import PROCESS_GROUP_METHODS
 
 
-def _instead(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
-    """What makes this of any original."""
+def _replace_with(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    """Return a replacement that ignores the original and gives `function`."""
     return lambda original: function
 
 
 @contextlib.contextmanager
-def _no_random_state(*_: Any, **__: Any) -> Iterator[None]:
+def _keep_random_state(*_: Any, **__: Any) -> Iterator[None]:
+    """Run the `with` block without a change of the random number generator."""
     yield
 
 
-def _all_gather_object(answers: list[Any], own: Any, _: Any = None, **__: Any) -> None:
-    answers[:] = [own] * len(answers)
+def _all_gather_object(gathered: list[Any], item: Any, _: Any = None, **__: Any) -> None:
+    """Fill the list of all ranks' objects with this rank's object."""
+    gathered[:] = [item] * len(gathered)
 
 
-def _converted_to(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
-    """`Module.half` and `.bfloat16`: torch swaps fake parameters in place, and cannot where
-    something refers to them weakly; here each is replaced, with what Megatron wrote on it."""
+def _build_converter(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
+    """Return a replacement of `Module.half` or `Module.bfloat16`, which convert a module's dtype.
+
+    torch swaps fake parameters in place, which fails if a weak reference to them exists. The replacement creates new
+    parameters with the attributes that Megatron set on the old ones.
+    """
 
     def convert(model: torch.nn.Module) -> torch.nn.Module:
+        """Convert all floating-point parameters and buffers of a model in place, and return the model."""
         for module in model.modules():
             for name, old in module._parameters.items():
                 if old is not None and old.is_floating_point() and old.dtype != dtype:
@@ -47,10 +56,12 @@ def _converted_to(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.
                     module._buffers[name] = buffer.to(dtype)
         return model
 
-    return _instead(convert)
+    return _replace_with(convert)
 
 
-def _fused(original: Callable[..., None]) -> Callable[..., None]:
+def _fuse_adam(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the initialiser of AdamW with `fused=True` as default."""
+
     @functools.wraps(original)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **{"fused": True, **kwargs})
@@ -64,11 +75,12 @@ def _dropout_in_one_kernel(
     training: bool = True,
     inplace: bool = False,  # noqa: ARG001 - torch's signature
 ) -> torch.Tensor:
+    """Return `input` after dropout by the operator that stores its mask in one byte per element."""
     return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and weight, as Transformer Engine's kernel does."""
+    """RMSNorm that stores its input and weight for backward, as Transformer Engine's kernel does."""
 
     @staticmethod
     def forward(
@@ -79,20 +91,24 @@ class _RmsNorm(torch.autograd.Function):
         weight: torch.Tensor,
         eps: float | None,
     ) -> torch.Tensor:
+        """Return the norm by `rms_norm`, torch's own function."""
         ctx.save_for_backward(input, weight)
-        ctx.again = lambda x, w: rms_norm(x, shape, w, eps)
+        ctx.recompute = lambda x, w: rms_norm(x, shape, w, eps)
         return rms_norm(input, shape, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight = (kept.detach().requires_grad_() for kept in ctx.saved_tensors)
+        """Return the gradients of input and weight, from a recomputed norm."""
+        input, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
         with torch.enable_grad():
-            output = ctx.again(input, weight)
-        of_input, of_weight = torch.autograd.grad(output, (input, weight), gradients)
-        return None, of_input, None, of_weight, None
+            output = ctx.recompute(input, weight)
+        input_gradient, weight_gradient = torch.autograd.grad(output, (input, weight), gradients)
+        return None, input_gradient, None, weight_gradient, None
 
 
 def _norm_in_one_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a replacement of torch's `rms_norm` that stores for backward what a fused kernel stores."""
+
     def rms_norm(
         input: torch.Tensor,
         normalized_shape: Sequence[int],
@@ -101,17 +117,20 @@ def _norm_in_one_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., 
     ) -> torch.Tensor:
         if weight is None:
             return original(input, normalized_shape, weight, eps)
-        found: torch.Tensor = _RmsNorm.apply(original, input, normalized_shape, weight, eps)
-        return found
+        output: torch.Tensor = _RmsNorm.apply(original, input, normalized_shape, weight, eps)
+        return output
 
     return rms_norm
 
 
 def _split_into_copies(mixed: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return the parts of a tensor along `dim` as tensors with storage of their own."""
     return tuple(part.contiguous() for part in torch.split(mixed, list(sizes), dim))
 
 
-def _unquantised(original: Callable[..., None]) -> Callable[..., None]:
+def _disable_fp8_by_default(original: Callable[..., None]) -> Callable[..., None]:
+    """Return the initialiser of CheckpointWithoutOutput, for which a false `fp8` becomes None."""
+
     @functools.wraps(original)
     def init(checkpoint: Any, fp8: bool | None = None) -> None:
         original(checkpoint, fp8 or None)
@@ -120,63 +139,65 @@ def _unquantised(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def even_loads(routed: int, experts: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Tokens for each expert, shape [experts], summing to `routed`."""
+    """Return the tokens per expert, shape [experts], with sum `routed`; the first experts get the remainder."""
     loads = np.full(experts, routed // experts, dtype=np.int64)
     loads[: routed % experts] += 1
     return loads
 
 
-def _evenly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Routing without contents: as many tokens to each expert, and the rest to the first."""
+def _route_evenly(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of the dispatcher's `preprocess` with even routing, because the router's output is fake."""
 
     @functools.wraps(original)
     def preprocess(dispatcher: Any, routing_map: Any) -> Any:
-        original(dispatcher, routing_map)  # Its all-gather of counts is one of the calls to see.
+        # The original all-gathers the counts, which is one of the calls to count.
+        original(dispatcher, routing_map)
         tensor, expert, local = dispatcher.tp_size, dispatcher.ep_size, dispatcher.num_local_experts
         loads = even_loads(dispatcher.num_out_tokens, dispatcher.num_experts)
-        own = dispatcher.local_expert_indices[0]
-        from_each = np.tile(loads[own : own + local], (tensor, expert, 1))
+        first = dispatcher.local_expert_indices[0]
+        # Tokens by tensor-parallel rank, expert-parallel rank and local expert: [tensor, expert, local].
+        received = np.tile(loads[first : first + local], (tensor, expert, 1))
         if expert > 1 or tensor > 1:
             dispatcher.input_splits = loads.reshape(expert, local).sum(axis=1)
-            dispatcher.output_splits = from_each.sum(axis=2)[0]
-            dispatcher.output_splits_tp = from_each.sum(axis=(1, 2))
+            dispatcher.output_splits = received.sum(axis=2)[0]
+            dispatcher.output_splits_tp = received.sum(axis=(1, 2))
         if local > 1:
-            dispatcher.num_global_tokens_per_local_expert = from_each.reshape(-1, local)
+            dispatcher.num_global_tokens_per_local_expert = received.reshape(-1, local)
             order = np.arange(tensor * dispatcher.num_experts)
             dispatcher.sort_input_by_local_experts = order.reshape(-1, local).T.ravel()
             dispatcher.restore_output_by_local_experts = order.reshape(local, -1).T.ravel()
-        return from_each.sum(axis=(0, 1))
+        return received.sum(axis=(0, 1))
 
     return preprocess
 
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
-_MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
+_PATCHES: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
     (
         "calls_end_at_the_group",
         "torch has no fake kernel for some of c10d's operators (allreduce_coalesced_)",
         dict.fromkeys(
             (f"torch.distributed:ProcessGroup.{name}" for name in PROCESS_GROUP_METHODS),
-            _instead(lambda group, *args, **kwargs: FakeWork()),
+            _replace_with(lambda group, *args, **kwargs: FakeWork()),
         ),
     ),
     (
         "one_rank_alone",
         "objects gathered from other ranks would be unpickled from empty tensors",
-        {"torch.distributed:all_gather_object": _instead(_all_gather_object)},
+        {"torch.distributed:all_gather_object": _replace_with(_all_gather_object)},
     ),
     (
         "no_random_numbers",
         "the RNG tracker compares the generator's state, which is no fake tensor",
-        {f"{_RANDOM}:CudaRNGStatesTracker.fork": _instead(_no_random_state)},
+        {f"{_RANDOM}:CudaRNGStatesTracker.fork": _replace_with(_keep_random_state)},
     ),
     (
         "fused_gradient_norm",
         "the CPU patch's double precision would hold copies of gradients that no GPU holds",
         {
-            # A fused kernel's, as on GPUs: shape [1], fp32.
-            "megatron.core.optimizer.clip_grads:l2_norm_impl": _instead(
+            # The result has shape [1] and dtype fp32, as that of the fused kernel on GPUs.
+            "megatron.core.optimizer.clip_grads:l2_norm_impl": _replace_with(
                 lambda *args, **kwargs: (torch.zeros(1), None)
             )
         },
@@ -184,12 +205,12 @@ _MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
     (
         "fused_adam",
         "torch's plain Adam holds temporaries that the fused ones of Transformer Engine do not",
-        {"torch.optim:AdamW.__init__": _fused},
+        {"torch.optim:AdamW.__init__": _fuse_adam},
     ),
     (
         "one_byte_dropout_masks",
         "on a CPU dropout keeps its mask in the activations' dtype, on a GPU in one byte",
-        {"torch.nn.functional:dropout": _instead(_dropout_in_one_kernel)},
+        {"torch.nn.functional:dropout": _replace_with(_dropout_in_one_kernel)},
     ),
     (
         "one_kernel_rms_norm",
@@ -199,51 +220,56 @@ _MAKERS: tuple[tuple[str, str, dict[str, Callable[[Any], Any]]], ...] = (
     (
         "values_of_their_own",
         "V would keep the storage of Q and K beside their rotated copies; fused kernels copy V",
-        {"megatron.core.transformer.attention:SplitAlongDim": _instead(_split_into_copies)},
+        {"megatron.core.transformer.attention:SplitAlongDim": _replace_with(_split_into_copies)},
     ),
     (
         "outputs_computed_again",
         "a C++ extension, compiled at its first use, would point dropped storage at new contents",
-        # Without contents nothing need be shared: what was recomputed counts, what waits has no bytes.
-        {f"{_RANDOM}:_get_share_storage": _instead(lambda: lambda waiting, recomputed: None)},
+        # Tensors without contents need not share storage: recomputed ones are counted, and waiting ones have no bytes.
+        {f"{_RANDOM}:_get_share_storage": _replace_with(lambda: lambda waiting, recomputed: None)},
     ),
     (
         "recomputed_in_full_precision",
         "its default of False counts as fp8 (`is not None`), which asks Transformer Engine",
-        {f"{_RANDOM}:CheckpointWithoutOutput.__init__": _unquantised},
+        {f"{_RANDOM}:CheckpointWithoutOutput.__init__": _disable_fp8_by_default},
     ),
     (
         "fake_parameters",
         "torch converts a fake module's dtype by swapping tensors, which weak references forbid",
         {
-            "torch.nn:Module.half": _converted_to(torch.float16),
-            "torch.nn:Module.bfloat16": _converted_to(torch.bfloat16),
+            "torch.nn:Module.half": _build_converter(torch.float16),
+            "torch.nn:Module.bfloat16": _build_converter(torch.bfloat16),
         },
     ),
     (
         "even_routing",
         "how many tokens an expert gets is read from the router's output, which has no contents",
-        {f"{_DISPATCHERS}:MoEAlltoAllTokenDispatcher.preprocess": _evenly},
+        {f"{_DISPATCHERS}:MoEAlltoAllTokenDispatcher.preprocess": _route_evenly},
     ),
 )
 FAKE_PATCHES = tuple(
-    Patch(name, reason, lambda context: True, tuple(Replacement(*one) for one in made.items()))
-    for name, reason, made in _MAKERS
+    Patch(
+        name,
+        reason,
+        lambda context: True,
+        tuple(Replacement(*item) for item in replacements.items()),
+    )
+    for name, reason, replacements in _PATCHES
 )
 
 
 class AnswerForContents(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers as a healthy iteration would.
+    """Mode in which Megatron reads from tensors without contents what a healthy iteration would have.
 
-    Truths are asked of losses and gradients (NaN? infinite?): no. Floats are flags and sums that
-    should be 0 (overflow found, gradient norm). Integers are votes and counts that should not be
-    (was the update made everywhere, tokens of a loss): 1.
+    Booleans are False: Megatron asks whether losses and gradients are NaN or infinite. Floats are 0: they are overflow
+    flags and sums such as the gradient norm. Integers are 1: they are votes and counts, such as whether all ranks made
+    the update, and the tokens of a loss.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator; a number where it would have read one."""
+        """Run an operator, and return a number if it would read a number from a tensor."""
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:

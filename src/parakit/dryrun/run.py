@@ -1,7 +1,7 @@
-"""One rank's iteration: the kit's entry and Megatron's `pretrain`, start to end, on fake tensors.
+"""One rank's training iteration on fake tensors: the kit's entry and Megatron's `pretrain` from start to end.
 
-Everything between the arguments and the log line is Megatron's own: process groups, GPTModel, DDP and
-its buffers, the optimizer, the schedule, finalize_model_grads, the optimizer's step.
+Everything between the arguments and the log line is Megatron's own: process groups, GPTModel, DDP and its buffers, the
+optimizer, the schedule, finalize_model_grads, the optimizer's step.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 
 
 def prepare() -> ModuleType:
-    """Patch and import everything once; return the entry."""
+    """Patch torch and Megatron, import everything once, and return the module of the entry."""
     context = find_context(ENTRY, "cpu")
     apply_patches((*PATCHES, *FAKE_PATCHES), context)
-    # Fake tensors load it at their first use: here once, not again in every fork.
+    # Fake tensors load this module at their first use. Loaded here, every fork has it.
     importlib.import_module("torch._dynamo")
-    # By name, because tools import no examples.
+    # The entry is imported by name, because packages of parakit import no examples.
     entry = importlib.import_module("examples.gpt3.pretrain_gpt")
     read_help_once()
     return entry
 
 
 def run_rank(entry: ModuleType, job: RankJob) -> RankReport:
-    """Be one rank of the job's world for one iteration."""
+    """Run one iteration as one rank of the job's world and return its report.
+
+    The environment and `sys.argv` of this process become those of the rank.
+    """
     started = time.monotonic()
     os.environ |= {
         "WORLD_SIZE": str(job.world_size),
@@ -67,7 +70,10 @@ def _fake_data(
     _: Any,
     vp_stage: int | None = None,  # noqa: ARG001 - Megatron asks for it by name
 ) -> tuple[Iterator[dict[str, torch.Tensor]], None, None]:
-    """Instead of the entry's data sets; Megatron would broadcast who trains."""
+    """Return endless training data without contents, in place of the entry's data sets.
+
+    The function also tells Megatron to train, which rank 0 would broadcast.
+    """
     from megatron.training import get_args
 
     arguments = get_args()
@@ -75,7 +81,7 @@ def _fake_data(
     batch, length = arguments.micro_batch_size, arguments.seq_length
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
-        """Micro batches as GPTDataset's collated ones: tensors of [micro batch, sequence]."""
+        """Yield micro batches like those of GPTDataset: tensors of [micro batch, sequence]."""
         while True:
             yield {
                 "tokens": torch.zeros(batch, length, dtype=torch.int64),
@@ -92,7 +98,7 @@ _fake_data.is_distributed = True  # type: ignore[attr-defined]
 
 
 class IterationWatch:
-    """Counts calls and live bytes of the only iteration."""
+    """Counter of the calls and live bytes of the only iteration."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -104,8 +110,11 @@ class IterationWatch:
         self._parameters = 0
 
     def report(self, seconds: float) -> RankReport:
-        """Calls from `train_step` to the end of logging, as those of a real run count; live bytes
-        at the fullest moment; most forwards that were waiting for their backward at once."""
+        """Return the report of the iteration, which took `seconds`.
+
+        It has the calls from `train_step` to the end of logging, as a real run counts them, the live bytes at the
+        moment of the peak, and the most forwards that waited for their backward at once.
+        """
         steps = {"forward-compute": 1, "backward-compute": -1}
         assert self._memory.result is not None
         return RankReport(
@@ -119,7 +128,7 @@ class IterationWatch:
         )
 
     def patch(self) -> Patch:
-        """Megatron's timers name the phases, `train_step` begins the iteration, what follows ends it."""
+        """Install the counter, and return the patch by which Megatron reports phases and ends of the iteration."""
         self._watcher.install()
         training = "megatron.training.training"
         replaced = (
@@ -134,11 +143,13 @@ class IterationWatch:
         return Patch("dry_run_ledger", reason, lambda context: True, replaced)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `train_step` with counting around it."""
+
         @functools.wraps(original)
         def train_step(
             forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            # A step on empty gradients first: Adam's state exists in every iteration but the first.
+            # A first step on empty gradients creates Adam's state, which every iteration but the first has.
             optimizer.step()
             self._parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
             self._calls.drop_calls()
@@ -152,6 +163,8 @@ class IterationWatch:
         return train_step
 
     def _end_iteration(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `checkpoint_and_decide_exit` with the end of counting before it."""
+
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
             phases = self._timeline.take_phase_nanoseconds()

@@ -1,7 +1,7 @@
-"""`make inspect CKPT= COMPARE=` of two captures: which tensor of a training step is the first wrong one.
+"""Compare two captures: find the first wrong tensor of a training step (`make inspect CKPT= COMPARE=`).
 
-Nothing is trained: any program writes them (`parakit.capturing.plain`). Of checkpoints it is
-`parakit.checkpoint` that is asked.
+Any trainer can write captures (`parakit.capturing.plain`); nothing is trained here. Checkpoints are passed on to
+`parakit.checkpoint`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,27 @@ from parakit.verify import (
 def inspect_checkpoint_or_capture(
     ckpt: str, compare: str | None, strategy: str | None, verify: bool, json: bool = False
 ) -> int:
-    """A checkpoint's contents, or what a capture differs in from COMPARE='s; 1 if something is wrong.
+    """Print the contents of a checkpoint, or the differences of a capture from its reference; 1 if wrong.
+
+    Args:
+        ckpt: Folder of a checkpoint or a capture.
+        compare: Folder that it is compared with; a capture needs one.
+        strategy: Strategy that a checkpoint is inspected for, or None.
+        verify: Whether a checkpoint's files are verified.
+        json: Whether the result is printed as JSON.
+
+    Returns:
+        Exit code: 0 if nothing is wrong.
 
     Raises:
-        ValueError: It is neither, or COMPARE= is missing; one sentence.
+        ValueError: The folder is neither, or COMPARE= is missing.
     """
-    ours = Path(ckpt).expanduser()
-    if not (ours / "rank-0").is_dir():
+    capture = Path(ckpt).expanduser()
+    if not (capture / "rank-0").is_dir():
         return inspect_command(ckpt, compare, strategy, verify, json)
     if compare is None:
         raise VerifyError(f"{ckpt} is a capture; name its reference, such as COMPARE=captures/one.")
-    verdict = judge_captures(Path(compare).expanduser(), ours).verdict
+    verdict = judge_captures(Path(compare).expanduser(), capture).verdict
     if json:
         print(msgspec.json.format(msgspec.json.encode(verdict)).decode())
         return verdict.exit_code
@@ -45,13 +55,19 @@ def inspect_checkpoint_or_capture(
 
 
 def judge_captures(reference: Path, strategy: Path) -> Judgement:
-    """Judge one capture by another, the reference, which has measured how far rounding moves tensors.
+    """Compare a strategy's capture with a reference's, and return the judgement.
 
-    Captures that cannot be compared give the verdict `not comparable`, with the reason.
+    The reference's capture holds rounding probes, which give the tolerances. Captures that cannot be compared give
+    the verdict `not comparable`, with the reason.
+
+    Args:
+        reference: Folder of the reference's capture.
+        strategy: Folder of the strategy's capture.
     """
     try:
-        theirs, ours = read_capture(reference), read_capture(strategy)
+        reference_capture, capture = read_capture(reference), read_capture(strategy)
         with tempfile.TemporaryDirectory() as scratch:
-            return judge(reassemble_to_one_rank(theirs, ours, Path(scratch) / "whole"), ours)
+            full = reassemble_to_one_rank(reference_capture, capture, Path(scratch) / "whole")
+            return judge(full, capture)
     except VerifyError as error:
         return refuse_comparison(str(error))

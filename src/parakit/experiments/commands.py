@@ -1,9 +1,9 @@
-"""What make's targets run: an experiment by its name, and what each kind of table makes of its runs."""
+"""Run experiments as make's targets do, and find the table that each experiment makes from its runs."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,7 +23,7 @@ from parakit.launch import Options, parse_target
 from parakit.reporting import Entry
 
 PREDICTIONS: dict[str, Callable[[Namespace], int]] = {"zero": predict_zero}
-"""What predicts an experiment without training, by the experiment's name."""
+"""Functions that predict an experiment without training, by the experiment's name."""
 
 
 def run_named_experiment(
@@ -33,14 +33,19 @@ def run_named_experiment(
     model: str | None = None,
     given: Namespace | None = None,
 ) -> int:
-    """Run an experiment by the name of its file, or predict it on the device GPU=; return its exit code.
+    """Run the experiment of a file, or with GPU= predict it; return the exit code.
 
-    With `--target` every cell trains that target.
+    Args:
+        name: Name of the file in `examples/experiments/`.
+        options: Make variables.
+        console: Shows progress and tables.
+        model: MODEL=; None is the file's model.
+        given: Arguments that only some experiments have: GPU=, DTYPE=, JSON=, and a target that every cell trains.
 
     Raises:
-        LaunchError: There is none of this name, it cannot work here, or a run did not end well; or GPU=,
-            DTYPE= or JSON= stands where nothing is predicted.
-        ValueError: It cannot be predicted; one sentence.
+        LaunchError: There is no such experiment, it cannot work here, or a run did not end well; or GPU=, DTYPE=
+            or JSON= is set and there is no prediction.
+        ValueError: The experiment cannot be predicted.
     """
     if given is not None and getattr(given, "gpu", None):
         if name not in PREDICTIONS:
@@ -60,12 +65,12 @@ def run_named_experiment(
 
 
 def run_parity_check(options: Options, console: Console, verify: bool = False) -> int:
-    """The demo's runs as a check: 0 if all ended well and every loss curve is that of baseline.
+    """Train the demo's strategies; return 0 if all runs ended well and every loss curve agrees with baseline's.
 
-    With `verify` a strategy whose losses do not agree is verified tensor by tensor.
+    With `verify`, a strategy whose losses do not agree is verified tensor by tensor.
 
     Raises:
-        LaunchError: It cannot work here.
+        LaunchError: The demo cannot run here.
     """
     demo = load_experiment("demo", options)
     output = Output(partial(report_parity, verifies=verify))
@@ -73,7 +78,7 @@ def run_parity_check(options: Options, console: Console, verify: bool = False) -
 
 
 def run_sweep(given: Namespace, options: Options, console: Console) -> int:
-    """The sweep NAME= with the axes that are set; 0 if all is there.
+    """Run the sweep NAME= over MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; return 0 if every cell is complete.
 
     Raises:
         LaunchError: A word is no model, strategy, backend or number of devices, or no cell is legal.
@@ -83,27 +88,20 @@ def run_sweep(given: Namespace, options: Options, console: Console) -> int:
 
 
 def _run_experiment(experiment: Experiment, console: Console) -> int:
+    """Run an experiment with the table that its file names; return the exit code."""
     return run_experiment(experiment, find_output(experiment.file.table), console)
 
 
 def report_parity(study: Study, verifies: bool = False) -> int:
-    """The report, and a sentence for each strategy whose losses do not agree with baseline's.
+    """Write the report and print whether every strategy's losses agree with baseline's; return 0 if they do.
 
-    With `verifies` such a strategy is verified tensor by tensor, and the report says where it begins.
+    With `verifies`, strategies that do not agree are verified tensor by tensor, and the report shows the results.
     """
-    code = study.report()
-    wrong = [row.strategy for row in study.rows if row.parity.verdict.startswith("broken")]
-    if verifies and wrong:
-        for result in study.results:
-            job = result.cell.job
-            if job.strategy in wrong and result.runs:
-                plain = replace(
-                    job.options, iterations=None, micro_batch_size=None, global_batch_size=None
-                )
-                verify(
-                    f"{PREFIX}{job.name}", Namespace(), plain, study.console, also=result.runs[0]
-                )
-        code = study.report()
+    code = study.write_report()
+    strategies = {row.strategy for row in study.rows if row.parity.verdict.startswith("broken")}
+    if verifies and strategies:
+        _verify_strategies(study, strategies)
+        code = study.write_report()
     broken = describe_broken_parity(study.rows)
     for sentence in broken:
         say(study.console, sentence, "red")
@@ -112,8 +110,21 @@ def report_parity(study: Study, verifies: bool = False) -> int:
     return code or int(bool(broken))
 
 
+def _verify_strategies(study: Study, strategies: Container[str]) -> None:
+    """Verify strategies of a study tensor by tensor; the results are added to their newest run folders."""
+    for result in study.results:
+        job = result.cell.job
+        if job.strategy in strategies and result.runs:
+            # A verification has iterations and batches of its own.
+            options = replace(
+                job.options, iterations=None, micro_batch_size=None, global_batch_size=None
+            )
+            target = f"{PREFIX}{job.name}"
+            verify(target, Namespace(), options, study.console, also=result.runs[0])
+
+
 def describe_broken_parity(rows: Sequence[Entry]) -> list[str]:
-    """A sentence for every row whose parity is not `reference` or `held`."""
+    """Return a sentence per row whose losses are not known to agree with the reference's."""
     return [
         f"Parity of {row.strategy}: {row.parity.verdict or 'not known'} (status {row.status})."
         for row in rows
@@ -121,13 +132,17 @@ def describe_broken_parity(rows: Sequence[Entry]) -> list[str]:
     ]
 
 
-_OUTPUTS = {"report": Output(Study.report), "parity": Output(report_parity)}
+_OUTPUTS = {"report": Output(Study.write_report), "parity": Output(report_parity)}
+"""Outputs that no module of `tables/` defines."""
 
 
 def find_output(table: str) -> Output:
-    """What an experiment's `table:` names: a kind of the kit's own, or a module with an `OUTPUT`."""
+    """Return the output that an experiment's `table:` names.
+
+    It is `report`, `parity`, a module of `tables/`, or the dotted name of another module with an `OUTPUT`.
+    """
     if table in _OUTPUTS:
         return _OUTPUTS[table]
-    path = table if "." in table else f"parakit.experiments.tables.{table}"
-    found: Output = import_module(path).OUTPUT
-    return found
+    module = table if "." in table else f"parakit.experiments.tables.{table}"
+    output: Output = import_module(module).OUTPUT
+    return output

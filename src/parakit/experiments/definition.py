@@ -1,4 +1,4 @@
-"""What an experiment is: cells, each with everything that its target is given, trained and compared."""
+"""Define experiments: cells, each with all variables of its make target, that are trained and compared."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from parakit.launch import Job, Options
 FOLDER = ROOT / "examples" / "experiments"
 
 SWEEP = "sweep"
-"""The file whose axes a sweep has that has no file of its own; also the table of sweeps."""
+"""Name of the file with the default axes of a sweep, and of the table that sweeps make."""
 
 
 VariableValue = str | int | float | bool
-"""A make variable's value, as YAML has it."""
+"""Value of a make variable in YAML."""
 
 
 class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's keys; `examples/experiments/README.md` explains them."""
+    """Keys of an experiment's file; `examples/experiments/README.md` explains them."""
 
     report: str
     cells: list[str | dict[str, Any]]
@@ -37,18 +37,18 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bases: dict[str, dict[str, VariableValue]] = {}
     environment: dict[str, str] = {}
     warm: bool = False
-    """Whether ranks are forked from one process that has imported Megatron, where they can be."""
+    """Whether ranks are forked from one process that has imported Megatron, where that is possible."""
     budget_seconds: float | None = None
     evaluation_batches: int | None = None
     repeats: int = 1
     repeats_change_seed: bool = False
     apart: bool = False
     takes_finished: bool = False
-    """Whether a run that was made before is taken in place of another one."""
+    """Whether a run that was made before counts, so that it is not trained again."""
     skips_illegal: bool = False
-    """Whether a cell that cannot work is left out; else it refuses the whole experiment."""
+    """Whether a cell that cannot work is skipped; otherwise the whole experiment is refused."""
     table: str = ""
-    """What is made of the runs: a kind of table, as `commands.output_of` takes it."""
+    """Kind of table that is made from the runs, as `commands.find_output` takes it."""
     page: str = ""
     sentences: dict[str, str] = {}
     instead: str = ""
@@ -57,21 +57,24 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to train, a number of times."""
+    """A job that is trained a number of times."""
 
     job: Job
-    """With every variable, the caller's and the file's."""
+    """Job with all variables, the caller's and the file's."""
     label: str = ""
-    """What it is called, where strategy and backend do not tell cells apart."""
+    """Name, if strategy and backend do not distinguish the cells; else empty."""
     why: str = ""
-    """What it is measured for."""
+    """Purpose of the measurement."""
     repeats: int = 1
     expected_seconds: float = 0.0
-    """Of a run, while none was timed; an experiment with a time budget leaves out what does not fit."""
+    """Expected seconds of a run as long as none was timed.
+
+    An experiment with a time budget leaves out runs that do not fit.
+    """
 
     @property
     def name(self) -> str:
-        """In full, for people."""
+        """Label, or else backend, strategy, model and devices."""
         job = self.job
         backend = job.options.backend
         return self.label or f"{backend} {job.strategy} {job.model.name} {job.device_suffix}"
@@ -82,15 +85,15 @@ class Experiment:
     """Cells that are trained and compared."""
 
     report: str
-    """Folder of its results in `reports/`."""
+    """Name of the folder of its results in `reports/`."""
     cells: tuple[Cell, ...]
     file: ExperimentFile
     budget_seconds: float | None = None
-    """For all runs together; one that is not done by then is ended. None is no limit."""
+    """Time limit for all runs together; a run that exceeds it is ended. None is no limit."""
     left_out: tuple[str, ...] = ()
     """A sentence for each package that is not installed and the cells that need it."""
 
     @property
     def options(self) -> Options:
-        """The first cell's, for what the caller says of all: DRY_RUN=, LAUNCHER=."""
+        """Options of the first cell, for variables that are equal in all cells: DRY_RUN=, LAUNCHER=."""
         return self.cells[0].job.options

@@ -1,4 +1,7 @@
-"""The engine of studies: plan every cell, check, train what is not there, ask what the runs say."""
+"""Run an experiment: compose and check every cell, train what is missing, and make the tables.
+
+A *study* is an experiment whose cells were checked. Its output makes the tables from the runs.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,16 @@ from parakit.reporting import Entry, build_entries_from_folders
 
 @dataclass(frozen=True)
 class PlannedCells:
-    """What will be trained, in this order, and the rule by which a cell will not."""
+    """Launches of the cells that will be trained, in this order, and the cells that cannot be."""
 
     launches: Mapping[Cell, Launch]
     skipped: Mapping[Cell, str]
+    """The rule that each skipped cell breaks, as a sentence."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment whose cells were checked; what came of them, once they were trained."""
+    """An experiment whose cells were checked, and their results once they were trained."""
 
     experiment: Experiment
     planned: PlannedCells
@@ -49,41 +53,43 @@ class Study:
 
     @property
     def model(self) -> str:
-        """The first cell's."""
+        """Name of the first cell's model."""
         return self.experiment.cells[0].job.model.name
 
     @property
     def folder(self) -> Path:
-        """Of its report."""
+        """Folder of the experiment's report."""
         return self.reports / self.experiment.report
 
     @cached_property
     def results(self) -> list[CellResult]:
-        """One a cell that could work, in order."""
-        return self.runner.results()
+        """Results of the cells that could be trained, in order."""
+        return self.runner.list_results()
 
     @cached_property
     def rows(self) -> list[Entry]:
-        """The report's, of each cell that has a run, in order."""
-        return list(
-            filter(None, build_entries_from_folders([result.folders for result in self.results]))
-        )
+        """The report's rows of the cells that have runs, in order."""
+        entries = build_entries_from_folders([result.folders for result in self.results])
+        return [entry for entry in entries if entry]
 
     @property
-    def all_well(self) -> bool:
-        """Every run that was wanted is there."""
-        return all(result.complete for result in self.results)
+    def is_complete(self) -> bool:
+        """True if every repeat of every cell ended well."""
+        return all(result.is_complete for result in self.results)
 
-    def report(self) -> int:
-        """Write the report of all runs by `python -m parakit report`; return 0 if all ended well."""
+    def write_report(self) -> int:
+        """Write the report of all runs (`python -m parakit report`); return 0 if all ended well.
+
+        Without runs nothing is written, and 1 is returned.
+        """
         folders = [str(folder) for result in self.results for folder in result.folders]
         if not folders:
             return 1
         options = ("--name", self.experiment.report, "--reports", relative_to_root(self.reports))
-        return call_module("parakit", "report", *folders, *options) or int(not self.all_well)
+        return call_module("parakit", "report", *folders, *options) or int(not self.is_complete)
 
-    def write(self, text: str) -> None:
-        """`comparison.md` in the report's folder, and on the terminal."""
+    def write_comparison(self, text: str) -> None:
+        """Write a Markdown text as `comparison.md` into the report's folder, and print it."""
         path = self.folder / "comparison.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
@@ -91,97 +97,122 @@ class Study:
         say(self.console, f"Comparison: {path.relative_to(self.reports.parent)}")
 
     def refuse_failed(self) -> None:
-        """Refuse to compare what did not end well.
+        """Refuse to compare runs that did not end well.
 
         Raises:
-            LaunchError: A run did not.
+            LaunchError: A run did not end well, or is missing.
         """
         for result in self.results:
-            if not result.complete:
+            if not result.is_complete:
                 names = ", ".join(folder.name for folder in result.failed)
                 raise LaunchError(f"{names or result.cell.name} did not end well: {result.failure}")
 
 
+def _format_commands(planned: PlannedCells) -> str:
+    """Return the command line of each launch, one per line."""
+    return "\n".join(map(format_command_line, planned.launches.values()))
+
+
 @dataclass(frozen=True)
 class Output:
-    """What an experiment does before and after training."""
+    """Actions of an experiment before and after training."""
 
     finish: Callable[[Study], int]
-    """Make the tables; the exit code."""
-    before: Callable[[Experiment], None] | None = None
-    """Refuse what no table could be made of."""
-    begin: Callable[[Study], None] | None = None
-    """Say what is about to be trained."""
-    shown: Callable[[PlannedCells], str] = lambda planned: "\n".join(
-        map(format_command_line, planned.launches.values())
-    )
-    """What DRY_RUN=1 prints."""
-    also_interrupted: bool = False
-    """Whether Ctrl-C still makes the tables, of what is there."""
+    """Make the tables; return the exit code."""
+    check: Callable[[Experiment], None] | None = None
+    """Refuse an experiment from which no table could be made."""
+    announce: Callable[[Study], None] | None = None
+    """Say, or write down, what is about to be trained."""
+    format_dry_run: Callable[[PlannedCells], str] = _format_commands
+    """Return what DRY_RUN=1 prints."""
+    finishes_if_interrupted: bool = False
+    """Whether Ctrl-C still makes the tables, from the runs that exist."""
 
 
-def make_comparison(text: Callable[[Study], str], is_wrong: Callable[[Study], bool]) -> Output:
-    """The report of all runs and a page; 0 if all ended well and nothing of it is wrong.
+def make_comparison(
+    render_page: Callable[[Study], str], is_wrong: Callable[[Study], bool]
+) -> Output:
+    """Return the output that writes the report of all runs and a page that compares them.
+
+    Its exit code is 0 if all runs ended well, there is a page, and `is_wrong` returns False.
 
     Args:
-        text: The page in Markdown; empty where there is nothing to compare.
-        is_wrong: What else fails it.
+        render_page: Returns the page in Markdown; empty if there is nothing to compare.
+        is_wrong: Returns True if the results are wrong.
     """
 
     def finish(study: Study) -> int:
-        study.report()
-        if page := text(study):
-            study.write(page)
-        return int(not page or not study.all_well or is_wrong(study))
+        study.write_report()
+        page = render_page(study)
+        if not page:
+            return 1
+        study.write_comparison(page)
+        return int(not study.is_complete or is_wrong(study))
 
     return Output(finish)
 
 
 def has_broken_losses(study: Study) -> bool:
-    """Whether a run's losses are not the reference's."""
+    """Return True if the losses of a run do not agree with the reference's."""
     return any(row.parity.verdict.startswith("broken") for row in study.rows)
 
 
 def run_experiment(
     experiment: Experiment, output: Output, console: Console, reports: Path = ROOT / "reports"
 ) -> int:
-    """Plan, check, train what is not there, and make the experiment's table; the exit code.
+    """Compose, check and train the cells, and make the experiment's tables; return the exit code.
+
+    DRY_RUN=1 only prints what would be trained.
 
     Raises:
-        LaunchError: It cannot work here; nothing was trained.
+        LaunchError: The experiment cannot work here; nothing was trained.
     """
-    if output.before is not None:
-        output.before(experiment)
-    planned, dry_run = _compose_cells(experiment, console), experiment.options.dry_run
-    # What refuses as a whole shows its commands first, then why it would.
-    if dry_run and not experiment.file.skips_illegal:
-        print(output.shown(planned), flush=True)
-    planned = _check_cells(planned, experiment)
-    if dry_run and experiment.file.skips_illegal:
-        print(output.shown(planned), flush=True)
-    if dry_run:
+    if output.check is not None:
+        output.check(experiment)
+    planned = _compose_cells(experiment, console)
+    if experiment.options.dry_run:
+        _print_dry_run(experiment, output, planned)
         return 0
+    planned = _check_cells(planned, experiment)
     runner = Runner(experiment, planned.launches, console)
     study = Study(experiment, planned, runner, console, reports)
-    for text in describe_skipped(planned.skipped):
-        say(console, text)
-    if output.begin is not None:
-        output.begin(study)
+    for sentence in describe_skipped(planned.skipped):
+        say(console, sentence)
+    if output.announce is not None:
+        output.announce(study)
     try:
         runner.train()
     except BaseException:
-        if output.also_interrupted:
+        if output.finishes_if_interrupted:
             output.finish(study)
         raise
     return output.finish(study)
 
 
+def _print_dry_run(experiment: Experiment, output: Output, planned: PlannedCells) -> None:
+    """Print what would be trained; an experiment that is refused as a whole prints its commands first.
+
+    Raises:
+        LaunchError: The experiment cannot work here.
+    """
+    if experiment.file.skips_illegal:
+        planned = _check_cells(planned, experiment)
+        print(output.format_dry_run(planned), flush=True)
+    else:
+        print(output.format_dry_run(planned), flush=True)
+        _check_cells(planned, experiment)
+
+
 def _compose_cells(experiment: Experiment, console: Console) -> PlannedCells:
-    """Compose every cell; make missing data."""
-    runtime = cache(partial(choose_runtime, experiment.options))
+    """Compose the launch of every cell, and make missing sample data.
+
+    Raises:
+        LaunchError: A cell cannot be composed, and the experiment does not skip such cells.
+    """
+    get_runtime = cache(partial(choose_runtime, experiment.options))
 
     def compose(cell: Cell) -> Launch:
-        launch = compose_job(cell.job, runtime(cell.job.device))
+        launch = compose_job(cell.job, get_runtime(cell.job.device))
         return replace(launch, environment={**launch.environment, **experiment.file.environment})
 
     launches, problems = _make_launches(compose, experiment.cells)
@@ -198,44 +229,58 @@ def _compose_cells(experiment: Experiment, console: Console) -> PlannedCells:
 
 
 def _check_cells(planned: PlannedCells, experiment: Experiment) -> PlannedCells:
-    """What of it can work here; of several nodes (`LAUNCHER=slurm`) each looks at itself."""
+    """Return the cells that can be trained here, and the skipped ones with the rule that each breaks.
 
-    def look_at(cell: Cell) -> Launch:
+    With `LAUNCHER=slurm` each node checks its own runs.
+
+    Raises:
+        LaunchError: A cell cannot be trained, and the experiment does not skip such cells.
+    """
+
+    def check(cell: Cell) -> Launch:
         check_launch(planned.launches[cell])
         return planned.launches[cell]
 
-    launches, problems = _make_launches(look_at, planned.launches)
+    launches, problems = _make_launches(check, planned.launches)
     if problems and not experiment.file.skips_illegal:
-        # Cells lack the same thing in other words: the number of GPUs, the target instead.
-        once: dict[str, str] = {}
-        for line in "\n".join(map(str, problems.values())).splitlines():
-            once.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
-        raise LaunchError("\n".join(filter(None, (*once.values(), experiment.file.instead))))
-    said = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
-    rules = {cell: " ".join(said[cell].split()) for cell in experiment.cells if cell in said}
+        raise LaunchError(_merge_problems(problems.values(), experiment.file.instead))
+    reasons = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
+    rules = {cell: " ".join(reasons[cell].split()) for cell in experiment.cells if cell in reasons}
     return PlannedCells(launches, rules)
 
 
+def _merge_problems(problems: Iterable[ValueError], instead: str) -> str:
+    """Return the lines of all problems, each problem once, and a last line on what to run instead.
+
+    Problems count as equal if they agree up to the first semicolon, but for a number at the begin: cells lack the
+    same thing in different words, such as another number of GPUs or another target to run instead.
+    """
+    lines: dict[str, str] = {}
+    for line in "\n".join(map(str, problems)).splitlines():
+        lines.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
+    return "\n".join(filter(None, (*lines.values(), instead)))
+
+
 def describe_skipped(skipped: Mapping[Cell, str]) -> list[str]:
-    """Skipped cells by the rule that they break, a line for each."""
-    cells: dict[str, list[str]] = {}
+    """Return a sentence per rule that cells break, with the number and the names of these cells."""
+    names_by_rule: dict[str, list[str]] = {}
     for cell, rule in skipped.items():
-        cells.setdefault(rule, []).append(cell.name)
+        names_by_rule.setdefault(rule, []).append(cell.name)
     return [
         f"{plural(len(names), 'cell')} skipped ({', '.join(names)}): {rule}"
-        for rule, names in cells.items()
+        for rule, names in names_by_rule.items()
     ]
 
 
 def _make_launches(
     make: Callable[[Cell], Launch], cells: Iterable[Cell]
 ) -> tuple[dict[Cell, Launch], dict[Cell, ValueError]]:
-    """What came of each cell, and why nothing did of the others."""
+    """Return the launches that `make` gives by cell, and the errors of the cells for which it raised one."""
     launches: dict[Cell, Launch] = {}
     problems: dict[Cell, ValueError] = {}
     for cell in cells:
         try:
             launches[cell] = make(cell)
-        except ValueError as error:  # LaunchError is one.
+        except ValueError as error:  # A LaunchError is a ValueError.
             problems[cell] = error
     return launches, problems

@@ -1,7 +1,7 @@
-"""`examples/experiments/NAME.yaml` and the caller's variables as cells with everything resolved.
+"""Load experiments: `examples/experiments/NAME.yaml` and the caller's variables give cells with all variables set.
 
-A file that holds a key or a setting that is not known is refused by that name. A field of a cell that is
-a list is an axis: every combination is a cell.
+A file with an unknown key or variable is refused by the name of the key. A field of a cell that is a list is an
+axis: every combination of the axes' values is a cell.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from parakit.launch import (
 )
 
 AXES = {"MODELS": "model", "DEVICES": "devices", "STRATEGIES": "strategy", "BACKENDS": "backend"}
-"""The caller's axes, and the fields of a cell for which they count; the last one is the fastest."""
+"""Fields of a cell by the make variable that replaces them. Cells are ordered by them; the last one varies fastest."""
 
 _MIN_SIMILARITY = 0.8
-"""Likeness of a mistyped name: `siz` and `size` have 0.86."""
+"""Similarity from which a name counts as mistyped: `siz` and `size` have 0.86."""
 
 
 class _CellEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of `cells`, with one value of each axis."""
+    """An entry of `cells`, with one value per axis."""
 
     strategy: str = "baseline"
     model: str = ""
@@ -76,63 +76,88 @@ def load_experiment(
     trained: Job | None = None,
     only: Sequence[str] = (),
 ) -> Experiment:
-    """Read an experiment, for a model of the caller's or its own, on the devices that are here.
+    """Load an experiment for this machine's devices.
 
-    With `trained` every cell trains that: its strategy and model on its devices. With `only` there are
-    the cells of these labels, else all but those on request.
+    Args:
+        name: Name of the file in `examples/experiments/`.
+        options: The caller's make variables.
+        model: Model of all cells that name none; None is the file's.
+        trained: A job whose strategy, model and devices all cells have; None leaves them to the file.
+        only: Labels of the cells to load; empty loads all cells but those with `on_request`.
 
     Raises:
-        LaunchError: There is none of this name, or its file holds what is not known.
+        LaunchError: There is no such experiment, or its file holds an unknown key or variable.
     """
-    return _Loader(name, read_experiment_file(name), options, model, trained, only).experiment({})
+    loader = _Loader(name, read_experiment_file(name), options, model, trained, only)
+    return loader.load({})
 
 
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
-    """The cells of `NAME.yaml`, or of `sweep.yaml` where that is no sweep, over the caller's axes.
+    """Load the sweep of `NAME.yaml`, or that of `sweep.yaml` if there is no such file, over the caller's axes.
 
-    Axes are by the names of `AXES` and count in place of the file's. Words may be apart by spaces or
-    commas. The first backend is the one the others are compared with.
+    Args:
+        name: Name of the sweep.
+        options: The caller's make variables.
+        axes: Values by the names of `AXES`, separated by spaces or commas; they replace the file's values. Other
+            backends are compared with the first one.
 
     Raises:
-        LaunchError: A word is no model, strategy, backend or number of devices, or the name is nearly a
-            file's; it is named.
+        LaunchError: A word is no model, strategy, backend or number of devices, or the name is almost the name of
+            a file, which the message names.
     """
     names = [path.stem for path in FOLDER.glob("*.yaml")]
-    own = read_experiment_file(name) if name in names else None
-    near = difflib.get_close_matches(name, names, n=1, cutoff=_MIN_SIMILARITY)
-    if own is None and near and not any(axes.values()):  # It would train the default axes.
+    named_file = read_experiment_file(name) if name in names else None
+    if named_file is None and not any(axes.values()):
+        _refuse_mistyped_name(name, names)
+    file = named_file
+    if file is None or file.table != SWEEP:
+        file = read_experiment_file(SWEEP)
+    values_by_field = {}
+    for axis, field in AXES.items():
+        text = axes.get(axis)
+        if text:
+            values_by_field[field] = list(dict.fromkeys(text.replace(",", " ").split()))
+    for backend in values_by_field.get("backend", []):
+        if backend not in list(Backend):
+            raise LaunchError(f"BACKENDS={backend} is not megatron, native, deepspeed or bare.")
+    for devices in values_by_field.get("devices", []):
+        parse_devices(devices, "DEVICES")
+    return replace(_Loader(name, file, options).load(values_by_field), report=name)
+
+
+def _refuse_mistyped_name(name: str, names: Sequence[str]) -> None:
+    """Refuse a name that is almost a file's, with which a sweep would train the default axes.
+
+    Raises:
+        LaunchError: The name is almost a file's.
+    """
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=_MIN_SIMILARITY)
+    if similar:
         raise LaunchError(
-            f"NAME={name} is no file of examples/experiments, but nearly {near[0]}.yaml; use "
-            f"NAME={near[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
+            f"NAME={name} is no file of examples/experiments, but nearly {similar[0]}.yaml; use "
+            f"NAME={similar[0]}, or say what to sweep: MODELS=, STRATEGIES=, BACKENDS=, DEVICES=."
         )
-    file = own if own and own.table == SWEEP else read_experiment_file(SWEEP)
-    given = {
-        field: list(dict.fromkeys(words.replace(",", " ").split()))
-        for axis, field in AXES.items()
-        if (words := axes.get(axis))
-    }
-    for word in given.get("backend", []):
-        if word not in list(Backend):
-            raise LaunchError(f"BACKENDS={word} is not megatron, native, deepspeed or bare.")
-    for word in given.get("devices", []):
-        parse_devices(word, "DEVICES")
-    return replace(_Loader(name, file, options).experiment(given), report=name)
 
 
 def read_experiment_file(name: str) -> ExperimentFile:
-    """A file's keys.
+    """Read the file of an experiment.
 
     Raises:
-        LaunchError: There is none of this name, or it holds what is not known.
+        LaunchError: There is no such file, or it holds an unknown key.
     """
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
+        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
         raise LaunchError(f"There is no experiment '{name}'; there are {known}.")
     return _convert(ExperimentFile, read_yaml(path), name)
 
 
 def _convert[T](kind: type[T], data: object, name: str) -> T:
+    """Convert data of an experiment's file to a structure.
+
+    Raises:
+        LaunchError: The data do not fit; the message names the file.
+    """
     try:
         return msgspec.convert(data, type=kind)
     except msgspec.ValidationError as error:
@@ -142,7 +167,7 @@ def _convert[T](kind: type[T], data: object, name: str) -> T:
 
 @dataclass(frozen=True)
 class _Loader:
-    """One file under one caller's variables."""
+    """Loads the cells of one file under the variables of one caller."""
 
     name: str
     file: ExperimentFile
@@ -151,62 +176,63 @@ class _Loader:
     trained: Job | None = None
     only: Sequence[str] = ()
 
-    def experiment(self, axes: Mapping[str, list[str]]) -> Experiment:
+    def load(self, axes: Mapping[str, list[str]]) -> Experiment:
+        """Return the experiment; `axes` replace values of the file, by the field of a cell.
+
+        Cells that need a package that is not installed are left out, with a sentence per package.
+        """
         file = self.file
-        entries = [entry for each in file.cells for entry in self._entries(each, axes)]
-        needed = {entry.needs for entry in entries if entry.needs}
-        lacking = {name for name in needed if importlib.util.find_spec(name) is None}
-        known = [entry.label for entry in entries if entry.label]
+        entries = [entry for cell in file.cells for entry in self._expand_entries(cell, axes)]
+        packages = {entry.needs for entry in entries if entry.needs}
+        missing = {name for name in packages if importlib.util.find_spec(name) is None}
+        labels = [entry.label for entry in entries if entry.label]
         for name in self.only:
-            if name not in known:
-                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(known)}.")
+            if name not in labels:
+                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(labels)}.")
         entries = [
             entry
             for entry in entries
             if (entry.label in self.only if self.only else not entry.on_request)
-            and entry.needs not in lacking
+            and entry.needs not in missing
         ]
-        seeds = max(file.repeats, self.options.repeats) if file.repeats_change_seed else 1
-        cells = tuple(self._cell(entry, seed) for seed in range(seeds) for entry in entries)
+        num_seeds = max(file.repeats, self.options.repeats) if file.repeats_change_seed else 1
+        cells = tuple(
+            self._make_cell(entry, repeat) for repeat in range(num_seeds) for entry in entries
+        )
         return Experiment(
             report=file.report.format(model=cells[0].job.model.name),
             cells=cells,
             file=file,
             budget_seconds=file.budget_seconds,
-            left_out=tuple(file.packages[package] for package in sorted(lacking)),
+            left_out=tuple(file.packages[package] for package in sorted(missing)),
         )
 
-    def _entries(
-        self, given: str | Mapping[str, Any], axes: Mapping[str, list[str]]
+    def _expand_entries(
+        self, cell: str | Mapping[str, Any], axes: Mapping[str, list[str]]
     ) -> Iterator[_CellEntry]:
-        """Every combination; models from small to large, the others in their order."""
-        fields = {"strategy": given} if isinstance(given, str) else {**given, **axes}
+        """Yield an entry per combination of a cell's axes; models vary from small to large."""
+        fields = {"strategy": cell} if isinstance(cell, str) else {**cell, **axes}
         ordered = {name: fields[name] for name in AXES.values() if name in fields} | fields
         settings = ordered.pop("settings", {})
         ordered |= settings
-        if isinstance(models := ordered.get("model"), list):
-            strategies = ordered.get("strategy", ())
-            for strategy in (strategies,) if isinstance(strategies, str) else strategies:
-                for model in models:  # What is not known is refused.
-                    parse_target(f"train-{strategy}-{model}-1cpu")
-            sizes = {model: total_parameters(load_model(model).shape) for model in models}
-            ordered["model"] = sorted(models, key=sizes.__getitem__)
-        lists = (each if isinstance(each, list) else [each] for each in ordered.values())
-        for values in product(*lists):
-            one = dict(zip(ordered, values, strict=True))
-            one |= {key: one[key].format(**one) for key in ("label", "why") if key in one}
-            one["settings"] = {variable: one.pop(variable) for variable in settings}
-            yield _convert(_CellEntry, one, self.name)
+        models = ordered.get("model")
+        if isinstance(models, list):
+            ordered["model"] = _sort_models(models, ordered.get("strategy", ()))
+        axis_values = (value if isinstance(value, list) else [value] for value in ordered.values())
+        for values in product(*axis_values):
+            entry = dict(zip(ordered, values, strict=True))
+            texts = {key: entry[key].format(**entry) for key in ("label", "why") if key in entry}
+            entry |= texts
+            entry["settings"] = {variable: entry.pop(variable) for variable in settings}
+            yield _convert(_CellEntry, entry, self.name)
 
-    def _cell(self, entry: _CellEntry, seed: int) -> Cell:
+    def _make_cell(self, entry: _CellEntry, seed: int) -> Cell:
+        """Return the cell of an entry, with `seed` added to its seed."""
         file, job = self.file, self.trained
-        if job is None:  # A strategy that names no number of devices has the file's.
-            number = count_devices(entry.strategy, otherwise=file.devices)
-            place = parse_devices(entry.devices) if entry.devices else (number, self._device)
-            model = load_model(entry.model or self.model or file.model)
-            job = Job(entry.strategy, model, *place)
-        options = self._common(job.model, job.device)
-        own = self._own(entry)
+        if job is None:
+            job = self._make_job(entry)
+        options = self._merge_shared_options(job.model, job.device)
+        cell_fields = self._merge_base(entry)
         options = replace(
             options,
             backend=entry.backend or options.backend,
@@ -214,86 +240,131 @@ class _Loader:
             seed=options.seed + entry.seed_offset + seed,
             fused=options.fused if entry.fused else (),
         )
-        # A cell's flags come behind those of all cells, and the last one counts.
-        own["extra"] = (*options.extra, *own.get("extra", ()))
+        # Of equal flags the last one counts, so a cell's flags follow those of all cells.
+        cell_fields["extra"] = (*options.extra, *cell_fields.get("extra", ()))
         if file.apart:
-            own["runs"] = options.runs / file.report / entry.label
+            cell_fields["runs"] = options.runs / file.report / entry.label
         repeats = entry.repeats or options.repeats
-        return Cell(job.with_options(replace(options, **own)), entry.label, entry.why, repeats)
+        job = job.with_options(replace(options, **cell_fields))
+        return Cell(job, entry.label, entry.why, repeats)
 
-    def _own(self, entry: _CellEntry) -> dict[str, Any]:
-        """An entry's variables over its base's; EXTRA comes behind, FUSED is joined."""
-        own = self._variables(entry.settings)
+    def _make_job(self, entry: _CellEntry) -> Job:
+        """Return the job of an entry; a strategy that names no number of devices has the file's."""
+        devices = count_devices(entry.strategy, otherwise=self.file.devices)
+        device = self._device
+        if entry.devices:
+            devices, device = parse_devices(entry.devices)
+        model = load_model(entry.model or self.model or self.file.model)
+        return Job(entry.strategy, model, devices, device)
+
+    def _merge_base(self, entry: _CellEntry) -> dict[str, Any]:
+        """Return the fields of `Options` that an entry and its base set; the entry's values count.
+
+        FUSED= of both is joined, without the entry's `without`; EXTRA= of the entry follows that of the base.
+
+        Raises:
+            LaunchError: The file has no such base.
+        """
+        entry_fields = self._parse_fields(entry.settings)
         if not entry.base:
-            return own
+            return entry_fields
         if entry.base not in self.file.bases:
             known = ", ".join(self.file.bases)
             raise LaunchError(f"{self.name}.yaml has no base '{entry.base}'; it has {known}.")
-        base = self._variables(self.file.bases[entry.base])
-        patches = {*base.get("fused", ()), *own.get("fused", ())} - {entry.without}
+        base = self._parse_fields(self.file.bases[entry.base])
+        patches = {*base.get("fused", ()), *entry_fields.get("fused", ())} - {entry.without}
         fused = tuple(name for name in NAMES if name in patches)
-        extra = (*base.get("extra", ()), *own.get("extra", ()))
-        return {**base, **own, "fused": fused, "extra": extra}
+        extra = (*base.get("extra", ()), *entry_fields.get("extra", ()))
+        return {**base, **entry_fields, "fused": fused, "extra": extra}
 
     @cached_property
     def _device(self) -> DeviceKind:
+        """Kind of devices: the file's, or GPUs if this machine has enough of them."""
         file = self.file
         if file.device != "any":
             return DeviceKind(file.device)
         return DeviceKind.GPU if len(visible_gpus()) >= file.devices else DeviceKind.CPU
 
-    def _common(self, model: Model, device: DeviceKind) -> Options:
-        """The caller's over the file's defaults, under what is fixed.
+    def _merge_shared_options(self, model: Model, device: DeviceKind) -> Options:
+        """Return the options of all cells with this model and kind of devices.
 
-        Defaults are of the batch, then of all, of the device, of the model: a later one counts.
+        The file's fixed variables count most, then the caller's, then the file's defaults: those of the model, of
+        the device, of all cells, and of the batch, in this order.
         """
         file, unset = self.file, Options()
-        given: dict[str, Any] = {}
+        default_fields: dict[str, Any] = {}
         if file.batch != "strategy":
             ranks = file.devices if file.batch == "model_each_rank" else 1
-            given["micro_batch_size"] = model.batch.micro_batch_size
-            given["global_batch_size"] = model.batch.global_batch_size * ranks
-        of_device = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
-        of_model = [each for name, each in file.on_models.items() if fnmatch(model.name, name)]
-        for variables in (file.defaults, of_device, *of_model):
-            given |= self._variables(variables)
+            default_fields["micro_batch_size"] = model.batch.micro_batch_size
+            default_fields["global_batch_size"] = model.batch.global_batch_size * ranks
+        device_variables = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
+        model_variables = [
+            variables
+            for pattern, variables in file.on_models.items()
+            if fnmatch(model.name, pattern)
+        ]
+        for variables in (file.defaults, device_variables, *model_variables):
+            default_fields |= self._parse_fields(variables)
         defaults = {
             field: value
-            for field, value in given.items()
+            for field, value in default_fields.items()
             if getattr(self.options, field) == getattr(unset, field)
         }
-        fixed = self._variables(file.fixed) | ({"repeats": 1} if file.repeats_change_seed else {})
+        fixed = self._parse_fields(file.fixed)
+        if file.repeats_change_seed:
+            fixed["repeats"] = 1
         options = replace(self.options, **{**defaults, **fixed})
         if file.evaluation_batches is None:
             return options
-        once = ("--eval-interval", str(options.iterations))
-        batches = ("--eval-iters", str(file.evaluation_batches))
-        return replace(options, extra=(*once, *batches, *options.extra))
+        # One evaluation, after the last iteration.
+        evaluation = (
+            *("--eval-interval", str(options.iterations)),
+            *("--eval-iters", str(file.evaluation_batches)),
+        )
+        return replace(options, extra=(*evaluation, *options.extra))
 
-    def _variables(self, variables: Mapping[str, VariableValue]) -> dict[str, Any]:
+    def _parse_fields(self, variables: Mapping[str, VariableValue]) -> dict[str, Any]:
+        """Return the fields of `Options` that make variables of the file set."""
         return parse_option_fields(variables, f"{self.name}.yaml")
 
 
-def parse_option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[str, Any]:
-    """Fields of `Options` that make variables set.
+def _sort_models(models: Sequence[str], strategies: str | Sequence[str]) -> list[str]:
+    """Return the models from small to large.
 
     Raises:
-        LaunchError: One is not known or changes nothing; `source` says where it is set.
+        LaunchError: A model or a strategy is unknown.
+    """
+    for strategy in (strategies,) if isinstance(strategies, str) else strategies:
+        for model in models:
+            parse_target(f"train-{strategy}-{model}-1cpu")
+    sizes = {model: total_parameters(load_model(model).shape) for model in models}
+    return sorted(models, key=sizes.__getitem__)
+
+
+def parse_option_fields(variables: Mapping[str, VariableValue], source: str) -> dict[str, Any]:
+    """Return the fields of `Options` that make variables set, by the field's name.
+
+    Args:
+        variables: Values by the make variable's name.
+        source: File that sets them, for error messages.
+
+    Raises:
+        LaunchError: A variable is unknown, or is set to its default.
     """
     texts = {
         key: str(int(value)) if isinstance(value, bool) else str(value)
         for key, value in variables.items()
     }
-    read, unset = options_from_texts(texts), Options()
+    options, unset = options_from_texts(texts), Options()
     known = {setting.name for setting in RUN_SETTINGS}
     for key in texts:
-        others = {other: text for other, text in texts.items() if other != key}
         if key not in known:
             raise LaunchError(f"{source} sets {key}, which is no variable of a training target.")
-        if options_from_texts(others) == read:
+        other_texts = {other: text for other, text in texts.items() if other != key}
+        if options_from_texts(other_texts) == options:
             raise LaunchError(f"{source} sets {key} to its default, which changes nothing.")
     return {
-        each.name: getattr(read, each.name)
-        for each in fields(Options)
-        if each.compare and getattr(read, each.name) != getattr(unset, each.name)
+        field.name: getattr(options, field.name)
+        for field in fields(Options)
+        if field.compare and getattr(options, field.name) != getattr(unset, field.name)
     }

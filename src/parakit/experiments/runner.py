@@ -1,7 +1,7 @@
-"""The one loop that trains cells: a failed one does not stop the rest, what was made before is taken.
+"""Train the cells of an experiment one after another, and find runs that were made before.
 
-What stands for a run says `parakit.artifacts.identity`. `LAUNCHER=slurm make sweep` submits what is neither
-made nor on its way as job arrays, one for each size.
+A cell that fails does not stop the others. `parakit.artifacts.identity` decides which run stands for which launch.
+`LAUNCHER=slurm make sweep` submits the missing runs as job arrays, one per number and kind of devices.
 """
 
 from __future__ import annotations
@@ -42,47 +42,50 @@ NO_TIME = "no time was left for it"
 
 @dataclass(frozen=True)
 class CellResult:
-    """What there is of one cell by now."""
+    """Runs of one cell that exist by now."""
 
     cell: Cell
     launch: Launch
     runs: tuple[Path, ...]
-    """Run folders that ended well, newest first, at most as many as were wanted."""
+    """Run folders that ended well, newest first, at most one per repeat."""
     failed: tuple[Path, ...] = ()
-    """Run folders of this call that did not."""
+    """Run folders of this call that did not end well."""
     failure: str = ""
+    """Why a run failed; empty if none did."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All run folders, failed ones first."""
         return (*self.failed, *self.runs)
 
     @property
-    def complete(self) -> bool:
-        """Every repeat is there."""
+    def is_complete(self) -> bool:
+        """True if every repeat ended well."""
         return len(self.runs) >= self.cell.repeats
 
 
 @dataclass
 class Runner:
-    """Trains cells in turn; `results` says at any time what there is, also after Ctrl-C."""
+    """Trains cells one after another; `list_results` returns the runs that exist at any time."""
 
     experiment: Experiment
     launches: Mapping[Cell, Launch]
     console: Console
     _warm: WarmPool = field(default_factory=WarmPool)
     _longest_seconds: dict[int, float] = field(default_factory=dict)
-    """Of the runs so far, by their number of iterations."""
+    """Seconds of the longest run so far, by number of iterations."""
     _began: float = field(default_factory=time.monotonic)
-    _made: dict[Cell, list[Path]] = field(default_factory=dict)
-    _failed: dict[Cell, tuple[str, Path | None]] = field(default_factory=dict)
+    _runs: dict[Cell, list[Path]] = field(default_factory=dict)
+    """Run folders that this runner made and that ended well, oldest first."""
+    _failures: dict[Cell, tuple[str, Path | None]] = field(default_factory=dict)
+    """Why a cell failed, and the run folder if there is one."""
 
     def train(self) -> None:
-        """Train what is not there, while there is time; on Slurm submit it.
+        """Train the missing runs while there is time; with LAUNCHER=slurm submit them instead.
 
         Raises:
-            Interrupted: A request to stop came; the run that was on its way is complete on disk.
-            LaunchError: Slurm is not here, does not answer, or refuses a job.
+            Interrupted: The user asked to stop; the current run is complete on disk.
+            LaunchError: Slurm is not installed, does not answer, or refuses a job.
         """
         if self.experiment.options.slurm is not None:
             submit_missing(self.launches, self.console)
@@ -91,14 +94,15 @@ class Runner:
             self._train_all()
 
     def _train_all(self) -> None:
+        """Train every repeat of every cell that has no run yet, and print a line per repeat."""
         cells, self._began = list(self.launches), time.monotonic()
         steps = order_repeats(cells)
-        for done, (repeat, cell) in enumerate(steps, start=1):
+        for step, (repeat, cell) in enumerate(steps, start=1):
             launch = self.launches[cell]
-            title = self._title(cell, launch, cells.index(cell) + 1, repeat)
-            if cell in self._failed:
+            title = self._format_title(cell, launch, cells.index(cell) + 1, repeat)
+            if cell in self._failures:
                 continue
-            runs = self._runs(cell, launch)
+            runs = self._list_runs(cell, launch)
             if len(runs) >= repeat:
                 say(self.console, f"{title}: made before → {runs[-repeat].name}")
                 continue
@@ -106,37 +110,40 @@ class Runner:
             if self.seconds_left is not None and expected > self.seconds_left:
                 say(self.console, f"{title}: left out, {NO_TIME}; repeat the command.")
                 continue
-            said = self._train(cell, launch, title)
-            seconds = (time.monotonic() - self._began) / done * (len(steps) - done)
-            left = f", about {seconds:.0f} s left" if done < len(steps) else ""
-            say(self.console, f"{title}: {said}{left}")
+            outcome = self._train_once(cell, launch, title)
+            seconds = (time.monotonic() - self._began) / step * (len(steps) - step)
+            remaining = f", about {seconds:.0f} s left" if step < len(steps) else ""
+            say(self.console, f"{title}: {outcome}{remaining}")
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the budget, if there is one."""
+        """Seconds that are left of the experiment's time budget; None without a budget."""
         if self.experiment.budget_seconds is None:
             return None
         return self.experiment.budget_seconds - (time.monotonic() - self._began)
 
-    def results(self) -> list[CellResult]:
-        """One a cell, in order."""
-        found = []
+    def list_results(self) -> list[CellResult]:
+        """Return a result per cell, in order."""
+        results = []
         for cell, launch in self.launches.items():
-            failure, folder = self._failed.get(cell, ("", None))
+            failure, folder = self._failures.get(cell, ("", None))
             failed = (folder,) if folder else ()
-            runs = tuple(self._runs(cell, launch))
-            found.append(CellResult(cell, launch, runs, failed, failure))
-        return found
+            runs = tuple(self._list_runs(cell, launch))
+            results.append(CellResult(cell, launch, runs, failed, failure))
+        return results
 
-    def _runs(self, cell: Cell, launch: Launch) -> list[Path]:
-        """Those that count by now, newest first."""
+    def _list_runs(self, cell: Cell, launch: Launch) -> list[Path]:
+        """Return the run folders that count for a cell by now, newest first."""
         if not self.experiment.file.takes_finished:
-            return self._made.get(cell, [])[::-1]
-        in_slurm = launch.job.options.slurm is not None
-        found = find_runs_finished_in_slurm(launch) if in_slurm else find_finished_runs(launch)
-        return found[: cell.repeats]
+            return self._runs.get(cell, [])[::-1]
+        if launch.job.options.slurm is not None:
+            runs = find_runs_finished_in_slurm(launch)
+        else:
+            runs = find_finished_runs(launch)
+        return runs[: cell.repeats]
 
-    def _train(self, cell: Cell, launch: Launch, title: str) -> str:
+    def _train_once(self, cell: Cell, launch: Launch, title: str) -> str:
+        """Train one repeat of a cell, and record its folder, failure and time; return the outcome as text."""
         began, folder = time.monotonic(), None
         try:
             launch = launch.fork_from_pool(self._warm) if self.experiment.file.warm else launch
@@ -144,33 +151,34 @@ class Runner:
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute_launch(limited, launch.job.options.runs, self.console, title)
         except LaunchError as error:
-            said = problem = str(error)
+            outcome = problem = str(error)
         else:
-            said = format_outcome(folder, status)
+            outcome = format_outcome(folder, status)
             problem = "" if status.status is Status.OK else f"{status.status}: {status.reason}"
         seconds = time.monotonic() - began
         longest = self._longest_seconds.get(launch.iterations, 0.0)
         self._longest_seconds[launch.iterations] = max(longest, seconds)
         if problem:
-            self._failed[cell] = problem, folder
+            self._failures[cell] = problem, folder
         elif folder:
-            self._made.setdefault(cell, []).append(folder)
-        return said
+            self._runs.setdefault(cell, []).append(folder)
+        return outcome
 
-    def _title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
-        which = f" repeat {repeat}" if cell.repeats > 1 else ""
-        other = launch.spec.backend != Backend.MEGATRON
-        short = f"{launch.spec.backend} {cell.job.strategy}" if other else cell.job.strategy
-        # Cells of axes differ in more than strategy and backend.
+    def _format_title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
+        """Return the begin of a progress line: number of the cell, repeat if there are several, and name."""
+        backend, strategy = launch.spec.backend, cell.job.strategy
+        short = strategy if backend == Backend.MEGATRON else f"{backend} {strategy}"
+        # Cells of a sweep differ in more than strategy and backend.
         name = cell.name if self.experiment.file.skips_illegal or cell.label else short
-        return f"[{number}/{len(self.launches)}]{which} {name}"
+        repeat_text = f" repeat {repeat}" if cell.repeats > 1 else ""
+        return f"[{number}/{len(self.launches)}]{repeat_text} {name}"
 
 
 def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
-    """Every repeat of every cell, in the order in which they are trained.
+    """Return every repeat of every cell in the order of training, as number of the repeat and cell.
 
-    Repeats are apart, so that a slow drift falls on all cells alike. Cells with more repeats come before
-    the others, because a median of one run has no scatter to judge others by.
+    Repeats of a cell are not adjacent, so that a slow drift of the machine falls on all cells alike. Cells with
+    more repeats come first, because a median of one run has no scatter by which others could be judged.
     """
     return [
         (repeat, cell)
@@ -186,106 +194,122 @@ STATES_NOT_RESUBMITTED = ("queued", "running", Status.OK.value)
 
 
 def find_finished_runs(launch: Launch) -> list[Path]:
-    """Runs that did exactly this, here, and ended well, newest first.
+    """Return the folders of runs on this machine that did exactly this and ended well, newest first.
 
-    A run that was resumed in its own folder counts if each attempt was made here and asked for the
-    same: its losses are an undisturbed run's, and its times leave out the first lines after a start.
+    A run that was resumed in its own folder counts if each attempt was made here and did the same: its losses are
+    those of an undisturbed run, and its times leave out the first iterations after a start.
     """
     folders = _find_candidate_folders(launch)
-    wanted = identify_launch(launch, launch.job.options.runs) if folders else None
-    return [folder for folder in folders if wanted and _stands_for(folder, wanted)]
+    if not folders:
+        return []
+    identity = identify_launch(launch, launch.job.options.runs)
+    return [folder for folder in folders if identity and _stands_for(folder, identity)]
 
 
 def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
-    """Submit what is neither made nor on its way, each under its make variables.
+    """Submit the repeats that are neither finished, queued nor running, as job arrays with their make variables.
 
     Raises:
-        LaunchError: Slurm is not here, does not answer, or refuses a job.
+        LaunchError: Slurm is not installed, does not answer, or refuses a job.
     """
     (runs,) = {launch.job.options.runs for launch in launches.values()}
-    jobs = [job.job_id for folder in find_run_folders(runs) if (job := read_job_record(folder))]
-    if query_job_states(jobs) is None:
+    jobs = [read_job_record(folder) for folder in find_run_folders(runs)]
+    if query_job_states([job.job_id for job in jobs if job]) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
             "what is on its way cannot be distinguished from what is missing; repeat the command once "
             "it does."
         )
-    seen = {one.run: one.state for one in read_run_statuses(runs)}
+    states = _read_states(runs)
     groups: dict[str, list[Launch]] = {}
     for cell, launch in launches.items():
         slurm = launch.job.options.slurm
         assert slurm is not None
-        # Over NODES= where they share its ranks evenly, else on one node.
+        # NODES= counts only where the nodes share the ranks evenly.
         nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
-        wanted = cell.repeats - len(_find_runs_in_state(STATES_NOT_RESUBMITTED, seen, launch))
-        if wanted > 0:
+        existing = _find_runs_in_state(STATES_NOT_RESUBMITTED, states, launch)
+        missing = cell.repeats - len(existing)
+        if missing > 0:
             spread = spread_over_nodes(launch, nodes)
-            groups.setdefault(launch.job.device_suffix, []).extend([spread] * wanted)
-    for place, each in groups.items():
-        submit_array(f"sweep-{place}", each, console)
+            groups.setdefault(launch.job.device_suffix, []).extend([spread] * missing)
+    for suffix, group in groups.items():
+        submit_array(f"sweep-{suffix}", group, console)
 
 
 def find_runs_finished_in_slurm(launch: Launch) -> list[Path]:
-    """Runs of this cell that a job made and that ended well, newest first."""
-    seen = {one.run: one.state for one in read_run_statuses(launch.job.options.runs)}
-    return _find_runs_in_state((Status.OK.value,), seen, launch)
+    """Return the folders of runs of this launch that Slurm jobs made and that ended well, newest first."""
+    return _find_runs_in_state((Status.OK.value,), _read_states(launch.job.options.runs), launch)
+
+
+def _read_states(runs: Path) -> dict[str, str]:
+    """Return the state of each run in a runs folder by the run's name."""
+    return {status.run: status.state for status in read_run_statuses(runs)}
 
 
 def _find_runs_in_state(
-    states: Container[str], seen: Mapping[str, str], launch: Launch
+    states: Container[str], states_by_run: Mapping[str, str], launch: Launch
 ) -> list[Path]:
+    """Return the folders of runs that are in one of the states and were submitted for this launch."""
     return [
         folder
         for folder in _find_candidate_folders(launch)
-        if seen.get(folder.name, "") in states and _was_submitted(folder, launch)
+        if states_by_run.get(folder.name, "") in states and _was_submitted(folder, launch)
     ]
 
 
 def _was_submitted(folder: Path, launch: Launch) -> bool:
-    """Whether a job in this folder was asked for exactly this, on whatever machine, requeued or not.
+    """Return True if the job of a run folder was submitted for exactly this launch, on whatever machine.
 
-    What it is asked for is composed here, as it was then; `run.json` is what the nodes made of it.
+    The submitted record is compared, which was composed here; `run.json` is what the nodes made of it. A job that
+    was requeued counts; one that was resumed with other flags does not.
     """
     job = read_job_record(folder)
     if job is None or job.submitted is None:
         return False
     try:
-        asked = decode_run(job.submitted)
-        # `make resume` takes ITERS= and EXTRA=.
-        alike = len({identify_run(attempt).training for attempt in _read_attempts(folder)}) == 1
+        submitted = decode_run(job.submitted)
+        # `make resume` takes ITERS= and EXTRA=, with which an attempt trains something else.
+        trainings = {identify_run(attempt).training for attempt in _read_attempts(folder)}
     except (OSError, ValueError):
         return False
-    same_image = job.image == choose_image(launch)
-    same_work = identify_run(asked).training == identify_computation(launch)
-    return alike and same_work and asked.entry == launch.entry and same_image
+    return (
+        len(trainings) == 1
+        and identify_run(submitted).training == identify_computation(launch)
+        and submitted.entry == launch.entry
+        and job.image == choose_image(launch)
+    )
 
 
 def _find_candidate_folders(launch: Launch) -> list[Path]:
-    """Run folders of this model and number of devices, newest first, whatever their strategy's name.
+    """Return the run folders with this model and number of devices, newest first.
 
-    A strategy has several names (`zero1` over two ranks is `dp2-zero1`); what was trained says the
-    specification in `run.json`.
+    The strategy in a folder's name does not decide, because a strategy has several names (`zero1` on two ranks is
+    `dp2-zero1`); `run.json` says what was trained.
     """
     pattern = f"2*-{launch.model.name}-{launch.devices}{launch.spec.device}"
     return sorted(launch.job.options.runs.glob(pattern), reverse=True)
 
 
 def _read_attempts(folder: Path) -> list[RunRecord]:
-    """What each attempt of a run was asked for and where, oldest first; one for a run never resumed.
+    """Return the record of each attempt of a run, oldest first; a run that was never resumed has one.
 
     Raises:
-        OSError: A record is not there.
-        msgspec.DecodeError: One is not of this shape.
+        OSError: A record is missing.
+        msgspec.DecodeError: A record has another shape.
     """
     past = (folder / records.ATTEMPTS_FOLDER).glob("[0-9]*")
     earlier = sorted(past, key=lambda path: int(path.name))
-    return [records.read_run(each) for each in (*earlier, folder)]
+    return [records.read_run(attempt) for attempt in (*earlier, folder)]
 
 
-def _stands_for(folder: Path, wanted: Identity) -> bool:
+def _stands_for(folder: Path, identity: Identity) -> bool:
+    """Return True if the run ended well and each of its attempts has an identity that stands for this one."""
     try:
         attempts, status = _read_attempts(folder), records.read_status(folder)
-    except (OSError, ValueError):  # Also of msgspec, and a folder's name that is no number.
+    except (
+        OSError,
+        ValueError,
+    ):  # msgspec's errors and a folder's name that is no number are ValueErrors.
         return False
     ended_well = status.status is records.Status.OK
-    return ended_well and all(identify_run(each).stands_for(wanted) for each in attempts)
+    return ended_well and all(identify_run(attempt).stands_for(identity) for attempt in attempts)

@@ -1,7 +1,8 @@
-"""`make compare-zero MODEL=gpt3-355m GPU=a100-80g`: predict the DeepSpeed report's comparison.
+"""Predict the comparison of the DeepSpeed report: `make compare-zero MODEL=gpt3-355m GPU=a100-80g`.
 
-Its methods on nodes with one device each, over several links and numbers of nodes (`zero_prediction.yaml`). Every
-device has the same work on any number of nodes: the model's own global batch for each.
+The planner predicts the report's methods on nodes with one device each, over several links and numbers of nodes
+(`zero_prediction.yaml`). Every device has the same work on any number of nodes: the model's own global batch per
+device on two nodes.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ from parakit.planner import (
 
 @dataclass(frozen=True)
 class ZeroPredictionFile:
-    """The links, nodes, methods and sentences of `zero_prediction.yaml`."""
+    """Keys of the file `zero_prediction.yaml`."""
 
     links: Mapping[str, str]
+    """Names for people, by the link's key."""
     nodes: tuple[int, ...]
     methods: Mapping[str, str]
+    """Layouts by the report's name of the method."""
     scales: float
+    """Scaling efficiency from which a method counts as scaling."""
     poorly: float
+    """Scaling efficiency below which a method counts as scaling poorly."""
     said: Mapping[str, str]
+    """The report's claim on a method's scaling, by method."""
     page: str
 
 
@@ -48,40 +54,45 @@ SETTINGS = msgspec.convert(read_yaml(Path(__file__).with_suffix(".yaml")), ZeroP
 
 @dataclass(frozen=True)
 class PredictedMethod:
-    """One method over one link on so many nodes; None is a strategy that the model cannot have."""
+    """Prediction of one method on a number of nodes over one link."""
 
     method: str
     link: str
     nodes: int
     timed: TimedStrategy | None
+    """The planner's result; None if the model cannot have the strategy."""
 
     @property
     def seconds(self) -> float | None:
-        """Of an iteration."""
+        """Predicted seconds per iteration; None if the model cannot have the strategy."""
         return self.timed.candidate.seconds.total if self.timed else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Seconds between which the errors of measurements like it put it, if there are enough."""
+        """Interval of the seconds, by the errors of similar measurements; None if there are too few."""
         return self.timed.uncertainty.interval() if self.timed else None
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the fullest rank."""
+        """Bytes of the rank with the peak memory."""
         return self.timed.candidate.memory.total if self.timed else None
 
     @property
-    def time(self) -> str:
-        """Milliseconds with their interval."""
+    def time_text(self) -> str:
+        """Milliseconds per iteration with their interval; a dash without a prediction."""
         low, high = (1e3 * end for end in self.interval) if self.interval else (None, None)
         return bracketed(1e3 * self.seconds, low, high, ",.0f") if self.seconds else DASH
 
-    @property
-    def as_data(self) -> dict[str, object]:
-        """Seconds and bytes; None where the model cannot have the strategy."""
-        where = {"method": self.method, "link": self.link, "nodes": self.nodes}
-        times = {"seconds": self.seconds, "interval_seconds": self.interval}
-        return {**where, **times, "peak_bytes": self.peak_bytes}
+    def to_data(self) -> dict[str, object]:
+        """Return the prediction for JSON, in seconds and bytes; None if the model cannot have the strategy."""
+        return {
+            "method": self.method,
+            "link": self.link,
+            "nodes": self.nodes,
+            "seconds": self.seconds,
+            "interval_seconds": self.interval,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def predict_zero(given: Namespace) -> int:
@@ -89,23 +100,24 @@ def predict_zero(given: Namespace) -> int:
 
     Raises:
         LaunchError: MODEL= is missing.
-        ValueError: It cannot be predicted; one sentence.
+        ValueError: The experiment cannot be predicted.
     """
     if given.model is None:
         raise LaunchError(
             "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
         )
-    asked = plan_options(given)
-    links, scaling = predict_methods(asked, nodes=(2,)), predict_methods(asked, SETTINGS.nodes)
-    if asked.json:
-        print(json.dumps([each.as_data for each in scaling], indent=2))
+    options = plan_options(given)
+    on_two_nodes = predict_methods(options, nodes=(2,))
+    on_all_nodes = predict_methods(options, SETTINGS.nodes)
+    if options.json:
+        print(json.dumps([prediction.to_data() for prediction in on_all_nodes], indent=2))
         return 0
     page = SETTINGS.page.rstrip().format(
-        model=asked.model,
-        gpu=asked.gpu,
-        over_links=format_links_table(links),
-        over_nodes="\n\n".join(_format_nodes_table(link, scaling) for link in SETTINGS.links),
-        scaling=format_scaling_table(scaling),
+        model=options.model,
+        gpu=options.gpu,
+        over_links=format_links_table(on_two_nodes),
+        over_nodes="\n\n".join(_format_nodes_table(link, on_all_nodes) for link in SETTINGS.links),
+        scaling=format_scaling_table(on_all_nodes),
     )
     say_markdown(wide_console(), page)
     return 0
@@ -114,70 +126,96 @@ def predict_zero(given: Namespace) -> int:
 def predict_methods(
     options: PlanOptions, nodes: Sequence[int], links: Sequence[str] = tuple(SETTINGS.links)
 ) -> tuple[PredictedMethod, ...]:
-    """Every method on every number of nodes over every link.
+    """Return a prediction per link, number of nodes and method, in this order.
+
+    The pipeline with a stage per node is left out on two nodes, where it is the pipeline of two stages.
 
     Raises:
         RequestError: There is no such dtype.
         ValueError: There is no such model or device.
     """
     return tuple(
-        PredictedMethod(method, link, count, _time_method(options, layout, count, link))
+        PredictedMethod(method, link, count, timed=_time_method(options, layout, count, link))
         for link in links
         for count in nodes
         for method, layout in SETTINGS.methods.items()
-        if count > 2 or layout != "pp{nodes}"  # On two nodes it is the other pipeline.
+        if count > 2 or layout != "pp{nodes}"
     )
 
 
 def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStrategy | None:
+    """Return the planner's time and memory of a layout; None if its stages do not divide the layers."""
     model = find_model(options.model)
     if layout == "pp{nodes}" and model.shape.layers % nodes:
         return None
-    asked = replace(
+    strategy = layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1")
+    method_options = replace(
         options,
-        strategy=layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1"),
+        strategy=strategy,
         gpus=nodes,
         nodes=nodes,
         gpus_per_node=1,
         inter=link,
         global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
     )
-    return time_strategy(asked)
+    return time_strategy(method_options)
 
 
-def judge_column(found: Sequence[PredictedMethod]) -> tuple[str, str]:
-    """Of one column: the fastest or *within noise*, and which to use.
+def judge_column(predictions: Sequence[PredictedMethod]) -> tuple[str, str]:
+    """Return the fastest method of a column, or *within noise* with its rivals, and the method to use.
 
-    Of methods within the planner's error of the fastest the one with the least memory is to be used.
+    Methods within the planner's error of the fastest are its rivals; the one with the least memory is to be used.
     """
-    known = [(each.seconds, each) for each in found if each.seconds is not None]
-    fastest = min(seconds for seconds, _ in known)
-    close = [each for seconds, each in known if are_tied(seconds, fastest)]
-    lightest = min(close, key=lambda each: each.peak_bytes or 0)
+    timed = [
+        (prediction.seconds, prediction)
+        for prediction in predictions
+        if prediction.seconds is not None
+    ]
+    fastest = min(seconds for seconds, _ in timed)
+    close = [prediction for seconds, prediction in timed if are_tied(seconds, fastest)]
+    lightest = min(close, key=lambda prediction: prediction.peak_bytes or 0)
     if len(close) == 1:
         return lightest.method, lightest.method
-    return f"within noise: {joined([each.method for each in close])}", lightest.method
+    names = joined([prediction.method for prediction in close])
+    return f"within noise: {names}", lightest.method
 
 
-def format_links_table(found: Sequence[PredictedMethod]) -> str:
-    """Markdown: memory, time over each link, the fastest of a link and which to use."""
+def format_links_table(predictions: Sequence[PredictedMethod]) -> str:
+    """Return a Markdown table of peak memory, and of the time over each link with the fastest method.
+
+    All predictions are for the same number of nodes.
+    """
     rows = []
-    for method in dict.fromkeys(each.method for each in found):
-        own = [each for each in found if each.method == method]
-        rows.append([method, megabytes(own[0].peak_bytes), *(each.time for each in own)])
-    columns = [[each for each in found if each.link == link] for link in SETTINGS.links]
+    for method in dict.fromkeys(prediction.method for prediction in predictions):
+        of_method = [prediction for prediction in predictions if prediction.method == method]
+        memory = megabytes(of_method[0].peak_bytes)
+        rows.append([method, memory, *(prediction.time_text for prediction in of_method)])
+    columns = [
+        [prediction for prediction in predictions if prediction.link == link]
+        for link in SETTINGS.links
+    ]
     rows += _make_verdict_rows(columns, "")
     return markdown_rows(["Method", "Peak memory", *SETTINGS.links.values()], rows)
 
 
-def _format_nodes_table(link: str, found: Sequence[PredictedMethod]) -> str:
+def _format_nodes_table(link: str, predictions: Sequence[PredictedMethod]) -> str:
+    """Return a Markdown table of the scaling efficiency on each number of nodes over one link."""
     rows = []
     for method in SETTINGS.methods:
-        shares = (scaling_efficiency(method, link, nodes, found) for nodes in SETTINGS.nodes)
-        rows.append([method, *map(percent, shares)])
-    rows += _make_verdict_rows(
-        [[e for e in found if (e.link, e.nodes) == (link, nodes)] for nodes in SETTINGS.nodes]
-    )
+        efficiencies = (
+            scaling_efficiency(method, link, nodes, predictions) for nodes in SETTINGS.nodes
+        )
+        rows.append([method, *map(percent, efficiencies)])
+    columns = []
+    for nodes in SETTINGS.nodes:
+        columns.append(
+            [
+                prediction
+                for prediction in predictions
+                if prediction.link == link and prediction.nodes == nodes
+            ]
+        )
+    rows += _make_verdict_rows(columns)
     header = ["Method", *(f"{nodes} nodes" for nodes in SETTINGS.nodes)]
     return f"{SETTINGS.links[link]}:\n\n{markdown_rows(header, rows)}"
 
@@ -185,53 +223,71 @@ def _format_nodes_table(link: str, found: Sequence[PredictedMethod]) -> str:
 def _make_verdict_rows(
     columns: Sequence[Sequence[PredictedMethod]], *between: str
 ) -> Iterator[list[str]]:
-    """The two last rows of a table."""
-    said = zip(*map(judge_column, columns), strict=True)
-    for name, cells in zip(("Fastest", "Use"), said, strict=True):
+    """Yield the last two rows of a table, `Fastest` and `Use`; `between` follows their headings."""
+    verdicts = zip(*map(judge_column, columns), strict=True)
+    for name, cells in zip(("Fastest", "Use"), verdicts, strict=True):
         yield [name, *between, *cells]
 
 
 def scaling_efficiency(
-    method: str, link: str, nodes: int, found: Sequence[PredictedMethod]
+    method: str, link: str, nodes: int, predictions: Sequence[PredictedMethod]
 ) -> float | None:
-    """A device's work a second on so many nodes, over that on two; None where there is no strategy."""
-    times = {(each.method, each.link, each.nodes): each.seconds for each in found}
-    # A pipeline of as many stages as nodes begins as the one of two.
-    first = times.get((method, link, 2)) or times.get(("Pipeline", link, 2))
-    last = times.get((method, link, nodes))
-    return first / last if first and last else None
+    """Return the work per second and device over that on two nodes; None if the method is not predicted."""
+    seconds = {
+        (prediction.method, prediction.link, prediction.nodes): prediction.seconds
+        for prediction in predictions
+    }
+    # On two nodes, a pipeline with a stage per node is the pipeline of two stages.
+    on_two = seconds.get((method, link, 2)) or seconds.get(("Pipeline", link, 2))
+    on_more = seconds.get((method, link, nodes))
+    return on_two / on_more if on_two and on_more else None
 
 
-def format_scaling_table(found: Sequence[PredictedMethod]) -> str:
-    """Markdown: the report's sentences on more nodes, each judged for every link."""
+def format_scaling_table(predictions: Sequence[PredictedMethod]) -> str:
+    """Return a Markdown table of the report's claims on scaling, each judged for every link.
+
+    A claim is judged on the largest number of nodes that was predicted for its method.
+    """
     rows = []
-    for method, sentence in SETTINGS.said.items():
-        most = max((e.nodes for e in found if e.method == method and e.seconds), default=2)
-        shares = {
-            name: scaling_efficiency(method, link, most, found)
+    for method, claim in SETTINGS.said.items():
+        node_counts = [
+            prediction.nodes
+            for prediction in predictions
+            if prediction.method == method and prediction.seconds
+        ]
+        most = max(node_counts, default=2)
+        efficiencies = {
+            name: scaling_efficiency(method, link, most, predictions)
             for link, name in SETTINGS.links.items()
         }
-        known = {name: share for name, share in shares.items() if share is not None}
+        known = {name: value for name, value in efficiencies.items() if value is not None}
         if most > 2 and known:
-            said = f"“{sentence}”: {_judge_efficiencies(known, method == 'Baseline')}"
-            rows.append([f"{method}, {most} nodes", *map(percent, shares.values()), said])
+            verdict = f"“{claim}”: {_judge_efficiencies(known, method == 'Baseline')}"
+            rows.append([f"{method}, {most} nodes", *map(percent, efficiencies.values()), verdict])
     header = ["Work of a device, over that on two", *SETTINGS.links.values(), "The report"]
     return markdown_rows(header, rows)
 
 
-def _judge_efficiencies(shares: Mapping[str, float], is_said_to_scale: bool) -> str:
-    """Shares by link; one within the planner's error of a limit judges nothing."""
-    said: dict[str, list[str]] = {}
-    for name, share in shares.items():
+def _judge_efficiencies(efficiencies: Mapping[str, float], is_said_to_scale: bool) -> str:
+    """Return whether scaling efficiencies confirm a claim, by verdict with the links that give it.
+
+    An efficiency within the planner's error of a limit judges nothing.
+
+    Args:
+        efficiencies: Scaling efficiency by the link's name.
+        is_said_to_scale: Whether the claim is that the method scales, not that it scales poorly.
+    """
+    links_by_verdict: dict[str, list[str]] = {}
+    for name, efficiency in efficiencies.items():
         limits = (SETTINGS.scales, SETTINGS.poorly)
-        near = [limit for limit in limits if limit / TIE_RATIO < share < limit * TIE_RATIO]
+        near = [limit for limit in limits if limit / TIE_RATIO < efficiency < limit * TIE_RATIO]
         if near:
-            judge_column = f"within noise of {near[0]:.0%}"
-        elif SETTINGS.poorly <= share < SETTINGS.scales:
-            judge_column = "neither"
+            verdict = f"within noise of {near[0]:.0%}"
+        elif SETTINGS.poorly <= efficiency < SETTINGS.scales:
+            verdict = "neither"
+        elif (efficiency >= SETTINGS.scales) == is_said_to_scale:
+            verdict = "confirmed"
         else:
-            judge_column = (
-                "confirmed" if (share >= SETTINGS.scales) == is_said_to_scale else "contradicted"
-            )
-        said.setdefault(judge_column, []).append(name)
-    return "; ".join(f"{judge_column} at {joined(names)}" for judge_column, names in said.items())
+            verdict = "contradicted"
+        links_by_verdict.setdefault(verdict, []).append(name)
+    return "; ".join(f"{verdict} at {joined(names)}" for verdict, names in links_by_verdict.items())

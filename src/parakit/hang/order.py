@@ -128,7 +128,10 @@ def find_departure(evidence: HangEvidence, ranks: Iterable[int]) -> Departure | 
 def _index_short_contexts(
     sequences: Mapping[int, CallSequence],
 ) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the rank and index of every call by the call with the SHORTEST_CONTEXT calls before it."""
+    """Return where each short context occurs, as pairs of rank and index.
+
+    A key is a call together with the SHORTEST_CONTEXT calls before it.
+    """
     positions: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, sequence in sequences.items():
         for index in range(SHORTEST_CONTEXT, len(sequence)):

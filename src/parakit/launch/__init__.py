@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         read_patch_file,
     )
     from parakit.launch.preflight import LOG_BYTES, check_launch
+    from parakit.launch.preflight_attention import attention_problems
     from parakit.launch.run_folder import identify_computation, identify_launch
     from parakit.launch.runtime import choose_runtime
     from parakit.launch.status import read_job_record, read_run_statuses
@@ -61,6 +62,7 @@ __all__ = [
     "Saving",
     "WarmMegatron",
     "WarmPool",
+    "attention_problems",
     "call_module",
     "check_launch",
     "choose_image",

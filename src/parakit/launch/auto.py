@@ -1,8 +1,9 @@
-"""`make train-auto-<model>-<N>cpu|gpu`: plan for this machine, say what was chosen and why, train it.
+"""`make train-auto-<model>-<N>cpu|gpu`: choose a strategy for this machine with the planner and train it.
 
-The planner's constants are measured on this machine first, and kept until its devices or what measures
-them change; CALIBRATE=1 measures them anew. Runs that `make report` kept as one's own measurements
-correct its times, as they correct those of `make plan`.
+The planner needs constants of the machine, such as the rate of a matrix product. They are measured before
+the first plan and stored. They are measured again if the devices or the measuring code change, or if the
+user sets CALIBRATE=1. Published measurements that `make report` stored for this machine correct the
+predicted times, as they do in `make plan`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from parakit.planner import (
 
 
 def train_auto(target: str, options: Options, console: Console) -> int:
-    """Plan, explain, train.
+    """Choose a strategy with the planner, print the reasons, and train it; return the exit code.
 
     Raises:
-        LaunchError: The target is not in the grammar, its devices are not here, or nothing fits.
+        LaunchError: The target is not in the grammar, this machine lacks the devices, or no strategy fits.
     """
     baseline = parse_target(f"train-baseline-{target.removeprefix('train-auto-')}", options)
     plan = plan_for_machine(baseline, console, USER_MEASUREMENTS_FILE)
@@ -61,69 +62,76 @@ def train_auto(target: str, options: Options, console: Console) -> int:
     return start_job(job.with_options(options_for_candidate(chosen, options)), console)
 
 
-def plan_for_machine(job: Job, console: Console, own: Path | None = None) -> Plan:
-    """Search on this machine's devices, with its measured constants where there are any.
+def plan_for_machine(job: Job, console: Console, measurements_file: Path | None = None) -> Plan:
+    """Return the planner's ranking of strategies for a job on this machine's devices.
+
+    Constants that were measured on this machine are used, and are measured now if they are missing.
 
     Args:
-        job: With any strategy; its model, devices and options count.
-        console: Says what is measured.
-        own: The file of one's own measurements, which correct every time; None takes none.
+        job: The model, the number of devices and the options count; the strategy is ignored.
+        console: The terminal on which the measurement is announced.
+        measurements_file: The user's own published measurements, which correct all predicted times;
+            None applies no correction.
 
     Raises:
-        LaunchError: The devices are not here, or are none the planner knows.
-        MeasurementsError: `own` is no table.
+        LaunchError: This machine lacks the devices, or the planner does not know them.
+        MeasurementsError: `measurements_file` is not a table of measurements.
     """
-    device = _device(job)
-    request = build_request(job, device, _calibration(job, device, console))
-    return search_configurations(replace(request, own_runs=load_own_runs(own, request.cluster)))
+    device = _find_device(job)
+    request = build_request(job, device, _measure_or_read_calibration(job, device, console))
+    return search_configurations(
+        replace(request, own_runs=load_own_runs(measurements_file, request.cluster))
+    )
 
 
 def build_request(job: Job, device: Device, calibration: Calibration) -> Request:
-    """What the planner is asked: the job's model, this machine, the batch of the options."""
+    """Return the planner's request: the job's model, this machine's devices and the batch of the options."""
     options = job.options
-    # As it will be trained: over the vocabulary of the data.
+    # The data set decides the vocabulary that is trained, and so the model's size.
     model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
-    on_cpu = job.device is DeviceKind.CPU
-    usual = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
-    samples = options.global_batch_size or usual
+    is_cpu = job.device is DeviceKind.CPU
+    default_samples = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
+    samples = options.global_batch_size or default_samples
     expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
     template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
     if options.dropout is not None:
         template = replace(template, dropout=options.dropout)
-    if on_cpu:
+    if is_cpu:
         template = adapt_to_cpu_ranks(template)
     execution = Execution()
-    if not on_cpu:
+    if not is_cpu:
         runtime = choose_runtime(options, job.device)
         template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
-        words = runtime_flags(job.device, Parallelism(), runtime, options, model)
-        execution = parse_execution(Flags((*words, *options.extra)))
-        # As `make plan`: the launcher groups experts where they can be.
+        flags = runtime_flags(job.device, Parallelism(), runtime, options, model)
+        execution = parse_execution(Flags((*flags, *options.extra)))
+        # The launcher groups the experts' matrix products where it can, and `make plan` assumes this too.
         execution = replace(execution, grouped_experts=True)
     link = link_by_key(device.link)
-    cores = len(os.sched_getaffinity(0)) if on_cpu else None
+    cores = len(os.sched_getaffinity(0)) if is_cpu else None
     cluster = Cluster(device, job.devices, job.devices, link, link, calibration, execution, cores)
     return Request(model, cluster, samples, template)
 
 
 def print_explanation(plan: Plan, console: Console) -> None:
-    """The planner's advice, its ranking in one line, and where its constants are from."""
+    """Print the planner's advice, the five fastest strategies, and the source of its constants."""
     from parakit.planner import advice_sentences
 
     for sentence in advice_sentences(plan):
         console.print(sentence, highlight=False)
-    ranking = ", ".join(f"{c.strategy} {ms(c.seconds.total)} ms" for c in plan.ranked[:5])
+    ranking = ", ".join(
+        f"{candidate.strategy} {ms(candidate.seconds.total)} ms" for candidate in plan.ranked[:5]
+    )
     console.print(f"Predicted: {ranking}.", highlight=False)
     if plan.winner is not None:
         request = plan.request
-        known = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
-        console.print(str(known), highlight=False)
+        accuracy = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
+        console.print(str(accuracy), highlight=False)
     source = plan.request.cluster.calibration.source
     console.print(f"Constants: {source}.", highlight=False)
 
 
 def options_for_candidate(chosen: Candidate, options: Options) -> Options:
-    """The options that make the launcher train exactly what was planned."""
+    """Return `options` with the batch and flags of a planned candidate, so that exactly this plan is trained."""
     batch, spec = chosen.spec.batch, chosen.spec
     return replace(
         options,
@@ -133,22 +141,27 @@ def options_for_candidate(chosen: Candidate, options: Options) -> Options:
     )
 
 
-def _device(job: Job) -> Device:
-    instead = (
+def _find_device(job: Job) -> Device:
+    """Return the planner's description of a rank's device; the error names two ways to do without the GPUs."""
+    other_targets = (
         f"run 'make plan MODEL={job.model.name} GPUS={job.devices} GPU=h200' for a plan without "
         f"them, or 'make train-auto-gpt2-tiny-{job.devices}cpu'"
     )
-    named = f"'make train-dp{job.devices}-{job.model.name}-{job.devices}gpu'"
-    return find_local_device(job.device, job.devices, instead, f", or name a strategy: {named}")
+    named_target = f"'make train-dp{job.devices}-{job.model.name}-{job.devices}gpu'"
+    return find_local_device(
+        job.device, job.devices, other_targets, f", or name a strategy: {named_target}"
+    )
 
 
-def _calibration(job: Job, device: Device, console: Console) -> Calibration:
-    """Measured on this machine: now where it was not under these conditions, and with CALIBRATE=1; dry
-    runs take what there is."""
-    options, before = job.options, ""
+def _measure_or_read_calibration(job: Job, device: Device, console: Console) -> Calibration:
+    """Return this machine's constants: the stored ones if they are still valid, else newly measured ones.
+
+    CALIBRATE=1 always measures. A dry run never measures and takes the stored ones, or the defaults.
+    """
+    options, reason = job.options, ""
     if options.dry_run or not options.calibrate:
-        kept = load_device_calibration(options.runs, device)
-        if options.dry_run or kept.made_with == calibration_conditions(job.device, job.devices):
-            return kept
-        before = f", before with {kept.made_with}" if kept.made_with else ""
-    return calibrate(options.runs, job.device, job.devices, device, console, before)
+        stored = load_device_calibration(options.runs, device)
+        if options.dry_run or stored.made_with == calibration_conditions(job.device, job.devices):
+            return stored
+        reason = f", before with {stored.made_with}" if stored.made_with else ""
+    return calibrate(options.runs, job.device, job.devices, device, console, reason)

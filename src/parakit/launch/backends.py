@@ -1,7 +1,7 @@
-"""Backends other than Megatron: the same run, composed for plain PyTorch or DeepSpeed.
+"""Compose a launch for a backend other than Megatron: plain PyTorch, DeepSpeed or Hugging Face transformers.
 
-A launch is composed for Megatron first, so model, data, batch, seed and schedule are decided once. What
-only Megatron's strategies need is then removed from its flags, and the backend's own flags are added.
+A launch is composed for Megatron first, so model, data, batch, seed and schedule are decided once. Then
+the flags that only Megatron knows are removed, and the backend's flags are added.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_TRANSFORMERS = (
 )
 
 FIRST_MUON_RELEASE = (0, 17)
-"""First Megatron whose Muon has the published coefficients, which it calls `simple`."""
+"""First Megatron release whose Muon has the published coefficients; Megatron calls them `simple`."""
 
 MUON_PACKAGE = "emerging_optimizers"
 
@@ -48,53 +48,60 @@ _ONLY_MEGATRON = WEIGHT_LOADING_FLAGS | {
     "--vocab-size",
     DATA_CACHE,
 }
-_NATIVE = (
+_NATIVE_STRATEGIES = (
     "baseline, dpN, tpN, fsdp2, gpipeN, 1f1bN, interleavedN, pipedreamN, pipedreamNbw and "
     "pipedream-flushN"
 )
 
 
 def adapt_to_backend(launch: Launch) -> Launch:
-    """The same launch for the backend that its job names."""
+    """Return the launch with entry script, flags and environment of the backend that its job names."""
     options = launch.job.options
     if options.backend is Backend.MEGATRON:
         return launch
     if options.backend is Backend.TRANSFORMERS:
-        return _transformers(launch)
-    started = launch.initial_checkpoint is not None and options.backend is not Backend.BARE
+        return _adapt_to_transformers(launch)
+    has_checkpoint = launch.initial_checkpoint is not None and options.backend is not Backend.BARE
     parallelism = launch.spec.parallelism
-    # Torch FSDP2 needs an untied output layer under Megatron alone.
-    untied = UNTIED in launch.flags and not parallelism.sharding
-    start = (
-        initial_checkpoint_path(launch.model, launch.entry, options, untied) if started else None
+    # Only Megatron's torch FSDP2 needs an untied output layer, so the other backends keep it tied.
+    is_untied = UNTIED in launch.flags and not parallelism.sharding
+    checkpoint = (
+        initial_checkpoint_path(launch.model, launch.entry, options, is_untied)
+        if has_checkpoint
+        else None
     )
-    layout = () if parallelism.schedule else strategy_flags(parallelism)
-    dropped = (*_ONLY_MEGATRON, *(word for word in layout if word.startswith("--")))
+    parallel_flags = () if parallelism.schedule else strategy_flags(parallelism)
+    dropped = (*_ONLY_MEGATRON, *(text for text in parallel_flags if text.startswith("--")))
     multiple = launch.model.shape.vocabulary_multiple // parallelism.tensor
-    megatrons = options.optimizer is OptimizerName.MEGATRON_MUON
+    is_megatron_muon = options.optimizer is OptimizerName.MEGATRON_MUON
     flags = merge_flags(
         drop_flags(launch.flags, dropped),
         backend_flags(launch, options.backend),
         ("--vocab-size", str(launch.model.shape.vocabulary)),
         ("--make-vocab-size-divisible-by", str(max(1, multiple))),
-        ("--start-weights", relative_to_root(start)) if start else (),
-        (MUON_RULE_FLAG, "megatron") if megatrons else (),
+        ("--start-weights", relative_to_root(checkpoint)) if checkpoint else (),
+        (MUON_RULE_FLAG, "megatron") if is_megatron_muon else (),
     )
-    environment = {k: v for k, v in launch.environment.items() if k != variables.START_WEIGHTS}
+    environment = {
+        name: value for name, value in launch.environment.items() if name != variables.START_WEIGHTS
+    }
     if options.backend is Backend.DEEPSPEED:
         environment["DS_ACCELERATOR"] = "cpu" if launch.spec.device is DeviceKind.CPU else "cuda"
     return replace(
         launch,
         spec=replace(launch.spec, backend=options.backend),
         entry=replace(launch.entry, path=f"examples/{launch.model.family}/pretrain_native.py"),
-        initial_checkpoint=start,
+        initial_checkpoint=checkpoint,
         flags=flags,
         environment=environment,
     )
 
 
-def _transformers(launch: Launch) -> Launch:
-    """An imported model by Hugging Face's own code; a model of the kit has none (`backend_problems`)."""
+def _adapt_to_transformers(launch: Launch) -> Launch:
+    """Return the launch of an imported model with Hugging Face's own code.
+
+    A model that was not imported has no such code; `backend_problems` refuses it.
+    """
     weights = imported_weights_folder(launch.model)
     flags = merge_flags(
         drop_flags(launch.flags, (*_ONLY_MEGATRON, *FROM_CONFIG)),
@@ -110,7 +117,8 @@ def _transformers(launch: Launch) -> Launch:
 
 
 def _transformers_problems(launch: Launch) -> Iterator[str]:
-    own = (*unknown_flags(launch.flags), *launch.flags)
+    """Yield a sentence per reason why Hugging Face's code cannot train this launch; nothing if it can."""
+    texts = (*unknown_flags(launch.flags), *launch.flags)
     if imported_weights_folder(launch.model) is None:
         yield (
             f"BACKEND=transformers trains what was imported, and {launch.model.name} was not; import a "
@@ -123,7 +131,7 @@ def _transformers_problems(launch: Launch) -> Iterator[str]:
             f"BACKEND=transformers has baseline on one CPU rank, and no {launch.spec.name} on "
             f"{launch.devices} {launch.spec.device.upper()}(s); use train-baseline-…-1cpu."
         )
-    elif "--bf16" in own or "--fp16" in own:
+    elif "--bf16" in texts or "--fp16" in texts:
         yield "BACKEND=transformers computes in fp32; leave --bf16 and --fp16 out of EXTRA=."
     elif unknown := set(unknown_flags(launch.flags)) - {IMPORTED, PADDED}:
         yield f"BACKEND=transformers does not know {min(unknown)}; leave it out of EXTRA=."
@@ -132,9 +140,9 @@ def _transformers_problems(launch: Launch) -> Iterator[str]:
 
 
 def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
-    """The backend's flags for its parallelism; data parallelism takes the remaining ranks.
+    """Return the flags that give a backend its parallel sizes; data parallelism takes the remaining ranks.
 
-    Those of a pipeline's schedule are the strategy's own.
+    The flags of a pipeline schedule are part of the strategy's own flags and are not repeated here.
     """
     parallelism = launch.spec.parallelism
     if backend is Backend.DEEPSPEED:
@@ -144,11 +152,17 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
     if parallelism.sharding.is_torch_fsdp:
         return ("--use-torch-fsdp2",)
     degrees = {"tensor": parallelism.tensor, "expert": parallelism.expert}
-    return format_flags({f"--{n}-model-parallel-size": of for n, of in degrees.items() if of > 1})
+    return format_flags(
+        {
+            f"--{dimension}-model-parallel-size": degree
+            for dimension, degree in degrees.items()
+            if degree > 1
+        }
+    )
 
 
 def backend_problems(launch: Launch) -> Iterator[str]:
-    """Why a backend cannot run this launch, each in one sentence."""
+    """Yield a sentence per reason why the launch's backend cannot run it; nothing if it can."""
     if launch.spec.backend == Backend.MEGATRON:
         return
     if launch.spec.patch_file is not None:
@@ -160,7 +174,7 @@ def backend_problems(launch: Launch) -> Iterator[str]:
     if launch.spec.backend == Backend.TRANSFORMERS:
         yield from _transformers_problems(launch)
         return
-    yield from _layout_problems(launch)
+    yield from _strategy_problems(launch)
     shape = launch.model.shape
     if shape.query_groups != shape.heads:
         yield (
@@ -177,32 +191,37 @@ def backend_problems(launch: Launch) -> Iterator[str]:
         yield NO_DEEPSPEED
 
 
-def _layout_problems(launch: Launch) -> Iterator[str]:
+def _strategy_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence if the backend does not have the strategy; the sentence lists those that it has."""
     parallelism, ranks = launch.spec.parallelism, launch.devices
-    only_data = parallelism.data == ranks
-    dense = not launch.model.shape.experts
-    only_tensor = parallelism.tensor == ranks and not parallelism.sequence_parallel and dense
-    whole = parallelism.expert == 1
+    is_data_parallel = parallelism.data == ranks
+    is_dense = not launch.model.shape.experts
+    is_tensor_parallel = (
+        parallelism.tensor == ranks and not parallelism.sequence_parallel and is_dense
+    )
+    has_whole_experts = parallelism.expert == 1
     if launch.spec.backend == Backend.NATIVE:
-        known = _NATIVE if dense else "baseline, dpN, epN and epNdpM"
-        sharded = parallelism.sharding.is_torch_fsdp and dense and whole
-        plain = only_data and (sharded or not parallelism.sharding)
-        fits = plain or only_tensor or (bool(parallelism.schedule) and dense)
+        strategies = _NATIVE_STRATEGIES if is_dense else "baseline, dpN, epN and epNdpM"
+        is_fsdp = parallelism.sharding.is_torch_fsdp and is_dense and has_whole_experts
+        is_plain = is_data_parallel and (is_fsdp or not parallelism.sharding)
+        has_strategy = is_plain or is_tensor_parallel or (bool(parallelism.schedule) and is_dense)
     elif launch.spec.backend == Backend.DEEPSPEED:
-        known = "baseline, dpN, zero1, zero2 and zero3"
-        fits = only_data and whole and not parallelism.sharding.is_torch_fsdp
+        strategies = "baseline, dpN, zero1, zero2 and zero3"
+        has_strategy = (
+            is_data_parallel and has_whole_experts and not parallelism.sharding.is_torch_fsdp
+        )
     else:
-        known = "baseline and dpN"
-        fits = only_data and whole and not parallelism.sharding
-    if not fits:
+        strategies = "baseline and dpN"
+        has_strategy = is_data_parallel and has_whole_experts and not parallelism.sharding
+    if not has_strategy:
         yield (
-            f"BACKEND={launch.spec.backend} has {known}, and no {launch.spec.name}; use one of these, "
-            f"or BACKEND=megatron{_instead(launch)}."
+            f"BACKEND={launch.spec.backend} has {strategies}, and no {launch.spec.name}; use one of these, "
+            f"or BACKEND=megatron{_describe_alternative(launch)}."
         )
 
 
-def _instead(launch: Launch) -> str:
-    """Why DeepSpeed has no ZeRO within a replica of several ranks, and what Megatron has."""
+def _describe_alternative(launch: Launch) -> str:
+    """Return the end of a refusal of ZeRO within DeepSpeed replicas of several ranks; empty for other refusals."""
     parallelism = launch.spec.parallelism
     if launch.spec.backend is not Backend.DEEPSPEED or not parallelism.sharding:
         return ""
@@ -212,7 +231,7 @@ def _instead(launch: Launch) -> str:
 
 
 def optimizer_problems(launch: Launch) -> Iterator[str]:
-    """Why the optimizer cannot be used here, each in one sentence."""
+    """Yield a sentence per reason why the optimizer cannot be used in this launch; nothing if it can."""
     if Flags(launch.flags).text("--optimizer") != "muon":
         return
     sharding, backend = launch.spec.parallelism.sharding, launch.spec.backend

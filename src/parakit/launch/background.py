@@ -1,4 +1,4 @@
-"""Work in a thread while a `with` block runs."""
+"""Run a function in a thread while a `with` block runs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Self
 
 
 class BackgroundThread:
-    """Runs `_watch` while a `with` block runs; at its end `done` is set, and the block waits."""
+    """A thread that runs `_watch` during a `with` block. At the block's end `done` is set, and the block waits."""
 
     stop_seconds: float | None = None
-    """For `_watch` to return, where it may wait for something that never comes; None is no limit."""
+    """Longest wait for `_watch` to return, for a `_watch` that may block; None waits without a limit."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
-        """The work; must return soon after `done` is set."""
+        """Do the thread's work; subclasses define it, and it must return soon after `done` is set."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -28,6 +28,6 @@ class BackgroundThread:
         self.stop()
 
     def stop(self) -> None:
-        """End the work, as the end of the block does."""
+        """Set `done` and wait for the thread, as the end of the `with` block does."""
         self.done.set()
         self._thread.join(self.stop_seconds)

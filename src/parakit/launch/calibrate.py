@@ -1,7 +1,7 @@
-"""`make calibrate`: the planner's constants as this machine's devices reach them, in a minute.
+"""`make calibrate`: measure the planner's constants on this machine's devices, in about a minute.
 
-They are kept by machine and device in the folder of runs, where `make plan GPU=<device>`,
-`make report` and `train-auto-…` find them.
+The constants are stored per machine and device in the folder of runs. `make plan GPU=<device>`,
+`make report` and `train-auto-…` read them there.
 """
 
 from __future__ import annotations
@@ -44,12 +44,19 @@ from parakit.planner import (
 
 TIMEOUT_SECONDS = 600.0
 MEGATRON_LAYER, MEGATRON_LOOP = 4.5, 20.0
-"""Host time of a layer of Megatron, and of its training loop for an iteration, in layers of PyTorch's
-own encoder (`Workload.layer`): measured on a CPU rank with 4 and 12 layers of 16 tokens."""
+"""Host time of one Megatron layer, and of the training loop per iteration, on a CPU rank.
+
+The unit is the time of PyTorch's own encoder layer (`Workload.layer`). Both were measured with 4 and 12
+layers of 16 tokens.
+"""
 GPU_LAYER, GPU_LOOP = 1.6, 9.4
-"""The same on a GPU, whose kernels the host does not wait for: gpt2-tiny of 4 and 16 layers, one H200,
-26.5 and 59.1 ms an iteration where an encoder layer took 1.65 ms (`make calibrate DEVICES=1gpu`,
-`make train-baseline-gpt2-tiny-1gpu ITERS=20 EXTRA="--num-layers 16"`; one run each)."""
+"""Host time of one Megatron layer, and of the training loop per iteration, on a GPU.
+
+The unit is the same as in MEGATRON_LAYER; the host does not wait for the GPU's kernels. Measured with
+gpt2-tiny of 4 and 16 layers on one H200: 26.5 and 59.1 ms per iteration, where an encoder layer took
+1.65 ms (`make calibrate DEVICES=1gpu`, `make train-baseline-gpt2-tiny-1gpu ITERS=20 EXTRA="--num-layers
+16"`; one run each).
+"""
 WORKLOADS = {
     DeviceKind.CPU: Workload(
         matmul_size=1024,
@@ -82,15 +89,15 @@ WORKLOADS = {
 
 
 def calibrate_machine(devices: str | None, runs: Path, console: Console) -> int:
-    """Measure this machine's GPUs, or where it has none its cores, and print what was shipped beside.
+    """Measure this machine's devices, store the constants, and print them beside the shipped ones; return 0.
 
     Args:
-        devices: `2gpu` or `2cpu`; None takes all GPUs, or a CPU rank for each core.
-        runs: Folder of run folders.
-        console: For the table.
+        devices: `2gpu` or `2cpu`; None takes all GPUs, or one CPU rank per core if there is no GPU.
+        runs: The folder of run folders.
+        console: The terminal for the table.
 
     Raises:
-        LaunchError: There are no such devices here, the planner knows no rates of them, or the
+        LaunchError: This machine lacks the devices, the planner does not know their rates, or the
             measurement failed.
     """
     gpus, cores = len(visible_gpus()), len(os.sched_getaffinity(0))
@@ -99,29 +106,32 @@ def calibrate_machine(devices: str | None, runs: Path, console: Console) -> int:
         ranks, kind = parse_devices(devices.strip(), "DEVICES")
     device = find_local_device(kind, ranks, "DEVICES=2cpu measures CPU ranks")
     measured = calibrate(runs, kind, ranks, device, console)
-    console.print(rich_table(_compared(measured, device)))
-    kept, key = relative_to_root(calibration_path(runs, device)), device.key
-    said = f"Kept in {kept}: 'make plan GPU={key}', 'make report' and train-auto-… use them."
-    say(console, said)
+    console.print(rich_table(_comparison_table(measured, device)))
+    path, key = relative_to_root(calibration_path(runs, device)), device.key
+    say(
+        console,
+        f"Stored in {path}: 'make plan GPU={key}', 'make report' and train-auto-… use them.",
+    )
     return 0
 
 
 def find_local_device(kind: DeviceKind, ranks: int, instead: str, otherwise: str = "") -> Device:
-    """What each of so many ranks has of this machine: one of its GPUs, or a core with its share of the
-    memory that is free.
+    """Return the planner's description of a rank's device: a GPU of this machine, or a CPU core.
+
+    A CPU rank's memory is its fraction of the machine's free memory.
 
     Args:
-        kind: Of the ranks.
-        ranks: How many.
-        instead: What to do where there are fewer GPUs; the end of a sentence.
-        otherwise: What to do about a GPU without rates, beside adding it.
+        kind: Whether the ranks are GPUs or CPU cores.
+        ranks: The number of ranks.
+        instead: What to do where there are too few GPUs, as the end of a sentence.
+        otherwise: What else to do about a GPU that the planner does not know, besides adding its rates.
 
     Raises:
-        LaunchError: There are not so many GPUs, or the planner knows no rates of them.
+        LaunchError: There are too few GPUs, or the planner does not know their rates.
     """
     if kind is DeviceKind.CPU:
-        share = psutil.virtual_memory().available // ranks
-        return replace(device_by_key("cpu"), memory_bytes=share)
+        bytes_per_rank = psutil.virtual_memory().available // ranks
+        return replace(device_by_key("cpu"), memory_bytes=bytes_per_rank)
     names = [gpu.name for gpu in visible_gpus()]
     if len(names) < ranks:
         raise LaunchError(f"Needs {ranks} GPU{'s' * (ranks > 1)}, found {len(names)}; {instead}.")
@@ -134,30 +144,40 @@ def find_local_device(kind: DeviceKind, ranks: int, instead: str, otherwise: str
 
 
 def calibration_conditions(kind: DeviceKind, ranks: int) -> str:
-    """What a calibration depends on beside machine and device: under others it is not valid."""
+    """Return a text that names what a calibration depends on, besides machine and device.
+
+    A stored calibration is valid only while this text is the same. It names the ranks, the cores, the torch
+    version and a hash of the workload.
+    """
     cores = f" on {len(os.sched_getaffinity(0))} cores" if kind is DeviceKind.CPU else ""
     torch = importlib.metadata.version("torch")
-    own = CPU_RANK_ENVIRONMENT if kind is DeviceKind.CPU else None
-    taken = (WORKLOADS[kind], *(each.name for each in fields(Figures)), own)
-    work = hashlib.sha256(repr(taken).encode()).hexdigest()[:8]
-    return f"{plural(ranks, f'{kind} rank')}{cores}, a thread each, torch {torch}, workload {work}"
+    environment = CPU_RANK_ENVIRONMENT if kind is DeviceKind.CPU else None
+    hashed = (WORKLOADS[kind], *(field.name for field in fields(Figures)), environment)
+    digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:8]
+    return (
+        f"{plural(ranks, f'{kind} rank')}{cores}, a thread each, torch {torch}, workload {digest}"
+    )
 
 
 def calibrate(
     runs: Path, kind: DeviceKind, ranks: int, device: Device, console: Console, why: str = ""
 ) -> Calibration:
-    """Measure for a few seconds on `ranks` devices at once, keep the result, return it.
+    """Measure on `ranks` devices at once for a few seconds, store the constants in `runs`, and return them.
+
+    `why` is printed after the number of ranks.
 
     Raises:
-        LaunchError: The measurement failed; with the last error of a rank.
+        LaunchError: The measurement failed; the message has a rank's last error.
     """
-    place = plural(ranks, f"{kind} rank")
-    console.print(f"Measuring {place}{why} …", highlight=False)
+    ranks_text = plural(ranks, f"{kind} rank")
+    console.print(f"Measuring {ranks_text}{why} …", highlight=False)
     try:
-        work = WORKLOADS[kind]
-        figures = microbenchmark.run_workload(work, kind, ranks, timeout_seconds=TIMEOUT_SECONDS)
+        workload = WORKLOADS[kind]
+        figures = microbenchmark.run_workload(
+            workload, kind, ranks, timeout_seconds=TIMEOUT_SECONDS
+        )
     except LaunchError as error:
-        raise LaunchError(f"The calibration on {place} failed: {error}") from None
+        raise LaunchError(f"The calibration on {ranks_text} failed: {error}") from None
     assert figures is not None  # There is one node.
     calibration = build_calibration(figures, kind, device, link_by_key(device.link))
     calibration = replace(calibration, made_with=calibration_conditions(kind, ranks))
@@ -169,27 +189,30 @@ def calibrate(
 def build_calibration(
     figures: Figures, kind: DeviceKind, device: Device, link: Link
 ) -> Calibration:
-    """What the formulas take, rates as shares of the datasheet's (for a CPU: nominal) ones; what was not
-    measured keeps its default."""
+    """Return the planner's constants from measured figures.
+
+    Rates become fractions of the datasheet's rates (of the nominal rates for a CPU). A figure that was not
+    measured keeps the constant's default.
+    """
     peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
     assert peak_flops is not None
     ring = figures.all_reduce_bytes_per_second or link.bytes_per_second
-    layer, on_gpu = figures.layer_seconds, kind is DeviceKind.GPU
-    of_layer, of_loop = (GPU_LAYER, GPU_LOOP) if on_gpu else (MEGATRON_LAYER, MEGATRON_LOOP)
+    layer, is_gpu = figures.layer_seconds, kind is DeviceKind.GPU
+    layer_factor, loop_factor = (GPU_LAYER, GPU_LOOP) if is_gpu else (MEGATRON_LAYER, MEGATRON_LOOP)
 
-    def share(figure: float | None, nominal: float) -> float | None:
+    def fraction(figure: float | None, nominal: float) -> float | None:
         return None if figure is None else figure / nominal
 
     measured = {
-        "matmul": share(figures.matmul_flops, peak_flops),
-        "attention": share(figures.attention_flops, peak_flops),
-        "memory": share(figures.copy_bytes_per_second, device.memory_bytes_per_second),
-        "link": share(figures.all_reduce_bytes_per_second, link.bytes_per_second),
-        "reduce_scatter_share": share(figures.reduce_scatter_bytes_per_second, ring),
-        "all_gather_share": share(figures.all_gather_bytes_per_second, ring),
-        "all_to_all_share": share(figures.all_to_all_bytes_per_second, ring),
-        "layer_launch_seconds": None if layer is None else of_layer * layer,
-        "iteration_host_seconds": None if layer is None else of_loop * layer,
+        "matmul": fraction(figures.matmul_flops, peak_flops),
+        "attention": fraction(figures.attention_flops, peak_flops),
+        "memory": fraction(figures.copy_bytes_per_second, device.memory_bytes_per_second),
+        "link": fraction(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "reduce_scatter_share": fraction(figures.reduce_scatter_bytes_per_second, ring),
+        "all_gather_share": fraction(figures.all_gather_bytes_per_second, ring),
+        "all_to_all_share": fraction(figures.all_to_all_bytes_per_second, ring),
+        "layer_launch_seconds": None if layer is None else layer_factor * layer,
+        "iteration_host_seconds": None if layer is None else loop_factor * layer,
         "link_latency_seconds": figures.all_reduce_latency_seconds,
         "logit_seconds": figures.logit_seconds,
         "parameter_seconds": figures.parameter_seconds,
@@ -197,48 +220,64 @@ def build_calibration(
         "jitter": figures.jitter,
         "gradient_seconds": figures.gradient_seconds,
     }
-    known = {name: value for name, value in measured.items() if value is not None}
-    calibration = replace(Calibration(source=f"measured on {platform.node()}"), **known)  # type: ignore[arg-type]
-    if on_gpu:
-        return _rates_of_formulas(calibration, figures, device, link)
-    # A CPU rank is one core: for what gloo's thread or Python does there, arithmetic waits.
+    constants = {name: value for name, value in measured.items() if value is not None}
+    calibration = replace(Calibration(source=f"measured on {platform.node()}"), **constants)  # type: ignore[arg-type]
+    if is_gpu:
+        return _fit_rates_to_formulas(calibration, figures, device, link)
+    # A CPU rank is one core, so arithmetic waits while gloo's thread or Python runs on the core.
     return replace(calibration, contention=1.0, launch_beside_work=False)
 
 
-def _rates_of_formulas(
+def _fit_rates_to_formulas(
     measured: Calibration, figures: Figures, device: Device, link: Link
 ) -> Calibration:
-    """Rates of products and attention with which the formulas give the timed kernels the time they took.
+    """Return the constants with rates at which the planner's formulas give the measured kernel times.
 
-    Beside the rate the formulas count what a kernel reads, fills and computes again: the shares that it
-    reached with all of that are too small for them.
+    The formulas count the bytes that a kernel reads and writes, tile padding and recomputation separately.
+    The measured rates include them, so they would be counted twice.
     """
-    work = WORKLOADS[DeviceKind.GPU]
+    workload = WORKLOADS[DeviceKind.GPU]
     asymptotic = replace(measured, matmul=1.0, attention=1.0)
-    rate = compute_device_rates(Cluster(device, 1, 1, link, link, asymptotic), "bf16")
-    found: dict[str, float] = {}
-    if (size := work.matmul_size) and figures.matmul_flops:
-        whole, faster = (
-            product_seconds(size, size, size, 2, replace(rate, flops=times * rate.flops))
-            for times in (1, 2)
-        )
-        arithmetic = 2 * (whole - faster)
-        operands = whole - arithmetic
-        found["matmul"] = arithmetic / (2 * size**3 / figures.matmul_flops - operands)
-    if (shape := work.attention_shape) and figures.attention_flops:
+    device_rates = compute_device_rates(Cluster(device, 1, 1, link, link, asymptotic), "bf16")
+    fitted: dict[str, float] = {}
+    size, shape = workload.matmul_size, workload.attention_shape
+    if size and figures.matmul_flops:
+        # Arithmetic takes half as long at twice the rate; the time of the operands stays.
+        doubled_rates = replace(device_rates, flops=2 * device_rates.flops)
+        seconds = product_seconds(size, size, size, 2, device_rates)
+        seconds_at_double_rate = product_seconds(size, size, size, 2, doubled_rates)
+        arithmetic_seconds = 2 * (seconds - seconds_at_double_rate)
+        operand_seconds = seconds - arithmetic_seconds
+        measured_seconds = 2 * size**3 / figures.matmul_flops
+        fitted["matmul"] = arithmetic_seconds / (measured_seconds - operand_seconds)
+    if shape and figures.attention_flops:
         heads, length, width = shape
-        model = ModelShape(1, heads * width, heads, heads, width, 0, length, 0)
-        layer = layer_seconds(RunSpec(model, Parallelism(), Batch(1, 1), dropout=0.0), rate)
-        took = attention_flops(shape, causal=True) / figures.attention_flops
-        found["attention"] = (layer.forward_attention + layer.backward_attention) / took
-    return replace(measured, **found)  # type: ignore[arg-type]
+        model = ModelShape(
+            layers=1,
+            hidden=heads * width,
+            heads=heads,
+            query_groups=heads,
+            head_width=width,
+            ffn_hidden=0,
+            seq_length=length,
+            positions=0,
+        )
+        spec = RunSpec(model, Parallelism(), Batch(1, 1), dropout=0.0)
+        layer = layer_seconds(spec, device_rates)
+        measured_seconds = attention_flops(shape, causal=True) / figures.attention_flops
+        predicted_seconds = layer.forward_attention + layer.backward_attention
+        fitted["attention"] = predicted_seconds / measured_seconds
+    return replace(measured, **fitted)  # type: ignore[arg-type]
 
 
-def _compared(measured: Calibration, device: Device) -> Table[str]:
-    """A row for each constant that was measured, beside what is shipped: shares of the datasheet's
-    rates, and times."""
+def _comparison_table(measured: Calibration, device: Device) -> Table[str]:
+    """Return a table of the measured constants beside the shipped ones.
+
+    A row per constant: fractions of the datasheet's rates, and times in microseconds. Constants that were
+    not measured are left out.
+    """
     shipped = asdict(load_constants(device.generation)) | {"link_latency_seconds": None}
-    found = {name: getattr(measured, name) for name in (*CONSTANT_NAMES, "link_latency_seconds")}
+    values = {name: getattr(measured, name) for name in (*CONSTANT_NAMES, "link_latency_seconds")}
 
     def text(name: str, value: float | None) -> str:
         if value is None:
@@ -251,7 +290,7 @@ def _compared(measured: Calibration, device: Device) -> Table[str]:
     columns = (
         Column[str]("constant", title, right=False),
         Column[str]("shipped", lambda name: text(name, shipped[name])),
-        Column[str]("measured", lambda name: text(name, found[name])),
+        Column[str]("measured", lambda name: text(name, values[name])),
     )
-    rows = tuple(name for name, value in found.items() if value is not None)
+    rows = tuple(name for name, value in values.items() if value is not None)
     return Table(columns, rows, device.name)

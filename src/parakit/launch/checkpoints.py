@@ -1,8 +1,8 @@
-"""A run's checkpoints: looked after while it trains, chosen when it resumes.
+"""Check and prune a run's checkpoints while it trains, and select the one that a resume loads.
 
-To resume from, a checkpoint must be whole. After a NaN it must also have given a loss since it was
-saved: Megatron saves what it has when it finds a NaN (`rerun_state_machine`, exit code 16), before the
-update that would use it, but the weights themselves may be damaged.
+A resume needs a complete checkpoint. After a NaN the checkpoint must also have given a loss since it was
+saved. Megatron saves its weights when it finds a NaN (`rerun_state_machine`, exit code 16), before the
+update that would use the NaN, but the weights themselves may already be damaged.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LOOK_SECONDS = 0.5
 
 
 class CheckpointKeeper(BackgroundThread):
-    """Looks after a checkpoint folder, in a thread, while the `with` block runs, and once at its end.
+    """A thread that verifies new checkpoints and removes old ones during a `with` block, and once at its end.
 
-    Older checkpoints go once as many newer ones as shall be kept were read back and have each given
-    another loss: what was saved last may hold the damage that shows in the next iteration.
+    An old checkpoint is removed once `keep` newer ones were read back and have each given another loss.
+    The newest checkpoint may hold the damage that only the next iteration shows.
     """
 
     def __init__(self, folder: Path, keep: int, log: Path) -> None:
@@ -51,100 +51,118 @@ class CheckpointKeeper(BackgroundThread):
         self._ended_well = False
         super().__init__()
         self.problems: list[str] = []
-        """Checkpoints that could not be read back, a sentence each."""
+        """Problems with checkpoints that could not be read back or removed, one sentence each."""
 
     def _watch(self) -> None:
         with closing(self._follower), suppress(ReadingStoppedError):
             while not self.done.wait(LOOK_SECONDS):
-                self._look()
-            self._look()
+                self._check_checkpoints()
+            self._check_checkpoints()
 
     def mark_ended_well(self) -> None:
-        """Nothing comes after the last checkpoint any more."""
+        """Note that the run ended without failure, so the last checkpoint needs no further loss."""
         self._ended_well = True
 
-    def _look(self) -> None:
+    def _check_checkpoints(self) -> None:
+        """Verify the checkpoints that were finished since the last call, and prune old ones.
+
+        What fails is added to `problems`.
+        """
         self._newest = next(reversed(self._follower.new_iterations()), self._newest)
         stored = find_checkpoints(self._folder)
-        newest, said = read_finished_iteration(self._folder), read_tracker_time_ns(self._folder)
-        if newest is not None and said != self._seen:
-            self._seen = said
+        finished, announcement = (
+            read_finished_iteration(self._folder),
+            read_tracker_time_ns(self._folder),
+        )
+        if finished is not None and announcement != self._seen:
+            self._seen = announcement
             for checkpoint in stored:
-                if checkpoint.iteration > newest or checkpoint.is_verified:
+                if checkpoint.iteration > finished or checkpoint.is_verified:
                     continue
                 try:
-                    verify_and_record(checkpoint, self._has_time)
+                    verify_and_record(checkpoint, self._may_continue)
                 except (DamagedCheckpointError, OSError) as error:
-                    self._note(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
+                    self._add_problem(
+                        f"Checkpoint {checkpoint.path.name} cannot be read back: {error}."
+                    )
         try:
             remove_old_checkpoints(
                 [checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep
             )
         except OSError as error:
-            self._note(f"An old checkpoint could not be removed: {error}.")
+            self._add_problem(f"An old checkpoint could not be removed: {error}.")
 
     def _is_valid(self, checkpoint: Checkpoint) -> bool:
+        """Return True if the run has logged a loss after this checkpoint, and no NaN."""
         newest = self._newest
         if newest is None or newest.has_nan:
             return False
         return self._ended_well or checkpoint.iteration < newest.iteration
 
-    def _has_time(self) -> bool:
-        """A failed run's status must not wait for gigabytes; its resume reads them back as well."""
+    def _may_continue(self) -> bool:
+        """Return False once the run has failed: its status must not wait until gigabytes are read.
+
+        The resume of a failed run reads its checkpoints back instead.
+        """
         return self._ended_well or not self.done.is_set()
 
-    def _note(self, problem: str) -> None:
+    def _add_problem(self, problem: str) -> None:
+        """Add a sentence to `problems` unless it is already there."""
         if problem not in self.problems:
             self.problems.append(problem)
 
 
 @dataclass(frozen=True)
 class SelectedCheckpoint:
-    """A checkpoint to resume from, and newer ones that are skipped."""
+    """The checkpoint that a resume loads, and the newer ones that it skips."""
 
     checkpoint: Checkpoint
     skipped: tuple[tuple[Checkpoint, str], ...] = ()
-    """Newer ones, each with what is wrong with it."""
+    """Skipped newer checkpoints, each with the reason why it cannot be used."""
 
 
 def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoint:
-    """Look at a run's checkpoints from the newest on; nothing is changed but for missing manifests.
+    """Return the newest valid checkpoint of a run, and the newer ones that are not valid.
+
+    A missing manifest is written; nothing else is changed.
 
     Args:
-        run: The run's folder.
-        folder: Where copies of them are; its own by default.
+        run: The run folder.
+        folder: A folder with copies of the checkpoints; by default the run's own.
 
     Raises:
-        LaunchError: None of them is valid, or there is none.
+        LaunchError: The run has no checkpoint, or none that is valid.
     """
     skipped: list[tuple[Checkpoint, str]] = []
-    newest_number = last_valid_iteration(run)
+    last_valid = last_valid_iteration(run)
     stored = find_checkpoints(folder or run / CHECKPOINTS_FOLDER)
     for checkpoint in stored:
-        if newest_number is not None and checkpoint.iteration >= newest_number:
-            why_not: str | None = "the run ended in NaN before it gave a loss"
+        if last_valid is not None and checkpoint.iteration >= last_valid:
+            flaw: str | None = "the run ended in NaN before it gave a loss"
         else:
-            why_not = find_flaw(checkpoint)
-        if why_not is None:
+            flaw = find_flaw(checkpoint)
+        if flaw is None:
             return SelectedCheckpoint(checkpoint, tuple(skipped))
-        skipped.append((checkpoint, why_not))
+        skipped.append((checkpoint, flaw))
     if not stored:
         raise LaunchError(
             f"{run} holds no checkpoint; only a run that was started with SAVE_EVERY= and reached "
             "that iteration can be resumed."
         )
-    flaws = "; ".join(f"{checkpoint.path.name}: {flaw}" for checkpoint, flaw in skipped)
-    raise LaunchError(f"No checkpoint of {run} can be resumed from ({flaws}); start the run again.")
+    reasons = "; ".join(f"{checkpoint.path.name}: {reason}" for checkpoint, reason in skipped)
+    raise LaunchError(
+        f"No checkpoint of {run} can be resumed from ({reasons}); start the run again."
+    )
 
 
 def resume_if_saved(launch: Launch, folder: Path) -> Launch:
-    """A launch for a folder that an earlier attempt of the same run may have left checkpoints in.
+    """Return a launch that resumes from the folder's newest valid checkpoint, or `launch` if there is none.
 
-    A job that is put back into its queue starts with the same arguments: it resumes from the newest
-    valid checkpoint, and begins where there is none.
+    Slurm starts a requeued job with the same arguments, so its folder may hold an earlier attempt's
+    checkpoints.
 
     Raises:
-        LaunchError: There are checkpoints, and none is valid.
+        LaunchError: There are checkpoints and none is valid, or the run has reached its last iteration.
     """
     stored = folder / CHECKPOINTS_FOLDER
     if not any(checkpoint.is_finished for checkpoint in find_checkpoints(stored)):
@@ -156,19 +174,21 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
 
 
 def last_valid_iteration(run: Path) -> int | None:
-    """The newest iteration that gave a loss in a run's last attempt, if that ended in NaN, else None.
+    """Return the newest iteration that gave a loss, if the run's last attempt ended in NaN; else None.
 
-    A checkpoint of that iteration or a later one has given no loss yet.
+    A checkpoint of that iteration or a later one has not given a loss yet.
     """
     if not (run / records.STATUS_FILE).is_file():
         return None
     if records.read_status(run).status is not Status.NAN:
         return None
-    newest = last = 0
+    newest_valid = previous = 0
     with closing(LogFollower(run / records.LOG_FILE)) as log:
-        for found in log.new_iterations():
-            if found.iteration <= last:  # Another attempt, from the checkpoint before it.
-                newest = found.iteration - 1
-            last = found.iteration
-            newest = newest if found.has_nan else last
-    return newest
+        for logged in log.new_iterations():
+            if logged.iteration <= previous:
+                # A new attempt began here, from the checkpoint of the iteration before.
+                newest_valid = logged.iteration - 1
+            previous = logged.iteration
+            if not logged.has_nan:
+                newest_valid = logged.iteration
+    return newest_valid

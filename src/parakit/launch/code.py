@@ -1,8 +1,8 @@
-"""What code trains: the Megatron, a checkout's or the wheel's, and hashes of the files in use.
+"""Identify the code that trains: the Megatron in use, and hashes of the kit's and Megatron's files.
 
-A commit does not say which edit its `-dirty` stands for, and a copy without a repository has none. All
-files are read each time: 870 of them, 10 MB, take 0.04 s from the page cache. A wheel's own RECORD, or
-sizes and times, would be a little faster and miss an edit.
+A commit does not say which edit its `-dirty` stands for, and a copy without a repository has no commit, so
+files are hashed. All 870 files (10 MB) are read each time, which takes 0.04 s from the page cache. Reading
+only sizes and times, or a wheel's RECORD, would be a little faster and would miss an edit.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from parakit.config.files import ROOT
 KIT_ENTRY = "examples/gpt3/pretrain_gpt.py"
 KIT_FOLDERS = ("megatron_patches", "src", "examples")
 SOURCES = (".py", ".sh", ".args", ".cpp", ".cu", ".h")
-"""What is run or compiled; not what that gives: a checkout compiles its helpers in its first run."""
+"""File name endings of code that is run or compiled. Compiled files are left out: a checkout compiles its
+helpers in its first run, which would change the hash.
+"""
 
 
 def find_entry(megatron_lm: Path | None, pair: ImagePair | None = None) -> MegatronEntry:
-    """The entry, and the version and commit of the Megatron it runs: a pair's is in its image.
+    """Return the entry script, the version and the commit of the Megatron that trains.
+
+    An image pair has its own Megatron; without `megatron_lm` the installed wheel is used.
 
     Raises:
-        LaunchError: No checkout was named and the wheel is not installed.
+        LaunchError: The checkout does not state its version, or the wheel is not installed.
     """
     if pair is not None:
         entry = f"{MEGATRON_IN_IMAGE}/pretrain_gpt.py"
@@ -53,43 +57,51 @@ def find_entry(megatron_lm: Path | None, pair: ImagePair | None = None) -> Megat
 
 
 def read_kit_commit() -> str | None:
-    """The commit of this kit."""
+    """Return the git commit of this kit; None if the kit is no repository."""
     return read_commit(ROOT)
 
 
 def identify_code(entry: MegatronEntry | None) -> CodeHashes:
-    """The kit, and the Megatron of an entry; None for one in an image, which its digest identifies, or
-    where none trains. What `PATCH_FILE=` adds to them is part of a run's specification."""
+    """Return hashes of the kit's files and of the files of the entry's Megatron.
+
+    `entry` is None for a Megatron in an image, which the image's digest identifies, and for a backend that
+    does not run Megatron; the result then has no Megatron hash. `PATCH_FILE=` is part of a run's specification
+    and not of this hash.
+    """
     kit = hash_sources(ROOT, KIT_FOLDERS)
     if entry is None:
         return CodeHashes(kit)
-    beside = (ROOT / entry.path).parent
-    if (beside / "megatron").is_dir():
-        # A checkout: also its entry, and what that imports from beside it.
-        own = ("megatron", *(path.name for path in beside.glob("*.py")))
-        return CodeHashes(kit, hash_sources(beside, own))
-    found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
-    folders = found.submodule_search_locations if found else None
+    checkout = (ROOT / entry.path).parent
+    if (checkout / "megatron").is_dir():
+        # The entry script of a checkout imports modules from its own folder, so they count too.
+        names = ("megatron", *(path.name for path in checkout.glob("*.py")))
+        return CodeHashes(kit, hash_sources(checkout, names))
+    package = importlib.util.find_spec("megatron")  # A namespace package, so nothing is imported.
+    folders = package.submodule_search_locations if package else None
     hashes = [hash_sources(Path(folder), (".",)) for folder in sorted(folders or ())]
     return CodeHashes(kit, "+".join(hashes) or None)
 
 
 def hash_sources(root: Path, names: Iterable[str]) -> str:
-    """One hash of the sources in files and folders of a folder: their names and what is in them.
+    """Return one hash over the source files among `names`, which are files and folders in `root`.
 
-    Hidden folders, caches and what cannot be read are left out.
+    The hash covers the files' names and contents. Hidden folders, caches and unreadable files are left out.
     """
     digest = hashlib.sha256()
     files: list[Path] = []
-    for place in (root / name for name in names):
-        files += [place] if place.is_file() else []
-        for folder, folders, found in os.walk(place):
-            folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
-            files += [Path(folder, name) for name in found if name.endswith(SOURCES)]
+    for path in (root / name for name in names):
+        if path.is_file():
+            files.append(path)
+        for folder, subfolders, file_names in os.walk(path):
+            # os.walk descends into the folders that are in this list after the loop's body.
+            subfolders[:] = [
+                name for name in subfolders if name[0] != "." and name != "__pycache__"
+            ]
+            files += [Path(folder, name) for name in file_names if name.endswith(SOURCES)]
     for path in sorted(files):
         try:
             content = path.read_bytes()
-        except OSError:  # An editor's broken link, or one that was removed meanwhile.
+        except OSError:  # An editor's broken link, or a file that was removed meanwhile.
             continue
         digest.update(f"{path.relative_to(root)}\0{len(content)}\0".encode())
         digest.update(content)

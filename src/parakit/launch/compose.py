@@ -1,4 +1,7 @@
-"""Compose a run's exact command from its options; starts nothing and asks no device."""
+"""Compose a run's exact command from its job and options.
+
+The result is a `Launch`. Nothing is started here, and no device is queried.
+"""
 
 from __future__ import annotations
 
@@ -59,76 +62,82 @@ from parakit.launch.supervise.warm import WarmMegatron, WarmPool
 
 TINY_ITERATIONS, ITERATIONS = 25, 100
 INITIAL_CHECKPOINTS_FOLDER = ".start"
-"""Folder beside the runs that holds the weights which runs share."""
+"""Folder in the runs folder that holds the initial checkpoints, which runs share."""
 
 DATA_CACHE = "--data-cache-path"
 _DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _WEIGHT = re.compile(r"[0-9.]+")
-"""The weight of a data set in a blend, before its path."""
+"""Pattern of a data set's weight in a blend, which stands before the data set's path."""
 
 RUN_PLACEHOLDER = "<run folder>"
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a resumed run loads."""
+    """The checkpoint that a resumed run loads, and the name of the run that saved it."""
 
     run: str
     folder: Path
-    """Of its checkpoints."""
+    """Folder of that run's checkpoints."""
     iteration: int
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's; the iteration by number, because the tracker may name one that is damaged."""
+        """Megatron's flags that load the checkpoint. They name its iteration, because the tracker file may name a
+        damaged checkpoint.
+        """
         return ("--load", relative_to_root(self.folder), "--ckpt-step", str(self.iteration))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One run, complete except for its run folder."""
+    """A run with everything decided except its run folder."""
 
     job: Job
-    """What was asked for."""
+    """Target and options that the run was composed from."""
     spec: RunSpec
-    """What is trained, and how it is split."""
+    """Model shape, parallelism, batch and precision, from which costs are computed."""
     model: Model
-    """As trained: its flags name the shape that `spec` has."""
+    """The model as it is trained: its flags give the shape that `spec` has."""
     iterations: int
     entry: MegatronEntry
     data: str
     initial_checkpoint: Path | None
+    """The checkpoint whose weights iteration 1 starts from; None starts from Megatron's own initialization."""
     flags: tuple[str, ...]
-    """Megatron's arguments but for those that name the run folder or the content of the data set."""
+    """Megatron's arguments without those that name the run folder or depend on the data set's content."""
     environment: dict[str, str]
     runtime: Runtime = ON_HOST
     nodes: Nodes | None = None
-    """The machines it runs on, where there are several."""
+    """The machines of a run on several machines; None for a run on this machine alone."""
     time_limit_seconds: float | None = None
-    """After which the run is ended; what it has logged by then is there."""
+    """Time after which the run is ended, with what it has logged by then; None sets no limit."""
     resume_point: ResumePoint | None = None
+    """The checkpoint that the run resumes from; None for a run from iteration 1."""
     warm: WarmMegatron | None = None
-    """The process that its ranks are forked from instead of started by torchrun."""
+    """The process with Megatron imported that the ranks are forked from; None starts them with torchrun."""
 
     @property
     def saving(self) -> Saving | None:
-        """How often it saves, if it does."""
+        """The frequency and the number of saved checkpoints; None if the run saves none."""
         return self.job.options.saving
 
     @property
     def code(self) -> CodeHashes:
-        """What trains it, as the files are now."""
-        on_disk = self.spec.backend is Backend.MEGATRON and self.runtime.container is None
-        return identify_code(self.entry if on_disk else None)
+        """Hashes of the files that train, as the files are now."""
+        runs_megatron_here = (
+            self.spec.backend is Backend.MEGATRON and self.runtime.container is None
+        )
+        return identify_code(self.entry if runs_megatron_here else None)
 
     @property
     def data_path(self) -> Path:
-        """The data set's prefix; a relative one is seen from the repository root, as by the ranks."""
+        """Prefix of the data set's files. A relative `data` starts at the repository root, as it does for the ranks."""
         return ROOT / self.data
 
     @property
     def devices(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on all machines."""
         return self.spec.parallelism.world_size
 
     @property
@@ -138,11 +147,13 @@ class Launch:
 
     @property
     def flags_with_sample_indices(self) -> tuple[str, ...]:
-        """`flags`, and for Megatron the folder of its sample indices, which follows from the data set's
-        content when this is called. A folder that EXTRA= names is kept."""
+        """`flags`, preceded for Megatron by the flag of the folder of its sample indices.
+
+        The folder's name depends on the data set's present content. A folder that EXTRA= names is used instead.
+        """
         if self.spec.backend is not Backend.MEGATRON or DATA_CACHE in values_by_flag(self.flags):
             return self.flags
-        # Megatron's default folder is beside the data, which may be somebody else's and read-only.
+        # Megatron's default folder is beside the data set, where the user may have no right to write.
         values = values_by_flag(self.flags)
         blend = [value for flag in _DATA_FLAGS for value in values.get(flag, ())]
         paths = [value for value in blend if not _WEIGHT.fullmatch(value)]
@@ -150,118 +161,133 @@ class Launch:
         return (DATA_CACHE, relative_to_root(folder), *self.flags)
 
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
-        """Megatron's arguments for a run written to `run_folder`."""
-        # TensorBoard always: Megatron passes to W&B only what it writes there.
-        written = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
+        """Return all of Megatron's arguments for a run in `run_folder`, which may be a placeholder."""
+        # Megatron passes to W&B only what it writes to TensorBoard, so TensorBoard is always on.
+        output_flags = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
         if self.saving is not None:
-            written += ["--save", f"{run_folder}/{CHECKPOINTS_FOLDER}"]
-        loaded = self.resume_point.flags if self.resume_point else ()
+            output_flags += ["--save", f"{run_folder}/{CHECKPOINTS_FOLDER}"]
+        load_flags = self.resume_point.flags if self.resume_point else ()
         if "--wandb-project" in self.flags:
             # W&B's client makes a folder `wandb` below the one it is given.
-            written += ["--wandb-exp-name", Path(run_folder).name, "--wandb-save-dir", run_folder]
-        return (*self.flags_with_sample_indices, *loaded, *written)
+            output_flags += [
+                "--wandb-exp-name",
+                Path(run_folder).name,
+                "--wandb-save-dir",
+                run_folder,
+            ]
+        return (*self.flags_with_sample_indices, *load_flags, *output_flags)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
-        """The whole command, from the repository root; in a container, with what starts it."""
+        """Return the whole command, to be run from the repository root.
+
+        In a container it begins with `docker run`, with a shaped link with `parakit.launch.network`.
+        """
         container = self.runtime.container
         program = (*self._program(), *self.arguments(run_folder))
         if self.spec.link_bits_per_second:
-            return shaped(self.spec.link_bits_per_second, self.devices, _python(), program)
-        python = IMAGE_PYTHON if container else _python()
+            return shaped(self.spec.link_bits_per_second, self.devices, _python_path(), program)
+        python = IMAGE_PYTHON if container else _python_path()
         ranks = (*torchrun_command(self.local_devices, python, self.nodes), *program)
         if container is None:
             return ranks
         return container.wrap(ranks, self.environment)
 
     def warm_command(self, run_folder: str) -> tuple[str, ...]:
-        """What asks `warm` for the ranks of `command`."""
+        """Return the command that has `warm` fork the ranks, in place of `command`."""
         assert self.warm is not None
         return self.warm.command(self.devices, (self.entry.path, *self.arguments(run_folder)))
 
     def resume_from(self, point: ResumePoint) -> Launch:
-        """The same from a saved checkpoint, and not from its start."""
+        """Return the launch with the checkpoint of `point` loaded in place of the initial checkpoint."""
         return replace(
             self, flags=drop_flags(self.flags, flags_with_role("start")), resume_point=point
         )
 
     def join_nodes(self, nodes: Nodes) -> Launch:
-        """The same with gloo on the interface that joins the nodes, unless the caller has chosen one.
+        """Return the launch on `nodes`, with gloo on the network interface that connects them.
 
-        gloo would take the address of the machine's name, which is often 127.0.1.1.
+        Otherwise gloo would use the address of the machine's name, which is often 127.0.1.1. An interface that
+        the caller's environment names is used instead.
         """
         if nodes.interface is None:
             return replace(self, nodes=nodes)
-        chosen = {name: os.environ.get(name) or nodes.interface for name in INTERFACES}
-        return replace(self, nodes=nodes, environment={**self.environment, **chosen})
+        interfaces = {name: os.environ.get(name) or nodes.interface for name in INTERFACES}
+        return replace(self, nodes=nodes, environment={**self.environment, **interfaces})
 
     def fork_from_pool(self, pool: WarmPool) -> Launch:
-        """The same with ranks of Megatron on this machine's CPU from a process of the pool."""
-        elsewhere = self.spec.link_bits_per_second or self.nodes or self.runtime.container
-        megatron = self.spec.backend == Backend.MEGATRON
-        if elsewhere or not megatron or self.spec.device is not DeviceKind.CPU:
+        """Return the launch with ranks forked from a process of `pool`.
+
+        The launch stays as it is unless it runs Megatron on this machine's CPU, without container or shaped link.
+        """
+        needs_new_processes = self.spec.link_bits_per_second or self.nodes or self.runtime.container
+        runs_megatron = self.spec.backend == Backend.MEGATRON
+        if needs_new_processes or not runs_megatron or self.spec.device is not DeviceKind.CPU:
             return self
-        known = {
+        import_time_variables = {
             name: self.environment[name]
             for name in IMPORT_TIME_VARIABLES
             if name in self.environment
         }
-        return replace(self, warm=pool.get_process(self.entry.path, known))
+        return replace(self, warm=pool.get_process(self.entry.path, import_time_variables))
 
     def _program(self) -> tuple[str, ...]:
+        """Return Python's arguments that start the entry script."""
         if self.spec.backend == Backend.MEGATRON:
             return ("-m", "megatron_patches", self.entry.path)
-        # As a module, so that Python finds the kit's packages.
+        # `-m` puts the repository root on Python's path, where the kit's packages are.
         return ("-m", self.entry.path.removesuffix(".py").replace("/", "."))
 
 
 def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
-    """Decide everything about a run of Megatron.
+    """Return the launch of a job with Megatron as its backend.
 
     Raises:
-        LaunchError: No Megatron is there.
-        StrategyError: The flags' degrees do not multiply to the devices.
+        LaunchError: Megatron is not installed, or the checkout is none.
+        StrategyError: The parallel sizes in the flags do not multiply to the number of devices.
     """
     options, device = job.options, job.device
     parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
     data = options.data or DEFAULT_DATA[device]
     model = adapt_model_to_data(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
-    own = scale_batch(model.batch, parallelism)
-    shared = options.shared_start if options.shared_start is not None else device is DeviceKind.CPU
-    shared = shared or imported_weights_folder(model) is not None
-    untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
-    start = initial_checkpoint_path(model, entry, options, untied) if shared else None
-    # An imported model says it itself, so that it has no padding but what TP needs.
-    padded_to = model.shape.vocabulary_multiple if imported_weights_folder(model) else 128
+    scaled_batch = scale_batch(model.batch, parallelism)
+    is_imported = imported_weights_folder(model) is not None
+    is_shared = is_imported or (
+        device is DeviceKind.CPU if options.shared_start is None else options.shared_start
+    )
+    is_untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
+    checkpoint = initial_checkpoint_path(model, entry, options, is_untied) if is_shared else None
+    # An imported model states its own multiple, so that only TP pads its vocabulary.
+    padded_to = model.shape.vocabulary_multiple if is_imported else 128
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
-    # A run may be longer than its model's file says, where Megatron and its samples end.
-    planned = Flags(model.flags).integer("--train-iters", iterations)
-    longer = bool(options.iterations) and iterations > planned
+    # Megatron stops, and prepares samples, up to --train-iters of the model's file. ITERS= may be more.
+    train_iterations = Flags(model.flags).integer("--train-iters", iterations)
+    is_longer = bool(options.iterations) and iterations > train_iterations
     extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
-    own_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
-    fixes_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
-    asked = merge_flags(own_flags, job.flags, extra)
+    model_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
+    has_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
+    requested_flags = merge_flags(model_flags, job.flags, extra)
     flags = merge_flags(
-        own_flags,
+        model_flags,
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
         format_flags(
             {
-                "--micro-batch-size": options.micro_batch_size or own.micro_batch_size,
-                "--global-batch-size": options.global_batch_size or own.global_batch_size,
+                "--micro-batch-size": options.micro_batch_size or scaled_batch.micro_batch_size,
+                "--global-batch-size": options.global_batch_size or scaled_batch.global_batch_size,
                 "--attention-dropout": options.dropout,
                 "--hidden-dropout": options.dropout,
                 "--seed": options.seed,
                 "--data-path": data,
             }
         ),
-        () if fixes_split else choose_split_flags(data, asked, model.shape.seq_length),
+        () if has_split else choose_split_flags(data, requested_flags, model.shape.seq_length),
         null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
-        initial_checkpoint_flags(start, parallelism, padded_to) if start else (),
-        ("--train-iters", str(iterations)) if longer else (),
+        initial_checkpoint_flags(checkpoint, parallelism, padded_to) if checkpoint else (),
+        ("--train-iters", str(iterations)) if is_longer else (),
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
@@ -288,36 +314,36 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         iterations=iterations,
         entry=entry,
         data=data,
-        initial_checkpoint=start,
+        initial_checkpoint=checkpoint,
         flags=flags,
-        environment=environment_for(device, parallelism, start, options),
+        environment=environment_for(device, parallelism, checkpoint, options),
         runtime=add_mounts(runtime, data, options),
         nodes=options.nodes,
     )
 
 
-def adapt_model_to_data(model: Model, words: Sequence[str], data: str) -> Model:
-    """The model that `words` make of it; on the kit's own data sets it has their vocabulary.
+def adapt_model_to_data(model: Model, texts: Sequence[str], data: str) -> Model:
+    """Return the model with the flags of `texts` applied, and with GPT-2's vocabulary on the kit's data sets.
 
-    One that was imported has that of its weights.
+    An imported model keeps the vocabulary of its weights.
     """
-    model = apply_flags_to_model(model, words)
-    fixed = data not in GPT2_DATA or imported_weights_folder(model) is not None
-    return model if fixed else replace_vocabulary(model, GPT2_VOCABULARY)
+    model = apply_flags_to_model(model, texts)
+    has_own_vocabulary = data not in GPT2_DATA or imported_weights_folder(model) is not None
+    return model if has_own_vocabulary else replace_vocabulary(model, GPT2_VOCABULARY)
 
 
 def initial_checkpoint_path(
     model: Model, entry: MegatronEntry, options: Options, untied: bool = False
 ) -> Path:
-    """Where the shared starting weights of this model, seed and Megatron are kept.
+    """Return the folder of the initial checkpoint that runs of this model, seed and Megatron version share.
 
-    A model with a separate output layer (`untied`), or with noise, has other weights, so another folder.
-    One that was imported begins with its own.
+    A model with a separate output layer (`untied`), or with noise, has other weights and so another folder.
+    An imported model has its own weights, whose folder is returned.
     """
     if imported := imported_weights_folder(model):
         return imported
-    own = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
-    identity = "\n".join((*model.flags, *own, str(options.seed), entry.megatron_version))
+    variants = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
+    identity = "\n".join((*model.flags, *variants, str(options.seed), entry.megatron_version))
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return options.runs / INITIAL_CHECKPOINTS_FOLDER / f"{model.name}-{key}"
 
@@ -325,27 +351,35 @@ def initial_checkpoint_path(
 def torchrun_command(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
     """Return torchrun's command for `ranks` ranks on this machine.
 
-    Without other nodes torchrun chooses a free port. It would give its ranks the machine's name as the
-    address of the first one, and ranks whose machine's name does not resolve try that for ever.
+    On one machine torchrun chooses a free port. Without `--local-addr` it would give its ranks the machine's
+    name as the address of rank 0, and if that name does not resolve, the ranks would try for ever.
     """
-    alone = ("--standalone", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks))
-    place = nodes.torchrun_flags(ranks) if nodes else alone
-    return (python, "-m", "torch.distributed.run", *place)
+    single_node_flags = ("--standalone", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks))
+    flags = nodes.torchrun_flags(ranks) if nodes else single_node_flags
+    return (python, "-m", "torch.distributed.run", *flags)
 
 
 def add_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
-    """Mount what may lie outside the kit: folders of the data set, of runs, and of starting weights that
-    runs share by a link."""
+    """Return the runtime with the folders mounted that a container needs besides the kit.
+
+    These are the folders of the data set, of the runs, of patch files, and of initial checkpoints if the
+    runs folder only links to them. A runtime without container is returned as it is.
+    """
     if runtime.container is None:
         return runtime
     patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
     start = options.runs / INITIAL_CHECKPOINTS_FOLDER
-    shared = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
-    given = (options.runs.absolute(), *shared, *(one.parent for one in patch_files))
-    folders = (*data_folders(ROOT / data), *given)
+    linked = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
+    folders = (
+        *data_folders(ROOT / data),
+        options.runs.absolute(),
+        *linked,
+        *(path.parent for path in patch_files),
+    )
     return replace(runtime, container=runtime.container.mounting(*folders))
 
 
-def _python() -> str:
+def _python_path() -> str:
+    """Return the path of this Python, relative to the repository root if it lies there."""
     python = Path(sys.executable)
     return str(python.relative_to(ROOT) if python.is_relative_to(ROOT) else python)

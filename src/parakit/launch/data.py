@@ -1,4 +1,4 @@
-"""The kit's data sets, and those that it makes by itself, from text that comes with Python."""
+"""Name the kit's data sets, make its sample data sets, and choose the folder of Megatron's sample indices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
 """The sample with every paragraph once."""
 
 SMALL_SAMPLE = "owt-ds/sample-1k_text_document"
-"""The sample in a vocabulary of 1,024: what a verification computes is then mostly the layers."""
+"""The sample in a vocabulary of 1,024, so that a verification computes mostly transformer layers."""
 SMALL_VOCABULARY = 1024
 
 PUBLISHED = "owt-ds/openwebtext-10k_text_document"
@@ -45,16 +45,17 @@ DEFAULT_DATA = {DeviceKind.CPU: SAMPLE, DeviceKind.GPU: PUBLISHED}
 GPT2_DATA = (SAMPLE, PUBLISHED, UNIQUE_SAMPLE)
 """The kit's own data sets hold GPT-2 tokens: a model trained on them gets GPT-2's vocabulary."""
 
-_WHAT: Mapping[str, tuple[str, tuple[str, ...]]] = {
+_SAMPLE_RECIPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     SAMPLE: ("the sample data set from this Python's own documentation", ()),
     UNIQUE_SAMPLE: ("the sample data set, each paragraph once", ("--unique",)),
 }
-"""What is said of each, and the flags that make it."""
+"""Description and `tools.preprocess` flags of each sample, by prefix."""
 
-OWN_SAMPLES = (*_WHAT, SMALL_SAMPLE)
-"""Data sets that the kit makes by itself where a run needs them."""
+OWN_SAMPLES = (*_SAMPLE_RECIPES, SMALL_SAMPLE)
+"""Data sets that the kit makes when a run needs them."""
 
 WAIT_SECONDS = 0.2
+"""Time between two tries to lock the file of a sample that another launcher is making."""
 
 SAMPLE_INDICES = ".data"
 """Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
@@ -117,26 +118,26 @@ def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tupl
 
 
 def make_sample(prefix: str, console: Console) -> bool:
-    """Make a data set if it is one of the kit's own samples, and is not there, whole, or made meanwhile.
+    """Make a data set if it is one of the kit's samples and is not there; return True if it was not there.
 
-    Returns True if the data set was not there before.
+    Another launcher that is making the same data set is waited for.
 
     Raises:
-        LaunchError: It could not be made.
+        LaunchError: The data set could not be made.
     """
-    if prefix not in OWN_SAMPLES or _is_whole(prefix):
+    if prefix not in OWN_SAMPLES or _is_complete(prefix):
         return False
     if prefix == SMALL_SAMPLE:
         make_sample(SAMPLE, console)
     output = prefix.removesuffix("_text_document")
-    with _alone(ROOT / f"{output}.lock"):
-        if _is_whole(prefix):
+    with _lock_exclusively(ROOT / f"{output}.lock"):
+        if _is_complete(prefix):
             return True
         if prefix == SMALL_SAMPLE:
             write_small_vocabulary_dataset(ROOT / SAMPLE, ROOT / prefix)
             return True
-        what, flags = _WHAT[prefix]
-        console.print(f"Making {what} …", highlight=False)
+        description, flags = _SAMPLE_RECIPES[prefix]
+        console.print(f"Making {description} …", highlight=False)
         if call_module("tools.preprocess", "sample", *flags, "--output-prefix", output):
             raise LaunchError(
                 f"{prefix} could not be made, for the reason above; try 'make prepare-ds-sample', or "
@@ -146,23 +147,27 @@ def make_sample(prefix: str, console: Console) -> bool:
 
 
 def write_small_vocabulary_dataset(prefix: Path, small: Path) -> None:
-    """Write a data set in a small vocabulary: each token modulo all but the last.
+    """Write the data set `prefix` to `small` in a vocabulary of SMALL_VOCABULARY tokens.
 
-    The end of a document stays the last token, as Megatron's tokenizer without files has it.
+    Each token becomes its remainder modulo SMALL_VOCABULARY - 1. The end of a document becomes the last token,
+    which it is in Megatron's tokenizer without files too.
     """
-    whole, last = open_dataset(prefix), SMALL_VOCABULARY - 1
-    tokens = np.concatenate(list(whole.token_chunks()))
-    folded = np.where(tokens == GPT2_VOCABULARY - 1, last, tokens % last).astype(whole.dtype)
-    write_atomically(bin_path(small), folded.tobytes())
-    write_atomically(idx_path(small), whole.idx_path.read_bytes())
+    dataset, end_of_document = open_dataset(prefix), SMALL_VOCABULARY - 1
+    tokens = np.concatenate(list(dataset.token_chunks()))
+    small_tokens = np.where(
+        tokens == GPT2_VOCABULARY - 1, end_of_document, tokens % end_of_document
+    ).astype(dataset.dtype)
+    write_atomically(bin_path(small), small_tokens.tobytes())
+    write_atomically(idx_path(small), dataset.idx_path.read_bytes())
 
 
 def call_module(*arguments: str) -> int:
-    """`python -m …` from the repository root; its exit code."""
+    """Run `python -m` with the arguments from the repository root and return its exit code."""
     return subprocess.run((sys.executable, "-m", *arguments), cwd=ROOT, check=False).returncode
 
 
-def _is_whole(prefix: str) -> bool:
+def _is_complete(prefix: str) -> bool:
+    """Return True if the data set can be opened."""
     try:
         open_dataset(ROOT / prefix)
     except DatasetError:
@@ -171,8 +176,11 @@ def _is_whole(prefix: str) -> bool:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other launcher, also of another node, makes the same."""
+def _lock_exclusively(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` during the `with` block, and remove it afterwards.
+
+    The block starts once no other launcher, on this or another node, holds the lock.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         while True:

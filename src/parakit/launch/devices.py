@@ -1,7 +1,7 @@
-"""The devices of this machine, how they are connected, and what each reports while its rank trains.
+"""Describe this machine's devices and their links, and sample them while ranks train.
 
-GPUs are read through NVML: a machine without an NVIDIA driver has none, and what NVML does not report is
-None. `python -m parakit.launch.devices` prints what they are as JSON, for `make doctor`.
+GPUs are read through NVML. A machine without an NVIDIA driver has none, and what NVML does not report is
+None. `python -m parakit.launch.devices` prints the description as JSON for `make doctor`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOPOLOGY = {
     pynvml.NVML_TOPOLOGY_NODE: "one NUMA node",
     pynvml.NVML_TOPOLOGY_SYSTEM: "between NUMA nodes",
 }
-"""nvidia-smi's PIX, PXB, PHB, NODE and SYS, in words."""
+"""Descriptions of nvidia-smi's PIX, PXB, PHB, NODE and SYS."""
 
 P2P_READ = 0
 """`NVML_P2P_CAPS_INDEX_READ`; pynvml's own constant is the tuple (0,), which NVML's call refuses."""
@@ -52,12 +52,12 @@ THROTTLE_REASONS = {
 """Bits of `nvmlClocksEventReasons`. Bit 0, an idle GPU, is no throttling and is left out."""
 
 DeviceSample = Mapping[str, Any]
-"""Of one device: values by column of `samples.csv`; what the device does not report is left out."""
+"""What one device reports: values by column of `samples.csv`, without columns that it does not report."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by NVML's number (that of the PCI bus, with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA's too)."""
+    """One GPU, with NVML's index, which is the order of PCI buses (CUDA's too with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
 
     index: int
     uuid: str
@@ -66,69 +66,71 @@ class Gpu:
 
     @property
     def handle(self) -> Any:
-        """NVML's; raises NVMLError where the GPU has fallen off the bus."""
+        """NVML's handle of the GPU; reading it raises NVMLError if the GPU has fallen off the bus."""
         return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
 
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
-    """Every NVIDIA GPU, in NVML's order; empty without a driver."""
+    """Return every NVIDIA GPU of this machine in NVML's order; empty without a driver."""
     try:
         pynvml.nvmlInit()
-        return tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        return tuple(_describe_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError:
         return ()
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows to the ranks, in rank order: all, or those of CUDA_VISIBLE_DEVICES.
+    """Return the GPUs that CUDA shows to the ranks, in rank order: all, or those of CUDA_VISIBLE_DEVICES.
 
-    Like CUDA, an entry that names no GPU ends the list.
+    As in CUDA, an entry that names no GPU ends the list.
     """
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    entries = environment.get("CUDA_VISIBLE_DEVICES")
+    if entries is None:
         return all_gpus()
-    found: list[Gpu] = []
-    for word in chosen.split(","):
-        gpu = _named(word.strip())
-        if gpu is None or gpu in found:
+    gpus: list[Gpu] = []
+    for entry in entries.split(","):
+        gpu = _find_gpu(entry.strip())
+        if gpu is None or gpu in gpus:
             break
-        found.append(gpu)
-    return tuple(found)
+        gpus.append(gpu)
+    return tuple(gpus)
 
 
 def memory_used_bytes(gpu: Gpu) -> int:
-    """Memory in use by all processes, as nvidia-smi shows it: without what the driver reserves."""
+    """Return the bytes that all processes use, as nvidia-smi shows them: without the driver's reserve."""
     ask, handle = pynvml.nvmlDeviceGetMemoryInfo, gpu.handle
-    memory = _answer(partial(ask, handle, version=pynvml.nvmlMemory_v2)) or ask(handle)
+    memory = _call_if_supported(partial(ask, handle, version=pynvml.nvmlMemory_v2)) or ask(handle)
     return int(memory.used)
 
 
 def process_ids(gpu: Gpu) -> tuple[int, ...]:
-    """Processes that compute on it, as far as NVML sees them (in a container often none)."""
-    running = _answer(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
+    """Return the processes that compute on the GPU, as far as NVML sees them; in a container often none."""
+    running = _call_if_supported(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
     return tuple(process.pid for process in running or ())
 
 
 def clock_limit_mhz(gpu: Gpu) -> int | None:
-    """The highest clock that its multiprocessors can reach."""
-    limit = _answer(lambda: pynvml.nvmlDeviceGetMaxClockInfo(gpu.handle, pynvml.NVML_CLOCK_SM))
+    """Return the highest clock that the GPU's multiprocessors can reach; None if NVML does not report it."""
+    limit = _call_if_supported(
+        lambda: pynvml.nvmlDeviceGetMaxClockInfo(gpu.handle, pynvml.NVML_CLOCK_SM)
+    )
     return None if limit is None else int(limit)
 
 
 def gpu_use(gpu: Gpu) -> GpuUse:
-    """A GPU with its present use, for the checks of doctor and preflight."""
-    used, processes = memory_used_bytes(gpu), process_ids(gpu)
-    return GpuUse(gpu.index, gpu.name, gpu.memory_bytes, used, processes)
+    """Return the GPU with its present use, for the checks of doctor and preflight."""
+    used_bytes, processes = memory_used_bytes(gpu), process_ids(gpu)
+    return GpuUse(gpu.index, gpu.name, gpu.memory_bytes, used_bytes, processes)
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version."""
+    """Return the version of the NVIDIA driver; None without a GPU."""
     return pynvml.nvmlSystemGetDriverVersion() if all_gpus() else None
 
 
 def driver_problem() -> str | None:
-    """Why an installed driver does not answer; None if it answers or there is none."""
+    """Return why an installed driver does not answer; None if it answers or no driver is installed."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
@@ -139,7 +141,7 @@ def driver_problem() -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Driver, every GPU with its use, and the connection of each pair, as JSON takes them."""
+    """Return driver, GPUs with their use, and the link of each pair of GPUs, ready for JSON."""
     gpus = all_gpus()
     links = find_links(gpus)
     return {
@@ -153,7 +155,7 @@ def describe_machine() -> dict[str, Any]:
 
 @cache
 def processor_name() -> str:
-    """The CPU's model name."""
+    """Return the CPU's model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -163,15 +165,15 @@ def processor_name() -> str:
 
 
 def find_links(gpus: Sequence[Gpu]) -> tuple[DeviceLink, ...]:
-    """The connection of each pair of GPUs, by rank; what NVML does not report stays None."""
+    """Return the link of each pair of GPUs, whose ranks are their positions; what NVML does not report is None."""
     return tuple(
-        _link(first, second, gpus[first], gpus[second])
+        _describe_link(first, second, gpus[first], gpus[second])
         for first, second in combinations(range(len(gpus)), 2)
     )
 
 
 def describe_links(links: Iterable[DeviceLink]) -> str | None:
-    """Every kind of connection once, such as `NVLink (18 links), peer access`; None without pairs."""
+    """Return each kind of link once, such as `NVLink (18 links), peer access`; None without pairs."""
     access = {True: ", peer access", False: ", no peer access", None: ""}
     kinds: dict[str, None] = {}
     for link in links:
@@ -181,7 +183,8 @@ def describe_links(links: Iterable[DeviceLink]) -> str | None:
     return "; ".join(kinds) or None
 
 
-def _gpu(index: int) -> Gpu:
+def _describe_gpu(index: int) -> Gpu:
+    """Return index, UUID, name and memory of the GPU with this NVML index."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     return Gpu(
         index=index,
@@ -191,44 +194,50 @@ def _gpu(index: int) -> Gpu:
     )
 
 
-def _named(word: str) -> Gpu | None:
-    if word.startswith("GPU-"):
-        fitting = [gpu for gpu in all_gpus() if gpu.uuid.startswith(word)]
-        return fitting[0] if len(fitting) == 1 else None
-    return next((gpu for gpu in all_gpus() if word == str(gpu.index)), None)
+def _find_gpu(entry: str) -> Gpu | None:
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names; None if there is none or several match."""
+    if entry.startswith("GPU-"):
+        matching = [gpu for gpu in all_gpus() if gpu.uuid.startswith(entry)]
+        return matching[0] if len(matching) == 1 else None
+    return next((gpu for gpu in all_gpus() if entry == str(gpu.index)), None)
 
 
-def _link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
+def _describe_link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
+    """Return the link between two GPUs, of which a lost one has a link without properties."""
     try:
-        one, other = gpu.handle, peer.handle
+        handle, peer_handle = gpu.handle, peer.handle
     except pynvml.NVMLError:
         return DeviceLink(first, second)
-    nearest = _answer(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
-    connected = _peer(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    nvlinks = None if connected is None else 0
-    if connected:
-        # Active links of the first that lead to the second, or to the switch between them.
-        bus_id = pynvml.nvmlDeviceGetPciInfo(other).busId
+    nearest = _call_if_supported(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, peer_handle)
+    has_nvlink = _can_access(handle, peer_handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    nvlinks = None if has_nvlink is None else 0
+    if has_nvlink:
+        # A link may lead to the other GPU, or to the switch between the two.
+        bus_id = pynvml.nvmlDeviceGetPciInfo(peer_handle).busId
         links = range(pynvml.NVML_NVLINK_MAX_LINKS)
-        nvlinks = sum(bool(_answer(_leads_to, one, link, bus_id)) for link in links)
+        nvlinks = sum(
+            bool(_call_if_supported(_link_leads_to, handle, link, bus_id)) for link in links
+        )
     topology = None if nearest is None else TOPOLOGY.get(nearest)
-    return DeviceLink(first, second, topology, nvlinks, _peer(one, other, P2P_READ))
+    return DeviceLink(first, second, topology, nvlinks, _can_access(handle, peer_handle, P2P_READ))
 
 
-def _peer(handle: Any, peer: Any, ability: int) -> bool | None:
-    status = _answer(pynvml.nvmlDeviceGetP2PStatus, handle, peer, ability)
+def _can_access(handle: Any, peer: Any, ability: int) -> bool | None:
+    """Return True if NVML grants the GPU `ability` towards its peer; None if NVML does not report it."""
+    status = _call_if_supported(pynvml.nvmlDeviceGetP2PStatus, handle, peer, ability)
     return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
-def _answer(question: Callable[..., Any], *of: Any) -> Any:
-    """None where NVML does not report it."""
+def _call_if_supported(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of an NVML function; None if the GPU or the driver does not support it."""
     try:
-        return question(*of)
+        return function(*arguments)
     except pynvml.NVMLError:
         return None
 
 
-def _leads_to(handle: Any, link: int, bus_id: str) -> bool:
+def _link_leads_to(handle: Any, link: int, bus_id: str) -> bool:
+    """Return True if an NVLink is active and leads to the GPU with this bus id, or to a switch."""
     if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
         return False
     kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
@@ -240,7 +249,10 @@ def _leads_to(handle: Any, link: int, bus_id: str) -> bool:
 def make_cpu_sampler(
     by_rank: Callable[[], Mapping[int, psutil.Process]],
 ) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
-    """What reads CPU ranks: each process's share of a core and resident memory."""
+    """Return a function that yields rank and sample of each CPU rank: use of its core, resident memory.
+
+    `find_by_rank` returns the rank processes that live now.
+    """
     known: dict[int, psutil.Process] = {}
 
     def read() -> Iterator[tuple[int, DeviceSample]]:
@@ -259,22 +271,22 @@ def make_cpu_sampler(
 
 
 def sample_gpus(gpus: Sequence[Gpu], first: int = 0) -> Iterator[tuple[int, DeviceSample]]:
-    """One reading a rank, the r-th from `first` on of the r-th GPU; none of one that was lost."""
+    """Yield rank and sample of each GPU; the first GPU's rank is `first`. A GPU that was lost yields nothing."""
     for rank, gpu in enumerate(gpus, start=first):
-        if (handle := _answer(lambda gpu=gpu: gpu.handle)) is not None:
-            yield rank, {"device": gpu.name, **_reported(gpu, handle)}
+        if (handle := _call_if_supported(lambda gpu=gpu: gpu.handle)) is not None:
+            yield rank, {"device": gpu.name, **_sample_gpu(gpu, handle)}
 
 
 def name_throttle_reasons(bits: int) -> str:
-    """Names of the reasons in a bit mask, `none` if there are none."""
+    """Return the names of the reasons in NVML's bit mask, joined by ` + `; `none` if no bit is set."""
     names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
     unknown = bits & ~(0x1 | sum(THROTTLE_REASONS))
     return " + ".join((*names, *((f"{unknown:#x}",) if unknown else ()))) or "none"
 
 
-def _reported(gpu: Gpu, handle: Any) -> DeviceSample:
-    """Not every GPU and driver answers every question."""
-    questions: dict[str, Callable[[], object]] = {
+def _sample_gpu(gpu: Gpu, handle: Any) -> DeviceSample:
+    """Return the properties that this GPU and its driver report, by column; others are left out."""
+    queries: dict[str, Callable[[], object]] = {
         "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
         "memory_bytes": lambda: memory_used_bytes(gpu),
         "power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
@@ -282,14 +294,15 @@ def _reported(gpu: Gpu, handle: Any) -> DeviceSample:
             handle, pynvml.NVML_TEMPERATURE_GPU
         ),
         "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "throttle_reasons": lambda: name_throttle_reasons(_event_reasons(handle)),
+        "throttle_reasons": lambda: name_throttle_reasons(_read_throttle_bits(handle)),
     }
-    answers = {column: _answer(ask) for column, ask in questions.items()}
+    answers = {column: _call_if_supported(query) for column, query in queries.items()}
     return {column: answer for column, answer in answers.items() if answer is not None}
 
 
-def _event_reasons(handle: Any) -> Any:
-    bits = _answer(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+def _read_throttle_bits(handle: Any) -> Any:
+    """Return NVML's bit mask of throttle reasons; drivers before 535 only know the older function."""
+    bits = _call_if_supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
     # Drivers before 535 know the older name alone.
     return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) if bits is None else bits
 

@@ -1,4 +1,4 @@
-"""Run a composed launch to its end, and leave a complete run folder whatever happens."""
+"""Run a composed launch to its end, and complete its run folder even if the run fails."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from parakit.launch.supervise.ranks import RankProcesses
 POLL_SECONDS = 0.2
 SAMPLE_SECONDS = 1.0
 ENDED_EARLY = 1
-"""Exit code of a share that was ended before its torchrun did."""
+"""Exit code of a node's ranks that were ended before torchrun ended by itself."""
 
 
 class FolderRemovedError(LaunchError):
-    """There is no run folder any more to write a status to."""
+    """Error of a run whose folder was removed, so that no status can be written."""
 
 
 def execute_launch(
@@ -56,26 +56,28 @@ def execute_launch(
     title: str,
     group: NodeGroup = SINGLE_NODE,
 ) -> tuple[Path, records.StatusRecord]:
-    """Train; return the run folder, in `runs` unless RUN_FOLDER= is another, and how it ended.
+    """Train a launch; return its run folder and how the run ended.
+
+    The folder is made in `runs` unless RUN_FOLDER= names another one.
 
     Raises:
-        LaunchError: The run folder could not be written, and nothing was started; or it was removed
-            meanwhile, and the ranks were ended.
-        Interrupted: After the ranks were ended and the status was written.
+        LaunchError: The run folder cannot be written and nothing was started; or the folder was removed
+            during the run and the ranks were ended.
+        Interrupted: The user asked to stop; the ranks were ended and the status is written.
     """
-    given = launch.job.options.run_folder
-    folder = create_run_folder(launch, runs, given)
+    named_folder = launch.job.options.run_folder
+    folder = create_run_folder(launch, runs, named_folder)
     record_launcher(folder)
     remove_stale_sample_indices(launch.job.options.runs)
     try:
         group.announce(folder)
     except LaunchError:
-        if given is None:
+        if named_folder is None:
             shutil.rmtree(folder)
         raise
-    # A run that ended by itself gets the status of that, whatever is asked meanwhile.
+    # A request to stop waits until the status of a run that has just ended by itself is written.
     with defer_stop_requests():
-        return folder, _train_in(folder, launch, console, title, group)
+        return folder, _train_and_complete(folder, launch, console, title, group)
 
 
 def run_ranks(
@@ -85,43 +87,49 @@ def run_ranks(
     group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
 ) -> int:
-    """Start a launch's ranks, follow their log, return torchrun's exit code; none is left running.
+    """Start a launch's ranks, show their progress, and return torchrun's exit code once all have ended.
 
-    The log's folder is the run folder unless it is given. The end is reported to the other nodes once
-    this one's processes are gone.
+    `folder` is the run folder, by default the log's folder. The exit code is reported to the other nodes
+    after this node's processes have ended.
 
     Raises:
-        EndedRunError: The log did not grow for the launch's timeout, or the launch's time was over.
+        EndedRunError: The log did not grow for the launch's timeout, or the launch's time limit was reached.
         FolderRemovedError: Somebody removed the log.
-        Interrupted: A request to stop came, and they were ended.
+        Interrupted: The user asked to stop; the ranks were ended.
     """
     folder = folder or log.parent
     log.touch()
     stacks = folder / records.STACKS_FOLDER
-    own = {**launch.environment, variables.STACKS: relative_to_root(stacks)}
+    environment = {**launch.environment, variables.STACKS: relative_to_root(stacks)}
     if launch.job.options.ledger:
-        own[variables.LEDGER] = relative_to_root(folder / records.LEDGER_FOLDER)
-    start = launch.warm_command if launch.warm else launch.command
+        environment[variables.LEDGER] = relative_to_root(folder / records.LEDGER_FOLDER)
+    make_command = launch.warm_command if launch.warm else launch.command
     in_container = launch.runtime.container is not None
     with defer_stop_requests():
         try:
             with (
                 keep_filled_stacks(stacks, clear_up=folder == log.parent),
-                # Before there is anybody who might remove it.
+                # The log is opened before the ranks start: somebody may remove the folder later.
                 closing(LogFollower(log, log.stat().st_size)) as follower,
                 RankProcesses(
-                    start(relative_to_root(folder)), own, log, in_container, launch.warm
+                    make_command(relative_to_root(folder)),
+                    environment,
+                    log,
+                    in_container,
+                    launch.warm,
                 ) as ranks,
-                DeviceSampler(_readings(launch, ranks), log.with_name(records.SAMPLES_FILE)),
+                DeviceSampler(
+                    _make_device_sampler(launch, ranks), log.with_name(records.SAMPLES_FILE)
+                ),
             ):
-                exit_code = _follow(launch, log, folder, ranks, follower, progress, group)
+                exit_code = _follow_ranks(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
             group.finish(ENDED_EARLY, error)
             raise
         return group.finish(exit_code)
 
 
-def _follow(
+def _follow_ranks(
     launch: Launch,
     log: Path,
     folder: Path,
@@ -130,9 +138,12 @@ def _follow(
     progress: RunProgress,
     group: NodeGroup,
 ) -> int:
-    """Show iterations until the ranks have ended; as `run_ranks`."""
+    """Show iterations until the ranks have ended and return torchrun's exit code.
+
+    Returns ENDED_EARLY if another node has failed. Raises what `run_ranks` raises.
+    """
     watch = HangWatch(launch.job.options.hang_timeout_seconds)
-    limit, began = launch.time_limit_seconds, time.monotonic()
+    limit_seconds, start = launch.time_limit_seconds, time.monotonic()
     while True:
         exit_code = ranks.exit_code()
         if not log.exists():
@@ -153,42 +164,44 @@ def _follow(
             stacks = folder / records.STACKS_FOLDER
             stopped = group.wait_for_stacks(collect_stacks(ranks.find_by_rank(), stacks))
             raise watch.error(stopped, stacks)
-        if limit is not None and time.monotonic() - began > limit:
-            reason = f"It was not done in {limit:.0f} s and was ended."
+        if limit_seconds is not None and time.monotonic() - start > limit_seconds:
+            reason = f"It was not done in {limit_seconds:.0f} s and was ended."
             raise EndedRunError(reason, records.Status.INTERRUPTED)
         time.sleep(POLL_SECONDS)
 
 
-def _train_in(
+def _train_and_complete(
     folder: Path, launch: Launch, console: Console, title: str, group: NodeGroup
 ) -> records.StatusRecord:
-    """Train in a run folder that is there, and complete it whatever happens."""
+    """Train in an existing run folder and write the final status, whether training succeeds or fails."""
     started = time.monotonic()
     kills_before = exit_status.count_memory_kills()
     exit_code: int | None = None
-    interrupted = removed = False
-    ended: EndedRunError | None = None
+    is_interrupted = is_removed = False
+    ended_error: EndedRunError | None = None
     disk = exit_status.DiskWatch(folder)
     try:
         with disk:
-            exit_code = _train(launch, folder, console, title, group)
+            exit_code = _train_with_checkpoints(launch, folder, console, title, group)
     except EndedRunError as error:
-        ended = error
+        ended_error = error
     except Interrupted:
-        interrupted = True
+        is_interrupted = True
         raise
     except FolderRemovedError:
-        removed = True
+        is_removed = True
         raise
     finally:
-        if not removed:
+        if not is_removed:
             status = exit_status.classify_exit(
-                folder, exit_code, interrupted, kills_before, disk.exhausted_resource
+                folder, exit_code, is_interrupted, kills_before, disk.exhausted_resource
             )
             cause = group.cause
-            if ended:
-                cause = records.StatusRecord(ended.status, None, str(ended), ended.rank)
-            if cause and not interrupted:
+            if ended_error:
+                cause = records.StatusRecord(
+                    ended_error.status, None, str(ended_error), ended_error.rank
+                )
+            if cause and not is_interrupted:
                 status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
             try:
                 status = exit_status.write_final_status(folder, status, time.monotonic() - started)
@@ -197,21 +210,24 @@ def _train_in(
                     f"{folder} could not be completed ({error.strerror}); the run ended "
                     f"'{status.status}'. Free some room before the next one."
                 ) from error
-            if interrupted:  # Else the caller says it.
+            if is_interrupted:  # In all other cases the caller prints the outcome.
                 console.print(exit_status.format_outcome(folder, status), highlight=False)
     return status
 
 
-def _train(launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup) -> int:
+def _train_with_checkpoints(
+    launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup
+) -> int:
+    """Run the ranks with progress shown, and checkpoints looked after if the run saves any; return the exit code."""
     log = folder / records.LOG_FILE
-    with ExitStack() as around:
+    with ExitStack() as stack:
         keeper = None
         if launch.saving is not None:
             log.touch()
             keeper = CheckpointKeeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep, log)
-            around.callback(_print_problems, keeper, console)
-            around.enter_context(keeper)
-        progress = around.enter_context(RunProgress(console, title, launch.iterations))
+            stack.callback(_print_problems, keeper, console)
+            stack.enter_context(keeper)
+        progress = stack.enter_context(RunProgress(console, title, launch.iterations))
         exit_code = run_ranks(launch, log, progress, group)
         if keeper is not None and exit_code == 0:
             keeper.mark_ended_well()
@@ -219,12 +235,13 @@ def _train(launch: Launch, folder: Path, console: Console, title: str, group: No
 
 
 def _print_problems(keeper: CheckpointKeeper, console: Console) -> None:
+    """Print the checkpoint problems that `keeper` has collected."""
     for problem in keeper.problems:
         console.print(problem, style="yellow", highlight=False)
 
 
 class DeviceSampler(BackgroundThread):
-    """Writes to a file, every second while the `with` block runs, what each rank's device reports."""
+    """A thread that writes a sample of each rank's device to a CSV file every second during a `with` block."""
 
     def __init__(self, read: Callable[[], Iterator[tuple[int, DeviceSample]]], path: Path) -> None:
         self._read = read
@@ -238,24 +255,25 @@ class DeviceSampler(BackgroundThread):
             writer = csv.DictWriter(file, records.SAMPLE_COLUMNS)
             writer.writeheader()
             while not self.done.wait(SAMPLE_SECONDS):
-                for rank, reading in self._read():
+                for rank, sample in self._read():
                     seconds = f"{time.monotonic() - start:.1f}"
-                    writer.writerow({"seconds": seconds, "rank": rank, **reading})
+                    writer.writerow({"seconds": seconds, "rank": rank, **sample})
                 file.flush()
 
 
-def _readings(
+def _make_device_sampler(
     launch: Launch, ranks: RankProcesses
 ) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
-    """What reads the devices of this machine's ranks."""
+    """Return a function that yields rank and device sample of this machine's ranks."""
     if launch.spec.device is not DeviceKind.GPU:
         return make_cpu_sampler(ranks.find_by_rank)
-    nodes, local = launch.nodes, launch.local_devices
-    gpus = visible_gpus()[:local]
+    nodes, num_local_ranks = launch.nodes, launch.local_devices
+    gpus = visible_gpus()[:num_local_ranks]
 
-    def read() -> Iterator[tuple[int, DeviceSample]]:
-        # As its processes say, or as nodes are numbered where none is seen: torchrun decides it.
-        first = min(ranks.find_by_rank(), default=nodes.rank * local) if nodes else 0
+    def sample_ranks() -> Iterator[tuple[int, DeviceSample]]:
+        # torchrun numbers the ranks. The processes show their ranks; if no process is visible, ranks are
+        # assumed to follow the nodes' order.
+        first = min(ranks.find_by_rank(), default=nodes.rank * num_local_ranks) if nodes else 0
         return sample_gpus(gpus, first)
 
-    return read
+    return sample_ranks

@@ -1,4 +1,4 @@
-"""Groups of Megatron's flags and environment variables, one function for each reason."""
+"""Choose groups of Megatron's flags and of environment variables: one function per reason."""
 
 from __future__ import annotations
 
@@ -19,75 +19,78 @@ from parakit.launch.runtime import Runtime
 
 RUNTIMES = Path(__file__).parent / "runtimes"
 CPU_RANK_ENVIRONMENT = {
-    # A rank is one core, so that two ranks have twice what one has.
+    # A rank computes on one core, so that two ranks have twice the compute of one.
     "OMP_NUM_THREADS": "1",
-    # No JIT: it would compile.
+    # torch.compile would spend a run's first minutes compiling.
     "TORCHDYNAMO_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # As CUDA's caching allocator does on a GPU, malloc keeps what a tensor gives back. By default glibc
-    # returns it to the kernel and clears new pages at each iteration, for strategies unequally often.
+    # malloc reuses freed memory, as CUDA's caching allocator does on a GPU. By default glibc returns the
+    # memory of freed tensors to the kernel, and each iteration clears new pages, for some strategies more
+    # often than for others.
     "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776",
 }
-"""Environment of a CPU rank; to be set before its process starts."""
+"""Environment of a CPU rank, which must be set before its process starts."""
 
 IMPORT_TIME_VARIABLES = (
     *(variables.DEVICE, variables.FUSED, variables.SHARE_GPU, variables.ALLOW_UNKNOWN_MEGATRON),
     *("HF_HUB_OFFLINE", *CPU_RANK_ENVIRONMENT),
 )
-"""Variables that decide what is imported and patched; the others a forked rank gets with its run."""
+"""Variables that decide what is imported and patched. A forked rank gets all other variables with its run."""
 
 
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime, options: Options, model: Model
 ) -> tuple[str, ...]:
-    """Flags that the device needs; none for most models where NVIDIA's image has every library.
+    """Return the flags that a device needs; empty for most models if NVIDIA's image has every library.
 
-    `FUSED=` leaves out those that would disable its patches.
+    Flags that would disable the patches of `FUSED=` are left out.
     """
     flags: tuple[str, ...] = ()
     if device is DeviceKind.CPU:
         flags = read_args_file(RUNTIMES / "cpu.args")
         if parallelism.sharding.is_megatron_fsdp:
-            # It divides gradients inside the reduction with PREMUL_SUM, which gloo lacks.
+            # Megatron-FSDP divides gradients in the reduction with PREMUL_SUM, which gloo does not have.
             flags = (*flags, "--no-gradient-reduce-div-fusion")
     elif not runtime.transformer_engine:
         flags = read_args_file(RUNTIMES / "host.args")
     elif not runtime.apex:
-        # The output layer is Megatron's own also with Transformer Engine, and its fusion is Apex's.
+        # The output layer is Megatron's own even with Transformer Engine, and its fusion needs Apex.
         flags = ("--no-gradient-accumulation-fusion",)
-    # Only with the fusion has Megatron's core GELU's tanh approximation.
-    tanh = (EXACT_GELU,) if TANH_GELU in model.flags else ()
-    dropped = (*dropped_flags(options.fused), *tanh)
-    # Grouped GEMM is Transformer Engine's, and f4fa7d6b has it in bf16 only.
-    on_te = device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
-    grouped = ("--moe-grouped-gemm",) if model.shape.experts and on_te else ()
-    return (*(flag for flag in flags if flag not in dropped), *grouped)
+    # Megatron core computes GELU's tanh approximation only with the bias-GELU fusion.
+    exact_gelu = (EXACT_GELU,) if TANH_GELU in model.flags else ()
+    dropped = (*dropped_flags(options.fused), *exact_gelu)
+    # Grouped GEMM is a kernel of Transformer Engine, and Megatron f4fa7d6b has it in bf16 only.
+    has_grouped_gemm = (
+        device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
+    )
+    grouped_gemm = ("--moe-grouped-gemm",) if model.shape.experts and has_grouped_gemm else ()
+    return (*(flag for flag in flags if flag not in dropped), *grouped_gemm)
 
 
 def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
-    """What Megatron-FSDP needs beside its own flags.
+    """Return the further flags that Megatron-FSDP needs; empty for other shardings.
 
-    Up to 0.17 Megatron takes it without the distributed optimizer as well, but then clips a rank's
-    gradients by its own norm, and ends in an error in bf16. 0.15 shards gradients only where their
-    reduction overlaps.
+    Up to 0.17 Megatron-FSDP also starts without the distributed optimizer, but then it clips each rank's
+    gradients by that rank's norm, and fails in bf16. Release 0.15 shards gradients only if their reduction
+    overlaps backward.
     """
     if not parallelism.sharding.is_megatron_fsdp:
         return ()
     version = parse_release(entry.megatron_version)
-    overlapped = not parallelism.sharding.shards_weights and version < (0, 16)
+    needs_overlap = not parallelism.sharding.shards_weights and version < (0, 16)
     return (
         *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
-        *(("--overlap-grad-reduce",) if overlapped else ()),
+        *(("--overlap-grad-reduce",) if needs_overlap else ()),
     )
 
 
 def initial_checkpoint_flags(
     checkpoint: Path, parallelism: Parallelism, padded_to: int
 ) -> tuple[str, ...]:
-    """Begin iteration 1 from the checkpoint's weights, resharded to this strategy.
+    """Return the flags that start iteration 1 from the checkpoint's weights, resharded to this strategy.
 
-    Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax;
-    dividing the multiple by TP keeps the same rows, and so the same loss, for every strategy.
+    Megatron pads the vocabulary to a multiple of 128·TP, and padding rows take part in the softmax. Dividing
+    the multiple by TP gives every strategy the same rows, and so the same loss.
     """
     multiple = ("--make-vocab-size-divisible-by", str(max(1, padded_to // parallelism.tensor)))
     if parallelism.sharding.wraps_modules:
@@ -103,52 +106,56 @@ def initial_checkpoint_flags(
 
 
 def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
-    """Megatron's flags but for the folder: its distributed format, which loads into any strategy."""
+    """Return Megatron's flags that save checkpoints in its distributed format, without the flag of the folder.
+
+    A checkpoint in this format can be loaded with any strategy.
+    """
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
     sharding = parallelism.sharding
     if sharding and not sharding.wraps_modules:
-        # Without it the optimizer's shards go back only into the strategy that saved them.
+        # Without this flag only the strategy that saved an optimizer's shards can load them.
         flags.append("--dist-ckpt-optim-fully-reshardable")
     if saving.asynchronous:
-        # Megatron's own writer; its default needs a package that its wheel does not bring.
+        # `mcore` is Megatron's own writer. Its default writer needs a package that the wheel does not install.
         flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
     return drop_flags_newer_than(flags, entry.megatron_version)
 
 
 def environment_for(
-    device: DeviceKind, parallelism: Parallelism, start: Path | None, options: Options
+    device: DeviceKind, parallelism: Parallelism, initial_checkpoint: Path | None, options: Options
 ) -> dict[str, str]:
-    """What the kit sets for the ranks, beyond the caller's environment."""
+    """Return the environment variables that the kit sets for the ranks, besides the caller's environment."""
     environment = {variables.DEVICE: device.value, "HF_HUB_OFFLINE": "1"}
     if not parallelism.sharding.wraps_modules:
-        # TP and SP need it before Blackwell; both FSDPs refuse it.
+        # TP and SP need this on GPUs before Blackwell, and both FSDP implementations refuse it.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    elif start:
-        environment[variables.START_WEIGHTS] = relative_to_root(start)
+    elif initial_checkpoint:
+        environment[variables.START_WEIGHTS] = relative_to_root(initial_checkpoint)
     if device is DeviceKind.GPU:
-        # CUDA and NVML then number the GPUs alike, so that samples belong to the rank they name.
+        # CUDA then numbers GPUs in NVML's order, so that device samples belong to the right ranks.
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if device is DeviceKind.CPU:
         environment |= CPU_RANK_ENVIRONMENT
     if options.wandb:
-        environment["WANDB_MODE"] = options.wandb.mode  # W&B's client reads it there.
+        environment["WANDB_MODE"] = options.wandb.mode  # Read by W&B's client in the ranks.
     if options.share_gpu:
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     patch_file = options.patch_file
-    asked = {
+    optional = {
         variables.FUSED: ",".join(options.fused),
         variables.SHARE_GPU: "1" if options.share_gpu else "",
         variables.PATCH_FILE: patch_file.path if patch_file else "",
         variables.PATCH_FILE_SHA256: patch_file.sha256 if patch_file else "",
         variables.ALLOW_UNKNOWN_MEGATRON: "1" if options.allow_unknown_megatron else "",
     }
-    return environment | {name: text for name, text in asked.items() if text}
+    return environment | {name: text for name, text in optional.items() if text}
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:
-    """Muon as published with Blueberry: learning rate 0.01, and 0.001 for parameters that AdamW updates.
+    """Return the flags of an optimizer; empty for AdamW, which is Megatron's default under the name `adam`.
 
-    Megatron calls its AdamW `adam`, which is its default.
+    Muon is configured as published with Blueberry: learning rate 0.01, and 0.001 for the parameters that AdamW
+    updates.
     """
     if name is OptimizerName.ADAMW:
         return ()

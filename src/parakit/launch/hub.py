@@ -1,4 +1,4 @@
-"""`make import-hf` and `make export-hf`: weights from and to Hugging Face's folders, without a GPU."""
+"""`make import-hf` and `make export-hf`: convert weights from and to Hugging Face's format, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def import_hf(hf: str, name: str | None, console: Console) -> int:
-    """`HF=` becomes the model `hub/NAME`; 0.
+    """Import the Hugging Face model `hf` as the model `hub/NAME` and print the next command; return 0.
+
+    `hf` is a folder or a name on the hub. By default NAME is the last part of `hf` in lower case.
 
     Raises:
-        LaunchError, ValueError: It cannot be converted; nothing was written.
+        LaunchError, ValueError: The model cannot be converted; nothing was written.
     """
     from parakit.convert import ConversionProgress, import_model, read_source
 
@@ -37,10 +39,12 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
 
 
 def export_hf(run: str, to: str, console: Console) -> int:
-    """The newest valid checkpoint of `RUN=`, or an imported model, becomes the folder `TO=`; 0.
+    """Write a run's newest valid checkpoint, or an imported model, to the folder `to`; return 0.
+
+    `run` is a run folder or a folder in `hub/`.
 
     Raises:
-        LaunchError, ValueError: It cannot be converted; nothing was written.
+        LaunchError, ValueError: The weights cannot be converted; nothing was written.
     """
     from parakit.convert import ConversionProgress, export_model
 
@@ -48,36 +52,36 @@ def export_hf(run: str, to: str, console: Console) -> int:
     if folder.parent == HUB:
         model = load_model(folder.name)
         checkpoint = HUB / model.name / "checkpoint" / "iter_0000001"
-        words, shape = model.flags, model.shape
+        flags, shape = model.flags, model.shape
     else:
         record = read_named_run(folder)
-        checkpoint, words = select_checkpoint(folder).checkpoint.path, record.argv
+        checkpoint, flags = select_checkpoint(folder).checkpoint.path, record.argv
         model, shape = load_model(record.spec.model), record.spec.shape
     weights = imported_weights_folder(model)
     imported, target = weights.parent if weights else None, Path(to).absolute()
-    summary = export_model(checkpoint, words, shape, imported, target, ConversionProgress(console))
+    summary = export_model(checkpoint, flags, shape, imported, target, ConversionProgress(console))
     console.print(f"{summary} → {to}", highlight=False)
     return 0
 
 
-def fetch_model_folder(given: str) -> Path:
-    """A folder, or what the hub's name stands for, fetched.
+def fetch_model_folder(name: str) -> Path:
+    """Return the folder `name`, or the downloaded files of the hub's model of that name.
 
     Raises:
-        LaunchError: It is neither, or the hub does not give it.
+        LaunchError: There is no such folder, and the hub does not give such a model.
     """
-    folder = Path(given).expanduser()
-    if folder.is_dir() or not _HUB_NAME.fullmatch(given):
+    folder = Path(name).expanduser()
+    if folder.is_dir() or not _HUB_NAME.fullmatch(name):
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    wanted = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "LICENSE*")
+    patterns = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "LICENSE*")
     try:
-        return Path(snapshot_download(given, allow_patterns=list(wanted)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise LaunchError(
-            f"There is no folder {given}, and the hub does not give a model of that name ({reason}); "
+            f"There is no folder {name}, and the hub has no model of that name for you ({reason}); "
             "name a folder that holds its config.json and safetensors."
         ) from None

@@ -1,11 +1,13 @@
-"""The shared starting checkpoint: the same weights for every strategy, so that losses can be compared.
+"""Write and check the initial checkpoint: the same weights for every strategy, so that losses can be compared.
 
-Without it TP and PP initialise differently. One rank writes it in Megatron's distributed format, which
-every strategy loads resharded. It is written under a temporary name, read back, and renamed when it is
-whole. Every use re-verifies against the stored manifest: sha256, 1.4 GB/s on one core here, which
-is 2.2 s for gpt2-large. One that has changed is kept under another name and written anew, with a
-sentence: its weights follow from model, seed and Megatron, and `run.json` has their hash, so no run is
-compared with one that started from others.
+Without an initial checkpoint TP and PP initialize weights differently. One rank writes it in Megatron's
+distributed format, and every strategy loads it resharded. It is written under a temporary name, read back,
+and renamed when it is complete. Every use checks it against its stored manifest (sha256, 1.4 GB/s on one
+core here, which is 2.2 s for gpt2-large).
+
+A checkpoint that has changed is renamed, and written again after a sentence to the user. Model, seed and
+Megatron version determine its weights, and `run.json` stores their hash, so that runs from other weights
+are not compared.
 """
 
 from __future__ import annotations
@@ -38,85 +40,95 @@ from parakit.launch.progress import RunProgress
 from parakit.logs import diagnose_log
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
-"""Ways to balance a router that refuse a loss for it."""
+"""Ways to balance a router for which Megatron refuses an auxiliary loss."""
 
 RunLaunch = Callable[[Launch, Path], int]
-"""Trains a launch on one rank, whose output goes to a log; its exit code."""
+"""A function that trains a launch on one rank, writes the output to a log, and returns the exit code."""
 
 
 def ensure_initial_checkpoint(
     launch: Launch, console: Console, run: RunLaunch | None = None
 ) -> Path | None:
-    """The checkpoint a launch starts from, written now if it is not there; None if it needs none.
+    """Return the path of a launch's initial checkpoint, which is written first if it is missing or damaged.
+
+    None means that the launch needs none.
 
     Args:
-        launch: What starts from it.
+        launch: The launch that starts from the checkpoint.
         console: The terminal.
-        run: What trains the rank that writes it; None starts one with a supervisor.
+        run: Trains the rank that writes the checkpoint; None starts a rank under a supervisor.
 
     Raises:
-        LaunchError: Megatron did not write it; the message names its log.
+        LaunchError: Megatron did not write the checkpoint, and the message names its log; or imported
+            weights are missing or damaged.
     """
     path = launch.initial_checkpoint
-    if path is None or launch.resume_point:  # Which loads what it saved.
+    # A resumed run loads its own checkpoint instead.
+    if path is None or launch.resume_point:
         return None
-    is_there = path.is_dir()
-    if is_there:
+    exists = path.is_dir()
+    if exists:
         check_owner(path)
-        flaw = _flaw(path)
+        flaw = _find_initial_flaw(path)
         if flaw is None:
             return path
     if path == imported_weights_folder(launch.model):
-        why = f"have changed since they were imported ({flaw})" if is_there else "are not there"
+        problem = f"have changed since they were imported ({flaw})" if exists else "are not there"
         raise LaunchError(
-            f"The weights {relative_to_root(path)} {why}; remove the model's folder and run 'make import-hf' "
+            f"The weights {relative_to_root(path)} {problem}; remove the model's folder and run 'make import-hf' "
             "again."
         )
-    if is_there:
-        aside = rename_damaged(path)
+    if exists:
+        renamed = rename_damaged(path)
         console.print(
             f"The starting checkpoint {relative_to_root(path)} has changed since it was written ({flaw}); it "
-            f"is kept as {aside.name} and written anew.",
+            f"is kept as {renamed.name} and written anew.",
             style="yellow",
             highlight=False,
         )
 
-    def supervised(writer: Launch, log: Path) -> int:
+    def run_supervised(writer: Launch, log: Path) -> int:
         with RunProgress(console, "starting checkpoint", 1) as progress:
             return run_ranks(writer, log, progress)
 
-    _write(path, launch, run or supervised)
+    _write_checkpoint(path, launch, run or run_supervised)
     return path
 
 
-def _write(path: Path, launch: Launch, run: RunLaunch) -> None:
+def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
+    """Train one rank with `run` so that it writes the checkpoint to `path`; nothing is left there if it fails.
+
+    Raises:
+        LaunchError: The rank failed, and its log was moved beside `path`; or the checkpoint cannot be read
+            back.
+    """
     try:
         with atomic_directory(path) as partial:
             log = partial / LOG_FILE
-            exit_code = run(_writing_launch(launch, partial), log)
+            exit_code = run(_compose_writer(launch, partial), log)
             if exit_code != 0:
                 reason = diagnose_log(log, exit_code, interrupted=False).reason
-                kept = path.with_name(f"{path.name}.log")
+                kept_log = path.with_name(f"{path.name}.log")
                 with suppress(FileNotFoundError):
-                    log.rename(kept)
+                    log.rename(kept_log)
                 raise LaunchError(
-                    f"The starting checkpoint was not written: {reason} The log is {kept}."
+                    f"The starting checkpoint was not written: {reason} The log is {kept_log}."
                 )
-            if flaw := _flaw(partial):
+            if flaw := _find_initial_flaw(partial):
                 raise LaunchError(
                     f"The starting checkpoint {path} cannot be read back after it was written: {flaw}; "
                     "see whether the disk is sound, or name another folder with RUNS=."
                 )
     except OSError:
-        # Another run wrote the same meanwhile, such as an element of the same Slurm array.
+        # Another run may have written the same checkpoint meanwhile, such as a task of the same Slurm array.
         if not path.is_dir():
             raise
 
 
-def _flaw(folder: Path) -> str | None:
-    """What is wrong with a starting checkpoint; None if it is what was written.
+def _find_initial_flaw(folder: Path) -> str | None:
+    """Return what is wrong with an initial checkpoint; None if it is as it was written.
 
-    One without a manifest, of before there was one, is read back against its own checksums.
+    A checkpoint of an older kit, without a manifest, is read back against its own checksums.
     """
     stored = find_checkpoints(folder)
     if not stored or stored[0].iteration != read_finished_iteration(folder):
@@ -126,30 +138,35 @@ def _flaw(folder: Path) -> str | None:
 
 
 def check_owner(folder: Path) -> None:
-    """Refuse a checkpoint that another user could have written: its metadata is a pickle.
+    """Raise if another user could have written a checkpoint, because reading its metadata runs code.
 
-    torch reads `.metadata` of a distributed checkpoint with `pickle.load`, and Megatron up to 0.15 its
-    `common.pt` too, which runs whatever is in them.
+    torch reads `.metadata` of a distributed checkpoint with `pickle.load`, and Megatron up to 0.15 reads
+    `common.pt` that way too.
 
     Raises:
-        LaunchError: It belongs to another user, or is world-writable.
+        LaunchError: A file belongs to another user, or everybody may write it.
     """
     for path in (folder, *folder.rglob("*")):
-        found = path.lstat()
-        writable = not path.is_symlink() and found.st_mode & stat.S_IWOTH
-        if found.st_uid not in (os.geteuid(), 0) or writable:
-            whose = f"user {found.st_uid}'s" if not writable else "writable by everybody"
+        file_status = path.lstat()
+        is_world_writable = not path.is_symlink() and file_status.st_mode & stat.S_IWOTH
+        if file_status.st_uid not in (os.geteuid(), 0) or is_world_writable:
+            owner = (
+                f"user {file_status.st_uid}'s" if not is_world_writable else "writable by everybody"
+            )
             raise LaunchError(
-                f"{path} is {whose}, and a checkpoint can run code when it is loaded; remove it, or "
+                f"{path} is {owner}, and a checkpoint can run code when it is loaded; remove it, or "
                 "name a folder of your own with RUNS=."
             )
 
 
-def _writing_launch(launch: Launch, folder: Path) -> Launch:
-    """One rank, one sample, learning rate 0: builds the model, changes nothing, saves the weights."""
+def _compose_writer(launch: Launch, folder: Path) -> Launch:
+    """Return the launch of one rank that builds the model, trains one sample with learning rate 0, and saves.
+
+    With learning rate 0 the saved weights are the initial ones.
+    """
     flags = Flags(launch.flags)
     router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
-    save = format_flags(
+    flags_to_save = format_flags(
         {
             "--lr": 0,
             "--min-lr": 0,
@@ -160,21 +177,22 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
             "--no-save-optim": True,
             "--no-save-rng": True,
             UNTIED: UNTIED in launch.flags,
-            # EXTRA= is not taken over, and the model's own split may leave a part of the data empty.
+            # The rank does not get the run's EXTRA=, but the split that the kit chose for a small data set.
+            # The model's own split might leave a part of the data set empty.
             **{
                 name: flags.text(name)
                 for name in (SPLIT_FLAG, EVAL_ITERATIONS_FLAG)
                 if flags.has(name)
             },
-            # The model's file may have one, which these refuse, and EXTRA= is not all taken over.
+            # The model's file may have an auxiliary loss that the run's EXTRA= switches off.
             "--moe-aux-loss-coeff": 0 if router in _WITHOUT_LOSS else None,
         }
     )
-    alone = replace(
+    single_rank_options = replace(
         launch.job.options,
         shared_start=False,
         ledger=False,
-        extra=save,
+        extra=flags_to_save,
         micro_batch_size=1,
         global_batch_size=1,
         dropout=None,
@@ -186,8 +204,12 @@ def _writing_launch(launch: Launch, folder: Path) -> Launch:
         wandb=None,
         patch_file=None,
     )
-    job = Job("baseline", launch.model, 1, launch.spec.device, alone)
+    job = Job("baseline", launch.model, 1, launch.spec.device, single_rank_options)
     composed = compose_launch(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
-    noise = {variables.START_NOISE: str(alone.seed)} if alone.noisy_start else {}
+    noise = (
+        {variables.START_NOISE: str(single_rank_options.seed)}
+        if single_rank_options.noisy_start
+        else {}
+    )
     return replace(composed, warm=launch.warm, environment=composed.environment | noise)

@@ -1,4 +1,7 @@
-"""One run as it is asked for: a training target with make's variables, read from and written as both."""
+"""A run as the user names it: a training target with make's variables.
+
+`parse_target` reads it from the target's name, and `Job` writes it as a make command or as arguments.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ ALIASES = {
     "train-gpt3-857m-2gpu-x-model-parallelism": "train-dp2-gpt3-857m-2gpu",
     "train-tp2-sq-gpt2-large-2gpu": "train-sp2-gpt2-large-2gpu",
 }
-"""Target names of the published experiments and of their author's Makefile (`x`: without)."""
+"""Other target names: those of the published experiments and of their author's Makefile (`x` is "without")."""
 
 _SCRIPT = re.compile(
     r"set -euo pipefail\n"
@@ -36,7 +39,7 @@ _SCRIPT = re.compile(
     r'exec "\$\{KIT_PYTHON:-\.venv/bin/python\}" -m parakit run (?P<strategy>\S+) "\$@"'
     r"(?: --(?P<flags>[\w\s./=-]*))?"
 )
-"""A launch script without its comments that only names its strategy and Megatron flags without shell syntax."""
+"""Pattern of a launch script, without comments, that only names its strategy and Megatron flags."""
 
 _TARGET = re.compile(r"train-(?P<middle>.+)-(?P<devices>\d+(?:gpu|cpu))")
 _DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
@@ -44,45 +47,45 @@ _DEVICES = re.compile(r"([1-9]\d*)(gpu|cpu)")
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, where, and with which variables."""
+    """One training run as its user names it: strategy, model, devices and make variables."""
 
     strategy: str
     model: Model
     devices: int
-    """Ranks over all nodes."""
+    """Number of ranks on all nodes."""
     device: DeviceKind
     options: Options = NO_OPTIONS
     script_flags: tuple[str, ...] | None = None
-    """Megatron's, that a launch script gives for its strategy; None are the grammar's."""
+    """Megatron flags that a launch script gives for its strategy; None takes those of the strategy's grammar."""
 
     @property
     def target(self) -> str:
-        """The make target."""
+        """The make target, such as `train-tp2-gpt2-tiny-2cpu`."""
         return f"train-{self.name}"
 
     @property
     def name(self) -> str:
-        """What every target of it ends with."""
+        """The target's name without its verb, such as `tp2-gpt2-tiny-2cpu`."""
         return f"{self.strategy}-{self.model.name}-{self.device_suffix}"
 
     @property
     def device_suffix(self) -> str:
-        """`2gpu`."""
+        """Number and kind of devices as a target's name ends, such as `2gpu`."""
         return f"{self.devices}{self.device}"
 
     @cached_property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's flags that make the strategy.
+        """Megatron's flags that select the strategy.
 
         Raises:
-            StrategyError: Its degrees do not multiply to its devices.
+            StrategyError: The strategy's degrees do not multiply to its devices.
         """
-        grammars = strategy_flags(parse_strategy(self.strategy, self.devices))
-        return grammars if self.script_flags is None else self.script_flags
+        grammar_flags = strategy_flags(parse_strategy(self.strategy, self.devices))
+        return grammar_flags if self.script_flags is None else self.script_flags
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Make's, under which its target trains exactly this."""
+        """Make's variables with which the target trains exactly this job."""
         return format_variables(self.options)
 
     @property
@@ -92,7 +95,7 @@ class Job:
 
     @property
     def script(self) -> str | None:
-        """The strategy's own launch script, from the repository's root; None if it has none."""
+        """The strategy's launch script, relative to the repository root; None if the strategy has none."""
         script = f"examples/{self.model.family}/train_{self.strategy}.sh"
         return script if (ROOT / script).is_file() else None
 
@@ -112,57 +115,58 @@ class Job:
         return tuple((match["flags"] or "").split())
 
     def with_options(self, options: Options) -> Job:
-        """The same with other variables."""
+        """Return the job with other make variables."""
         return replace(self, options=options)
 
     def with_strategy(self, strategy: str, devices: int | None = None) -> Job:
-        """The same model by another strategy of the grammar."""
+        """Return the job with another strategy of the grammar, and with `devices` ranks unless that is None."""
         return replace(self, strategy=strategy, devices=devices or self.devices, script_flags=None)
 
 
 def format_make_command(target: str, variables: Mapping[str, str]) -> str:
-    """As a shell takes it."""
-    given = (f"{name}={shlex.quote(text)}" for name, text in variables.items() if text)
-    return " ".join(("make", target, *given))
+    """Return the make command with its variables, quoted for a shell; empty variables are left out."""
+    assignments = (f"{name}={shlex.quote(text)}" for name, text in variables.items() if text)
+    return " ".join(("make", target, *assignments))
 
 
 def parse_target(name: str, options: Options = NO_OPTIONS) -> Job:
-    """Take a target's name apart.
+    """Return the job that a target's name describes.
 
     Raises:
-        LaunchError: It is not of the form, or its strategy or model is unknown; with the near names.
+        LaunchError: The name does not have a target's form, or its strategy or model is unknown. The message
+            lists near names.
     """
     match = _TARGET.fullmatch(ALIASES.get(name, name))
     if match is None:
         raise LaunchError(
-            f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_nearest(name)}."
+            f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_suggest_targets(name)}."
         )
-    own = options.model if options.model and is_model_file(options.model) else None
-    known = model_name_of_file(own) if own else None
-    strategy, model = _split(match["middle"], name, known)
-    if known not in (None, model):
+    model_file = options.model if options.model and is_model_file(options.model) else None
+    file_model = model_name_of_file(model_file) if model_file else None
+    strategy, model = _split_strategy_and_model(match["middle"], name, file_model)
+    if file_model not in (None, model):
         raise LaunchError(
-            f"Target '{name}' is of {model}, and MODEL= is a file of {known}; name '{known}' in the "
+            f"Target '{name}' is of {model}, and MODEL= is a file of {file_model}; name '{file_model}' in the "
             "target, or leave MODEL= out."
         )
-    return Job(strategy, load_model(model, own), *parse_devices(match["devices"]), options)
+    return Job(strategy, load_model(model, model_file), *parse_devices(match["devices"]), options)
 
 
 def parse_devices(text: str, variable: str = "") -> tuple[int, DeviceKind]:
-    """`2gpu` as 2 and its kind.
+    """Return number and kind of devices of a text such as `2gpu`.
 
     Raises:
-        LaunchError: It is no such text; with the variable that has it, if one has.
+        LaunchError: The text has another form; the message names `variable` if one holds the text.
     """
     match = _DEVICES.fullmatch(text)
     if match is None:
-        given = f"{variable}={text}" if variable else f"'{text}'"
-        raise LaunchError(f"{given} is not a number of devices such as 2cpu or 8gpu.")
+        shown = f"{variable}={text}" if variable else f"'{text}'"
+        raise LaunchError(f"{shown} is not a number of devices such as 2cpu or 8gpu.")
     return int(match[1]), DeviceKind(match[2])
 
 
 def list_example_targets() -> tuple[str, ...]:
-    """Targets of the six strategies for every model, as candidates for hints."""
+    """Return the targets of the six named strategies for every model, as candidates for hints."""
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
         for model in model_names()
@@ -171,9 +175,16 @@ def list_example_targets() -> tuple[str, ...]:
     )
 
 
-def _split(middle: str, name: str, own: str | None) -> tuple[str, str]:
-    known = (*model_names(), *MODEL_ALIASES, *([own] if own else []))
-    for model in sorted(known, key=len, reverse=True):
+def _split_strategy_and_model(middle: str, name: str, file_model: str | None) -> tuple[str, str]:
+    """Return strategy and model of a target's middle part, such as `tp2-gpt2-tiny`.
+
+    `file_model` is the name of the model in MODEL=; None if MODEL= names no file.
+
+    Raises:
+        LaunchError: The model is unknown, or the strategy is not in the grammar.
+    """
+    names = (*model_names(), *MODEL_ALIASES, *([file_model] if file_model else []))
+    for model in sorted(names, key=len, reverse=True):
         if middle.endswith(f"-{model}"):
             strategy = middle.removesuffix(f"-{model}")
             _check_strategy(strategy)
@@ -187,7 +198,7 @@ def _split(middle: str, name: str, own: str | None) -> tuple[str, str]:
 
 
 def _check_strategy(strategy: str) -> None:
-    """Refuse words outside the grammar; degrees are checked against the devices later."""
+    """Raise if a strategy's name is not in the grammar; its degrees are checked against the devices later."""
     try:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:
@@ -197,7 +208,8 @@ def _check_strategy(strategy: str) -> None:
             raise LaunchError(f"{error}{hint}") from None
 
 
-def _nearest(name: str) -> str:
+def _suggest_targets(name: str) -> str:
+    """Return the end of a refusal: the targets with the nearest names, or where targets are listed."""
     near = difflib.get_close_matches(name, (*list_example_targets(), *ALIASES), n=3, cutoff=0.3)
     return (
         f"the nearest are {', '.join(near)}"

@@ -1,9 +1,9 @@
-"""`python -m parakit.launch.link_rates`: what the devices here send each other, as JSON for `make doctor`.
+"""`python -m parakit.launch.link_rates`: measure the links between this machine's devices, for `make doctor`.
 
-An all-reduce between all visible GPUs with NCCL, or between two CPU ranks with gloo; with NNODES= and
-its like one rank of each node. The rate of the link is given beside it: NVLink's, the network
-card's, or for CPU ranks what a plain TCP connection over loopback moves. Meanwhile the clocks of the
-GPUs are sampled, with the reasons for throttling.
+The result is JSON. It has the rate of an all-reduce between all visible GPUs with NCCL, or between two CPU
+ranks with gloo; with NNODES= and the other node variables one rank per node takes part. Beside it stands
+the link's own rate: NVLink's, the network card's, or for CPU ranks the rate of a plain TCP connection over
+loopback. GPU clocks are sampled during the measurement, with the reasons for throttling.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOOPBACK_BYTES = 256 << 20
 CLOCK_INTERVAL_SECONDS = 0.2
 WORKLOADS = {
     DeviceKind.CPU: Workload(all_reduce_bytes=16 << 20, node_pairs=True),
-    # The product comes first, so that the clocks rise before anything is sent.
+    # The matrix product runs first, so that the GPU's clocks have risen when the all-reduce is measured.
     DeviceKind.GPU: Workload(
         matmul_size=8192, all_reduce_bytes=256 << 20, node_pairs=True, seconds_each=2.0
     ),
@@ -51,86 +51,92 @@ WORKLOADS = {
 
 
 def measure_link(nodes: Nodes | None = None) -> dict[str, Any] | None:
-    """Measure between this machine's devices, or one device of each node; None on later nodes.
+    """Return the measured rates between this machine's devices, or between one device per node.
+
+    The result is None on every node but the first.
 
     Raises:
-        LaunchError: The ranks failed; with their last error.
+        LaunchError: The ranks failed; the message has their last error.
     """
     gpus = visible_gpus()
     device = DeviceKind.GPU if gpus else DeviceKind.CPU
     ranks = 1 if nodes else len(gpus) or CPU_RANKS
-    interface = _interface(nodes) if nodes else None
+    interface = _find_interface_to_node_0(nodes) if nodes else None
     variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     with ClockWatch(gpus) as watch:
         figures = microbenchmark.run_workload(WORKLOADS[device], device, ranks, nodes, variables)
     if figures is None:
         return None
-    link, rate = _link_between(interface) if nodes else identify_local_link(gpus[:ranks])
+    link, rate = _describe_network_link(interface) if nodes else identify_local_link(gpus[:ranks])
     return {
         "backend": "NCCL" if gpus else "gloo",
         "ranks": ranks * (nodes.count if nodes else 1),
-        # That each rank sends in a ring; None for a rank alone.
+        # Bytes per second that each rank sends in a ring; None for a single rank.
         "bytes_per_second": figures.all_reduce_bytes_per_second,
         "link": link,
-        # Of one direction; None where it is not known.
+        # The link's rate in one direction; None if it is not known.
         "link_bytes_per_second": rate,
         "nodes": figures.nodes,
-        # Of each node with the next, alone.
+        # The rate between each node and the next one, while the other nodes wait.
         "pairs": figures.pair_bytes_per_second,
         "clocks": watch.summarize(),
     }
 
 
 def identify_local_link(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
-    """What connects the devices of this machine, and its rate."""
+    """Return the name of the link between this machine's GPUs or CPU ranks, and its bytes per second.
+
+    The rate is None for PCIe and for a single GPU.
+    """
     if not gpus:
         return "TCP over loopback", measure_loopback_bytes_per_second()
     links = find_links(gpus)
     device = find_device(gpus[0].name)
     if links and all(link.nvlinks for link in links) and device is not None:
-        known = link_by_key(device.link)
-        return known.name, known.bytes_per_second
+        nvlink = link_by_key(device.link)
+        return nvlink.name, nvlink.bytes_per_second
     return ("PCIe", None) if links else ("nothing: one GPU", None)
 
 
 def measure_loopback_bytes_per_second() -> float:
-    """What one TCP connection to this machine itself moves."""
+    """Return the rate at which one TCP connection moves bytes from this machine to itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = threading.Thread(target=_send, args=(server.getsockname(),), daemon=True)
+        sender = threading.Thread(target=_send_bytes, args=(server.getsockname(),), daemon=True)
         sender.start()
         connection, _ = server.accept()
         with connection:
-            buffer, count, began = bytearray(1 << 20), 0, time.perf_counter()
+            buffer, num_bytes, start = bytearray(1 << 20), 0, time.perf_counter()
             while received := connection.recv_into(buffer):
-                count += received
-            seconds = time.perf_counter() - began
+                num_bytes += received
+            seconds = time.perf_counter() - start
         sender.join()
-    return count / seconds
+    return num_bytes / seconds
 
 
 class ClockWatch(BackgroundThread):
-    """Samples GPUs while the `with` block runs: their highest clocks, reasons for throttling."""
+    """A thread that samples clocks and throttling reasons of GPUs during a `with` block."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = gpus
-        self._readings: list[list[DeviceSample]] = [[] for _ in gpus]
+        self._samples: list[list[DeviceSample]] = [[] for _ in gpus]
         super().__init__()
 
     def summarize(self) -> list[dict[str, Any]]:
-        """What was seen, by GPU; None is what NVML does not report."""
-        return list(map(_clock, self._gpus, self._readings))
+        """Return per GPU its highest clock, its clock limit and its throttling reasons; None is unreported."""
+        return list(map(_summarize_clocks, self._gpus, self._samples))
 
     def _watch(self) -> None:
         while True:
-            for place, reading in sample_gpus(self._gpus):
-                self._readings[place].append(reading)
+            for index, sample in sample_gpus(self._gpus):
+                self._samples[index].append(sample)
             if self.done.wait(CLOCK_INTERVAL_SECONDS):
                 return
 
 
-def _clock(gpu: Gpu, readings: Sequence[DeviceSample]) -> dict[str, Any]:
-    clocks = (each["sm_clock_mhz"] for each in readings if "sm_clock_mhz" in each)
-    texts = (each.get("throttle_reasons", "none") for each in readings)
+def _summarize_clocks(gpu: Gpu, samples: Sequence[DeviceSample]) -> dict[str, Any]:
+    """Return the highest clock, the clock limit and the throttling reasons of one GPU over its samples."""
+    clocks = (sample["sm_clock_mhz"] for sample in samples if "sm_clock_mhz" in sample)
+    texts = (sample.get("throttle_reasons", "none") for sample in samples)
     reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
     reasons.pop("none", None)
     return {
@@ -141,25 +147,30 @@ def _clock(gpu: Gpu, readings: Sequence[DeviceSample]) -> dict[str, Any]:
     }
 
 
-def _send(address: tuple[str, int]) -> None:
+def _send_bytes(address: tuple[str, int]) -> None:
+    """Send LOOPBACK_BYTES to a TCP address in blocks of 1 MiB."""
     block = bytes(1 << 20)
     with socket.create_connection(address) as connection:
         for _ in range(LOOPBACK_BYTES >> 20):
             connection.sendall(block)
 
 
-def _link_between(interface: str | None) -> tuple[str, float | None]:
-    """The card that leads to the first node, and the rate it was set to; Linux counts in Mbit/s."""
+def _describe_network_link(interface: str | None) -> tuple[str, float | None]:
+    """Return the name of the network card and its bytes per second; Linux reports its speed in Mbit/s.
+
+    Without an interface the link is called `the network`. The rate is None if the card does not report it.
+    """
     if interface is None:
         return "the network", None
     speed = psutil.net_if_stats()[interface].speed
     return f"network card {interface}", speed * 1e6 / 8 if speed else None
 
 
-def _interface(nodes: Nodes) -> str | None:
-    """The network interface that leads to the first node."""
+def _find_interface_to_node_0(nodes: Nodes) -> str | None:
+    """Return the network interface that leads to the first node; None if no interface has the address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(nodes.address), nodes.port))  # sends nothing
+        # Connecting a UDP socket sends nothing. It makes the kernel choose a route.
+        probe.connect((socket.gethostbyname(nodes.address), nodes.port))
         return find_interface(probe.getsockname()[0])
 
 

@@ -44,9 +44,9 @@ MEANING = {
     "dp2": "two replicas, gradients all-reduced",
     "tp2": "every matrix in two",
     "sp2": "TP 2, and norms and dropouts split along the sequence",
-    "cp2": "the sequence in two, K and V exchanged",
+    "cp2": "the sequence in two, K and V communicated",
     "pp2": "the layers in two stages",
-    "vpp2": "PP 2, two interleaved stages a rank",
+    "vpp2": "PP 2, two interleaved stages per rank",
     "gpipe2 …": "PP 2 of plain PyTorch, BACKEND=native: gpipe2, 1f1b2, interleaved2, "
     "pipedream-flush2, and without flushes pipedream2 and pipedream2bw",
     "ep2": "experts over two ranks (mixture of experts)",
@@ -63,7 +63,7 @@ MEANING = {
 
 
 def print_list(console: Console) -> None:
-    """Print models, strategies and what runs here."""
+    """Print the models, the strategies, and what this machine can run."""
     gpus = visible_gpus()
     memory = psutil.virtual_memory()
     console.print(
@@ -72,32 +72,32 @@ def print_list(console: Console) -> None:
         highlight=False,
     )
     models = sorted(map(load_model, model_names()), key=lambda model: total_parameters(model.shape))
-    console.print(rich_table(_models(models, memory.available, gpus), console.width))
-    console.print(_on_the_kits_data(models), highlight=False)
-    console.print(_scaling(models[0]), highlight=False)
+    console.print(rich_table(_models_table(models, memory.available, gpus), console.width))
+    console.print(_describe_vocabulary_sizes(models), highlight=False)
+    console.print(_describe_batch_scaling(models[0]), highlight=False)
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
-    mixtures = _experts([model for model in models if model.shape.experts])
+    mixtures = _experts_table([model for model in models if model.shape.experts])
     console.print(rich_table(mixtures.fitting(console.width)))
-    console.print(rich_table(_strategies(), console.width))
+    console.print(rich_table(_strategies_table(), console.width))
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     for target in ("tp2-gpt2-tiny-2cpu", "tp2-gpt2-large-2gpu", "ep2-moe-tiny-2cpu"):
         console.print(f"  make train-{target}", highlight=False)
 
 
-def _on_the_kits_data(models: Sequence[Model]) -> str:
-    """What models with another vocabulary become over the tokens of the kit's data."""
-    others = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
-    trained = (replace_vocabulary(model, GPT2_VOCABULARY) for model in others)
-    sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained)
+def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:
+    """Return a sentence with the sizes that models of another vocabulary have on the kit's data sets."""
+    other_models = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
+    trained_models = (replace_vocabulary(model, GPT2_VOCABULARY) for model in other_models)
+    sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained_models)
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
         f"vocabulary have other sizes: {', '.join(sizes)}."
     )
 
 
-def _scaling(model: Model) -> str:
-    """How strategies scale a model file's batch, with one as the example."""
+def _describe_batch_scaling(model: Model) -> str:
+    """Return the sentences that say how a strategy scales a model file's batch, with one example."""
     scaled = scale_batch(model.batch, parse_strategy("tp2", 2))
     return (
         f"batch is a baseline's, micro/global. A strategy scales it, {BATCH_RULE}: tp2 of "
@@ -106,26 +106,35 @@ def _scaling(model: Model) -> str:
 
 
 def list_cpu_strategies(model: Model, available_bytes: int) -> tuple[str, ...]:
-    """The named strategies that this machine's CPU ranks can run with the model's own batch."""
-    return tuple(name for name in _names(model) if _fits(model, name, available_bytes))
-
-
-def list_gpu_strategies(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """The named strategies whose ranks fit on these GPUs, one on each."""
-    smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
+    """Return the named strategies that fit into this machine's free memory on CPU ranks, with the model's batch."""
     return tuple(
-        name
-        for name in _names(model)
-        if count_devices(name) <= len(gpus)
-        and _fits(model, name, smallest * count_devices(name), on_cpu=False)
+        name for name in _named_strategies(model) if _fits_in_memory(model, name, available_bytes)
     )
 
 
-def _names(model: Model) -> tuple[str, ...]:
+def list_gpu_strategies(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """Return the named strategies that fit on these GPUs with one rank per GPU."""
+    smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
+    return tuple(
+        name
+        for name in _named_strategies(model)
+        if count_devices(name) <= len(gpus)
+        and _fits_in_memory(model, name, smallest * count_devices(name), on_cpu=False)
+    )
+
+
+def _named_strategies(model: Model) -> tuple[str, ...]:
+    """Return the strategies that have a name of their own, for models with or without experts."""
     return EXPERT_STRATEGIES if model.shape.experts else PUBLISHED_STRATEGIES
 
 
-def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = True) -> bool:
+def _fits_in_memory(
+    model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = True
+) -> bool:
+    """Return True if Megatron accepts the strategy with the model's batch, and its ranks fit into memory.
+
+    `available_bytes` is the memory of all ranks together.
+    """
     devices = count_devices(strategy)
     parallelism = parse_strategy(strategy, devices)
     batch = scale_batch(model.batch, parallelism)
@@ -140,24 +149,34 @@ def _fits(model: Model, strategy: str, available_bytes: int, *, on_cpu: bool = T
     return judge_fit(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
 
 
-def _models(models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]) -> Table[Model]:
-    def fitting(name: str, found: Callable[[Model], Sequence[str]]) -> Column[Model]:
-        return Column(name, lambda m: _choice(found(m), _names(m)), right=False, wraps=True)
+def _models_table(
+    models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]
+) -> Table[Model]:
+    """Return the table of models with their shape, and the strategies that this machine can run."""
+
+    def fitting(name: str, list_strategies: Callable[[Model], Sequence[str]]) -> Column[Model]:
+        return Column(
+            name,
+            lambda model: _join_names(list_strategies(model), _named_strategies(model)),
+            right=False,
+            wraps=True,
+        )
 
     columns = (
-        Column[Model]("model", lambda m: m.name, right=False),
-        Column[Model]("parameters", lambda m: total_parameters(m.shape), count),
-        Column[Model]("shape", lambda m: f"{m.shape.layers}×{m.shape.hidden}"),
-        Column[Model]("heads", lambda m: m.shape.heads),
-        Column[Model]("length", lambda m: m.shape.seq_length),
-        Column[Model]("batch", lambda m: m.batch),
-        fitting("CPU here", lambda m: list_cpu_strategies(m, available_bytes)),
-        *([fitting("GPUs here", lambda m: list_gpu_strategies(m, gpus))] if gpus else []),
+        Column[Model]("model", lambda model: model.name, right=False),
+        Column[Model]("parameters", lambda model: total_parameters(model.shape), count),
+        Column[Model]("shape", lambda model: f"{model.shape.layers}×{model.shape.hidden}"),
+        Column[Model]("heads", lambda model: model.shape.heads),
+        Column[Model]("length", lambda model: model.shape.seq_length),
+        Column[Model]("batch", lambda model: model.batch),
+        fitting("CPU here", lambda model: list_cpu_strategies(model, available_bytes)),
+        *([fitting("GPUs here", lambda model: list_gpu_strategies(model, gpus))] if gpus else []),
     )
     return Table(columns, tuple(models), "Models")
 
 
-def _choice(names: Sequence[str], known: Sequence[str]) -> str:
+def _join_names(names: Sequence[str], known: Sequence[str]) -> str:
+    """Return the names joined by commas; `all …` if nothing of `known` is missing, `none` if `names` is empty."""
     if len(names) == len(known):
         return "all six" if len(known) == len(PUBLISHED_STRATEGIES) else f"all {len(known)}"
     return ", ".join(names) or "none"
@@ -169,40 +188,47 @@ _SPLITS = {
     "ep2": parse_strategy("ep2", 2),
     "ep8": parse_strategy("ep8", 8),
     "tp2ep2": parse_strategy("tp2ep2", 4),
-    "tp2ep2, ETP 1": parse_strategy("tp2ep2-etp1", 4),
+    "tp2ep2-etp1": parse_strategy("tp2ep2-etp1", 4),
     "pp2ep2": parse_strategy("pp2ep2", 4),
 }
 
 
-def _experts(models: Sequence[Model]) -> Table[ExpertsRow]:
-    """All, those a token uses, those of the fullest rank; ETP, else TP, ranks share an expert.
+def _experts_table(models: Sequence[Model]) -> Table[ExpertsRow]:
+    """Return the table of mixture-of-experts models with their parameters.
 
-    A narrow terminal leaves out first what differs from a smaller one in its width alone.
+    The rows are all parameters, those that one token uses, and those of the peak rank per strategy. An expert
+    is split over ETP ranks, by default over TP. A narrow terminal first leaves out the models that differ from
+    a smaller one in their width alone.
     """
     rows: list[ExpertsRow] = [
         ("all", lambda model: total_parameters(model.shape)),
         ("active", lambda model: active_parameters(model.shape)),
     ]
-    rows += [(f"a rank: {name}", partial(_fullest, split=split)) for name, split in _SPLITS.items()]
+    rows += [
+        (f"per rank: {name}", partial(_peak_rank_parameters, split=split))
+        for name, split in _SPLITS.items()
+    ]
 
     seen: set[tuple[int, int, int]] = set()
 
-    def of_model(model: Model) -> Column[ExpertsRow]:
-        kind = model.shape.layers, model.shape.experts, model.shape.seq_length
-        rank = int(kind in seen)
-        seen.add(kind)
+    def model_column(model: Model) -> Column[ExpertsRow]:
+        depth = model.shape.layers, model.shape.experts, model.shape.seq_length
+        rank = int(depth in seen)
+        seen.add(depth)
         return Column(model.name, lambda row: row[1](model), count, rank=rank)
 
-    columns = (Column[ExpertsRow]("", lambda row: row[0], right=False), *map(of_model, models))
+    columns = (Column[ExpertsRow]("", lambda row: row[0], right=False), *map(model_column, models))
     return Table(columns, tuple(rows), "Mixtures of experts: parameters")
 
 
-def _fullest(model: Model, split: Parallelism) -> int:
+def _peak_rank_parameters(model: Model, split: Parallelism) -> int:
+    """Return the parameters of the rank that has the most."""
     spec = spec_from_model(model, split, model.batch)
     return max(rank_parameters(spec, stage).total for stage in range(split.pipeline))
 
 
-def _strategies() -> Table[tuple[str, str]]:
+def _strategies_table() -> Table[tuple[str, str]]:
+    """Return the table of strategies and what each splits."""
     columns = (
         Column[tuple[str, str]]("strategy", itemgetter(0), right=False),
         Column[tuple[str, str]]("what is split", itemgetter(1), right=False, wraps=True),

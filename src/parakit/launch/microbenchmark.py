@@ -1,9 +1,9 @@
-"""Timed kernels and transfers: what this machine's devices multiply, copy and send in a second.
+"""Run timed kernels and transfers on ranks of this machine and return the rates that they reached.
 
-The only place where the kit times hardware outside of training. The planner's constants
-(`calibrate.py`), the rates that `make doctor` prints (`link_rates.py`) and the ceilings of
-`make bench NAME=gpu` each describe a `Workload` and take what they need of its `Figures`. All ranks measure
-at once, because they also train at once; one rank alone needs no torchrun and no process group.
+A caller describes what to time as a `Workload` and reads the result from `Figures`. The callers are
+`make calibrate` (`calibrate.py`, the planner's constants), `make doctor` (`link_rates.py`) and
+`make bench NAME=gpu` (ceilings). All ranks measure at once, because they also train at once. A single rank
+needs no torchrun and no process group.
 """
 
 from __future__ import annotations
@@ -34,78 +34,87 @@ _SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID \d+")
 
 @dataclass(frozen=True)
 class Workload:
-    """What to time and for how long; a measurement that is not asked for is left out."""
+    """The measurements to make, and for how long; a measurement whose field is unset is left out."""
 
     matmul_size: int | None = None
-    """Rows and columns of a product of square matrices of random normal numbers: with zeros a GPU
-    takes less power, and clocks higher than in training."""
+    """Rows and columns of square matrices that are multiplied. Their numbers are random and normal, because with
+    zeros a GPU takes less power and its clocks rise above those of training.
+    """
     attention_shape: tuple[int, int, int] | None = None
     """Heads, sequence length and head width of an SDPA forward and backward."""
     copy_bytes: int | None = None
-    """Size of a tensor that is copied into a new one."""
+    """Bytes of a tensor that is copied into a new one."""
     layer: bool = False
-    """Forward and backward of a transformer layer of almost no work: the cost of its launches."""
+    """Time forward and backward of a transformer layer with almost no arithmetic, which is the cost of launches."""
     head: tuple[int, int, int] | None = None
     """Tokens, width and vocabulary of an output layer with its loss, forward and backward."""
     parameters: int | None = None
-    """Elements of a tensor that AdamW updates, its gradient zeroed, added, normed and clipped."""
+    """Elements of a tensor that AdamW updates, with its gradient zeroed, accumulated, normed and clipped."""
     table: int | None = None
-    """Elements of an embedding whose gradient is made and added."""
+    """Elements of an embedding table whose gradient is computed and accumulated."""
     all_reduce_bytes: int | None = None
+    """Bytes of a tensor that all ranks all-reduce."""
     other_collectives: bool = False
-    """A reduce-scatter, an all-gather and an all-to-all of as many bytes, too."""
+    """Also time a reduce-scatter, an all-gather and an all-to-all of `all_reduce_bytes`."""
     latency: bool = False
-    """What a small all-reduce adds to arithmetic, the wait for the slowest rank included."""
+    """Time by which a small all-reduce extends arithmetic, including the wait for the slowest rank."""
     spread: bool = False
-    """How far ranks that do the same work are apart."""
+    """Measure by how much the times of ranks differ that do the same work."""
     node_pairs: bool = False
-    """The all-reduce between each node and the next one alone, too."""
+    """Also time the all-reduce between each node and the next one, while the other nodes wait."""
     seconds_each: float = 0.5
-    """Time of all calls of one measurement together, collectives excepted."""
+    """Seconds of all calls of one measurement together; collectives are counted instead."""
     warm_up_calls: int = 1
     rounds: int = 1
-    """Times that all is measured, one figure after the other. Of each the median round counts: what
-    disturbs a machine for a second falls on one."""
+    """Number of times that all measurements are made, one after the other. The median round counts for each
+    figure, because a disturbance of a second falls into one round.
+    """
     mean: bool = False
-    """Take the mean call, as an iteration adds them up, and not the fastest, which other work disturbs
-    least."""
+    """Take the mean call, because an iteration is the sum of its calls; False takes the fastest call, which other
+    programs disturb least.
+    """
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured, of the slowest rank; None is what was not asked for."""
+    """The measured figures of the slowest rank; None marks a measurement that the workload left out."""
 
     matmul_flops: float | None = None
     """FLOP/s in bf16 on a GPU, in fp32 on a CPU rank."""
     attention_flops: float | None = None
     copy_bytes_per_second: float | None = None
-    """Read and written."""
+    """Bytes read plus bytes written."""
     layer_seconds: float | None = None
     logit_seconds: float | None = None
-    """Of the output layer and its loss, beside the FLOPs of their products, a logit."""
+    """Seconds per logit of the output layer and its loss, without those of the matrix products."""
     parameter_seconds: float | None = None
-    """Of an update, an element."""
+    """Seconds per element of an optimizer update."""
     tensor_seconds: float | None = None
-    """Of an update, a tensor of almost no elements."""
+    """Seconds of an optimizer update per tensor, measured with a tensor of one element."""
     gradient_seconds: float | None = None
-    """Of a table's gradient, made and added to what is there, an element."""
+    """Seconds per element of a table's gradient, which is computed and accumulated."""
     all_reduce_bytes_per_second: float | None = None
-    """That a rank sends in a ring: 2(n-1)/n of the tensor."""
+    """Bytes that a rank sends in a ring per second: 2(n-1)/n of the tensor."""
     reduce_scatter_bytes_per_second: float | None = None
-    """Of what gloo puts on the wire for it (`src/parakit/costs/operations.py`), as the next two."""
+    """Bytes per second that gloo sends (`src/parakit/costs/operations.py`), as in the next two fields."""
     all_gather_bytes_per_second: float | None = None
     all_to_all_bytes_per_second: float | None = None
     all_reduce_latency_seconds: float | None = None
     jitter: float | None = None
-    """What the slowest of n ranks takes longer than their mean, of the mean, over the root of 2 ln n."""
+    """Excess of the slowest of n ranks' time over their mean time, as a fraction of the mean, divided by
+    the square root of 2 ln n.
+    """
     nodes: tuple[str, ...] = ()
-    """Names, in node order, where pairs were asked for."""
+    """Names of the nodes in their order; empty unless the workload has `node_pairs`."""
     pair_bytes_per_second: tuple[float, ...] = ()
-    """Of each node with the next one around the ring; two nodes are one pair."""
+    """Rate between each node and the next one around the ring; two nodes are one pair."""
 
 
 def attention_flops(shape: tuple[int, int, int], causal: bool) -> int:
-    """Of SDPA forward and backward (`Workload.attention_shape`); causal, half of the scores count."""
+    """Return the FLOPs of an SDPA forward and backward; with a causal mask half of the scores count.
+
+    `shape` is heads, sequence length and head width.
+    """
     heads, length, width = shape
     return 12 * heads * length * length * width // (2 if causal else 1)
 
@@ -118,27 +127,41 @@ def run_workload(
     defaults: Mapping[str, str] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Figures | None:
-    """Run a workload on so many ranks of this machine, or of each of `nodes`.
+    """Run a workload on `ranks` ranks of this machine, or of each of `nodes`, and return the figures.
 
-    `defaults` are environment variables that the caller's own override.
-
-    Returns:
-        The figures; None on every node but the first.
+    The result is None on every node but the first. `defaults` are environment variables that the caller's own
+    environment overrides.
 
     Raises:
-        LaunchError: The ranks failed, with their last error, or were not done in time.
+        LaunchError: The ranks failed or did not end in time; the message has their last error.
     """
-    own = CPU_RANK_ENVIRONMENT if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
-    alone = ranks == 1 and nodes is None
-    start = (sys.executable,) if alone else torchrun_command(ranks, sys.executable, nodes)
-    asked = msgspec.json.encode(workload).decode()
+    rank_environment = (
+        CPU_RANK_ENVIRONMENT if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
+    )
+    is_single_rank = ranks == 1 and nodes is None
+    launcher = (
+        (sys.executable,) if is_single_rank else torchrun_command(ranks, sys.executable, nodes)
+    )
+    encoded_workload = msgspec.json.encode(workload).decode()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         try:
             done = subprocess.run(
-                (*start, "-m", "parakit.launch.microbenchmark_rank", device, str(output), asked),
+                (
+                    *launcher,
+                    "-m",
+                    "parakit.launch.microbenchmark_rank",
+                    device,
+                    str(output),
+                    encoded_workload,
+                ),
                 cwd=ROOT,
-                env={**(defaults or {}), **os.environ, "PYTHONPATH": PYTHON_PATH, **own},
+                env={
+                    **(defaults or {}),
+                    **os.environ,
+                    "PYTHONPATH": PYTHON_PATH,
+                    **rank_environment,
+                },
                 capture_output=True,
                 text=True,
                 check=False,
@@ -147,9 +170,13 @@ def run_workload(
         except subprocess.TimeoutExpired:
             raise LaunchError(f"the ranks did not end within {timeout_seconds:.0f} s") from None
         if done.returncode:
-            # The last exception that a rank printed, or the signal that killed the first of them:
-            # torchrun's own report follows, its root cause last.
-            said = done.stderr
-            found = _ERROR.findall(said) or _SIGNAL.findall(said) or said.strip().splitlines()
-            raise LaunchError(str(found[-1]).strip()[:200] if found else "the ranks failed")
+            # The message has the last exception that a rank printed, or else the signal that killed the
+            # first rank. torchrun's own report comes after both, with its root cause last.
+            output_text = done.stderr
+            errors = (
+                _ERROR.findall(output_text)
+                or _SIGNAL.findall(output_text)
+                or output_text.strip().splitlines()
+            )
+            raise LaunchError(str(errors[-1]).strip()[:200] if errors else "the ranks failed")
         return msgspec.json.decode(output.read_bytes(), type=Figures) if output.is_file() else None

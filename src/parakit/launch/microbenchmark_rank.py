@@ -1,8 +1,8 @@
 """One rank of a microbenchmark: `[torchrun …] -m parakit.launch.microbenchmark_rank cpu|gpu OUTPUT JSON`.
 
-The JSON is a `Workload`; rank 0 writes `Figures` to OUTPUT. Collectives are NCCL's on GPUs and gloo's
-on CPU ranks. Local measurements end by the clock; collectives are counted, because every rank must make
-the same number of calls.
+The JSON is a `Workload`, and rank 0 writes `Figures` to OUTPUT. Collectives are NCCL's on GPUs and gloo's
+on CPU ranks. Measurements of one device repeat for a given time. Collectives repeat a given number of
+times, because every rank must make the same number of calls.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-# AdamW imports it too. Its functions' defaults keep the group that exists then: gloo's threads would
-# outlive `destroy_process_group` and abort the process at its end (pytorch/pytorch#190489).
+# AdamW imports this module too. Default arguments of its functions hold the process group that exists at
+# import. If that were a gloo group, its threads would outlive `destroy_process_group` and abort the process
+# at its end (pytorch/pytorch#190489).
 import torch.distributed.nn.functional
 
 from parakit.config.run import DeviceKind, Transport
@@ -34,69 +35,78 @@ SPREAD_CALLS = 20
 WARM_UP_COLLECTIVES = 3
 SMALL_BYTES = 1 << 17
 PRODUCTS = 4
-"""Of 256 x 256 matrices, before each small all-reduce: about half a millisecond on a core."""
+"""Products of 256 x 256 matrices before each small all-reduce: about half a millisecond on a core."""
 LEAST_LATENCY_SECONDS = 1e-6
 OTHER_BYTES = 64 << 20
-"""What training writes between two micro batches' logits, which no cache then holds: weights,
-gradients and activations of the layers."""
+"""Bytes that stand for what training writes between the logits of two micro batches: weights, gradients and
+activations. They displace the logits from every cache.
+"""
 
 Work = Callable[[], object]
 FiguresByName = dict[str, float | None]
 
 
 def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
-    """Measure; rank 0 writes the slowest rank's figures."""
+    """Measure a workload on this rank; rank 0 writes the slowest rank's figures to `output`."""
     device = "cuda" if kind is DeviceKind.GPU else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_torchelastic_launched():
-        alone = [asdict(measure_local_figures(workload, device)) for _ in range(workload.rounds)]
-        output.write_bytes(msgspec.json.encode(median_figures(alone)))
+        rounds = [asdict(measure_local_figures(workload, device)) for _ in range(workload.rounds)]
+        output.write_bytes(msgspec.json.encode(median_figures(rounds)))
         return
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mine = median_figures([_round(workload, device) for _ in range(workload.rounds)])
-    ranks: list[FiguresByName] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    pairs = _pairs(workload, device) if workload.node_pairs else {}
+    figures = median_figures([_measure_round(workload, device) for _ in range(workload.rounds)])
+    figures_of_ranks: list[FiguresByName] = [{}] * dist.get_world_size()
+    dist.all_gather_object(figures_of_ranks, figures)
+    pairs = _measure_pairs(workload, device) if workload.node_pairs else {}
     if dist.get_rank() == 0:
-        output.write_bytes(msgspec.json.encode(slowest_figures(ranks) | pairs))
+        output.write_bytes(msgspec.json.encode(slowest_figures(figures_of_ranks) | pairs))
     dist.destroy_process_group()
 
 
-def _round(workload: Workload, device: str) -> FiguresByName:
-    dist.barrier()  # All at once, as they train: cores share memory.
-    own = measure_local_figures(workload, device)
-    spread = _spread(workload, device) if workload.spread else {}
-    return asdict(own) | _collective_figures(workload, device) | spread
+def _measure_round(workload: Workload, device: str) -> FiguresByName:
+    """Return all figures of this rank from one round of measurements."""
+    # All ranks measure at once, as they train at once, because cores share the memory's bandwidth.
+    dist.barrier()
+    local = asdict(measure_local_figures(workload, device))
+    spread = _measure_jitter(workload, device) if workload.spread else {}
+    return local | _measure_collectives(workload, device) | spread
 
 
 def measure_local_figures(workload: Workload, device: str) -> Figures:
-    """Rates of this rank's device, without communication."""
+    """Return the figures of this rank's device that need no communication."""
     timer = _Timer(workload, device)
-    flops = _matmul(timer, workload.matmul_size) if workload.matmul_size else None
+    flops = _measure_matmul_flops(timer, workload.matmul_size) if workload.matmul_size else None
     head = workload.head
     elements = workload.parameters
     return Figures(
         matmul_flops=flops,
         attention_flops=(
-            _attention(timer, *workload.attention_shape) if workload.attention_shape else None
+            _measure_attention_flops(timer, *workload.attention_shape)
+            if workload.attention_shape
+            else None
         ),
-        copy_bytes_per_second=_copy(timer, workload.copy_bytes) if workload.copy_bytes else None,
-        layer_seconds=_layer(timer) if workload.layer else None,
-        logit_seconds=_head(timer, *head, flops) if head and flops else None,
-        parameter_seconds=_update(timer, elements) / elements if elements else None,
-        tensor_seconds=_update(timer, 1) if elements else None,
-        gradient_seconds=_table_gradient(timer, workload.table) if workload.table else None,
+        copy_bytes_per_second=_measure_copy_rate(timer, workload.copy_bytes)
+        if workload.copy_bytes
+        else None,
+        layer_seconds=_measure_layer_seconds(timer) if workload.layer else None,
+        logit_seconds=_measure_logit_seconds(timer, *head, flops) if head and flops else None,
+        parameter_seconds=_measure_update_seconds(timer, elements) / elements if elements else None,
+        tensor_seconds=_measure_update_seconds(timer, 1) if elements else None,
+        gradient_seconds=_measure_gradient_seconds(timer, workload.table)
+        if workload.table
+        else None,
     )
 
 
 def median_figures(rounds: list[FiguresByName]) -> FiguresByName:
-    """Of each figure the median of the rounds."""
+    """Return for each figure the median over the rounds."""
     return {name: statistics.median(values) for name, values in _join_by_name(rounds)}
 
 
 def slowest_figures(ranks: list[FiguresByName]) -> FiguresByName:
-    """Of each figure the longest time or the least rate among the ranks."""
+    """Return for each figure the slowest rank's value: the longest time, or the lowest rate."""
     return {
         name: (max if name.endswith("_seconds") else min)(values)
         for name, values in _join_by_name(ranks)
@@ -104,6 +114,7 @@ def slowest_figures(ranks: list[FiguresByName]) -> FiguresByName:
 
 
 def _join_by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]]]:
+    """Yield each figure's name with its values in all parts; figures without a value are left out."""
     for name in (field.name for field in fields(Figures)):
         values = [value for part in parts if isinstance(value := part.get(name), float)]
         if values:
@@ -111,22 +122,26 @@ def _join_by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]
 
 
 def pair_neighbouring_nodes(leaders: list[int]) -> list[tuple[int, int]]:
-    """Each node's first rank with the next node's, around the ring; two nodes are one pair."""
+    """Return pairs of each node's first rank and the next node's, around the ring; two nodes are one pair."""
     if len(leaders) < 2:
         return []
-    after = [*leaders[1:], leaders[0]]
-    return list(zip(leaders, after, strict=True))[: len(leaders) if len(leaders) > 2 else 1]
+    next_leaders = [*leaders[1:], leaders[0]]
+    pairs = list(zip(leaders, next_leaders, strict=True))
+    return pairs if len(pairs) > 2 else pairs[:1]
 
 
 class _Timer:
-    """Seconds of a call, the way a workload asks for them."""
+    """A timer of calls on one device, with the duration and the statistic that a workload asks for."""
 
     def __init__(self, workload: Workload, device: str) -> None:
         self.workload, self.device = workload, device
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     def seconds(self, work: Work, before: Work | None = None) -> float:
-        """Over calls that take `seconds_each` together, at least three; `before` each is not timed."""
+        """Return the typical seconds of a call, over at least three calls that take `seconds_each` together.
+
+        `before` runs before each call and is not timed.
+        """
         for _ in range(self.workload.warm_up_calls):
             work()
         times: list[float] = []
@@ -137,39 +152,43 @@ class _Timer:
         return self.typical(times)
 
     def typical(self, times: list[float]) -> float:
-        """Of calls, the one that the workload asks for."""
+        """Return the mean or the shortest of some times, whichever the workload asks for."""
         return statistics.mean(times) if self.workload.mean else min(times)
 
 
 def time_call(work: Work, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """One call, until the device has finished it.
+    """Return the seconds of one call, until the device has finished it.
 
-    On a CPU by `clock`: of a rank's own work processor time, which other processes and ranks on the same
-    core add nothing to but what they take of caches and memory.
+    On a CPU, `clock` measures. For a rank's own work it is the processor time, which other processes on the
+    same core extend only by the caches and memory that they use.
     """
     if device == "cuda":
         torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start_event.record()
         work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-    began = clock()
+        end_event.record()
+        end_event.synchronize()
+        return float(start_event.elapsed_time(end_event)) / 1000
+    start = clock()
     work()
-    return clock() - began
+    return clock() - start
 
 
-def _matmul(timer: _Timer, size: int) -> float:
-    left, right = (
+def _measure_matmul_flops(timer: _Timer, size: int) -> float:
+    """Return the FLOP/s of a product of two square matrices."""
+    first, second = (
         torch.randn(size, size, device=timer.device, dtype=timer.dtype) for _ in range(2)
     )
-    out = torch.empty_like(left)
-    return 2 * size**3 / timer.seconds(lambda: torch.mm(left, right, out=out))
+    out = torch.empty_like(first)
+    return 2 * size**3 / timer.seconds(lambda: torch.mm(first, second, out=out))
 
 
-def _attention(timer: _Timer, heads: int, length: int, width: int) -> float:
-    """Forward and backward of SDPA, causal on a GPU, whose kernels skip what is masked."""
+def _measure_attention_flops(timer: _Timer, heads: int, length: int, width: int) -> float:
+    """Return the FLOP/s of an SDPA forward and backward.
+
+    On a GPU it is causal, because its kernels skip masked scores; a CPU's kernels do not.
+    """
     causal = timer.device == "cuda"
     query = torch.randn(
         (1, heads, length, width), device=timer.device, dtype=timer.dtype, requires_grad=True
@@ -184,12 +203,14 @@ def _attention(timer: _Timer, heads: int, length: int, width: int) -> float:
     return attention_flops((heads, length, width), causal) / timer.seconds(work)
 
 
-def _copy(timer: _Timer, size_bytes: int) -> float:
+def _measure_copy_rate(timer: _Timer, size_bytes: int) -> float:
+    """Return the bytes per second, read plus written, of a tensor's copy."""
     source = torch.randn(size_bytes // 4, device=timer.device)
     return 2 * size_bytes / timer.seconds(source.clone)
 
 
-def _layer(timer: _Timer) -> float:
+def _measure_layer_seconds(timer: _Timer) -> float:
+    """Return the seconds of forward and backward of an encoder layer with almost no arithmetic."""
     layer = torch.nn.TransformerEncoderLayer(
         16, 2, 64, dropout=0.0, norm_first=True, device=timer.device, dtype=timer.dtype
     )
@@ -197,38 +218,46 @@ def _layer(timer: _Timer) -> float:
     return timer.seconds(lambda: layer(token).sum().backward())
 
 
-def _head(timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float) -> float:
-    """An output layer and its cross entropy, in place where training works in place: seconds a logit."""
-    normal = partial(torch.randn, device=timer.device, dtype=timer.dtype)
-    hidden, weight = normal(tokens, width), 0.02 * normal(vocabulary, width)
-    row = torch.arange(tokens, device=timer.device)
+def _measure_logit_seconds(
+    timer: _Timer, tokens: int, width: int, vocabulary: int, flops: float
+) -> float:
+    """Return the seconds per logit of an output layer and its cross entropy, without its matrix products.
+
+    The steps are those of training, in place where training works in place. `flops` is the rate of products.
+    """
+    make_normal = partial(torch.randn, device=timer.device, dtype=timer.dtype)
+    hidden, weight = make_normal(tokens, width), 0.02 * make_normal(vocabulary, width)
+    rows = torch.arange(tokens, device=timer.device)
 
     def work() -> None:
         logits = hidden @ weight.t()
         logits.sub_(torch.max(logits, dim=-1)[0].unsqueeze(-1))
-        chosen = logits[row, row]
+        target_logits = logits[rows, rows]
         total = torch.exp(logits, out=logits).sum(dim=-1, keepdim=True)
         logits.div_(total)
-        logits[row, row] -= 1.0
-        logits.mul_(torch.log(total) - chosen.unsqueeze(-1))
+        logits[rows, rows] -= 1.0
+        logits.mul_(torch.log(total) - target_logits.unsqueeze(-1))
         logits @ weight
         logits.t() @ hidden
 
-    products = 6 * tokens * width * vocabulary / flops
-    seconds = timer.seconds(work, before=_other_work(timer))
-    return max(0.0, seconds - products) / (tokens * vocabulary)
+    product_seconds = 6 * tokens * width * vocabulary / flops
+    seconds = timer.seconds(work, before=_make_cache_filler(timer))
+    return max(0.0, seconds - product_seconds) / (tokens * vocabulary)
 
 
-def _update(timer: _Timer, elements: int) -> float:
-    """What happens to a tensor's gradient between backward and the next forward, in fp32, unfused."""
+def _measure_update_seconds(timer: _Timer, elements: int) -> float:
+    """Return the seconds of one AdamW update of a tensor, unfused and in fp32.
+
+    The time includes zeroing, accumulating, norming and clipping the tensor's gradient.
+    """
     weight = torch.nn.Parameter(torch.zeros(elements, device=timer.device))
-    weight.grad, arrived = torch.zeros_like(weight), torch.ones_like(weight)
+    weight.grad, new_gradient = torch.zeros_like(weight), torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], lr=1e-6)
 
     def work() -> None:
         assert weight.grad is not None
         weight.grad.zero_()
-        weight.grad.add_(arrived)
+        weight.grad.add_(new_gradient)
         norm = torch.linalg.vector_norm(weight.grad, dtype=torch.float64)
         weight.grad.copy_(weight.grad * (1.0 / (1.0 + norm)).float())
         adam.step()
@@ -236,58 +265,73 @@ def _update(timer: _Timer, elements: int) -> float:
     return timer.seconds(work)
 
 
-def _table_gradient(timer: _Timer, elements: int) -> float:
-    """A look-up's gradient is as large as the table, and added to the micro batches' before."""
+def _measure_gradient_seconds(timer: _Timer, elements: int) -> float:
+    """Return the seconds per element of an embedding table's gradient.
+
+    The gradient of a look-up is as large as the table, and is added to that of earlier micro batches.
+    """
     summed = torch.zeros(elements, device=timer.device)
     work: Work = lambda: summed.add_(torch.zeros_like(summed))  # noqa: E731
-    return timer.seconds(work, before=_other_work(timer)) / elements
+    return timer.seconds(work, before=_make_cache_filler(timer)) / elements
 
 
-def _other_work(timer: _Timer) -> Work:
-    others = torch.zeros(OTHER_BYTES // 4, device=timer.device)
-    return lambda: others.add_(1.0)
+def _make_cache_filler(timer: _Timer) -> Work:
+    """Return a function that writes OTHER_BYTES, so that the caches hold nothing of the last call."""
+    other_tensor = torch.zeros(OTHER_BYTES // 4, device=timer.device)
+    return lambda: other_tensor.add_(1.0)
 
 
-def _collective_figures(workload: Workload, device: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _measure_collectives(workload: Workload, device: str) -> dict[str, float]:
+    """Return the rates of the workload's collectives, and the latency of an all-reduce if it is asked for."""
+    figures: dict[str, float] = {}
     ranks, typical = dist.get_world_size(), _Timer(workload, device).typical
     if workload.all_reduce_bytes:
-        whole = torch.zeros(workload.all_reduce_bytes // 4, device=device)
-        works: dict[Operation, Work] = {Operation.ALL_REDUCE: lambda: dist.all_reduce(whole)}
+        full_tensor = torch.zeros(workload.all_reduce_bytes // 4, device=device)
+        works: dict[Operation, Work] = {Operation.ALL_REDUCE: lambda: dist.all_reduce(full_tensor)}
         if workload.other_collectives:
-            part, arrived = torch.zeros_like(whole[: len(whole) // ranks]), torch.zeros_like(whole)
+            shard, received = (
+                torch.zeros_like(full_tensor[: len(full_tensor) // ranks]),
+                torch.zeros_like(full_tensor),
+            )
             works |= {
-                Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
-                Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part),
-                Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(arrived, whole),
+                Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(shard, full_tensor),
+                Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(full_tensor, shard),
+                Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(received, full_tensor),
             }
-        found = {
-            f"{operation}_bytes_per_second": _rate(operation, work, whole, ranks, typical)
+        figures = {
+            f"{operation}_bytes_per_second": _measure_rate(
+                operation, work, full_tensor, ranks, typical
+            )
             for operation, work in works.items()
         }
     if workload.latency:
-        rate = found.get("all_reduce_bytes_per_second")
-        found["all_reduce_latency_seconds"] = _latency(device, rate)
-    return found
+        # Without a rate, the latency includes the time of the bytes.
+        rate = figures.get("all_reduce_bytes_per_second")
+        figures["all_reduce_latency_seconds"] = _measure_latency(device, rate)
+    return figures
 
 
-def _rate(
+def _measure_rate(
     operation: Operation,
     work: Work,
-    whole: torch.Tensor,
+    tensor: torch.Tensor,
     ranks: int,
     typical: Callable[[list[float]], float] = min,
 ) -> float:
-    """Bytes that a rank puts on the wire for it, which gloo does as NCCL but for a reduce-scatter."""
-    sent = wire_bytes(operation, whole.nbytes, ranks, Transport.GLOO)
-    return sent / typical(_counted(work, whole.device.type, LARGE_CALLS))
+    """Return the bytes per second that a rank sends in a collective.
+
+    `work` makes the call on `tensor`, and `typical` picks one of the measured times. gloo sends what NCCL sends,
+    except in a reduce-scatter (`wire_bytes`).
+    """
+    sent_bytes = wire_bytes(operation, tensor.nbytes, ranks, Transport.GLOO)
+    return sent_bytes / typical(_time_calls(work, tensor.device.type, LARGE_CALLS))
 
 
-def _latency(device: str, bytes_per_second: float | None) -> float:
-    """What a tensor of a layer's size takes beyond its bytes at the rate of large ones."""
+def _measure_latency(device: str, bytes_per_second: float | None) -> float:
+    """Return the seconds that an all-reduce of a layer's size takes beyond its bytes at the rate of large ones."""
     small = torch.zeros(SMALL_BYTES // 4, device=device)
-    sent = wire_bytes(Operation.ALL_REDUCE, SMALL_BYTES, dist.get_world_size())
-    moving = sent / bytes_per_second if bytes_per_second else 0.0
+    sent_bytes = wire_bytes(Operation.ALL_REDUCE, SMALL_BYTES, dist.get_world_size())
+    transfer_seconds = sent_bytes / bytes_per_second if bytes_per_second else 0.0
     matrix = torch.randn(256, 256, device=device)
 
     def compute() -> None:
@@ -298,56 +342,60 @@ def _latency(device: str, bytes_per_second: float | None) -> float:
         compute()
         dist.all_reduce(small)
 
-    together, alone = (
-        _counted(work, device, SMALL_CALLS) for work in (compute_and_reduce, compute)
+    with_wait, without_wait = (
+        _time_calls(work, device, SMALL_CALLS) for work in (compute_and_reduce, compute)
     )
-    return max(added_seconds(together, alone) - moving, LEAST_LATENCY_SECONDS)
+    return max(added_seconds(with_wait, without_wait) - transfer_seconds, LEAST_LATENCY_SECONDS)
 
 
-def added_seconds(together: list[float], alone: list[float]) -> float:
-    """Mean time of calls with a wait beyond that of calls without.
+def added_seconds(with_wait: list[float], without_wait: list[float]) -> float:
+    """Return the mean time of calls with a wait minus the mean time of calls without.
 
-    Neither the least nor the median: an iteration is the sum of its calls, and of those over gloo one in
-    five waits for more than 1.5 ms, often all ranks at once, until a thread of gloo's gets a core.
+    Neither the shortest nor the median call would do: an iteration is the sum of its calls. Of the calls over
+    gloo one in five waits for more than 1.5 ms, often on all ranks at once, until a gloo thread gets a core.
     """
-    return statistics.mean(together) - statistics.mean(alone)
+    return statistics.mean(with_wait) - statistics.mean(without_wait)
 
 
-def _spread(workload: Workload, device: str) -> dict[str, float]:
-    """How far ranks that have a core each are apart when they do the same work: nothing of one rank.
+def _measure_jitter(workload: Workload, device: str) -> dict[str, float]:
+    """Return by how much the times of ranks with a core of their own differ on the same work; empty for one rank.
 
-    Pieces are about as long as those between two calls in training, and not aligned by anything.
+    Each piece of work is about as long as the work between two calls in training. Nothing aligns the pieces.
     """
     times: list[float] = []
     dist.barrier()
-    # Of more ranks than cores so many have one.
+    # If there are more ranks than cores, only as many ranks as cores take part.
     if device == "cuda" or int(os.environ["LOCAL_RANK"]) < len(os.sched_getaffinity(0)):
         timer = _Timer(workload, device)
-        others, matrix = _other_work(timer), torch.randn(512, 512, device=device)
+        fill_caches, matrix = _make_cache_filler(timer), torch.randn(512, 512, device=device)
 
-        def piece() -> None:
-            others()
+        def work() -> None:
+            fill_caches()
             for _ in range(PRODUCTS):
                 matrix @ matrix
 
-        times = _counted(piece, device, SPREAD_CALLS)
-    ranks: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(ranks, times)
-    at_once = list(zip(*filter(None, ranks), strict=True))
-    if len(at_once[0]) < 2:
+        times = _time_calls(work, device, SPREAD_CALLS)
+    times_by_rank: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(times_by_rank, times)
+    # An element holds the times of one piece on all ranks that take part.
+    times_by_piece = list(zip(*filter(None, times_by_rank), strict=True))
+    num_ranks = len(times_by_piece[0])
+    if num_ranks < 2:
         return {}
-    longest, mean = (sum(map(of, at_once)) for of in (max, statistics.mean))
-    return {"jitter": (longest / mean - 1) / math.sqrt(2 * math.log(len(at_once[0])))}
+    longest = sum(max(piece_times) for piece_times in times_by_piece)
+    mean = sum(statistics.mean(piece_times) for piece_times in times_by_piece)
+    return {"jitter": (longest / mean - 1) / math.sqrt(2 * math.log(num_ranks))}
 
 
-def _counted(work: Work, device: str, calls: int) -> list[float]:
+def _time_calls(work: Work, device: str, calls: int) -> list[float]:
+    """Return the seconds of each of `calls` calls, after a few untimed ones."""
     for _ in range(WARM_UP_COLLECTIVES):
         work()
     return [time_call(work, device) for _ in range(calls)]
 
 
-def _pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]]:
-    """Names of the nodes, and the rate of each with the next while all others wait."""
+def _measure_pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]]:
+    """Return the nodes' names, and the rate between each node and the next one while all others wait."""
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
     leaders = list(range(0, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])))
@@ -355,17 +403,22 @@ def _pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]
     return {
         "nodes": [names[leader] for leader in leaders],
         "pair_bytes_per_second": [
-            _pair(tensor, *pair) for pair in pair_neighbouring_nodes(leaders)
+            _measure_pair(tensor, *pair) for pair in pair_neighbouring_nodes(leaders)
         ],
     }
 
 
-def _pair(tensor: torch.Tensor, one: int, other: int) -> float:
-    group = dist.new_group([one, other])
+def _measure_pair(tensor: torch.Tensor, first_rank: int, second_rank: int) -> float:
+    """Return the rate of an all-reduce between two ranks, on every rank of the job.
+
+    All ranks must call this function, and the others wait meanwhile.
+    """
+    group = dist.new_group([first_rank, second_rank])
     rate = torch.zeros(1, device=tensor.device)
-    if isinstance(group, dist.ProcessGroup):  # Outsiders are given a placeholder.
+    # torch gives the ranks outside the group a placeholder instead of the group.
+    if isinstance(group, dist.ProcessGroup):
         work: Work = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
-        rate[0] = _rate(Operation.ALL_REDUCE, work, tensor, 2)
+        rate[0] = _measure_rate(Operation.ALL_REDUCE, work, tensor, 2)
     dist.all_reduce(rate, op=dist.ReduceOp.MAX)
     return float(rate)
 

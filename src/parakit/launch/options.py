@@ -1,4 +1,4 @@
-"""The make variables of a run, read from the environment in one place."""
+"""Read the make variables of a run from the environment into `Options`, and write them back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WANDB_SETTINGS = (
     Setting("WANDB_ENTITY", settings.TEXT, "account or team in W&B"),
     Setting("WANDB_MODE", "online, offline or disabled", "whether the run is uploaded"),
 )
-"""Variables of W&B's own client, which this kit reads as well."""
+"""Variables of W&B's own client, which this kit reads too."""
 
 
 @dataclass(frozen=True)
 class Wandb:
-    """A run that is logged to W&B as well."""
+    """The project, account and mode with which a run is logged to W&B."""
 
     project: str = WANDB_PROJECT
     entity: str | None = None
@@ -41,32 +41,36 @@ class Wandb:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's flags, except those that name the run folder (`compose.Launch.arguments`)."""
+        """Megatron's flags of the logging, without those that name the run folder (`compose.Launch.arguments`)."""
         entity = ("--wandb-entity", self.entity) if self.entity else ()
         return ("--wandb-project", self.project, *entity)
 
 
 DEFAULT_KEEP = 2
-"""Verified checkpoints that stay unless KEEP= says otherwise: the newest, and one to fall back on."""
+"""Verified checkpoints that stay unless KEEP= is set: the newest, and one to fall back on."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What SAVE_EVERY=, KEEP= and ASYNC_SAVE= ask for."""
+    """The values of SAVE_EVERY=, KEEP= and ASYNC_SAVE=: when checkpoints are saved, how many stay, who writes them."""
 
     every: int
-    """Iterations."""
+    """Iterations from one checkpoint to the next."""
     keep: int = DEFAULT_KEEP
+    """Verified checkpoints that stay."""
     asynchronous: bool = False
-    """Written by a process of its own, while training continues."""
+    """Whether a separate process writes a checkpoint while training continues."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Make variables; None is "not given". What is `Annotated` is the value of the one that it names."""
+    """The make variables of a run; None means that the variable is not set.
+
+    A field that is `Annotated` holds the value of the one variable that its annotation names.
+    """
 
     model: Annotated[str | None, settings.MODEL] = None
-    """The path of a model's file, or a name."""
+    """Name of a model, or path of a model's file."""
     iterations: Annotated[int | None, settings.ITERS] = None
     extra: Annotated[tuple[str, ...], settings.EXTRA] = ()
     micro_batch_size: Annotated[int | None, settings.MICRO_BATCH] = None
@@ -75,43 +79,48 @@ class Options:
     dropout: Annotated[float | None, settings.DROPOUT] = None
     data: Annotated[str | None, settings.DATA] = None
     shared_start: Annotated[bool | None, settings.SHARED_START] = None
-    """Start from the shared checkpoint, so that losses can be compared; the default on CPU ranks."""
+    """Whether runs start from a shared initial checkpoint, so that losses can be compared. None does so on CPU
+    ranks.
+    """
     noisy_start: bool = False
-    """Give parameters that start constant noise in that checkpoint: verifications alone ask for it."""
+    """Whether parameters whose initial value is constant get noise in the initial checkpoint. Only verifications
+    ask for it.
+    """
     dry_run: Annotated[bool, settings.DRY_RUN] = False
     megatron_lm: Annotated[Path | None, settings.MEGATRON_LM] = None
     allow_unknown_megatron: Annotated[bool, settings.ALLOW_UNKNOWN_MEGATRON] = False
-    """Train with a Megatron version that the patches were not tried with."""
+    """Whether to train with a Megatron version with which the patches are untested."""
     runs: Annotated[Path, settings.RUNS] = ROOT / "runs"
     runtime: Annotated[RuntimeName | None, settings.RUNTIME] = None
     image: Annotated[str | None, settings.IMAGE] = None
-    """NGC tag of one of the pairs in `docker/versions.env`; the first is the default."""
+    """NGC tag of a pair in `docker/versions.env`; None takes the first pair."""
     wandb: Wandb | None = None
     ledger: Annotated[bool, settings.LEDGER] = True
-    """Count what ranks send, hold and wait for."""
+    """Whether to count what ranks send, hold in memory and wait for."""
     backend: Annotated[Backend, settings.BACKEND] = Backend.MEGATRON
     optimizer: Annotated[OptimizerName, settings.OPTIMIZER] = OptimizerName.ADAMW
     link_bits_per_second: int | None = None
-    """Limit of the link between the two halves of the ranks, each way."""
+    """Limit of the link between the two halves of the ranks, in each direction; None sets no limit."""
     repeats: Annotated[int, settings.REPEATS] = 1
-    """Runs of the same launch; the report pools them."""
+    """Number of runs of the same launch; the report pools them."""
     calibrate: Annotated[bool, settings.CALIBRATE] = False
-    """Measure this machine before `train-auto-…` plans for it."""
+    """Whether to measure this machine before `train-auto-…` plans for it."""
     nodes: Nodes | None = None
     host_network: Annotated[bool, settings.HOST_NETWORK] = False
-    """Let containers use this machine's network."""
+    """Whether containers use this machine's network."""
     run_folder: Annotated[Path | None, settings.RUN_FOLDER] = None
-    """A folder that exists before the run starts, as a Slurm job's does."""
+    """A folder that exists before the run starts, such as a Slurm job's; None makes one."""
     slurm: Slurm | None = None
-    """Submit a job instead of training here."""
+    """How to submit the run as a Slurm job; None trains it here."""
     saving: Saving | None = None
     hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = 900.0
-    """A run whose log does not grow for this long is ended, and the stacks of its ranks are written.
-    NCCL's own timeout of a collective, 600 s, is shorter, so that it reports its error first."""
+    """Time without a new log line after which a run is ended and the stacks of its ranks are written. NCCL's own
+    timeout of a collective, 600 s, is shorter, so that NCCL reports its error first.
+    """
     fused: tuple[str, ...] = ()
-    """Patches of `megatron_patches/fused` by name; none unless asked for."""
+    """Names of the patches of `megatron_patches/fused` to apply; none unless FUSED= is set."""
     share_gpu: Annotated[bool, settings.SHARE_GPU] = False
-    """Put all ranks on one GPU: memory and losses are valid, times are not comparable."""
+    """Whether all ranks use one GPU. Memory and losses are then valid; times are not comparable."""
     patch_file: PatchFile | None = None
     """A Python file that every rank executes before it trains."""
 
@@ -119,104 +128,116 @@ class Options:
 NO_OPTIONS = Options()
 
 
-def options_from_namespace(given: Namespace) -> Options:
-    """The variables that a command was given (`src/parakit/cli/options.py`), as options.
+def options_from_namespace(variables: Namespace) -> Options:
+    """Return the options from a command's parsed variables (`src/parakit/cli/options.py`).
 
     Raises:
-        LaunchError: A value is not of its kind; the message names variable and value.
+        LaunchError: A value is not of its variable's kind; the message names both.
     """
 
-    def value(setting: Setting) -> Any:
-        return getattr(given, setting.name.lower(), None)
+    def read_value(setting: Setting) -> Any:
+        return getattr(variables, setting.name.lower(), None)
 
-    plain = {field: found for field, each in _PLAIN.items() if (found := value(each)) is not None}
+    plain_values = {
+        field: value
+        for field, setting in _SETTING_BY_FIELD.items()
+        if (value := read_value(setting)) is not None
+    }
     return Options(
-        **plain,
-        nodes=parse_nodes(given),
-        slurm=parse_slurm_options(given),
-        wandb=choose_wandb(given) if value(settings.WANDB) else None,
-        saving=_saving(*map(value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))),
-        link_bits_per_second=_parsed(given, settings.NET, parse_rate),
-        fused=_parsed(given, _FUSED, parse_fusions) or (),
-        patch_file=_parsed(given, settings.PATCH_FILE, read_patch_file),
+        **plain_values,
+        nodes=parse_nodes(variables),
+        slurm=parse_slurm_options(variables),
+        wandb=choose_wandb(variables) if read_value(settings.WANDB) else None,
+        saving=_build_saving(
+            *map(read_value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))
+        ),
+        link_bits_per_second=_parse_special_setting(variables, settings.NET, parse_rate),
+        fused=_parse_special_setting(variables, _FUSED, parse_fusions) or (),
+        patch_file=_parse_special_setting(variables, settings.PATCH_FILE, read_patch_file),
     )
 
 
 def options_from_texts(texts: Mapping[str, str]) -> Options:
-    """Variables of a training target, as they stand in an environment or a file, as options.
+    """Return the options from a target's variables as texts, as they stand in an environment or a file.
 
     Raises:
-        LaunchError, SettingError: A value is not of its kind; the message names variable and value.
+        LaunchError, SettingError: A value is not of its variable's kind; the message names both.
     """
     return options_from_namespace(Namespace(**parse_settings(RUN_SETTINGS, texts)))
 
 
 def format_variables(options: Options) -> dict[str, str]:
-    """The options as variables of make: those that are not their defaults, but for Slurm's."""
+    """Return the options as make variables, without those at their defaults and without Slurm's."""
     unset, saving, wandb, nodes = Options(), options.saving, options.wandb, options.nodes
     bits = options.link_bits_per_second
-    found: dict[Setting, object] = {
+    value_by_setting: dict[Setting, object] = {
         setting: value
-        for field, setting in _PLAIN.items()
+        for field, setting in _SETTING_BY_FIELD.items()
         if (value := getattr(options, field)) != getattr(unset, field)
     }
-    found |= {
+    value_by_setting |= {
         settings.NET: format_rate(bits) if bits else None,
         settings.FUSED: ",".join(options.fused),
         settings.PATCH_FILE: options.patch_file.path if options.patch_file else None,
     }
     if saving:
-        found[settings.SAVE_EVERY] = saving.every
-        found[settings.KEEP] = saving.keep if saving.keep != DEFAULT_KEEP else None
-        found[settings.ASYNC_SAVE] = saving.asynchronous or None
+        value_by_setting[settings.SAVE_EVERY] = saving.every
+        value_by_setting[settings.KEEP] = saving.keep if saving.keep != DEFAULT_KEEP else None
+        value_by_setting[settings.ASYNC_SAVE] = saving.asynchronous or None
     if wandb:
-        found[settings.WANDB] = True
-        found |= dict(zip(WANDB_SETTINGS, (wandb.project, wandb.entity, wandb.mode), strict=True))
+        value_by_setting[settings.WANDB] = True
+        value_by_setting |= dict(
+            zip(WANDB_SETTINGS, (wandb.project, wandb.entity, wandb.mode), strict=True)
+        )
     if nodes:
-        place = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
-        found |= dict(zip(settings.NODE_SETTINGS, place, strict=True))
-    ordered = (setting for setting in RUN_SETTINGS if found.get(setting) not in (None, ""))
-    return {setting.name: format_setting(found[setting]) for setting in ordered}
+        node_values = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
+        value_by_setting |= dict(zip(settings.NODE_SETTINGS, node_values, strict=True))
+    shown = (setting for setting in RUN_SETTINGS if value_by_setting.get(setting) not in (None, ""))
+    return {setting.name: format_setting(value_by_setting[setting]) for setting in shown}
 
 
-_PLAIN: dict[str, Setting] = {
+_SETTING_BY_FIELD: dict[str, Setting] = {
     name: kind.__metadata__[0]
     for name, kind in get_type_hints(Options, include_extras=True).items()
     if get_origin(kind) is Annotated
 }
-"""Fields that are one variable's value."""
+"""The variable of each field that holds one variable's value."""
 
 
-def _parsed(given: Namespace, setting: Setting, parse: Callable[[str], Any]) -> Any:
-    """A value whose kind this package knows alone; None where it was not given."""
-    text = getattr(given, setting.name.lower(), None)
+def _parse_special_setting(
+    variables: Namespace, setting: Setting, parse: Callable[[str], Any]
+) -> Any:
+    """Return a variable's value as `parse` reads it, for kinds that only this package knows; None if it is not set."""
+    text = getattr(variables, setting.name.lower(), None)
     return parse_setting(setting, text, parse) if text else None
 
 
-def _saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
+def _build_saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
+    """Return how checkpoints are saved; None without SAVE_EVERY=."""
     return Saving(every, keep or DEFAULT_KEEP, asynchronous or False) if every else None
 
 
 def patch_file_paths(text: str) -> tuple[Path, ...]:
-    """The files of `PATCH_FILE=`; a relative path is seen from the repository's root."""
-    return tuple(ROOT / Path(one).expanduser() for one in text.split(SEPARATOR))
+    """Return the paths in the text of `PATCH_FILE=`; a relative path starts at the repository root."""
+    return tuple(ROOT / Path(path).expanduser() for path in text.split(SEPARATOR))
 
 
 def read_patch_file(text: str) -> PatchFile:
-    """The files of `PATCH_FILE=`, as they are now.
+    """Return paths and hash of the files that `PATCH_FILE=` names, as the files are now.
 
     Raises:
-        SettingError: One cannot be read, or is not Python.
+        SettingError: A file cannot be read or is not Python.
     """
     paths = patch_file_paths(text)
     codes = [
-        _compiled(path, named) for path, named in zip(paths, text.split(SEPARATOR), strict=True)
+        _read_python_code(path, named)
+        for path, named in zip(paths, text.split(SEPARATOR), strict=True)
     ]
     return PatchFile(SEPARATOR.join(map(relative_to_root, paths)), patch_file_sha256(codes))
 
 
-def _compiled(path: Path, text: str) -> bytes:
-    """What a file holds, if it is Python."""
+def _read_python_code(path: Path, text: str) -> bytes:
+    """Return a file's content after checking that it compiles as Python; `text` names the file in errors."""
     try:
         code = path.read_bytes()
         compile(code, str(path), "exec")
@@ -225,16 +246,16 @@ def _compiled(path: Path, text: str) -> bytes:
             f"PATCH_FILE={text} cannot be read ({error.strerror}); name a Python file, seen from {ROOT}."
         ) from None
     except (SyntaxError, ValueError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        why = error.msg if isinstance(error, SyntaxError) else error
+        location = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        reason = error.msg if isinstance(error, SyntaxError) else error
         raise SettingError(
-            f"PATCH_FILE={text} does not compile ({why}{line}); correct it, or leave PATCH_FILE= out."
+            f"PATCH_FILE={text} does not compile ({reason}{location}); correct it, or leave PATCH_FILE= out."
         ) from None
     return code
 
 
 RUN_SETTINGS = (
-    *_PLAIN.values(),
+    *_SETTING_BY_FIELD.values(),
     *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
     *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
     *(*settings.NODE_SETTINGS, *settings.SLURM_SETTINGS),
@@ -242,12 +263,15 @@ RUN_SETTINGS = (
 """Every variable of a training target."""
 
 
-def choose_wandb(given: Namespace) -> Wandb:
-    """Return what `OF_WANDB` say, else the environment; online only with a key, or after `wandb login`."""
+def choose_wandb(variables: Namespace) -> Wandb:
+    """Return how a run is logged to W&B: as WANDB_SETTINGS say, on the command line or in the environment.
+
+    Without WANDB_MODE the run is uploaded if there is a key or a login, and else logged offline.
+    """
     from_environment = parse_settings(WANDB_SETTINGS, os.environ)
     project, entity, mode = (
-        getattr(given, setting.name.lower(), None) or from_environment[setting.name.lower()]
+        getattr(variables, setting.name.lower(), None) or from_environment[setting.name.lower()]
         for setting in WANDB_SETTINGS
     )
-    known = os.environ.get("WANDB_API_KEY") or read_wandb_key(os.environ)
-    return Wandb(project or WANDB_PROJECT, entity, mode or ("online" if known else "offline"))
+    has_key = os.environ.get("WANDB_API_KEY") or read_wandb_key(os.environ)
+    return Wandb(project or WANDB_PROJECT, entity, mode or ("online" if has_key else "offline"))

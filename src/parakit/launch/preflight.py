@@ -1,4 +1,7 @@
-"""Checks before anything starts or is written: each failure is one sentence with its remedy."""
+"""LaunchCheck a launch before anything starts or is written; each problem is one sentence with its remedy.
+
+A check yields sentences and asks the package that knows the answer. `check_launch` runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,10 @@ from parakit.launch.preflight_gpu import (
 )
 
 LOG_BYTES = 64 << 20
-"""Room that a run's log, samples and event files need on the disk."""
+"""Bytes on the disk that a run's log, samples and event files need."""
 
 _SAVED_BYTES = {"fp32": 12, "fp16": 14, "bf16": 14}
-"""A parameter in a checkpoint: weights, fp32 main weights beside 16-bit ones, Adam's two moments."""
+"""Bytes per parameter in a checkpoint: weights, fp32 main weights beside 16-bit ones, Adam's two moments."""
 
 
 _CAPACITY = "--moe-expert-capacity-factor"
@@ -63,12 +66,12 @@ _GROUPED = "--moe-grouped-gemm"
 
 
 def _address_problems(launch: Launch) -> Iterator[str]:
-    """Yield why ranks would not find the first of them, for which torch waits without a word."""
+    """Yield a sentence per reason why ranks would not reach rank 0, for which torch would wait silently."""
     nodes = launch.nodes
-    # A container has a loopback interface of its own, and NET= makes namespaces with one.
+    # A container and a namespace of NET= have loopback interfaces of their own.
     if launch.runtime.container is None and not launch.spec.link_bits_per_second:
         yield from refusal_sentences([check_loopback()])
-    # Other nodes wait for the name: a cluster may give it an address only once node 0 is there.
+    # Other nodes wait until the name resolves: some clusters register it only once node 0 is there.
     if nodes is not None and nodes.rank == 0 and (reason := explain_unresolvable(nodes.address)):
         yield (
             f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
@@ -77,7 +80,7 @@ def _address_problems(launch: Launch) -> Iterator[str]:
 
 
 def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
-    """Why a run cannot be saved so that it can be resumed."""
+    """Yield a sentence per reason why a run cannot save checkpoints from which it can be resumed."""
     if saving is None:
         return
     backend, sharding = spec.backend, spec.parallelism.sharding
@@ -87,107 +90,120 @@ def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
         )
     if sharding.wraps_modules:
         yield (
-            f"{spec.name} cannot be resumed yet: its {sharding} shards are saved in a "
-            "format of their own; leave SAVE_EVERY= out, or use zero1."
+            f"{spec.name} cannot be resumed yet, because its {sharding} shards are saved in another "
+            "format; leave SAVE_EVERY= out, or use zero1."
         )
     if saving.asynchronous and spec.device is DeviceKind.CPU:
-        # Megatron's persistent worker divides its rank by torch.cuda.device_count().
+        # Megatron's writer process takes its rank modulo torch.cuda.device_count(), which would be 0.
         yield (
-            "ASYNC_SAVE=1 needs GPUs: Megatron's writer process chooses one by number and fails "
-            "without any; leave it out on CPU ranks."
+            "ASYNC_SAVE=1 needs GPUs: Megatron's writer process chooses a GPU by number and fails "
+            "without one; leave ASYNC_SAVE= out on CPU ranks."
         )
 
 
 def nodes_problems(launch: Launch) -> Iterator[str]:
-    """Why the run cannot be spread over its nodes."""
+    """Yield a sentence per reason why the run cannot be spread over its nodes."""
     nodes = launch.nodes
     if nodes is None:
         return
     if launch.devices % nodes.count:
         yield (
-            f"{plural(launch.devices, 'rank')} cannot be shared evenly by {nodes.count} nodes; name a "
-            "target whose number of devices they divide."
+            f"{plural(launch.devices, 'rank')} cannot be split evenly over {nodes.count} nodes; name a "
+            f"target whose number of devices is a multiple of {nodes.count}."
         )
     if launch.spec.link_bits_per_second:
         yield "NET= connects CPU ranks of one machine by a shaped link; leave it out with several nodes."
     container = launch.runtime.container
     if container is not None and not container.host_network:
         yield (
-            "A container has a network of its own, which other nodes do not reach; allow it this "
-            "machine's with HOST_NETWORK=1, or set RUNTIME=host."
+            "Other nodes cannot reach a container's own network; let the container use this machine's "
+            "network with HOST_NETWORK=1, or set RUNTIME=host."
         )
 
 
 def expert_problems(launch: Launch) -> Iterator[str]:
-    """Why its experts cannot be trained as asked, a sentence each."""
+    """Yield a sentence per reason why a mixture of experts cannot be trained as asked."""
     shape, flags = launch.model.shape, Flags(launch.flags)
     if not shape.experts or not shape.experts_per_token:
         return
-    dropless = shape.experts / shape.experts_per_token
+    dropless_factor = shape.experts / shape.experts_per_token
     factor = None
-    with suppress(ValueError):  # Megatron refuses what is no number itself.
+    with suppress(ValueError):  # Megatron itself refuses a value that is no number.
         factor = float(flags.text(_CAPACITY))
-    # A verification sees to it itself that its ranks drop the same.
-    compared = launch.initial_checkpoint is not None and not launch.job.options.noisy_start
-    if compared and factor is not None and 0 <= factor < dropless:
+    # The ranks of a verification, which has a noisy start, drop the same tokens by other means.
+    is_comparable = launch.initial_checkpoint is not None and not launch.job.options.noisy_start
+    if is_comparable and factor is not None and 0 <= factor < dropless_factor:
         yield (
-            f"{_CAPACITY} {factor:g} drops tokens, and which ones depends on how ranks share them, so "
-            "losses could not be compared with other runs from the same start; leave it out of EXTRA= "
-            f"(from {dropless:g} on nothing is dropped), or set SHARED_START=0."
+            f"{_CAPACITY} {factor:g} drops tokens, and the strategy decides which, so losses could not "
+            "be compared with other runs from the same initial checkpoint; leave it out of EXTRA= (from "
+            f"{dropless_factor:g} on no token is dropped), or set SHARED_START=0."
         )
     if flags.has(_GROUPED) and not launch.runtime.transformer_engine:
         yield (
-            f"{_GROUPED} is Transformer Engine's, which does not work here; leave it out of EXTRA=, and "
-            "experts are multiplied one by one."
+            f"{_GROUPED} needs Transformer Engine, which does not work here; leave it out of EXTRA=, so "
+            "that experts are multiplied one after the other."
         )
 
 
 def fp8_problems(launch: Launch) -> Iterator[str]:
-    """Why products in fewer bits are not computed here, a sentence."""
+    """Yield a sentence if the run's fp8 products cannot be computed here."""
     if not launch.spec.fp8_recipe:
         return
     name = launch.model.name.removesuffix("-fp8")
     if name == launch.model.name:
-        instead = "leave --fp8-format out"
+        remedy = "leave --fp8-format out"
     else:
-        instead = f"train {name}, or plan this with 'make plan MODEL={launch.model.name}'"
+        remedy = f"train {name}, or plan this with 'make plan MODEL={launch.model.name}'"
     if launch.spec.backend is not Backend.MEGATRON:
-        yield f"fp8 is Megatron's, and BACKEND={launch.spec.backend} trains without it; {instead}."
+        yield f"BACKEND={launch.spec.backend} has no fp8, only Megatron has; {remedy}."
     elif launch.spec.device is DeviceKind.CPU:
-        yield f"fp8 is Transformer Engine's, on GPUs alone; {instead}."
+        yield f"fp8 needs Transformer Engine, which runs on GPUs only; {remedy}."
     elif not launch.runtime.transformer_engine:
         yield (
-            "fp8 is Transformer Engine's, which does not work here; set RUNTIME=docker, whose image has "
-            f"it, or {instead}."
+            "fp8 needs Transformer Engine, which does not work here; set RUNTIME=docker, whose image has "
+            f"it, or {remedy}."
         )
 
 
 def version_problems(launch: Launch) -> Iterator[str]:
-    """Yield why the Megatron that trains, or writes the starting weights, may not fit the patches."""
-    used = launch.spec.backend is Backend.MEGATRON or launch.initial_checkpoint is not None
-    if used and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment:
+    """Yield a sentence per reason why the patches may not fit the Megatron that trains.
+
+    A Megatron that only writes the initial checkpoint of another backend's run is checked too.
+    """
+    runs_megatron = launch.spec.backend is Backend.MEGATRON or launch.initial_checkpoint is not None
+    if runs_megatron and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment:
         entry, folder = launch.entry, Path(launch.entry.path).parent
         checkout = folder if folder.is_absolute() else None
         yield from unknown_version_problems(entry.megatron_version, entry.megatron_commit, checkout)
 
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
-    """Flags that Megatron does not have; a checkout, or a patch file, may add some of its own."""
-    wrong = find_misspelled_flags(launch.flags) if launch.spec.backend is Backend.MEGATRON else {}
-    if wrong and launch.job.options.megatron_lm:
-        checkout = launch.job.options.megatron_lm
+    """Yield a sentence per misspelt Megatron flag. A flag that a checkout defines passes, and so does every flag
+    of a run with a patch file, which may define more.
+    """
+    if launch.spec.backend is not Backend.MEGATRON or variables.PATCH_FILE in launch.environment:
+        return
+    sentences = find_misspelled_flags(launch.flags)
+    checkout = launch.job.options.megatron_lm
+    if sentences and checkout:
         files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
-        own = set(re.findall(r"\w+", " ".join(each.read_text(errors="ignore") for each in files)))
-        wrong = {name: said for name, said in wrong.items() if not argument_names([name]) <= own}
-    if variables.PATCH_FILE not in launch.environment:
-        yield from wrong.values()
+        identifiers: set[str] = set()
+        for file in files:
+            identifiers.update(re.findall(r"\w+", file.read_text(errors="ignore")))
+        sentences = {
+            name: sentence
+            for name, sentence in sentences.items()
+            if not argument_names([name]) <= identifiers
+        }
+    yield from sentences.values()
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
-    missing = not idx_path(launch.data_path).is_file()
-    if missing and launch.data in OWN_SAMPLES and launch.job.options.dry_run:
-        return  # The kit would make it.
-    if missing and launch.data == PUBLISHED:
+    """Yield a sentence per reason why the data set cannot be used for this run."""
+    is_missing = not idx_path(launch.data_path).is_file()
+    if is_missing and launch.data in OWN_SAMPLES and launch.job.options.dry_run:
+        return  # A real run would make the sample first.
+    if is_missing and launch.data == PUBLISHED:
         yield (
             f"The published data set {PUBLISHED} is not there; run 'make prepare-ds-openwebtext-10k', "
             "or name another with DATA=."
@@ -200,7 +216,7 @@ def _data_problems(launch: Launch) -> Iterator[str]:
 
 
 def _use_of_dataset(launch: Launch) -> DatasetUse:
-    """Return what a run needs of its data set."""
+    """Return what the run needs of its data set, for the checks of the data set's package."""
     flags = Flags(launch.flags)
     return DatasetUse(
         name=launch.data,
@@ -217,46 +233,52 @@ def _use_of_dataset(launch: Launch) -> DatasetUse:
 
 
 def _constraint_problems(launch: Launch) -> Iterator[str]:
-    """Yield why Megatron of this version refuses the run's parallelism, batch or model."""
-    patched = variables.PATCH_FILE in launch.environment
-    yield from find_violations(launch.spec, parse_release(launch.entry.megatron_version), patched)
+    """Yield a sentence per reason why this version of Megatron refuses the run's parallelism, batch or model."""
+    is_patched = variables.PATCH_FILE in launch.environment
+    yield from find_violations(
+        launch.spec, parse_release(launch.entry.megatron_version), is_patched
+    )
 
 
 def _saving_problems(launch: Launch) -> Iterator[str]:
+    """Yield the sentences of `saving_problems` for a launch."""
     return saving_problems(launch.saving, launch.spec)
 
 
 def _link_problems(launch: Launch) -> Iterator[str]:
-    """Yield why the ranks cannot be connected by a shaped link (`NET=`)."""
+    """Yield a sentence per reason why the ranks cannot be connected by a shaped link (`NET=`)."""
     if bits := launch.spec.link_bits_per_second:
         yield from network_problems(bits, launch.devices, launch.spec.device)
 
 
 def _device_problems(launch: Launch) -> Iterable[str]:
+    """Return the sentences on this machine's GPUs; none for CPU ranks."""
     return gpu_problems(launch) if launch.spec.device is DeviceKind.GPU else ()
 
 
-def _room_in_memory(launch: Launch) -> Iterator[str]:
-    on_gpu = launch.spec.device is DeviceKind.GPU
-    return gpu_memory_problems(launch) if on_gpu else _memory_problems(launch)
-
-
 def _memory_problems(launch: Launch) -> Iterator[str]:
-    needed = find_peak_rank(launch.spec)[1].total * launch.local_devices
-    available = psutil.virtual_memory().available
-    if needed > available:
+    """Return the sentences on the memory of the GPUs, or of this machine for CPU ranks."""
+    is_gpu = launch.spec.device is DeviceKind.GPU
+    return gpu_memory_problems(launch) if is_gpu else _cpu_memory_problems(launch)
+
+
+def _cpu_memory_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence if the CPU ranks need more memory than this machine has free."""
+    needed_bytes = find_peak_rank(launch.spec)[1].total * launch.local_devices
+    available_bytes = psutil.virtual_memory().available
+    if needed_bytes > available_bytes:
         yield (
             f"{launch.model.name} with {launch.spec.name} and a micro batch of "
-            f"{launch.spec.batch.micro_batch_size} needs about {gib(needed)} GiB on "
-            f"{plural(launch.local_devices, 'CPU rank')}, and {gib(available)} GiB are free; lower "
+            f"{launch.spec.batch.micro_batch_size} needs about {gib(needed_bytes)} GiB on "
+            f"{plural(launch.local_devices, 'CPU rank')}, and {gib(available_bytes)} GiB are free; lower "
             "MICRO_BATCH= and GLOBAL_BATCH=, or use a smaller model ('make list')."
         )
 
 
 def _checkpoint_problems(launch: Launch) -> Iterator[str]:
-    """Weights to begin with must be the model's: the shared start's, or what EXTRA= loads."""
-    named = Flags(launch.flags).text("--load")
-    folders = {launch.initial_checkpoint, ROOT / named if named else None}
+    """Yield a sentence per checkpoint to start from, shared or named in EXTRA=, that holds another model."""
+    named_folder = Flags(launch.flags).text("--load")
+    folders = {launch.initial_checkpoint, ROOT / named_folder if named_folder else None}
     for folder in sorted(folder for folder in folders if folder is not None):
         problem = describe_model_mismatch(folder, launch.model.shape, launch.model.name)
         if problem:
@@ -264,34 +286,38 @@ def _checkpoint_problems(launch: Launch) -> Iterator[str]:
 
 
 def _wandb_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence per package that W&B logging needs and that is not installed."""
     if "--wandb-project" not in launch.flags or launch.runtime.container is not None:
         return
-    # Without TensorBoard Megatron passes no training metric to W&B, and only logs that.
+    # Without the package tensorboard, Megatron passes no training metric to W&B and only logs a warning.
     for package in ("wandb", "tensorboard"):
         if importlib.util.find_spec(package) is None:
             yield f"WANDB=1 needs the package {package}, which is not installed; run 'make setup'."
 
 
 def _disk_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence if the disk of the runs folder has too little space or too few inodes for the run."""
     runs, saving = launch.job.options.runs, launch.saving
-    existing = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
-    # One more than are kept: an old one is removed only after the new one was verified.
+    existing_folder = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
+    # An old checkpoint is removed only after the new one was verified, so for a while there is one more.
     checkpoints = saving.keep + 1 if saving else 0
-    # Records, samples, a ledger and stacks of each rank; two files of a rank in each checkpoint.
+    # A rank writes a communication log and stacks, and two files per checkpoint; the run writes its records.
     files = RUN_FILES + 4 * launch.devices + checkpoints * (2 * launch.devices + 8)
-    start = launch.initial_checkpoint
-    to_write = start is not None and not start.is_dir() and not launch.resume_point
-    saved = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
-    a_parameter = (4 if to_write else 0) + checkpoints * saved
-    needed = LOG_BYTES + a_parameter * total_parameters(launch.model.shape)
-    room = check_room(str(existing), needed, "the run", "name another folder with RUNS=", files)
+    initial = launch.initial_checkpoint
+    writes_initial = initial is not None and not initial.is_dir() and not launch.resume_point
+    saved_bytes = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
+    bytes_per_parameter = (4 if writes_initial else 0) + checkpoints * saved_bytes
+    needed_bytes = LOG_BYTES + bytes_per_parameter * total_parameters(launch.model.shape)
+    room = check_room(
+        str(existing_folder), needed_bytes, "the run", "name another folder with RUNS=", files
+    )
     yield from refusal_sentences([room])
 
 
-Check = Callable[[Launch], Iterable[str]]
-"""A check yields a sentence for each reason why a run cannot work, and asks the package that knows the answer."""
+LaunchCheck = Callable[[Launch], Iterable[str]]
+"""A function that yields a sentence for each reason why a launch cannot run."""
 
-RUN_CHECKS: tuple[Check, ...] = (
+RUN_CHECKS: tuple[LaunchCheck, ...] = (
     version_problems,
     _flag_problems,
     expert_problems,
@@ -308,9 +334,9 @@ RUN_CHECKS: tuple[Check, ...] = (
     backend_problems,
     _data_problems,
 )
-"""Checks of the run itself, which hold on any machine."""
+"""Checks of the run itself, whose result is the same on any machine."""
 
-MACHINE_CHECKS: tuple[Check, ...] = (
+MACHINE_CHECKS: tuple[LaunchCheck, ...] = (
     _link_problems,
     _device_problems,
     runtime_problems,
@@ -318,26 +344,26 @@ MACHINE_CHECKS: tuple[Check, ...] = (
 )
 """Checks of the machine that starts the run."""
 
-ROOM_CHECKS: tuple[Check, ...] = (_room_in_memory, _disk_problems)
+ROOM_CHECKS: tuple[LaunchCheck, ...] = (_memory_problems, _disk_problems)
 """Checks of free memory and disk. What a run needs is undefined if another check refuses the run."""
 
 
 def check_launch(launch: Launch) -> None:
-    """Raise if a run cannot work here, or, if Slurm starts it elsewhere, if it cannot work on any machine.
+    """Raise if a run cannot work here, or, for a Slurm job, if it cannot work on any machine.
 
     Raises:
-        LaunchError: One or more sentences, a line each.
+        LaunchError: There are problems, one sentence per line.
     """
-    problems = _problems_of(RUN_CHECKS, launch)
+    problems = _list_problems(RUN_CHECKS, launch)
     if launch.job.options.slurm is not None:
-        problems += _problems_of((_disk_problems,), launch)
+        problems += _list_problems((_disk_problems,), launch)
     else:
-        problems += _problems_of(MACHINE_CHECKS, launch)
-        problems = problems or _problems_of(ROOM_CHECKS, launch)
+        problems += _list_problems(MACHINE_CHECKS, launch)
+        problems = problems or _list_problems(ROOM_CHECKS, launch)
     if problems:
         raise LaunchError("\n".join(problems))
 
 
-def _problems_of(checks: Iterable[Check], launch: Launch) -> list[str]:
+def _list_problems(checks: Iterable[LaunchCheck], launch: Launch) -> list[str]:
     """Return the sentences of all checks, in the checks' order."""
-    return [problem for check_run in checks for problem in check_run(launch)]
+    return [problem for check in checks for problem in check(launch)]

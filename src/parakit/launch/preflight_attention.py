@@ -18,17 +18,17 @@ from parakit.launch.compose import Launch
 RESET_MASK = "--reset-attention-mask"
 _COMM_TYPE, _ATTENTION_BACKEND = "--cp-comm-type", "--attention-backend"
 _COMM_TYPES_COMPUTED = ("p2p", "all_gather", "allgather")
-"""Values of `--cp-comm-type` that the patch stands for; Megatron's help spells the last one."""
+"""Values of `--cp-comm-type` that the patch replaces; Megatron's help spells the last one."""
 _BACKENDS_COMPUTED = ("auto", "unfused")
-"""Values of `--attention-backend` that Megatron's own attention stands for: it keeps its scores."""
+"""Values of `--attention-backend` that Megatron's own attention replaces, which stores its scores."""
 _IGNORED = ("--flash-attention-version",)
 _IGNORED_UNDER_CONTEXT = ("--hierarchical-context-parallel-sizes",)
 _NOT_COMPUTED_UNDER_CONTEXT = ("--window-size", "--softmax-type")
-"""Flags that Megatron's own attention follows and the patch does not."""
+"""Flags that Megatron's own attention follows and the patch ignores."""
 
 
 def attention_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence for each flag that attention without Transformer Engine would not follow."""
+    """Yield a sentence for each flag that attention without Transformer Engine would ignore."""
     on_gpu = launch.spec.device is DeviceKind.GPU
     if launch.spec.backend is not Backend.MEGATRON or (
         on_gpu and launch.runtime.transformer_engine
@@ -75,7 +75,10 @@ def _name_way_to_transformer_engine(launch: Launch) -> str:
 
 
 def _list_ignored_flags(flags: Flags, context: int, *, on_gpu: bool) -> Iterator[str]:
-    """Yield the names of the flags whose values would change nothing."""
+    """Yield the names of the flags whose values would change nothing.
+
+    `context` is the context-parallel size.
+    """
     is_split = context > 1
     backends = ("auto",) if is_split and on_gpu else _BACKENDS_COMPUTED
     if set(flags.texts(_ATTENTION_BACKEND)) - set(backends):

@@ -1,4 +1,7 @@
-"""What a user sees while ranks train: iteration, loss, time left; a line now and then off a terminal."""
+"""Show a run's progress while its ranks train: iteration, loss and time left.
+
+On a terminal this is a bar. Elsewhere a line is printed now and then.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from rich.progress import (
 from parakit.logs import Iteration, find_iterations, split_lines
 
 QUIET_SECONDS = 10.0
-"""Off a terminal, one line at most so often."""
+"""Shortest time between two lines when the output is no terminal."""
 
 
 class LogFollower:
-    """Reads what was added to a growing log since the last look."""
+    """A reader of a growing log, which returns what was added since its last call."""
 
     def __init__(self, path: Path, begin_bytes: int = 0) -> None:
         self._file: BinaryIO = path.open("rb")
@@ -31,18 +34,18 @@ class LogFollower:
         self._rest = ""
 
     def new_iterations(self) -> list[Iteration]:
-        """Iterations that were logged since the last call."""
+        """Return the iterations that were logged since the last call; an unfinished line waits for the next call."""
         text = self._rest + self._file.read().decode("utf-8", errors="replace")
         lines, self._rest = split_lines(text) if text else ([], "")
         return [iteration for line in lines for iteration in find_iterations(line)]
 
     def close(self) -> None:
-        """Stop following."""
+        """Close the log's file."""
         self._file.close()
 
 
 class RunProgress:
-    """Shows one run's progress on a console."""
+    """A progress display of one run, shown during a `with` block."""
 
     def __init__(self, console: Console, title: str, iterations: int) -> None:
         self._console = console
@@ -70,7 +73,7 @@ class RunProgress:
         self._bar.stop()
 
     def show(self, iteration: Iteration) -> None:
-        """Show the newest iteration."""
+        """Update the display with the newest iteration."""
         loss = "" if iteration.lm_loss is None else f"loss {iteration.lm_loss:.4f}"
         note = f"{loss} · {iteration.elapsed_ms:.0f} ms"
         self._bar.update(self._task, completed=iteration.iteration, note=note)

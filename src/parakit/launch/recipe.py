@@ -1,4 +1,4 @@
-"""`make export-recipe RUN= TO=` and `make import-recipe INPUT=`: Megatron-Bridge's and nemo-run's."""
+"""`make export-recipe` and `make import-recipe`: runs as recipes of Megatron-Bridge and nemo-run, and back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NEEDED_BY_RANKS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER")
 
 @dataclass(frozen=True)
 class RecipeRun:
-    """What a recipe is made of."""
+    """A run, trained or not, as a recipe is made from it."""
 
     name: str
     megatron_arguments: tuple[str, ...]
@@ -58,17 +58,18 @@ class RecipeRun:
 
 
 def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
-    """Write a run as a recipe, checked with Megatron-Bridge where that is installed; 0.
+    """Write a run as a recipe and print the files' paths; return 0.
+
+    The recipe is checked with Megatron-Bridge if that is installed.
 
     Args:
-        run: A run folder, or a training target, which need not have been trained.
-        to: `bridge`, or `nemo` for nemo-run's entry too.
-        options: As training takes them, for a target.
-        console: Where it says what it wrote.
+        run: A run folder, or a training target that need not have been trained.
+        to: `bridge`, or `nemo` for nemo-run's entry script as well.
+        options: The make variables of the target.
+        console: The terminal.
 
     Raises:
-        LaunchError, RecipeError: There is no such run, or no recipe says what it trains; nothing was
-            written.
+        LaunchError, RecipeError: There is no such run, or no recipe can express it; nothing was written.
     """
     if run.startswith("train-"):
         source = compose_recipe_run(run, options)
@@ -86,30 +87,30 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
         )
     recipe = recipe_from_flags(source.megatron_arguments, source.spec)
     text = render_recipe(recipe, source.spec, origin, relative_to_root(folder / RECIPE_FILE))
-    files = {RECIPE_FILE: (text, _checked(recipe, text, source.spec))}
+    files = {RECIPE_FILE: (text, _check_recipe(recipe, text, source.spec))}
     if to == NEMO:
-        entry = _entry(source, origin, relative_to_root(folder / ENTRY_FILE))
-        files[ENTRY_FILE] = (entry, _started(entry, text, source.spec))
+        entry = _render_entry_script(source, origin, relative_to_root(folder / ENTRY_FILE))
+        files[ENTRY_FILE] = (entry, _check_entry_script(entry, text, source.spec))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (content, said) in files.items():
+    for name, (content, check_result) in files.items():
         write_atomically(folder / name, content)
-        say(console, f"{relative_to_root(folder / name)}: {said}")
+        say(console, f"{relative_to_root(folder / name)}: {check_result}")
     for sentence in recipe.left_out:
         say(console, f"Without a counterpart: {sentence}", "yellow")
     return 0
 
 
 def import_recipe(input: str, name: str | None, gpus: int | None, console: Console) -> int:
-    """Write a recipe's model as an `.args` file and print the target that trains it; 0.
+    """Write a recipe's model as an `.args` file and print the target that trains it; return 0.
 
     Args:
-        input: Bridge's YAML, or a Python file that makes a container.
-        name: The model's; None is the file's.
-        gpus: To train on; None is the fewest that the strategy allows.
-        console: Where it prints.
+        input: Megatron-Bridge's YAML, or a Python file that builds a container.
+        name: The model's name; None takes the file's.
+        gpus: Number of GPUs to train on; None takes the fewest that the strategy allows.
+        console: The terminal.
 
     Raises:
-        LaunchError, RecipeError: It is no recipe, or Megatron would refuse the run; nothing was written.
+        LaunchError, RecipeError: The file is no recipe, or Megatron would refuse the run; nothing was written.
     """
     file = input
     path = Path(file.partition(":")[0])
@@ -118,35 +119,35 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
     )
     if not name:
         raise LaunchError(
-            f"{file} gives no name of letters or digits to the model; give NAME=my-model."
+            f"{file} has no letters or digits in its name to name the model by; set NAME=my-model."
         )
     if name != model_name(name):
         raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
-    reading = flags_from_fields(read_recipe(file))
-    read = build_imported_recipe(reading, name, gpus)
-    for reason in find_violations(read.spec):
+    translation = flags_from_fields(read_recipe(file))
+    imported = build_imported_recipe(translation, name, gpus)
+    for reason in find_violations(imported.spec):
         raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
-    _refuse_another_strategy(read.spec)
-    written = ROOT / "examples" / read.family / "models" / f"{name}.args"
+    _refuse_another_strategy(imported.spec)
+    model_file = ROOT / "examples" / imported.family / "models" / f"{name}.args"
     title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
-    text = format_args_file([title], read.model_flags)
-    if written.exists() and written.read_text() != text:
+    text = format_args_file([title], imported.model_flags)
+    if model_file.exists() and model_file.read_text() != text:
         raise LaunchError(
-            f"There is a model {relative_to_root(written)} already, another one; give NAME=another-name."
+            f"Another model is in {relative_to_root(model_file)} already; set NAME=another-name."
         )
-    write_atomically(written, text)
-    say(console, f"{relative_to_root(written)}; train it with")
-    say(console, format_make_command(read.target, read.variables))
-    for sentence in reading.left_out:
+    write_atomically(model_file, text)
+    say(console, f"{relative_to_root(model_file)}; train it with")
+    say(console, format_make_command(imported.target, imported.variables))
+    for sentence in translation.left_out:
         say(console, f"In no flag: {sentence}", "yellow")
     return 0
 
 
 def read_recipe_run(run: str) -> RecipeRun:
-    """A run that was trained.
+    """Return the run in a run folder.
 
     Raises:
-        LaunchError: The folder holds none.
+        LaunchError: The folder holds no run.
     """
     folder = Path(run)
     record = read_named_run(folder, ", and a target (RUN=train-tp2-gpt2-large-2gpu) needs none")
@@ -154,22 +155,22 @@ def read_recipe_run(run: str) -> RecipeRun:
 
 
 def compose_recipe_run(name: str, options: Options) -> RecipeRun:
-    """What a target would train on GPUs with Transformer Engine.
+    """Return the run that a target would train on GPUs with Transformer Engine.
 
     Raises:
-        LaunchError: It is no target, or does not fit together.
+        LaunchError: The name is no target, or its parts do not fit together.
     """
     job = parse_target(name, options)
-    # The container that Megatron-Bridge runs in has both, whatever is here.
+    # Megatron-Bridge runs in a container with both libraries, even if this machine has neither.
     runtime = replace(ON_HOST, transformer_engine=True, apex=True)
     launch = compose_job(job, runtime)
     return RecipeRun(job.target, launch.arguments(), launch.spec, launch.environment)
 
 
-def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
-    """What the recipe was checked with."""
+def _check_recipe(recipe: Recipe, text: str, spec: RunSpec) -> str:
+    """Return a sentence on how the recipe was checked; raise if Megatron-Bridge reads it as another run."""
     if not is_bridge_installed():
-        return "not checked here; 'make setup-bridge' installs what checks it."
+        return "not checked; 'make setup-bridge' installs Megatron-Bridge, which can check it."
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / RECIPE_FILE
         file.write_text(text)
@@ -177,34 +178,41 @@ def _checked(recipe: Recipe, text: str, spec: RunSpec) -> str:
     for difference in recipe_differences(recipe, fields, spec):
         raise RecipeError(f"The recipe is not the run: {difference}")
     return (
-        f"Megatron-Bridge {BRIDGE_VERSION} takes it; the container has the run's {len(recipe.fields)} "
-        f"fields and defaults in {len(fields) - len(recipe.fields)} others, and reads as the run."
+        f"Megatron-Bridge {BRIDGE_VERSION} reads it as the run, with the run's {len(recipe.fields)} fields "
+        f"and defaults in {len(fields) - len(recipe.fields)} others."
     )
 
 
-def _entry(source: RecipeRun, origin: str, path: str) -> str:
-    given = source.environment
-    needed = {name: given[name] for name in _NEEDED_BY_RANKS if name in given}
+def _render_entry_script(source: RecipeRun, origin: str, path: str) -> str:
+    """Return nemo-run's entry script of the run, with the environment variables that ranks need."""
+    environment = source.environment
+    needed = {name: environment[name] for name in _NEEDED_BY_RANKS if name in environment}
     return render_entry(source.spec, source.name, needed, origin, path)
 
 
-def _started(entry: str, recipe: str, spec: RunSpec) -> str:
-    """What nemo-run says that it would start."""
+def _check_entry_script(entry: str, recipe: str, spec: RunSpec) -> str:
+    """Return a sentence on what nemo-run would start; raise if it refuses the script."""
     if not is_bridge_installed():
-        return "trains it with nemo-run."
+        return "the entry script that trains the recipe with nemo-run."
     ranks = spec.parallelism.world_size
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / ENTRY_FILE
         file.write_text(entry)
         file.with_name(RECIPE_FILE).write_text(recipe)
         check_recipe_entry(file, ranks)
-    return f"trains it with nemo-run; nemo-run starts {ranks} rank{'s' * (ranks > 1)} of it by torchrun."
+    return (
+        "the entry script that trains the recipe with nemo-run, which starts "
+        f"{ranks} rank{'s' * (ranks > 1)} with torchrun."
+    )
 
 
 def _refuse_another_strategy(spec: RunSpec) -> None:
-    """Refuse a strategy that no target names."""
+    """Raise a LaunchError if no target names the recipe's parallelism."""
     name = spec.name
     named = parse_strategy(name, spec.parallelism.world_size)
     if named.with_expert_tensor(spec.parallelism.expert_tensor) != spec.parallelism:
-        asked, here = (shlex.join(strategy_flags(each)) for each in (spec.parallelism, named))
-        raise LaunchError(f"The recipe's strategy ({asked}) has no target; {name} is {here}.")
+        recipe_flags = shlex.join(strategy_flags(spec.parallelism))
+        target_flags = shlex.join(strategy_flags(named))
+        raise LaunchError(
+            f"No target names the recipe's strategy ({recipe_flags}); the nearest, {name}, is {target_flags}."
+        )

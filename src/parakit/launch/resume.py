@@ -1,10 +1,10 @@
-"""`make resume RUN=…`: a run resumes from its newest valid checkpoint.
+"""`make resume RUN=…`: continue a run from its newest valid checkpoint.
 
-In its own strategy it resumes in its own folder: log, events and checkpoints are added to, and what
-belongs to one attempt is kept in `attempts/`. In another strategy (STRATEGY=pp2) it is another run, in a
-folder of its own that names its parent, because its times and its memory are not its parent's. So it is
-from a copy that `make reshard` wrote (CKPT=), which has optimizer states as the new strategy
-shards them.
+With its own strategy the run continues in its own folder. Log, events and checkpoints are added to, and
+the files of the last attempt are moved to `attempts/`. With another strategy (STRATEGY=pp2) it becomes a new
+run in a new folder, which names its parent, because its times and memory differ from the parent's. A copy
+that `make reshard` wrote (CKPT=) is resumed as a new run too. It holds the optimizer states as the new
+strategy shards them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from parakit.launch.runtime import choose_runtime
 from parakit.launch.train import describe_launch, print_dry_run, train_once
 
 PER_ATTEMPT_FLAGS = flags_with_role("start", "attempt")
-"""Flags that say how a run began and where it writes, not what is trained."""
+"""Flags on how an attempt begins and where it writes, which do not change what is trained."""
 
 
 def resume_run(
@@ -59,10 +59,17 @@ def resume_run(
     console: Console,
     ckpt: str | None = None,
 ) -> int:
-    """Resume a run, from a copy of its checkpoint where one is named; 0 if it ended well.
+    """Resume a run and return 0 if it ended well, else 1.
+
+    Args:
+        run: The run folder.
+        strategy: Another strategy to resume with; None keeps the run's.
+        options: The make variables.
+        console: The terminal.
+        ckpt: A folder with a copy of the run's checkpoints; None takes the run's own.
 
     Raises:
-        LaunchError: It cannot be resumed; nothing was changed.
+        LaunchError: The run cannot be resumed, and nothing was changed.
     """
     if options.slurm is not None:
         raise LaunchError(
@@ -71,32 +78,36 @@ def resume_run(
         )
     run = Path(run).absolute()
     record = read_named_run(run)
-    with ExitStack() as held:
-        held.enter_context(hold_run_folder(run, options.nodes))
-        stored = (ROOT / Path(ckpt).expanduser()) if ckpt else run / CHECKPOINTS_FOLDER
-        choice = select_checkpoint(run, stored)
-        loaded = ResumePoint(run.name, stored, choice.checkpoint.iteration)
-        saved = _parallelism_of(choice.checkpoint.path) if ckpt else None
-        launch = compose_resumed_launch(record, loaded, strategy, options, saved)
+    with ExitStack() as lock:
+        lock.enter_context(hold_run_folder(run, options.nodes))
+        checkpoints_folder = (ROOT / Path(ckpt).expanduser()) if ckpt else run / CHECKPOINTS_FOLDER
+        choice = select_checkpoint(run, checkpoints_folder)
+        resume_point = ResumePoint(run.name, checkpoints_folder, choice.checkpoint.iteration)
+        saved = _read_saved_parallelism(choice.checkpoint.path) if ckpt else None
+        launch = compose_resumed_launch(record, resume_point, strategy, options, saved)
         if options.dry_run:
             return print_dry_run(launch)
-        if launch.nodes is None:  # Else each node reports to the others what stops it.
+        # With several nodes, each one reports to the others what stops it.
+        if launch.nodes is None:
             check_launch(launch)
         for checkpoint, flaw in choice.skipped:
-            skipped = f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used."
-            console.print(skipped, style="yellow", highlight=False)
+            sentence = f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used."
+            console.print(sentence, style="yellow", highlight=False)
         console.print(
-            f"{run.name} resumes after iteration {loaded.iteration} as {launch.spec.name}: "
+            f"{run.name} resumes after iteration {resume_point.iteration} as {launch.spec.name}: "
             f"{describe_launch(launch)}",
             highlight=False,
         )
         if warning := gpu_memory_warning(launch):
             console.print(warning, style="yellow", highlight=False)
-        own_folder = ckpt is None and launch.spec.parallelism == record.spec.parallelism
-        if not own_folder:  # The run itself may be resumed at the same time.
-            held.close()
-        there = replace(launch.job.options, run_folder=run if own_folder else None)
-        launch = replace(launch, job=launch.job.with_options(there))
+        continues_in_folder = ckpt is None and launch.spec.parallelism == record.spec.parallelism
+        if not continues_in_folder:
+            # A new folder is written, so the run itself may be resumed at the same time.
+            lock.close()
+        continued_options = replace(
+            launch.job.options, run_folder=run if continues_in_folder else None
+        )
+        launch = replace(launch, job=launch.job.with_options(continued_options))
         return 0 if train_once(launch, console, launch.spec.name) else 1
 
 
@@ -107,102 +118,117 @@ def compose_resumed_launch(
     options: Options,
     saved: Parallelism | None = None,
 ) -> Launch:
-    """The launch that resumes a run.
+    """Return the launch that resumes a run from a checkpoint.
 
     Args:
-        record: Of the run that was saved.
+        record: The record of the run that saved the checkpoint.
         resume_point: The checkpoint.
-        strategy: Another strategy; None or the run's own keeps it.
-        options: What may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and the like.
-        saved: The strategy of the checkpoint, where it is not the run's.
+        strategy: Another strategy; None keeps the run's.
+        options: Variables that may change: ITERS=, EXTRA=, SAVE_EVERY=, KEEP=, NET=, HANG_TIMEOUT= and others.
+        saved: The parallelism of the checkpoint; None if it is the run's.
 
     Raises:
-        LaunchError: The run cannot be resumed here, or not so.
+        LaunchError: The run cannot be resumed here, or not with these options.
         StrategyError: The strategy is not in the grammar.
     """
     iterations = options.iterations or record.exit_interval
     if resume_point.iteration >= iterations:
         raise LaunchError(
-            f"{record.run} has a checkpoint of iteration {resume_point.iteration} and was to end at "
-            f"{iterations}; set ITERS= above {resume_point.iteration}."
+            f"{record.run} ends at iteration {iterations}, which its checkpoint of iteration "
+            f"{resume_point.iteration} has reached; set ITERS= above {resume_point.iteration}."
         )
     sampled = Flags(record.argv).integer("--train-iters", iterations)
     if iterations > sampled and not Flags(options.extra).has("--train-iters"):
         raise LaunchError(
-            f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is beyond; "
-            f'EXTRA="--train-iters {iterations}" trains on, and draws its samples in another order.'
+            f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is more; "
+            f'EXTRA="--train-iters {iterations}" trains further, with its samples in another order.'
         )
-    parallelism = _parallelism(record, strategy, saved or record.spec.parallelism)
-    # The same global batch, in micro batches that divide it among the new data-parallel ranks.
-    whole = record.spec.batch.global_batch_size
-    micro = math.gcd(record.spec.batch.micro_batch_size, max(1, whole // parallelism.data))
-    # The run's own runtime, image and checkout.
-    path = Path(record.entry.path)
-    checkout = path.parent if path.is_absolute() and record.runtime == RuntimeName.HOST else None
-    lm = options.megatron_lm or checkout
-    asked = replace(options, runtime=RuntimeName(record.runtime), megatron_lm=lm)
-    runtime = choose_runtime(asked, record.spec.device)
-    entry = find_entry(asked.megatron_lm, runtime.pair)
+    parallelism = _choose_parallelism(record, strategy, saved or record.spec.parallelism)
+    # The global batch stays. The micro batch must divide the samples of a new data-parallel rank.
+    global_batch_size = record.spec.batch.global_batch_size
+    samples_per_rank = max(1, global_batch_size // parallelism.data)
+    micro_batch_size = math.gcd(record.spec.batch.micro_batch_size, samples_per_rank)
+    options = _restore_runtime(record, options)
+    runtime = choose_runtime(options, record.spec.device)
+    entry = find_entry(options.megatron_lm, runtime.pair)
     if entry.megatron_version != record.entry.megatron_version:
         raise LaunchError(
-            f"{record.run} was trained by Megatron {record.entry.megatron_version}, and "
-            f"{entry.megatron_version} is here; name its checkout with MEGATRON_LM=."
+            f"{record.run} was trained by Megatron {record.entry.megatron_version}, but Megatron "
+            f"{entry.megatron_version} is here; name a checkout of the former with MEGATRON_LM=."
         )
     data = Flags(record.argv).text("--data-path")
-    words = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
-    model = adapt_model_to_data(load_model(record.spec.model, options.model), words, data)
+    arguments = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
+    model = adapt_model_to_data(load_model(record.spec.model, options.model), arguments, data)
     job = Job(
         strategy or record.spec.name,
         model,
         parallelism.world_size,
         record.spec.device,
         replace(
-            asked,
+            options,
             iterations=iterations,
-            micro_batch_size=options.micro_batch_size or micro,
-            global_batch_size=whole,
+            micro_batch_size=options.micro_batch_size or micro_batch_size,
+            global_batch_size=global_batch_size,
             data=data,
-            # What its arguments say counts, whatever the kit's files say today.
+            # The recorded arguments count, because the kit's files may have changed since the run.
             extra=merge_flags(
                 count_end_of_document_in_vocabulary(
-                    _recorded(record, parallelism), entry.megatron_version
+                    _select_recorded_flags(record, parallelism), entry.megatron_version
                 ),
                 options.extra,
             ),
             saving=options.saving or Saving(record.save_every or iterations),
             link_bits_per_second=options.link_bits_per_second or record.spec.link_bits_per_second,
-            patch_file=_patch_file(record, options),
+            patch_file=_choose_patch_file(record, options),
             fused=record.spec.fused,
             share_gpu=record.spec.shares_gpu,
             shared_start=False,
         ),
         strategy_flags(parallelism),
     )
-    start = imported_weights_folder(model)
-    if start is None and record.start_checkpoint:
-        start = options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
-    kept = {name: text for name, text in record.environment.items() if name not in INTERFACES}
+    initial_checkpoint = imported_weights_folder(model)
+    if initial_checkpoint is None and record.start_checkpoint:
+        initial_checkpoint = options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
+    environment = {
+        name: text for name, text in record.environment.items() if name not in INTERFACES
+    }
     resumed = compose_launch(job, runtime).resume_from(resume_point)
-    return replace(resumed, initial_checkpoint=start, environment=kept)
+    return replace(resumed, initial_checkpoint=initial_checkpoint, environment=environment)
 
 
-def _recorded(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
-    """The run's arguments without those that concerned one start, and without another strategy's."""
-    of_batch = {"--micro-batch-size", "--global-batch-size"}
+def _restore_runtime(record: RunRecord, options: Options) -> Options:
+    """Return the options with the run's own runtime, and its checkout unless MEGATRON_LM= names another."""
+    entry = Path(record.entry.path)
+    is_checkout = entry.is_absolute() and record.runtime == RuntimeName.HOST
+    checkout = entry.parent if is_checkout else None
+    return replace(
+        options,
+        runtime=RuntimeName(record.runtime),
+        megatron_lm=options.megatron_lm or checkout,
+    )
+
+
+def _select_recorded_flags(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
+    """Return the recorded arguments for a resume, without the flags of one attempt and of the batch sizes.
+
+    If the parallelism changes, its flags are left out too.
+    """
+    dropped = PER_ATTEMPT_FLAGS | {"--micro-batch-size", "--global-batch-size"}
     if parallelism == record.spec.parallelism:
-        return drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch)
-    kept = drop_flags(record.argv, PER_ATTEMPT_FLAGS | of_batch | flags_with_role("parallelism"))
-    # Megatron pads the vocabulary to a multiple of this times TP; padding rows are saved as well.
+        return drop_flags(record.argv, dropped)
+    kept = drop_flags(record.argv, dropped | flags_with_role("parallelism"))
+    # Megatron pads the vocabulary to this flag's value times TP. Padding rows are saved, so their number
+    # must not change.
     multiple = "--make-vocab-size-divisible-by"
     rows = Flags(record.argv).integer(multiple) * record.spec.parallelism.tensor
     return merge_flags(kept, (multiple, str(max(1, rows // parallelism.tensor))))
 
 
-def _parallelism_of(checkpoint: Path) -> Parallelism:
-    """What the arguments in a checkpoint say that saved it.
+def _read_saved_parallelism(checkpoint: Path) -> Parallelism:
+    """Return the parallelism that saved a checkpoint, from the arguments in the checkpoint.
 
     Raises:
-        LaunchError: They say nothing.
+        LaunchError: The checkpoint holds no arguments.
     """
     spec = read_contents(checkpoint).spec
     if spec is None:
@@ -213,10 +239,17 @@ def _parallelism_of(checkpoint: Path) -> Parallelism:
     return spec.parallelism
 
 
-def _parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) -> Parallelism:
+def _choose_parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) -> Parallelism:
+    """Return the parallelism to resume with: that of `strategy`, or the run's if `strategy` is None.
+
+    Raises:
+        LaunchError: The run's backend saves nothing, or the checkpoint's sharding, which `saved` has,
+            differs.
+    """
     if record.spec.backend != Backend.MEGATRON:
         raise LaunchError(
-            f"{record.run} was trained by BACKEND={record.spec.backend}, which saves nothing."
+            f"{record.run} was trained by BACKEND={record.spec.backend}, which saves no checkpoints; "
+            "start the run again."
         )
     strategy = strategy or record.spec.name
     parallelism = record.spec.parallelism
@@ -224,22 +257,26 @@ def _parallelism(record: RunRecord, strategy: str | None, saved: Parallelism) ->
         parallelism = parse_strategy(strategy, count_devices(strategy, parallelism.world_size))
     if parallelism.sharding != saved.sharding:
         raise LaunchError(
-            f"The checkpoint was saved with {saved.sharding or 'whole optimizer states'}, and "
-            f"{strategy} has {parallelism.sharding or 'whole ones'}: Megatron keeps the two in "
-            f"different formats; 'make reshard CKPT=… STRATEGY={strategy} TO=folder' writes them anew, "
-            "and CKPT=folder resumes from there."
+            f"The checkpoint was saved with {saved.sharding or 'unsharded optimizer states'}, and "
+            f"{strategy} has {parallelism.sharding or 'unsharded ones'}: Megatron saves the two in "
+            f"different formats; 'make reshard CKPT=… STRATEGY={strategy} TO=folder' converts the "
+            "checkpoint, and CKPT=folder resumes from there."
         )
     return parallelism
 
 
-def _patch_file(record: RunRecord, options: Options) -> PatchFile | None:
-    """The run's own, which is in its environment as well; the file must still hold the same."""
+def _choose_patch_file(record: RunRecord, options: Options) -> PatchFile | None:
+    """Return the run's own patch file; None if the run was trained without.
+
+    Raises:
+        LaunchError: The file has changed since the run, or the options name another.
+    """
     patch_file = record.spec.patch_file
     present = read_patch_file(patch_file.path) if patch_file else None
     if patch_file and present != patch_file:
         raise LaunchError(
-            f"PATCH_FILE={patch_file.path} was changed after {record.run} was trained with it; put it "
-            "back."
+            f"PATCH_FILE={patch_file.path} was changed after {record.run} was trained with it; restore "
+            "the file as it was."
         )
     if options.patch_file not in (None, patch_file):
         raise LaunchError(

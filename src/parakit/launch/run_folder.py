@@ -1,4 +1,4 @@
-"""The run folder, with machine and software of the run: made before the first process starts."""
+"""Make the run folder before the first process starts, and record machine and software of the run in it."""
 
 from __future__ import annotations
 
@@ -46,82 +46,89 @@ from parakit.launch.supervise.exit_status import reserve_room
 
 LOCK_FILE = ".lock"
 IMAGES_FOLDER = ".images"
-"""In the runs folder: what was found in each image, by digest, so that it is asked once."""
+"""Folder in the runs folder with the software versions of each image, by digest. An image is started for them
+only once.
+"""
 
 
 def create_run_folder(launch: Launch, runs: Path, folder: Path | None = None) -> Path:
-    """Make the folder and write everything that is known before the run: record, command, first status.
+    """Return the run's folder, with everything in it that is known before the run: record, command, first status.
 
-    A folder that is given was made before, such as when the run was put into a queue. If the launch
-    resumes from a checkpoint in it, what the last attempt left there is kept in `attempts/`.
+    `folder` was made before, for example when the run was put into Slurm's queue; None makes a folder in
+    `runs`. If the launch resumes from a checkpoint in `folder`, the files of its last attempt are moved to
+    `attempts/`.
 
     Raises:
-        LaunchError: The disk refuses it.
+        LaunchError: The disk refuses the folder or a file.
     """
     if folder is not None and launch.resume_point and launch.resume_point.run == folder.name:
-        return _reopen(folder, launch, launch.resume_point)
-    with _refused_by_the_disk(runs):
+        return _prepare_next_attempt(folder, launch, launch.resume_point)
+    with _name_refused_path(runs):
         folder = folder or _make_folder(launch, runs)
         record = build_run_record(launch, folder)
         (folder / records.COMMAND_FILE).write_text(format_command_script(record))
         (folder / records.COMMAND_FILE).chmod(0o755)
-        _begin(folder, record)
+        _write_first_status(folder, record)
     return folder
 
 
-def _reopen(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
-    """Make a run's folder ready for its next attempt; what the last one left goes to `attempts/`."""
-    before = records.read_run(folder)
-    with _refused_by_the_disk(folder):
+def _prepare_next_attempt(folder: Path, launch: Launch, resume_point: ResumePoint) -> Path:
+    """Make a run's folder ready for its next attempt and move the files of its last one to `attempts/`.
+
+    Checkpoints that are newer than the one to resume from are set aside.
+    """
+    last_record = records.read_run(folder)
+    with _name_refused_path(folder):
         attempts = folder / records.ATTEMPTS_FOLDER
-        past = attempts / str(1 + len(before.resumptions))
-        past.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(folder / records.RUN_FILE, past)
-        for name in _OF_ONE_ATTEMPT:
+        attempt = attempts / str(1 + len(last_record.resumptions))
+        attempt.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / records.RUN_FILE, attempt)
+        for name in _ATTEMPT_FILES:
             if (folder / name).exists():
-                (folder / name).rename(past / name)
+                (folder / name).rename(attempt / name)
         set_aside_newer_checkpoints(resume_point.folder, resume_point.iteration)
-        now = build_run_record(launch, folder)
-        resumptions = (*before.resumptions, *now.resumptions)
-        record = replace(now, created_utc=before.created_utc, resumptions=resumptions)
-        _begin(folder, record)
+        new_record = build_run_record(launch, folder)
+        resumptions = (*last_record.resumptions, *new_record.resumptions)
+        record = replace(new_record, created_utc=last_record.created_utc, resumptions=resumptions)
+        _write_first_status(folder, record)
     return folder
 
 
 @contextmanager
 def hold_run_folder(run: Path | None, nodes: Nodes | None) -> Iterator[None]:
-    """Hold a run folder, from the choice of a checkpoint in it to the end of the attempt.
+    """Lock a run folder during the `with` block, so that no other launcher trains in it.
 
-    A folder that is still to be made is not held; of several nodes the first holds it.
+    Nothing is locked if `run` is None, because the folder is still to be made, or on any node but the first.
 
     Raises:
-        LaunchError: It is no folder, another launcher holds it, or a rank of the run still lives.
+        LaunchError: `run` is no folder, another launcher holds it, or a rank of the run still lives.
     """
     if run is None or (nodes is not None and nodes.rank > 0):
         yield
         return
     if not run.is_dir():
         raise LaunchError(f"RUN_FOLDER={run} is no folder; make it, or leave RUN_FOLDER= out.")
-    still = LaunchError(f"{run} is still running; stop it before it is resumed.")
+    still_running = LaunchError(f"{run} is still running; stop it before it is resumed.")
     with (run / LOCK_FILE).open("ab") as file:
         try:
             lock_file(file)
         except BlockingIOError:
-            raise still from None
+            raise still_running from None
         if records.is_running(run / records.LOG_FILE):
-            raise still
+            raise still_running
         yield
 
 
 def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
-    """The record of the run that `RUN=` names.
+    """Return the record of the run that `RUN=` names.
 
     Args:
-        folder: The run's.
-        otherwise: What may be named in its place, the end of a sentence.
+        folder: The run folder.
+        otherwise: What the user may name instead, as the end of a sentence.
 
     Raises:
-        LaunchError: It is no run folder, or one of another version of the kit.
+        LaunchError: The folder is no run folder, or its record has another version's format or cannot be
+            read.
     """
     try:
         return records.read_run(folder)
@@ -137,27 +144,33 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
         ) from None
     except msgspec.DecodeError as error:
         raise LaunchError(
-            f"{folder / records.RUN_FILE} is not of this version of the kit ({error})."
+            f"{folder / records.RUN_FILE} was not written by this version of the kit ({error}); name "
+            "another run."
         ) from None
 
 
 def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
-    """Everything `run.json` holds, of machine and software as they are now."""
-    where, start, loaded = relative_to_root(folder), launch.initial_checkpoint, launch.resume_point
+    """Return everything that `run.json` holds, with machine and software as they are now."""
+    path, initial, resume_point = (
+        relative_to_root(folder),
+        launch.initial_checkpoint,
+        launch.resume_point,
+    )
     (software, image), code = _find_software(launch, folder.parent), launch.code
-    # Of a run that resumes also what trained until then, if that was not the same.
-    if loaded and (before := records.read_run(folder.parent / loaded.run).code):
-        code = before.joined(code)
+    # A resumed run also records the code that trained up to its checkpoint, if that was other code.
+    if resume_point:
+        code_before = records.read_run(folder.parent / resume_point.run).code
+        code = code_before.joined(code) if code_before else code
     return records.RunRecord(
         run=folder.name,
         created_utc=records.utc_now(),
         spec=launch.spec,
         exit_interval=launch.iterations,
-        argv=launch.arguments(where),
-        command=launch.command(where),
-        dataset=_dataset_of(launch),
-        start_checkpoint=start.name if start else None,
-        start_weights=read_verified_weights_hash(start) if start else None,
+        argv=launch.arguments(path),
+        command=launch.command(path),
+        dataset=_identify_dataset(launch),
+        start_checkpoint=initial.name if initial else None,
+        start_weights=read_verified_weights_hash(initial) if initial else None,
         environment=launch.environment,
         entry=launch.entry,
         host=find_host(launch),
@@ -167,59 +180,70 @@ def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
         runtime=launch.runtime.name,
         image=image,
         save_every=launch.saving.every if launch.saving else None,
-        resumptions=(records.Resumption(loaded.run, loaded.iteration),) if loaded else (),
+        resumptions=(records.Resumption(resume_point.run, resume_point.iteration),)
+        if resume_point
+        else (),
     )
 
 
-def _dataset_of(launch: Launch) -> records.DatasetIdentity:
+def _identify_dataset(launch: Launch) -> records.DatasetIdentity:
     """Return the data set's path and the hash of its present tokens."""
     return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256)
 
 
 def identify_computation(launch: Launch) -> TrainingIdentity:
-    """What a launch trains, in its own folder or in any."""
+    """Return the identity of what a launch trains, which does not depend on its folder or machine."""
     arguments = parse_flag_values(launch.arguments())
     return identify_training(
-        launch.spec, arguments, launch.iterations, launch.environment, _dataset_of(launch).sha256
+        launch.spec,
+        arguments,
+        launch.iterations,
+        launch.environment,
+        _identify_dataset(launch).sha256,
     )
 
 
 def identify_launch(launch: Launch, runs: Path) -> Identity:
-    """The identity that a run of this launch would have on this machine."""
-    installed, image = _find_software(launch, runs)
-    code = CodeIdentity(launch.entry, launch.code, sorted_pairs(installed), image)
+    """Return the identity that a run of this launch would have on this machine."""
+    software, image = _find_software(launch, runs)
+    code = CodeIdentity(launch.entry, launch.code, sorted_pairs(software), image)
     return Identity(identify_computation(launch), code, identify_host(find_host(launch)))
 
 
 def record_launcher(folder: Path) -> None:
-    """Write which process trains the run: this one.
+    """Write to the run folder that this process trains the run.
 
     Raises:
-        LaunchError: The disk refuses it.
+        LaunchError: The disk refuses the file.
     """
     started = psutil.Process().create_time()
     launcher = records.LauncherRecord(platform.node(), os.getpid(), started)
-    with _refused_by_the_disk(folder):
+    with _name_refused_path(folder):
         write_record(folder / records.LAUNCHER_FILE, launcher)
 
 
 def format_command_script(record: records.RunRecord) -> str:
-    """A script that repeats the run's training as it was, from any folder.
+    """Return a shell script that repeats the run's training from any folder.
 
-    The kit is looked for around the script, then where it is now; `KIT=` names it anywhere else.
+    The script looks for the kit in the folders above it, and then where the kit is now. `KIT=` names another
+    place.
     """
-    settings = " \\\n  ".join(
+    assignments = " \\\n  ".join(
         f"{name}={shlex.quote(value)}" for name, value in record.environment.items()
     )
     nodes = record.host.nodes
-    where = f"# This is node 0's of {len(nodes)}: {', '.join(nodes)}.\n" if nodes else ""
+    node_comment = (
+        f"# The command of node 0; the {len(nodes)} nodes were {', '.join(nodes)}.\n"
+        if nodes
+        else ""
+    )
     return (
         "#!/usr/bin/env bash\n"
-        f"{where}"
+        f"{node_comment}"
         f"# Repeats {record.run}; what it writes besides its output goes to that run's folder.\n"
         "set -euo pipefail\n"
         f"{_FIND_KIT.format(kit=shlex.quote(str(ROOT)))}"
-        f"exec env \\\n  {settings} \\\n  {shlex.join(record.command)}\n"
+        f"exec env \\\n  {assignments} \\\n  {shlex.join(record.command)}\n"
     )
 
 
@@ -236,9 +260,10 @@ if ! is_kit "$kit"; then
 fi
 cd "$kit"
 """
+"""Shell code that finds the kit's folder; `{kit}` is where the kit is now."""
 
 
-_OF_ONE_ATTEMPT = (
+_ATTEMPT_FILES = (
     records.STATUS_FILE,
     records.SAMPLES_FILE,
     records.LEDGER_FOLDER,
@@ -250,10 +275,11 @@ _OF_ONE_ATTEMPT = (
     records.ROUTING_FILE,
     records.NODES_FOLDER,
 )
-"""What is measured anew by each attempt; log, events and checkpoints are continued."""
+"""Files and folders that each attempt writes anew. Log, events and checkpoints are continued instead."""
 
 
-def _begin(folder: Path, record: records.RunRecord) -> None:
+def _write_first_status(folder: Path, record: records.RunRecord) -> None:
+    """Reserve room for the final status, and write the record and the status of a run that has not ended."""
     reserve_room(folder)
     records.write_run(folder, record)
     status = records.StatusRecord(records.Status.INCOMPLETE, None, "The launcher did not finish.")
@@ -261,7 +287,8 @@ def _begin(folder: Path, record: records.RunRecord) -> None:
 
 
 @contextmanager
-def _refused_by_the_disk(folder: Path) -> Iterator[None]:
+def _name_refused_path(folder: Path) -> Iterator[None]:
+    """Turn an OSError in the `with` block into a LaunchError that names the file and the way out."""
     try:
         yield
     except OSError as error:
@@ -272,18 +299,20 @@ def _refused_by_the_disk(folder: Path) -> Iterator[None]:
 
 
 def _make_folder(launch: Launch, runs: Path) -> Path:
-    what = f"{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
+    """Make and return a new folder in `runs`, named by time, strategy, model and devices."""
+    suffix = f"{launch.spec.name}-{launch.model.name}-{launch.devices}{launch.spec.device}"
     while True:
-        folder = runs / f"{records.utc_stamp()}-{what}"
+        folder = runs / f"{records.utc_stamp()}-{suffix}"
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            time.sleep(0.2)  # The same run was started within this second; names are by the second.
+            # Names contain the second, and the same run was started in this one.
+            time.sleep(0.2)
 
 
 def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | None]:
-    """The versions of what is installed, and the image they are in."""
+    """Return the versions of the installed software, and the image that it is in; the image is None on the host."""
     container = launch.runtime.container
     if container is None:
         return installed_versions(), image_tag()
@@ -293,27 +322,33 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
 
 
 def find_host(launch: Launch) -> records.HostRecord:
-    """The machines that a launch trains on, and their devices."""
-    on_cpu = launch.spec.device is DeviceKind.CPU
-    nodes, local = launch.nodes, launch.local_devices
-    # Node 0 has seen that all have the same GPUs, or it would not have started.
-    gpus = () if on_cpu else visible_gpus()[: 1 if launch.spec.shares_gpu else local]
-    names = tuple(gpu.name for gpu in gpus) * (local if launch.spec.shares_gpu else 1)
+    """Return the record of the machines that a launch trains on, with their devices and links."""
+    is_cpu = launch.spec.device is DeviceKind.CPU
+    nodes, num_local_ranks = launch.nodes, launch.local_devices
+    num_gpus = 1 if launch.spec.shares_gpu else num_local_ranks
+    gpus = () if is_cpu else visible_gpus()[:num_gpus]
+    if is_cpu:
+        local_devices = (processor_name(),) * num_local_ranks
+    elif launch.spec.shares_gpu:
+        local_devices = tuple(gpu.name for gpu in gpus) * num_local_ranks
+    else:
+        local_devices = tuple(gpu.name for gpu in gpus)
     links = find_links(gpus)
-    over = "loopback"
+    path = "loopback"
     if launch.spec.link_bits_per_second:
-        over = f"a link shaped to {bit_rate(launch.spec.link_bits_per_second)}"
+        path = f"a link shaped to {bit_rate(launch.spec.link_bits_per_second)}"
     if nodes is not None:
-        over = f"{nodes.count} nodes, which connect at {nodes.address}"
-    loopback = f"gloo over {over}" if on_cpu and launch.devices > 1 else None
+        path = f"{nodes.count} nodes, which connect at {nodes.address}"
+    gloo_path = f"gloo over {path}" if is_cpu and launch.devices > 1 else None
     return records.HostRecord(
         name=platform.node(),
         cpu=processor_name(),
         cores=psutil.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().total,
-        devices=((processor_name(),) * local if on_cpu else names) * (nodes.count if nodes else 1),
+        # Node 0 has checked that all nodes have the same GPUs.
+        devices=local_devices * (nodes.count if nodes else 1),
         driver=driver_version(),
-        interconnect=describe_links(links) or loopback,
+        interconnect=describe_links(links) or gloo_path,
         links=links,
         nodes=nodes.hosts if nodes else (),
     )

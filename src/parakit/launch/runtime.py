@@ -1,4 +1,4 @@
-"""Where GPU ranks and `prepare-ds-*` run: in the kit's image, or on this machine."""
+"""Choose whether GPU ranks and `prepare-ds-*` run in the kit's image or on this machine, and run a module there."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ IMPORT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the ranks of a run find."""
+    """The place where ranks run, and the libraries of NVIDIA that it has."""
 
     name: RuntimeName = RuntimeName.HOST
     transformer_engine: bool = False
     apex: bool = False
-    """NVIDIA Apex's gradient accumulation, which Megatron's output layer uses even with TE."""
+    """Whether NVIDIA Apex fuses gradient accumulation, which Megatron's output layer uses even with Transformer
+    Engine.
+    """
     pair: ImagePair | None = None
     container: Container | None = None
 
@@ -52,49 +54,52 @@ ON_HOST = Runtime()
 
 
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
-    """The runtime that RUNTIME= names or that fits the machine; the preflight checks that it works.
+    """Return the runtime that RUNTIME= names, or the one that fits this machine.
 
-    CPU ranks need no image: they run on the host unless RUNTIME=docker asks for one. What Slurm starts
-    finds its runtime there.
+    CPU ranks run on the host unless RUNTIME=docker is set. A Slurm job chooses its runtime where it starts, so
+    the host is returned for it. Whether the runtime works is checked later, by `check_launch`.
 
     Raises:
-        LaunchError: IMAGE= names no pair, or MEGATRON_LM= a checkout that the image cannot see.
+        LaunchError: IMAGE= names no image pair, or MEGATRON_LM= names a checkout, which a container cannot see.
     """
-    on_cpu = device is DeviceKind.CPU
-    is_plain = on_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER)
-    if is_plain or options.slurm is not None:
+    is_cpu = device is DeviceKind.CPU
+    is_cpu_on_host = is_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER)
+    if is_cpu_on_host or options.slurm is not None:
         return ON_HOST
     if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
-        # Inside the kit's image, too, where Transformer Engine and Apex are.
+        # This may be a process in the kit's image, where Transformer Engine and Apex are installed.
         apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return Runtime(transformer_engine=can_import_transformer_engine(), apex=apex)
     if options.megatron_lm is not None:
         raise LaunchError(
-            f"MEGATRON_LM={options.megatron_lm} is a checkout of this machine, but in a container the "
-            "image's own trains; unset it, or set RUNTIME=host."
+            f"MEGATRON_LM={options.megatron_lm} is a checkout on this machine, but a container trains "
+            "with its image's own Megatron; unset MEGATRON_LM, or set RUNTIME=host."
         )
     if options.wandb and options.wandb.mode == "online":
-        _hand_in_wandb_login()
-    return docker_runtime(find_pair(options.image), not on_cpu, options.host_network)
+        _export_wandb_key()
+    return docker_runtime(find_pair(options.image), not is_cpu, options.host_network)
 
 
-def _hand_in_wandb_login() -> None:
-    """Give the container, which sees no netrc, the key of `wandb login`: docker takes it by name."""
+def _export_wandb_key() -> None:
+    """Set WANDB_API_KEY in this process to the key of `wandb login`, if it is not set.
+
+    A container does not see the login's netrc file; docker passes the variable on by its name.
+    """
     key = None if os.environ.get("WANDB_API_KEY") else read_wandb_key(os.environ)
     if key:
         os.environ["WANDB_API_KEY"] = key
 
 
 def docker_runtime(pair: ImagePair, gpus: bool = True, host_network: bool = False) -> Runtime:
-    """A container of a pair's image."""
-    # A dry run needs no engine, and a real one is refused by the preflight.
+    """Return the runtime of a container of a pair's image, with this machine's GPUs unless `gpus` is False."""
+    # The engine may be missing: a dry run needs none, and a real run is refused later.
     user, names = container_user(check_engine()[1]), inherited_names()
     container = Container(pair.name, user, (ROOT,), names, gpus, host_network)
     return Runtime(RuntimeName.DOCKER, True, True, pair, container)
 
 
 def default_runtime() -> RuntimeName:
-    """Docker where an NVIDIA GPU is and an engine that can give it to containers; else the host."""
+    """Return the runtime without RUNTIME=: docker if its engine can give NVIDIA GPUs to containers, else the host."""
     if is_inside_container() or not visible_gpus():
         return RuntimeName.HOST
     engine = check_engine()[1]
@@ -102,14 +107,14 @@ def default_runtime() -> RuntimeName:
 
 
 def is_inside_container() -> bool:
-    """Whether this is a container of any kind; a mount would name paths of the host."""
+    """Return True in a container of any kind, where the paths of a mount would be the host's."""
     markers = (Path("/.dockerenv"), Path("/run/.containerenv"))
     return bool(image_tag()) or any(marker.exists() for marker in markers)
 
 
 @cache
 def can_import_transformer_engine() -> bool:
-    """Whether Transformer Engine works here; one that is installed for another torch does not import."""
+    """Return True if Transformer Engine can be imported; if it was built for another torch, it cannot."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
@@ -117,25 +122,32 @@ def can_import_transformer_engine() -> bool:
 
 
 def prepare_dataset(words: Sequence[str], options: Options, target: str) -> int:
-    """A command of `tools.preprocess`, where RUNTIME says; as `run_module`."""
+    """Run a command of `tools.preprocess` on the runtime that RUNTIME= names; return as `run_module` does.
+
+    Raises:
+        LaunchError: INPUT= is set, which this target would ignore; or as `run_module`.
+    """
     if text := os.environ.get("INPUT"):
         raise LaunchError(
-            f"'make {target}' has a text of its own and does not read INPUT={text}; "
-            f"'make prepare-ds INPUT={text} NAME=…' does, or unset it."
+            f"'make {target}' has its own text and does not read INPUT={text}; use 'make prepare-ds "
+            f"INPUT={text} NAME=…', or unset INPUT."
         )
     return run_module(("tools.preprocess", *words), options)
 
 
 def prepare_own_text(given: Namespace, options: Options) -> int:
-    """Make `owt-ds/NAME` from the user's own text; as `run_module`. ARGS= is passed on, and counts last."""
+    """Make the data set `owt-ds/NAME` from the user's text INPUT=; return as `run_module` does.
+
+    The options in ARGS= are passed on after the kit's own, so they count in a conflict.
+    """
     output = ("--output-prefix", f"owt-ds/{given.name}")
-    plain = ("--append-eod", "--tokenizer", "gpt2", *output, "--input", given.input)
-    flags = (*plain, *given.args)
+    kit_flags = ("--append-eod", "--tokenizer", "gpt2", *output, "--input", given.input)
+    flags = (*kit_flags, *given.args)
     return run_module(("tools.preprocess", *flags), options, given.input)
 
 
 def run_module_arguments(parser: ArgumentParser) -> None:
-    """A module's name and its arguments."""
+    """Add a module's name and its arguments to a parser."""
     parser.add_argument("words", nargs=REMAINDER)
 
 
@@ -144,11 +156,11 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
 
     Args:
         words: The module and its arguments.
-        options: RUNTIME=, IMAGE= and DRY_RUN=.
-        text: A file that it reads; a dry run refuses it as the module would.
+        options: RUNTIME=, IMAGE= and DRY_RUN= count.
+        text: A file that the module reads. A dry run refuses it as the module would.
 
     Raises:
-        LaunchError: The container cannot be started, or a dry run finds no input.
+        LaunchError: The container or the program cannot be started, or a dry run finds no input.
     """
     in_docker = not image_tag() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
     command = docker_command(words, options) if in_docker else (sys.executable, "-m", *words)
@@ -168,10 +180,10 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
 
 
 def _check_input(text: str) -> None:
-    """What `tools.preprocess` would refuse of the texts that it is to read."""
+    """Raise the LaunchError with which `tools.preprocess` would refuse the text that it is to read."""
     from parakit.data import (
         HUB_PREFIX,
-        DatasetError,  # What trains needs neither.
+        DatasetError,
         find_input_files,
     )
 
@@ -181,26 +193,29 @@ def _check_input(text: str) -> None:
         raise LaunchError(str(error)) from None
 
 
-def docker_command(words: Sequence[str], options: Options) -> tuple[str, ...]:
-    """The command in a container without GPUs; folders that the words name are mounted, and one's own
-    cache of the hub."""
-    from parakit.data import HUB_CACHES  # What trains needs none.
+def docker_command(arguments: Sequence[str], options: Options) -> tuple[str, ...]:
+    """Return the command that runs a module in a container without GPUs.
+
+    Folders that the arguments name are mounted, and so is the user's cache of the hub.
+    """
+    from parakit.data import HUB_CACHES
 
     user, names = container_user(check_engine()[1]), inherited_names(*HUB_VARIABLES, *HUB_CACHES)
-    caches = [Path(name) for each in HUB_CACHES if (name := os.environ.get(each))]
+    caches = [Path(os.environ[variable]) for variable in HUB_CACHES if os.environ.get(variable)]
     container = Container(find_pair(options.image).name, user, inherited=names, gpus=False)
-    mounted = container.mounting(*find_named_folders(words), *filter(Path.is_dir, caches))
-    return mounted.wrap((IMAGE_PYTHON, "-m", *words), ())
+    mounted = container.mounting(*find_named_folders(arguments), *filter(Path.is_dir, caches))
+    return mounted.wrap((IMAGE_PYTHON, "-m", *arguments), ())
 
 
-def find_named_folders(words: Sequence[str]) -> Iterator[Path]:
-    """Folders of files, folders and globs among the words, as named and as links lead to them."""
-    for word in words:
-        if "/" not in word:
+def find_named_folders(arguments: Sequence[str]) -> Iterator[Path]:
+    """Yield the folders of the files, folders and globs among some arguments, as named and with links resolved."""
+    for argument in arguments:
+        if "/" not in argument:
             continue
-        path = ROOT / Path(word).expanduser()
+        path = ROOT / Path(argument).expanduser()
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
-        if folder != Path(folder.root):  # The root itself is never mounted: the word is no path.
+        # An argument that leads to the root is no path, and the root is never mounted.
+        if folder != Path(folder.root):
             yield Path(os.path.normpath(folder))
             yield folder.resolve()
             if path.exists():

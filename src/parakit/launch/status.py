@@ -1,4 +1,4 @@
-"""`make status`: every run, waiting, running or ended; and what Slurm knows put into the records."""
+"""`make status`: list every run as it stands, and record what Slurm reports about jobs that it ended."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ TAIL_BYTES = 256 << 10
 SHOWN_RANKS = 8
 REDRAW_SECONDS = 2.0
 SCREEN_MARGIN = 5
-"""Lines for heading, rule and prompt."""
+"""Lines of the screen that heading, rule and prompt take."""
 NUM_RECENT_ITERATIONS = 20
-"""Iterations whose median says how long the rest will take."""
+"""Iterations whose median time estimates the time that is left."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run as it stands now."""
+    """A run as it stands now: state, progress, loss and memory."""
 
     run: str
     state: str
-    """`queued`, `running`, or how it ended."""
+    """`queued`, `running`, or the status with which the run ended."""
     iteration: int | None = None
     iterations: int | None = None
     loss: float | None = None
     left_seconds: float | None = None
     note: str = ""
     memory_bytes: tuple[float, ...] = ()
-    """The newest reading of each rank's device, or process, while it runs."""
+    """Newest memory sample per rank, of its device or its process; empty unless the run is running."""
 
 
-def _memory_of(seen: RunStatus) -> str | None:
-    ranks = [gib(bytes_, 2) for bytes_ in seen.memory_bytes]
+def _format_memory(status: RunStatus) -> str | None:
+    """Return the GiB per rank, at most SHOWN_RANKS numbers with the highest last; None without samples."""
+    ranks = [gib(bytes_, 2) for bytes_ in status.memory_bytes]
     if len(ranks) > SHOWN_RANKS:
-        ranks = [*ranks[: SHOWN_RANKS - 1], "…", f"{gib(max(seen.memory_bytes), 2)} most"]
+        ranks = [*ranks[: SHOWN_RANKS - 1], "…", f"{gib(max(status.memory_bytes), 2)} most"]
     return " ".join(ranks) or None
 
 
@@ -76,22 +77,22 @@ _COLUMNS = (
         lambda seen: None if seen.left_seconds is None else clock(seen.left_seconds),
         rank=4,
     ),
-    Column[RunStatus]("GiB by rank", _memory_of, rank=6),
+    Column[RunStatus]("GiB by rank", _format_memory, rank=6),
     _NOTE,
 )
 
 
 def watch_runs(runs: Path, console: Console) -> None:
-    """Redraw the table of runs in a terminal until none is running; Ctrl-C leaves it as it stands.
+    """Redraw the table of runs until none is running; Ctrl-C leaves the table as it stands.
 
-    Elsewhere, and where nothing runs, it is printed once.
+    Off a terminal, and if nothing runs, the table is printed once.
     """
     rows = read_run_statuses(runs)
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             try:
-                while any(seen.state == "running" for seen in rows):
-                    # The newest that fit, so that the terminal can be redrawn without scrolling.
+                while any(status.state == "running" for status in rows):
+                    # A terminal can be redrawn only without scrolling, so only the newest runs are shown.
                     newest = tuple(rows)[-max(1, console.height - SCREEN_MARGIN) :]
                     table = Table(_COLUMNS, newest).fitting(console.width)
                     live.update(rich_table(table, console.width), refresh=True)
@@ -103,7 +104,7 @@ def watch_runs(runs: Path, console: Console) -> None:
 
 
 def print_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> None:
-    """Print a row for every run, the newest last; names are whole, as `RUN=` takes them."""
+    """Print a row per run, the newest last. Names are in full, as `RUN=` takes them."""
     if not rows:
         text = f"No runs in {runs}; 'make demo' or a train-… target makes some."
         console.print(text, markup=False)
@@ -111,79 +112,110 @@ def print_status(rows: Sequence[RunStatus], runs: Path, console: Console) -> Non
     table = Table(_COLUMNS, tuple(rows)).fitting(console.width)
     console.print(rich_table(table, console.width), crop=False)
     if _NOTE not in table.columns:
-        for seen in rows:
-            if seen.note:
-                line = make_printable(f"{seen.run}: {seen.note}")
+        for status in rows:
+            if status.note:
+                line = make_printable(f"{status.run}: {status.note}")
                 say(console, line)
 
 
 def read_run_statuses(runs: Path) -> list[RunStatus]:
-    """Every run as it stands; the caller's jobs that Slurm ended get the status that it reports."""
+    """Return the status of every run in the folder `runs`.
+
+    Jobs of this user that Slurm ended get the status that Slurm reports; it is written to their folder.
+    """
     folders = find_run_folders(runs)
     jobs = {folder: job for folder in folders if (job := read_job_record(folder)) is not None}
     states = query_job_states([job.job_id for job in jobs.values()])
-    return [_see(folder, jobs.get(folder), states) for folder in folders]
+    return [_read_status(folder, jobs.get(folder), states) for folder in folders]
 
 
 def read_job_record(folder: Path) -> records.JobRecord | None:
-    """`job.json`; None where there is none that can be read."""
+    """Return the record in `job.json`; None if the file is missing or cannot be read."""
     try:
         return msgspec.json.decode((folder / records.JOB_FILE).read_bytes(), type=records.JobRecord)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _see(
-    folder: Path, job: records.JobRecord | None, states: dict[str, JobState] | None
+def _read_status(
+    folder: Path, job: records.JobRecord | None, job_states: dict[str, JobState] | None
 ) -> RunStatus:
+    """Return one run as it stands now.
+
+    `job` is its Slurm job, if it has one. `job_states` are Slurm's answers; None if Slurm does not answer.
+    """
     status = read_recorded_status(folder)
-    state = states.get(job.job_id) if job and states else None
-    last = _last_iterations(folder / records.LOG_FILE)
-    wanted = None
+    job_state = job_states.get(job.job_id) if job and job_states else None
+    is_in_slurm = job_state is not None and (job_state.is_waiting or job_state.is_running)
+    has_left_slurm = job_states is not None and not is_in_slurm
+    # Slurm lists only the caller's jobs. A job of another user may still run when it is not listed.
+    if job and has_left_slurm and folder.stat().st_uid == os.getuid():
+        status = _settle_status(folder, job, job_state, status)
+    state, note = _describe_state(folder, job, job_state, status, job_states is None)
+    iterations = None
     with suppress(OSError, msgspec.DecodeError):
-        wanted = records.read_run(folder).exit_interval
-    # Slurm lists the caller's jobs only: of others' it says nothing by leaving them out.
-    in_hand = state is not None and (state.is_waiting or state.is_running)
-    if job and states is not None and not in_hand and folder.stat().st_uid == os.getuid():
-        status = _settled(folder, job, state, status)
-    note = f"job {job.job_id}" if job else ""
-    if state and state.is_waiting:
-        shown, note = "queued", f"{note}: {state.reason}"
-    elif in_hand or (state is None and records.looks_alive(folder) and _open(status)):
-        shown = "running"
-    elif job and states is None and _open(status):
-        shown, note = status.status.value, f"{note}: Slurm does not answer."
-    else:
-        shown, note = status.status.value, status.reason if status.status is not Status.OK else ""
-    newest, left = last[-1] if last else None, None
-    memory: tuple[float, ...] = ()
-    if shown == "running":
-        times = [one.elapsed_ms for one in last if one.elapsed_ms is not None]
-        if newest and times and wanted is not None:
-            left = max(0, wanted - newest.iteration) * statistics.median(times) / 1000
-        ranks = read_samples(folder / records.SAMPLES_FILE).series
-        known = ([b for b in one.memory_bytes if b is not None] for one in ranks)
-        memory = tuple(readings[-1] for readings in known if readings)
+        iterations = records.read_run(folder).exit_interval
+    recent = _last_iterations(folder / records.LOG_FILE)
+    newest = recent[-1] if recent else None
+    is_running = state == "running"
     return RunStatus(
         run=folder.name,
-        state=shown,
+        state=state,
         iteration=newest.iteration if newest else None,
-        iterations=wanted,
+        iterations=iterations,
         loss=newest.lm_loss if newest else None,
-        left_seconds=left,
+        left_seconds=_estimate_left_seconds(recent, iterations) if is_running else None,
         note=note,
-        memory_bytes=memory,
+        memory_bytes=_read_newest_memory(folder) if is_running else (),
     )
 
 
-def _settled(
+def _describe_state(
+    folder: Path,
+    job: records.JobRecord | None,
+    job_state: JobState | None,
+    status: StatusRecord,
+    is_slurm_silent: bool,
+) -> tuple[str, str]:
+    """Return the state and the note that the table shows for a run."""
+    note = f"job {job.job_id}" if job else ""
+    if job_state and job_state.is_waiting:
+        return "queued", f"{note}: {job_state.reason}"
+    if job_state and job_state.is_running:
+        return "running", note
+    if job_state is None and records.looks_alive(folder) and _is_incomplete(status):
+        return "running", note
+    if job and is_slurm_silent and _is_incomplete(status):
+        return status.status.value, f"{note}: Slurm does not answer."
+    return status.status.value, "" if status.status is Status.OK else status.reason
+
+
+def _estimate_left_seconds(recent: Sequence[Iteration], iterations: int | None) -> float | None:
+    """Return the seconds to the last iteration at the median recent time; None if a number is unknown."""
+    times_ms = [iteration.elapsed_ms for iteration in recent if iteration.elapsed_ms is not None]
+    if not times_ms or iterations is None:
+        return None
+    return max(0, iterations - recent[-1].iteration) * statistics.median(times_ms) / 1000
+
+
+def _read_newest_memory(folder: Path) -> tuple[float, ...]:
+    """Return the newest memory sample of each rank that has one."""
+    newest: list[float] = []
+    for series in read_samples(folder / records.SAMPLES_FILE).series:
+        samples = [sample for sample in series.memory_bytes if sample is not None]
+        if samples:
+            newest.append(samples[-1])
+    return tuple(newest)
+
+
+def _settle_status(
     folder: Path, job: records.JobRecord, state: JobState | None, status: StatusRecord
 ) -> StatusRecord:
-    """Its status, from Slurm where the launcher left none or was only asked to stop."""
-    if _open(status) and not records.looks_alive(folder):
-        settled = replace(_how_it_ended(folder, job, state), finished_utc=records.utc_now())
+    """Return a job's status, from Slurm if the launcher left none or was only asked to stop; write it if it changed."""
+    if _is_incomplete(status) and not records.looks_alive(folder):
+        settled = replace(_explain_end(folder, job, state), finished_utc=records.utc_now())
     elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:
-        settled = replace(status, reason=_reason(job, ENDINGS[state.state][1]))
+        settled = replace(status, reason=_job_sentence(job, ENDINGS[state.state][1]))
     else:
         return status
     if settled != status:
@@ -191,12 +223,15 @@ def _settled(
     return settled
 
 
-def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) -> StatusRecord:
+def _explain_end(folder: Path, job: records.JobRecord, state: JobState | None) -> StatusRecord:
+    """Return the status of a job whose launcher left none, from Slurm or else from the log."""
     if state is not None:
-        kind, how = ENDINGS.get(state.state, (Status.CRASHED, f"ended {state.state} in Slurm"))
-        return StatusRecord(kind, None, _reason(job, how))
+        status_kind, ending = ENDINGS.get(
+            state.state, (Status.CRASHED, f"ended {state.state} in Slurm")
+        )
+        return StatusRecord(status_kind, None, _job_sentence(job, ending))
     if not any((folder / name).exists() for name in (records.LOG_FILE, OUTPUT_FILE)):
-        # Of an array's element that was cancelled while it waited Slurm keeps nothing.
+        # Slurm has no record of an array task that was cancelled while it waited.
         reason = f"Job {job.job_id} left Slurm's queue before it began."
         return StatusRecord(Status.INTERRUPTED, None, reason)
     status = diagnose_log(folder / records.LOG_FILE, None, interrupted=False)
@@ -204,16 +239,18 @@ def _how_it_ended(folder: Path, job: records.JobRecord, state: JobState | None) 
     return replace(status, reason=reason.strip())
 
 
-def _reason(job: records.JobRecord, how: str) -> str:
-    return f"Job {job.job_id} {how}; see {OUTPUT_FILE}."
+def _job_sentence(job: records.JobRecord, ending: str) -> str:
+    """Return the sentence that says how a job ended and where its output is."""
+    return f"Job {job.job_id} {ending}; see {OUTPUT_FILE}."
 
 
-def _open(status: StatusRecord) -> bool:
+def _is_incomplete(status: StatusRecord) -> bool:
+    """Return True if the launcher has not written a final status."""
     return status.status is Status.INCOMPLETE
 
 
 def read_recorded_status(folder: Path) -> StatusRecord:
-    """`status.json`; `incomplete` where there is none that can be read."""
+    """Return the status in `status.json`; `incomplete` if the file is missing or cannot be read."""
     try:
         return records.read_status(folder)
     except (OSError, msgspec.DecodeError):
@@ -221,6 +258,7 @@ def read_recorded_status(folder: Path) -> StatusRecord:
 
 
 def _last_iterations(log: Path) -> Sequence[Iteration]:
+    """Return the last iterations in a log, at most NUM_RECENT_ITERATIONS; empty without a log."""
     try:
         follower = LogFollower(log, max(0, log.stat().st_size - TAIL_BYTES))
     except OSError:

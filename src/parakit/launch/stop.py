@@ -1,4 +1,4 @@
-"""`make stop RUN=…` ends a run from any terminal; `make clean` asks here whether one is on."""
+"""`make stop RUN=…`: end a run from any terminal. `make clean` asks here whether a run is active."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from parakit.launch.supervise.exit_status import format_outcome
 from parakit.launch.supervise.interruption import is_alive
 
 STOP_SECONDS = 30.0
-"""A launcher that is asked to stop ends its ranks within 10 s, and then writes the status."""
+"""Longest wait for a run to end. A launcher ends its ranks within 10 s and then writes the status."""
 
 POLL_SECONDS = 0.2
 CLOCK_SECONDS = 5.0
-"""Two readings of one process's start may differ so much, where the clock was set meanwhile."""
+"""Largest difference between two readings of a process's start time, in case the clock was set meanwhile."""
 
 
 def stop_run(run: str | Path, console: Console) -> int:
-    """End a run as Ctrl-C in its own terminal would; 0 once it has ended.
+    """End a run as Ctrl-C in its terminal would, and print how it ended; return 0.
 
     Raises:
-        LaunchError: It is no run, is not running, or runs where it cannot be ended from here.
+        LaunchError: The folder holds no run, the run is not running, or it cannot be ended from here.
     """
     run = Path(run).absolute()
     if not records.is_run_folder(run):
@@ -46,17 +46,18 @@ def stop_run(run: str | Path, console: Console) -> int:
     job = read_job_record(run)
     state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None
     if job and state and (state.is_waiting or state.is_running):
-        _cancel(run, job.job_id)
+        _cancel_job(run, job.job_id)
     elif records.is_running(run / records.LOG_FILE):
-        launcher = _launcher_here(run)
-        if launcher is not None:  # Else it died, and the supervisor is ending the ranks already.
+        launcher = _find_local_launcher(run)
+        # Without a launcher, which has died, the supervisor is already ending the ranks.
+        if launcher is not None:
             launcher.terminate()
-        _wait_for_the_end(run, launcher)
-    elif left := read_container_id(run / CONTAINER_FILE):
+        _wait_for_end(run, launcher)
+    elif container := read_container_id(run / CONTAINER_FILE):
         if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
             raise LaunchError(
                 f"The container of {relative_to_root(run)} may still run, and Docker's engine does not "
-                f"answer; start it, then repeat this, or use 'docker rm --force {left[:12]}'."
+                f"answer; start it, then repeat this, or use 'docker rm --force {container[:12]}'."
             )
     else:
         status = read_recorded_status(run)
@@ -69,22 +70,22 @@ def stop_run(run: str | Path, console: Console) -> int:
 
 
 def refuse_running(runs: Path) -> None:
-    """Refuse while a run in this folder is on, or waits in Slurm's queue.
+    """Raise if a run in the folder `runs` is training, or waits in Slurm's queue.
 
     Raises:
-        LaunchError: At least one is; each is named.
+        LaunchError: A run is active; the message names all active runs.
     """
     active = [
-        relative_to_root(runs / seen.run)
-        for seen in read_run_statuses(runs)
-        if seen.state in ("queued", "running")
-        or records.is_running(runs / seen.run / records.LOG_FILE)
+        relative_to_root(runs / status.run)
+        for status in read_run_statuses(runs)
+        if status.state in ("queued", "running")
+        or records.is_running(runs / status.run / records.LOG_FILE)
     ]
     if active:
-        names, each = " and ".join(active), "it" if len(active) == 1 else "each"
+        named_runs, object = " and ".join(active), "it" if len(active) == 1 else "each"
         verb = "is on" if len(active) == 1 else "are on"
         raise LaunchError(
-            f"{names} {verb}; end {each} with 'make stop RUN={active[0]}' or wait ('make status'), "
+            f"{named_runs} {verb}; end {object} with 'make stop RUN={active[0]}' or wait ('make status'), "
             "then repeat this."
         )
     for log in runs.glob(f".start/*/{records.LOG_FILE}"):
@@ -95,15 +96,23 @@ def refuse_running(runs: Path) -> None:
             )
 
 
-def _cancel(run: Path, job_id: str) -> None:
+def _cancel_job(run: Path, job_id: str) -> None:
+    """Cancel a run's Slurm job and wait until it has ended.
+
+    Raises:
+        LaunchError: scancel fails, or the job has not ended within STOP_SECONDS.
+    """
     if not cancel_job(job_id):
         raise LaunchError(
             f"{relative_to_root(run)} is Slurm's job {job_id}, and scancel fails here; end it with 'scancel "
             f"{job_id}' where Slurm's client is."
         )
     deadline = time.monotonic() + STOP_SECONDS
-    on = ("queued", "running")
-    while any(seen.run == run.name and seen.state in on for seen in read_run_statuses(run.parent)):
+    active_states = ("queued", "running")
+    while any(
+        status.run == run.name and status.state in active_states
+        for status in read_run_statuses(run.parent)
+    ):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {STOP_SECONDS:.0f} s; "
@@ -112,11 +121,11 @@ def _cancel(run: Path, job_id: str) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _launcher_here(run: Path) -> psutil.Process | None:
-    """The run's launcher; None if it is gone.
+def _find_local_launcher(run: Path) -> psutil.Process | None:
+    """Return the process of the run's launcher; None if it has ended.
 
     Raises:
-        LaunchError: It is on another machine, or the folder does not say where.
+        LaunchError: The launcher is on another machine, or the folder does not name it.
     """
     try:
         path = run / records.LAUNCHER_FILE
@@ -133,19 +142,24 @@ def _launcher_here(run: Path) -> psutil.Process | None:
         )
     try:
         process = psutil.Process(record.process)
-        same = abs(process.create_time() - record.started) < CLOCK_SECONDS
+        is_same = abs(process.create_time() - record.started) < CLOCK_SECONDS
     except psutil.NoSuchProcess:
         return None
-    return process if same else None
+    return process if is_same else None
 
 
-def _wait_for_the_end(run: Path, launcher: psutil.Process | None) -> None:
+def _wait_for_end(run: Path, launcher: psutil.Process | None) -> None:
+    """Wait until the launcher and all ranks have ended.
+
+    Raises:
+        LaunchError: They have not ended within STOP_SECONDS.
+    """
     deadline = time.monotonic() + STOP_SECONDS
     while (launcher and is_alive(launcher)) or records.is_running(run / records.LOG_FILE):
         if time.monotonic() > deadline:
-            harder = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
+            hint = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
             raise LaunchError(
-                f"{relative_to_root(run)} has not ended within {STOP_SECONDS:.0f} s, 'make status' follows "
-                f"it{harder}."
+                f"{relative_to_root(run)} has not ended within {STOP_SECONDS:.0f} s; 'make status' shows "
+                f"when it has{hint}."
             )
         time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""`LAUNCHER=slurm make train-…`: a run folder, a script in it, and a job in the queue."""
+"""`LAUNCHER=slurm make train-…`: make a run folder with a batch script in it, and submit a Slurm job."""
 
 from __future__ import annotations
 
@@ -39,40 +39,43 @@ from parakit.launch.run_folder import create_run_folder
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0
 SETTLED_VARIABLES = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
-"""Variables that the job is not given, because they are settled when it is submitted."""
+"""Variables that the job does not get, because they take effect when the job is submitted."""
 
 WANDB_NAMES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT")
 
 
 def submit_run(launch: Launch, console: Console) -> int:
-    """Submit a run, or its repeats as an array; 0, or the script alone with DRY_RUN=1.
+    """Submit a run, or its repeats as an array; return 0. With DRY_RUN=1 only print the script.
 
     Raises:
-        LaunchError: The run cannot work, or Slurm is not here or refuses it; nothing was written.
+        LaunchError: The run cannot work, or Slurm is missing or refuses the job; nothing was written.
     """
     options = launch.job.options
     assert options.slurm is not None
-    spread = spread_over_nodes(launch, options.slurm.nodes)
-    each = [spread] * options.repeats
-    if options.dry_run:  # The script first, then why it would be refused.
-        submit_array(launch.job.name, each, console)
-    check_launch(spread)
+    launch_on_nodes = spread_over_nodes(launch, options.slurm.nodes)
+    launches = [launch_on_nodes] * options.repeats
+    if options.dry_run:
+        # The script is printed before the check, so that the user sees what would be refused.
+        submit_array(launch.job.name, launches, console)
+    check_launch(launch_on_nodes)
     if not options.dry_run:
-        submit_array(launch.job.name, each, console)
+        submit_array(launch.job.name, launches, console)
     return 0
 
 
-def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
-    """Submit runs of one size as one job, an array if there are several; a dry run prints the script.
+def submit_array(name: str, launches: Sequence[Launch], console: Console) -> None:
+    """Submit launches of one size as one Slurm job, as an array if there are several; print the run folders.
+
+    With DRY_RUN=1 only the script is printed.
 
     Raises:
-        LaunchError: Slurm is not here or refuses it, and nothing was written; or it gives no answer, and
-            the run folders stay for a job that it may have taken.
+        LaunchError: Slurm is missing or refuses the job, and nothing was written; or Slurm gives no answer,
+            and the run folders stay because Slurm may have taken the job.
     """
-    first, options = each[0], each[0].job.options
-    job = _job(name, first)
+    first, options = launches[0], launches[0].job.options
+    job = _describe_job(name, first)
     if options.dry_run:
-        tasks = tuple(_cell(RUN_PLACEHOLDER, one) for one in each)
+        tasks = tuple(_describe_task(RUN_PLACEHOLDER, launch) for launch in launches)
         print(render_batch_script(replace(job, tasks=tasks)))
         return
     if shutil.which("sbatch") is None:
@@ -80,18 +83,19 @@ def submit_array(name: str, each: Sequence[Launch], console: Console) -> None:
             "LAUNCHER=slurm needs Slurm's client (no 'sbatch' on PATH); run this on the cluster's login "
             "node, or use NNODES= NODE_RANK= MASTER_ADDR= on each host."
         )
-    folders = tuple(create_run_folder(one, options.runs) for one in each)
+    folders = tuple(create_run_folder(launch, options.runs) for launch in launches)
     tasks = tuple(
-        _cell(relative_to_root(folder), one) for folder, one in zip(folders, each, strict=True)
+        _describe_task(relative_to_root(folder), launch)
+        for folder, launch in zip(folders, launches, strict=True)
     )
-    job_id = _hand_over(replace(job, tasks=tasks), folders, choose_image(first))
+    job_id = _write_and_submit(replace(job, tasks=tasks), folders, choose_image(first))
     for folder in folders:
         say(console, f"job {job_id}: {relative_to_root(folder)}")
     console.print("'make status' follows it.", highlight=False)
 
 
 def spread_over_nodes(launch: Launch, count: int) -> Launch:
-    """The launch as it will be spread; the nodes' addresses are known once they are there."""
+    """Return the launch on `count` nodes, whose addresses are not known before the job starts."""
     options = launch.job.options
     assert options.slurm is not None
     job = launch.job.with_options(replace(options, slurm=replace(options.slurm, nodes=count)))
@@ -99,20 +103,21 @@ def spread_over_nodes(launch: Launch, count: int) -> Launch:
 
 
 def choose_image(launch: Launch) -> str | None:
-    """The image of the kit's that ranks are to run in if Slurm has Pyxis; None for the host.
+    """Return the image in which ranks run if Slurm has Pyxis; None for the host.
 
     Raises:
-        LaunchError: IMAGE= names no pair.
+        LaunchError: IMAGE= names no image pair.
     """
     options = launch.job.options
     if launch.spec.device is DeviceKind.CPU or options.runtime is RuntimeName.HOST:
         return None
-    named = options.slurm.image if options.slurm else None
-    return named or find_pair(options.image).name
+    slurm_image = options.slurm.image if options.slurm else None
+    return slurm_image or find_pair(options.image).name
 
 
-def _job(name: str, launch: Launch) -> BatchJob:
-    options, container = launch.job.options, _container(launch)
+def _describe_job(name: str, launch: Launch) -> BatchJob:
+    """Return the batch job of launches like this one, still without its tasks."""
+    options, container_flags = launch.job.options, _choose_container_flags(launch)
     assert options.slurm is not None
     return BatchJob(
         name=name,
@@ -120,64 +125,76 @@ def _job(name: str, launch: Launch) -> BatchJob:
         devices_per_node=launch.local_devices,
         slurm=options.slurm,
         tasks=(),
-        python=IMAGE_PYTHON if container else sys.executable,
+        python=IMAGE_PYTHON if container_flags else sys.executable,
         inherited=list_inherited_variables(options),
-        container=container,
+        container=container_flags,
     )
 
 
 def list_inherited_variables(options: Options) -> tuple[str, ...]:
-    """Names of the submitter's variables that the job gets; keys only for what was asked for.
+    """Return the names of this process's variables that the job gets; W&B's only if WANDB= is set.
 
-    Slurm keeps a job's variables in its own spool until the job has ended.
+    Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed.
     """
     names = [name for name in inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"]
     return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
 
 
-def _container(launch: Launch) -> tuple[str, ...]:
-    """srun's flags of the kit's image where Pyxis is, for GPU ranks; none for the host."""
+def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
+    """Return srun's flags of the kit's image for GPU ranks if Slurm has Pyxis; empty for the host.
+
+    Raises:
+        LaunchError: A container was asked for and Slurm has no Pyxis, or the image's file is missing.
+    """
     options = launch.job.options
-    named = options.slurm.image if options.slurm else None
+    slurm_image = options.slurm.image if options.slurm else None
     if choose_image(launch) is None:
         return ()
     if "--container-image" not in run_program(["srun", "--help"], SUBMIT_SECONDS).out:
-        if options.runtime is RuntimeName.DOCKER or named:
+        if options.runtime is RuntimeName.DOCKER or slurm_image:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
                 "started; set RUNTIME=host."
             )
         return ()
     pair = find_pair(options.image)
-    squashed = ROOT / "docker" / f"{pair.name.replace(':', '+')}.sqsh"
-    if named is None and not squashed.is_file():
+    image_file = ROOT / "docker" / f"{pair.name.replace(':', '+')}.sqsh"
+    if slurm_image is None and not image_file.is_file():
         raise LaunchError(
-            f"{squashed} is not there; make it where Docker is with 'make image' and 'enroot import "
-            f"--output {squashed} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
+            f"{image_file} is not there; make it where Docker is with 'make image' and 'enroot import "
+            f"--output {image_file} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
             "RUNTIME=host."
         )
     folders = (ROOT, *data_folders(launch.data_path), options.runs.absolute())
     mounts = Container("", "", mounts=()).mounting(*folders).mounts
-    return pyxis_flags(named or str(squashed), mounts)
+    return pyxis_flags(slurm_image or str(image_file), mounts)
 
 
-def _cell(folder: str, launch: Launch) -> ArrayTask:
+def _describe_task(folder: str, launch: Launch) -> ArrayTask:
+    """Return the array task that trains a launch in `folder`."""
     job = launch.job
-    given = {name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES}
-    # The job is in its container already, or to have none.
-    return ArrayTask(folder, job.parakit_arguments, {**given, "RUNTIME": RuntimeName.HOST.value})
+    variables = {
+        name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES
+    }
+    # The task already runs in its container, if it has one, so it must not start another.
+    return ArrayTask(
+        folder, job.parakit_arguments, {**variables, "RUNTIME": RuntimeName.HOST.value}
+    )
 
 
-def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
-    """Write the script into every run folder and submit it; the job's number."""
-    said = "Waits in Slurm's queue."
-    waiting = records.StatusRecord(records.Status.INCOMPLETE, None, said)
+def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
+    """Write the script into every run folder, submit it, and return the number of the job.
+
+    The run folders are removed if Slurm refuses the job.
+    """
+    reason = "Waits in Slurm's queue."
+    waiting = records.StatusRecord(records.Status.INCOMPLETE, None, reason)
     try:
         text = render_batch_script(job)
         for folder in folders:
             (folder / SCRIPT_FILE).write_text(text)
             write_record(folder / records.STATUS_FILE, waiting)
-        slurm_job = _sbatch(folders[0] / SCRIPT_FILE)
+        slurm_job = _run_sbatch(folders[0] / SCRIPT_FILE)
     except subprocess.TimeoutExpired:
         names = ", ".join(map(str, folders))
         raise LaunchError(
@@ -188,15 +205,20 @@ def _hand_over(job: BatchJob, folders: Sequence[Path], image: str | None) -> str
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    for element, folder in enumerate(folders):
-        own = slurm_job if len(folders) == 1 else f"{slurm_job}_{element}"
+    for index, folder in enumerate(folders):
+        task_id = slurm_job if len(folders) == 1 else f"{slurm_job}_{index}"
         submitted = records.encode_run(records.read_run(folder))
-        record = records.JobRecord(own, job.slurm.nodes, records.utc_now(), image, submitted)
+        record = records.JobRecord(task_id, job.slurm.nodes, records.utc_now(), image, submitted)
         write_record(folder / records.JOB_FILE, record)
     return slurm_job
 
 
-def _sbatch(path: Path) -> str:
+def _run_sbatch(path: Path) -> str:
+    """Submit a script and return the number of the job.
+
+    Raises:
+        LaunchError: sbatch cannot be run or refuses the script.
+    """
     command = ("sbatch", "--parsable", str(path))
     try:
         answer = subprocess.run(
@@ -205,7 +227,7 @@ def _sbatch(path: Path) -> str:
     except OSError as error:
         raise LaunchError(f"'{shlex.join(command)}' cannot be run ({error}).") from None
     if answer.returncode:
-        said = " ".join(answer.stderr.split()).removeprefix("sbatch: ")
-        raise LaunchError(f"Slurm refuses the job: {said}")
-    # The cluster's name follows where there are several.
+        reason = " ".join(answer.stderr.split()).removeprefix("sbatch: ")
+        raise LaunchError(f"Slurm refuses the job: {reason}")
+    # sbatch prints the cluster's name after the number if there are several clusters.
     return answer.stdout.strip().partition(";")[0]

@@ -58,12 +58,12 @@ from parakit.launch.supervise.exit_status import format_outcome
 from parakit.logs import load_folder
 from parakit.reporting import estimate_pooled_runs, loss_curve, resumption_sentence
 
-_RATE_SHARE = 0.5
-"""Of the learning rate, below which it is said what a run reaches."""
+_WARM_UP_FRACTION = 0.5
+"""Fraction of the learning rate's warm-up; a run that ends before it is told which rate it reaches."""
 
-_OF_VERIFY = {
-    each.name
-    for each in (
+_VERIFY_VARIABLES = {
+    setting.name
+    for setting in (
         settings.MODEL,
         settings.DATA,
         settings.DTYPE,
@@ -72,13 +72,13 @@ _OF_VERIFY = {
         settings.PATCH_FILE,
     )
 }
-"""What a verification must be given as well to train the same."""
+"""Variables that a verification must also get in order to train the same."""
 
 
 def start_target(target: str, options: Options, console: Console) -> int:
-    """Train what a target names, with the flags of the strategy's launch script if it has one.
+    """Train the run that a target names, with the flags of the strategy's launch script; return the exit code.
 
-    A script that was edited so that it does more than name flags replaces this process.
+    A script that was edited, so that it does more than name flags, replaces this process.
 
     Raises:
         LaunchError: The target is not in the grammar, or the run cannot work here; nothing was written.
@@ -94,17 +94,18 @@ def start_target(target: str, options: Options, console: Console) -> int:
 
 
 def run_strategy(given: Namespace, options: Options, console: Console) -> int:
-    """Run what a launch script says: a strategy with the Megatron flags that make it up.
+    """Train the strategy, model and Megatron flags that a launch script names; return the exit code.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    model, place = load_model(given.of, options.model), parse_devices(given.on)
-    return start_job(Job(given.named, model, *place, options, tuple(given.flags)), console)
+    model = load_model(given.of, options.model)
+    devices, device = parse_devices(given.on)
+    return start_job(Job(given.named, model, devices, device, options, tuple(given.flags)), console)
 
 
 def run_strategy_arguments(parser: ArgumentParser) -> None:
-    """The words of a launch script."""
+    """Add the arguments that a launch script passes to a parser."""
     parser.add_argument("named", metavar="STRATEGY")
     parser.add_argument("of", metavar="MODEL")
     parser.add_argument("on", metavar="DEVICES", help="such as 2gpu or 2cpu")
@@ -112,48 +113,53 @@ def run_strategy_arguments(parser: ArgumentParser) -> None:
 
 
 def start_job(job: Job, console: Console) -> int:
-    """Train a job on this machine, in Slurm's queue, or as one node's share; the exit code.
+    """Train a job here, submit it to Slurm, or train it as one of several nodes; return the exit code.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
     options, launch = job.options, compose_job(job)
-    # A split is chosen for the data set that is there.
+    # The split depends on the data set's size, so the job is composed anew once the data set exists.
     if not options.dry_run and make_sample(launch.data, console):
         launch = compose_job(job)
     if options.slurm is not None:
         return submit_run(launch, console)
     with hold_run_folder(options.run_folder, options.nodes):
-        if options.run_folder is not None:  # A job's; Slurm may have requeued it.
+        # A Slurm job has a run folder. After a requeue the folder may hold checkpoints.
+        if options.run_folder is not None:
             launch = resume_if_saved(launch, options.run_folder)
         if options.dry_run:
             return print_dry_run(launch)
-        if launch.nodes is None:  # Else each node reports to the others what stops it.
+        # With several nodes, each one reports to the others what stops it.
+        if launch.nodes is None:
             check_launch(launch)
             ensure_initial_checkpoint(launch, console)
         console.print(f"{job.target}: {describe_launch(launch)}", highlight=False)
-        for sentence in (*list_differences(launch), *filter(None, [gpu_memory_warning(launch)])):
-            console.print(sentence, style="yellow", highlight=False)
-        each = range(1, options.repeats + 1)
-        titles = (f"{job.strategy} {one}" if len(each) > 1 else job.strategy for one in each)
-        return 0 if all(train_once(launch, console, title) for title in titles) else 1
+        for sentence in (*list_differences(launch), gpu_memory_warning(launch)):
+            if sentence:
+                console.print(sentence, style="yellow", highlight=False)
+        for repeat in range(1, options.repeats + 1):
+            title = job.strategy if options.repeats == 1 else f"{job.strategy} {repeat}"
+            if not train_once(launch, console, title):
+                return 1
+        return 0
 
 
 def print_dry_run(launch: Launch) -> int:
-    """Print the command of a launch, whether it trains another model than it names or never reaches its
-    learning rate, and flags of it that the kit does not know; 0.
+    """Print the command of a launch, and what the user should know about the run; return 0.
 
-    Nothing is written, and no data are made.
+    Nothing is written, and no data set is made. The sentences say whether the run trains another model than it
+    names, uses another split, never reaches its learning rate, or has flags that the kit does not know.
 
     Raises:
-        LaunchError: The run would be refused, after the command was printed.
+        LaunchError: The run would be refused; the command was printed before.
     """
     print(format_command_line(launch), flush=True)
     sentences = (
         describe_vocabulary_change(launch),
         describe_chosen_split(launch),
-        _schedule_of_another_length(launch),
-        _unknown(launch),
+        _schedule_sentence(launch),
+        _unknown_flags_sentence(launch),
     )
     for sentence in filter(None, sentences):
         print(f"# {sentence}", flush=True)
@@ -162,31 +168,31 @@ def print_dry_run(launch: Launch) -> int:
 
 
 def train_once(launch: Launch, console: Console, title: str) -> bool:
-    """Train a checked launch on this machine, or this node's share; True if the run ended `ok`."""
+    """Train a checked launch on this machine, or this node's ranks of it; return True if the run ended `ok`."""
     nodes = launch.nodes
     if nodes is not None and nodes.rank > 0:
-        return _train_other(launch, nodes, console, title)
+        return _train_as_worker(launch, nodes, console, title)
     if nodes is None:
         folder, status = execute_launch(launch, launch.job.options.runs, console, title)
     else:
-        folder, status = _train_first(launch, nodes, console, title)
+        folder, status = _train_as_node_0(launch, nodes, console, title)
     console.print(format_outcome(folder, status), highlight=False)
     if status.status is Status.OK and nodes is None:
         console.print("\n".join(format_result_lines(launch, folder)), highlight=False)
     return status.status is Status.OK
 
 
-def _train_first(
+def _train_as_node_0(
     launch: Launch, nodes: Nodes, console: Console, title: str
 ) -> tuple[Path, StatusRecord]:
-    """Node 0: wait for the others, train, record the run; its folder and how it ended.
+    """Wait for the other nodes, train as node 0, and record the run; return its folder and how it ended.
 
-    Each node reports what stops it to the others, so nothing is checked before.
+    Each node reports to the others what stops it, so nothing is checked before.
 
     Raises:
-        LaunchError: A node is missing, differs, or cannot run its share; nothing was written.
+        LaunchError: A node is missing, differs, or cannot train; nothing was written.
     """
-    with Coordinator(nodes, _node_record(launch, nodes.count)) as coordinator:
+    with Coordinator(nodes, _describe_node(launch, nodes.count)) as coordinator:
         try:
             check_launch(launch)
         except LaunchError as error:
@@ -203,47 +209,47 @@ def _train_first(
         return execute_launch(launch, launch.job.options.runs, console, title, coordinator)
 
 
-def _train_other(launch: Launch, nodes: Nodes, console: Console, title: str) -> bool:
-    """Any other node: join node 0's run, train this share; True if it ended well.
+def _train_as_worker(launch: Launch, nodes: Nodes, console: Console, title: str) -> bool:
+    """Join node 0's run and train this node's ranks; return True if they ended with exit code 0.
 
     Raises:
-        LaunchError: Node 0 was not reached or refuses, or this machine cannot run its share.
+        LaunchError: Node 0 is not reached or refuses the run, or this machine cannot train.
     """
-    own = _node_record(launch, nodes.count)
+    record = _describe_node(launch, nodes.count)
     try:
         check_launch(launch)
     except LaunchError as error:
-        own = replace(own, problem=str(error))
+        record = replace(record, problem=str(error))
     console.print(f"{title}: waiting for node 0 at {nodes.address}", highlight=False)
-    with Worker(nodes, own) as worker:
+    with Worker(nodes, record) as worker:
         folder, nodes = worker.join()
-        mine = node_folder(folder, nodes.rank)
-        mine.mkdir(parents=True, exist_ok=True)
+        folder_of_node = node_folder(folder, nodes.rank)
+        folder_of_node.mkdir(parents=True, exist_ok=True)
         launch = launch.join_nodes(nodes)
         with RunProgress(console, title, launch.iterations) as progress:
-            code = run_ranks(launch, mine / LOG_FILE, progress, worker, folder)
+            code = run_ranks(launch, folder_of_node / LOG_FILE, progress, worker, folder)
     console.print(
         f"node {nodes.rank} ended with {code} → {relative_to_root(folder)}", highlight=False
     )
     return code == 0
 
 
-def _node_record(launch: Launch, nodes: int) -> NodeRecord:
-    """This node, with what must be the same on all."""
+def _describe_node(launch: Launch, nodes: int) -> NodeRecord:
+    """Return this node's record with everything that must be the same on all `nodes` nodes."""
     try:
-        data = open_dataset(launch.data_path).bin_sha256 or "without a record"
+        dataset = open_dataset(launch.data_path).bin_sha256 or "without a record"
     except DatasetError:
-        data = "missing"
+        dataset = "missing"
     entry = launch.entry
     patch_file = launch.spec.patch_file
     flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
-    has = {
+    properties = {
         "NNODES=": str(nodes),
         "the kit's code": f"{launch.code.kit} (a hash)",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
         "flags": f"{flags} (a hash)",
-        "data set": data,
+        "data set": dataset,
         "PATCH_FILE=": patch_file.sha256[:12] if patch_file else "none",
         "its first iteration after": str(
             launch.resume_point.iteration if launch.resume_point else 0
@@ -251,13 +257,15 @@ def _node_record(launch: Launch, nodes: int) -> NodeRecord:
     }
     if launch.spec.device is DeviceKind.GPU:
         names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
-        has["GPUs"] = ", ".join(names) or "none"
-    return NodeRecord(platform.node(), has)
+        properties["GPUs"] = ", ".join(names) or "none"
+    return NodeRecord(platform.node(), properties)
 
 
 def format_result_lines(launch: Launch, folder: Path) -> list[str]:
-    """The last lines of a run that ended well: the report's figures of it, whether what it trained twice
-    agrees, and the next commands."""
+    """Return the last lines of a run that ended well: its figures and the next commands.
+
+    Of a resumed run one line says whether the iterations that were trained twice agree.
+    """
     run, job, figures = load_folder(folder), launch.job, []
     if losses := loss_curve(run):
         figures.append(f"Loss {losses[max(losses)]:.6f} in iteration {max(losses)}")
@@ -266,117 +274,130 @@ def format_result_lines(launch: Launch, folder: Path) -> list[str]:
         figures.append(f"{number(time.median)} ms/iteration (median of {time.count})")
         figures.append(f"{tokens * 1000 / time.median:,.0f} tokens/s")
     report = format_make_command("report", {"RUNS": job.variables.get(settings.RUNS.name, "")})
-    after = f"Next: '{report}' compares it with the other runs there"
+    next_commands = f"Next: '{report}' compares this run with the others there"
     on_cpu_ranks = job.device is DeviceKind.CPU and job.options.backend is Backend.MEGATRON
-    # A resumed run is given all of its recorded flags, which is no line to type.
+    # A resumed run has all of its recorded flags in EXTRA=, too many for a command to type.
     if on_cpu_ranks and not run.is_baseline and not launch.resume_point:
-        given = {name: text for name, text in job.variables.items() if name in _OF_VERIFY}
-        after += f"; '{format_make_command(f'verify-{job.name}', given)}' checks every tensor of it"
-    found = f"{', '.join(figures)}." if figures else ""
-    return [line for line in (found, resumption_sentence(run), f"{after}.") if line]
+        verify_variables = {
+            name: text for name, text in job.variables.items() if name in _VERIFY_VARIABLES
+        }
+        verify = format_make_command(f"verify-{job.name}", verify_variables)
+        next_commands += f"; '{verify}' compares its tensors with the baseline's"
+    summary = f"{', '.join(figures)}." if figures else ""
+    return [line for line in (summary, resumption_sentence(run), f"{next_commands}.") if line]
 
 
 def compose_job(job: Job, runtime: Runtime | None = None) -> Launch:
-    """Compose a job's launch, on the runtime that its options ask for unless one is given.
+    """Return a job's launch, on `runtime` or else on the runtime that its options name.
 
     Raises:
-        LaunchError, StrategyError: Its strategy, its flags and its devices do not fit each other.
+        LaunchError, StrategyError: Strategy, flags and devices of the job contradict each other.
     """
     parse_strategy(job.strategy, job.devices)
     return adapt_to_backend(compose_launch(job, runtime or choose_runtime(job.options, job.device)))
 
 
 def format_command_line(launch: Launch) -> str:
-    """The exact command, as a shell would take it from the repository root."""
-    given = " ".join(f"{name}={shlex.quote(text)}" for name, text in launch.environment.items())
-    return f"{given} {shlex.join(launch.command())}"
+    """Return the exact command with its environment, as a shell takes it from the repository root."""
+    assignments = " ".join(
+        f"{name}={shlex.quote(text)}" for name, text in launch.environment.items()
+    )
+    return f"{assignments} {shlex.join(launch.command())}"
 
 
 def describe_launch(launch: Launch) -> str:
-    """One line on what is about to run."""
+    """Return a line on what is about to be trained."""
     spec, batch = launch.spec, launch.spec.batch
     trainer = f"backend {spec.backend}"
     if spec.backend is Backend.MEGATRON:
         version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
-        tried = "" if is_known(Version(version), commit) else " (not tried)"
-        trainer = f"Megatron {version}{tried}"
-    place = f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
+        tested = "" if is_known(Version(version), commit) else " (untested)"
+        trainer = f"Megatron {version}{tested}"
+    image = f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
     return (
         f"{launch.iterations} iterations on {plural(launch.devices, f'{spec.device.upper()} rank')}, "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{spec.dtype}, {trainer}{place}"
+        f"{spec.dtype}, {trainer}{image}"
     )
 
 
 def list_differences(launch: Launch) -> tuple[str, ...]:
-    """What the run trains otherwise than its model's file says, and what the kit does not know of it, a
-    sentence each."""
-    spec, own = launch.spec, launch.job.model
-    scaling = describe_batch_scaling(own.batch, spec.batch, spec.parallelism)
-    schedule = _schedule_of_another_length(launch)
+    """Return a sentence for each way in which the run differs from its model's file, or is unknown to the kit."""
+    spec, model = launch.spec, launch.job.model
+    scaling = describe_batch_scaling(model.batch, spec.batch, spec.parallelism)
+    schedule = _schedule_sentence(launch)
     sentences = (
         describe_vocabulary_change(launch),
         describe_chosen_split(launch),
         scaling,
         schedule,
-        _unknown(launch),
+        _unknown_flags_sentence(launch),
     )
     return tuple(filter(None, sentences))
 
 
-def _unknown(launch: Launch) -> str:
+def _unknown_flags_sentence(launch: Launch) -> str:
+    """Return a sentence that names the Megatron flags that the kit does not know; empty if there are none."""
     names = unlisted_flags(launch.flags)
     if not names:
         return ""
     return (
-        f"Not known to this kit: {', '.join(names)}; Megatron gets what is given, and no plan or report "
-        "counts it."
+        f"This kit does not know {', '.join(names)}: Megatron gets the flags as they are, and no plan or "
+        "report counts them."
     )
 
 
-def _schedule_of_another_length(launch: Launch) -> str:
-    """That the learning rate's schedule is over before the run ends; or, where it is the family's, made
-    for long runs, that it is in its warm-up then."""
-    given = flags_with_role("schedule")
-    if given & values_by_flag(launch.job.options.extra).keys():
+def _schedule_sentence(launch: Launch) -> str:
+    """Return a sentence if the learning rate's schedule does not fit the number of iterations; else empty.
+
+    The schedule may be over before the run ends. Or, if it is the family's schedule for long runs, the run may
+    end within its warm-up.
+    """
+    schedule_flags = flags_with_role("schedule")
+    if schedule_flags & values_by_flag(launch.job.options.extra).keys():
         return ""
     flags, iterations = Flags(launch.flags), launch.iterations
-    decayed = flags.integer("--lr-decay-iters")
-    fits = f'EXTRA="--lr-decay-iters {iterations}" fits the schedule to the run.'
-    if iterations > decayed:
+    decay_iterations = flags.integer("--lr-decay-iters")
+    remedy = f'EXTRA="--lr-decay-iters {iterations}" fits the schedule to the run.'
+    if iterations > decay_iterations:
         return (
-            f"The learning rate is at its least after {decayed} of {iterations} iterations; {fits}"
+            f"The learning rate reaches its minimum after {decay_iterations} of {iterations} iterations; "
+            f"{remedy}"
         )
-    warm_up = flags.number("--lr-warmup-fraction") * decayed
+    warm_up = flags.number("--lr-warmup-fraction") * decay_iterations
     rate = flags.number("--lr")
-    is_own = given & values_by_flag(launch.job.model.flags).keys()
-    if is_own or iterations > _RATE_SHARE * warm_up:
+    is_models = schedule_flags & values_by_flag(launch.job.model.flags).keys()
+    if is_models or iterations > _WARM_UP_FRACTION * warm_up:
         return ""
     return (
         f"The learning rate reaches {rate * iterations / warm_up:.2g} of its {rate:.2g}: the schedule's "
-        f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; {fits}"
+        f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; {remedy}"
     )
 
 
 def describe_chosen_split(launch: Launch) -> str:
-    """Say which split the kit chose because the model's own one leaves a part of the data set empty or
-    too short; empty if the model's own one is used, or the user's."""
+    """Return a sentence on the split that the kit chose; empty if the model's or the user's split is used.
+
+    The kit chooses one if the model's split leaves a part of the data set empty or too short.
+    """
     chosen = Flags(launch.flags).text(SPLIT_FLAG)
-    models = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
-    if chosen == models or Flags((*launch.job.flags, *launch.job.options.extra)).has(SPLIT_FLAG):
+    model_split = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
+    if chosen == model_split or Flags((*launch.job.flags, *launch.job.options.extra)).has(
+        SPLIT_FLAG
+    ):
         return ""
     parts = divide_into_parts(open_dataset(launch.data_path), chosen)
     without_validation = parts[Split.VALIDATION].weight == 0
     evaluated = f" and {EVAL_ITERATIONS_FLAG} 0" if without_validation else ""
     return (
-        f"Data set {launch.data} is too small for {SPLIT_FLAG} {models}; {SPLIT_FLAG} {chosen}{evaluated} is "
+        f"Data set {launch.data} is too small for {SPLIT_FLAG} {model_split}; {SPLIT_FLAG} {chosen}{evaluated} is "
         f"used: {sizes_sentence(parts)}."
     )
 
 
 def describe_vocabulary_change(launch: Launch) -> str:
-    """That the kit's data make it another model; empty if they do not."""
-    spec, own = launch.spec, launch.job.model
-    shape = replace(spec.trained_shape, vocabulary=own.shape.vocabulary)
+    """Return a sentence if the data set's vocabulary changes the size of the model; else empty."""
+    spec, model = launch.spec, launch.job.model
+    shape = replace(spec.trained_shape, vocabulary=model.shape.vocabulary)
     vocabulary = launch.model.shape.vocabulary
     return explain_vocabulary_change(shape, vocabulary, spec.parallelism.tensor)

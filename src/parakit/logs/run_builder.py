@@ -191,7 +191,10 @@ class RunBuilder:
                     break
 
     def build(self, path: str, part: int, parts: int) -> ScrapedLog:
-        """Return the run. `part` is its number in the file, and `parts` the number of runs."""
+        """Return everything that was stored of the run.
+
+        `path` is the log's path, `part` the run's number in the log, and `parts` the number of runs.
+        """
         iterations, replaced = self.iterations.build()
         iterations = iterations.derive_times()
         notes = [

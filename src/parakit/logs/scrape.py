@@ -143,7 +143,7 @@ class _Scraper:
         (self._pending or self._run).feed(line)
 
     def _choose_run(self, iteration: int) -> None:
-        """Decide whether an iteration continues the run, restarts the run, or begins another run."""
+        """Set `_run` to the run of an iteration: the current run, its restart, or a new run."""
         first, last = self._run.iterations.first, self._run.iterations.last
         if self._pending is None and (last is None or iteration >= last.iteration):
             return

@@ -1,4 +1,7 @@
-"""What the figures say, in sentences: which parallelism, why it wins, what limits it."""
+"""Sentences about a plan: which strategy to use, why it is the fastest, and what limits it.
+
+`advice_sentences` gives all of them, the answer first. `make plan` prints the same sentences among its tables.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from enum import StrEnum
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
-from parakit.config.strategy import Parallelism
+from parakit.config.strategy import Parallelism, Sharding
 from parakit.costs import PRECISIONS, find_peak_rank, total_parameters
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
 from parakit.planner.candidates import (
@@ -24,7 +27,7 @@ from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION, Fit, explain_close_fit
 
-_COMPONENT_WORDS = {
+_COMPONENT_NAMES = {
     "matmul": "matrix products",
     "memory_bound": "memory-bound kernels",
     "tensor_parallel": "exposed tensor-parallel communication",
@@ -35,8 +38,8 @@ _COMPONENT_WORDS = {
     "gradient_sync": "gradient synchronisation",
     "optimizer": "the optimizer",
 }
-"""The others' names say it."""
-_OVERHEADS = {
+"""Names of an iteration's components in sentences. Components that are missing here keep their own name."""
+_WAITING_COMPONENTS = {
     "tensor_parallel": Group.TENSOR,
     "context_parallel": Group.CONTEXT,
     "expert_parallel": Group.EXPERT,
@@ -44,11 +47,17 @@ _OVERHEADS = {
     "bubble": None,
     "gradient_sync": Group.DATA_CONTEXT,
 }
-"""What is not work, and the group whose link it waits for."""
+"""Components in which devices wait, and the process group whose link they wait for; None for no link."""
+_LEAST_WAIT = 0.1
+"""Fraction of an iteration above which a wait is the bottleneck."""
+_FULL_DEVICE = 0.9
+"""Fraction of a device's memory above which memory is the bottleneck."""
+_MOST_NAMED_TIES = 3
+"""Tied strategies that a sentence names."""
 
 
 class StrategyFamily(StrEnum):
-    """Families of the decision tree."""
+    """Kinds of parallelism, as the advice names them."""
 
     DATA = "data parallelism"
     SHARDED_DATA = "sharded data parallelism (ZeRO)"
@@ -64,49 +73,108 @@ FAMILIES_OF_OTHER_TRAINERS = (
     StrategyFamily.DATA,
     StrategyFamily.SHARDED_DATA,
 )
-"""What PyTorch's DDP and FSDP and DeepSpeed have too."""
+"""Kinds of parallelism for which nobody needs Megatron: PyTorch's DDP and FSDP and DeepSpeed have them too."""
 
 
 def strategy_family(parallelism: Parallelism) -> StrategyFamily:
-    """The family a parallelism belongs to; the distributed optimizer alone is still data
-    parallelism."""
-    sharded = parallelism.sharding.wraps_modules
-    dimensions = {
+    """Return the kind of parallelism of a strategy, `HYBRID` for several kinds.
+
+    The distributed optimizer alone (ZeRO-1) counts as data parallelism, ZeRO-2 and ZeRO-3 as sharded.
+    """
+    is_sharded = parallelism.sharding.wraps_modules
+    degree_by_family = {
         StrategyFamily.TENSOR: parallelism.tensor,
         StrategyFamily.CONTEXT: parallelism.context,
         StrategyFamily.PIPELINE: parallelism.pipeline,
-        StrategyFamily.SHARDED_DATA if sharded else StrategyFamily.DATA: parallelism.data,
+        StrategyFamily.SHARDED_DATA if is_sharded else StrategyFamily.DATA: parallelism.data,
     }
-    used = [kind for kind, degree in dimensions.items() if degree > 1]
-    return StrategyFamily.HYBRID if len(used) > 1 else used[0] if used else StrategyFamily.SINGLE
+    families = [family for family, degree in degree_by_family.items() if degree > 1]
+    if len(families) > 1:
+        return StrategyFamily.HYBRID
+    return families[0] if families else StrategyFamily.SINGLE
+
+
+_SHARDED_STATES = {
+    Sharding.ZERO1: "a sharded optimizer (ZeRO-1)",
+    Sharding.ZERO2: "sharded gradients and optimizer (ZeRO-2)",
+    Sharding.ZERO3: "sharded weights, gradients and optimizer (ZeRO-3)",
+    Sharding.FSDP2: "weights, gradients and optimizer sharded by PyTorch's FSDP2",
+}
+
+
+def describe_strategy(parallelism: Parallelism) -> str:
+    """Return a strategy in words, such as `tensor parallelism over 2 ranks and 4 pipeline stages`.
+
+    The result is "a single device" without any parallelism.
+    """
+    parts = []
+    if parallelism.tensor > 1:
+        sequence = " and sequence" if parallelism.sequence_parallel else ""
+        parts.append(f"tensor{sequence} parallelism over {parallelism.tensor} ranks")
+    if parallelism.context > 1:
+        parts.append(f"context parallelism over {parallelism.context} ranks")
+    if parallelism.pipeline > 1:
+        stages = f"{parallelism.pipeline} pipeline stages"
+        if parallelism.virtual_stages > 1:
+            stages += f" of {parallelism.virtual_stages} virtual stages each"
+        parts.append(stages)
+    if parallelism.expert > 1:
+        parts.append(f"experts over {parallelism.expert} ranks")
+    if parallelism.data > 1:
+        parts.append(f"data parallelism over {parallelism.data} ranks")
+    if parallelism.sharding in _SHARDED_STATES:
+        parts.append(_SHARDED_STATES[parallelism.sharding])
+    return joined(parts) or StrategyFamily.SINGLE.value
 
 
 def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
-    """The fastest of every pure family; where none fits, the one that needs the least memory."""
+    """Return the fastest candidate of every single kind of parallelism over all devices.
+
+    Where none of a kind is recommended, it is the one with the least memory. Kinds that cannot be split evenly over
+    the devices are missing.
+    """
     best: dict[StrategyFamily, Candidate] = {}
-    for candidate in _pure_candidates(request):
-        kind = strategy_family(candidate.spec.parallelism)
-        if kind not in best or _preference(candidate) < _preference(best[kind]):
-            best[kind] = candidate
+    for candidate in _enumerate_single_kind_candidates(request):
+        family = strategy_family(candidate.spec.parallelism)
+        if family not in best or _preference(candidate) < _preference(best[family]):
+            best[family] = candidate
     return best
 
 
 def advice_sentences(plan: Plan) -> list[str]:
-    """The plan in a few sentences; see the README for how they compare with rules of thumb."""
-    if plan.winner is None:
+    """Return a plan as sentences, the answer first.
+
+    They say which strategy to use and what it takes, for which job, how far ahead it is of the next one, what limits
+    it, whether one device is enough, and what each kind of parallelism takes alone. A plan without a winner has one
+    sentence, which says why nothing fits.
+    """
+    winner = plan.winner
+    if winner is None:
         return [no_fit_sentence(plan)]
-    sentences = _request_sentences(plan.request)
-    if plan.request.cluster.devices > 1:
-        sentences.append(_single_sentence(plan.request, plan.winner))
-    sentences.append(_kind_sentence(plan, plan.winner))
-    if len(plan.ranked) > 1:
+    sentences = headline_sentences(plan)
+    if plan.tied:
+        sentences.append(tie_sentence(plan))
+    elif len(plan.ranked) > 1:
         sentences.append(runner_up_sentence(plan.ranked[0], plan.ranked[1]))
     sentences.append(bottleneck_sentence(plan))
+    if plan.request.cluster.devices > 1:
+        sentences.append(one_device_sentence(plan.request, winner))
+        sentences.append(families_sentence(plan, winner))
     return sentences
 
 
+def headline_sentences(plan: Plan) -> list[str]:
+    """Return the main message of a plan that has a winner: the strategy, its time and memory, and the job."""
+    assert plan.winner is not None
+    return [
+        f"Use {plan.winner.strategy}: {describe_strategy(plan.winner.spec.parallelism)}.",
+        _cost_sentence(plan, plan.winner),
+        _request_sentence(plan.request),
+    ]
+
+
 def no_fit_sentence(plan: Plan) -> str:
-    """Why nothing can be recommended."""
+    """Return why no strategy of a plan without a winner can be recommended, with the closest one."""
     request, cluster = plan.request, plan.request.cluster
     if plan.lightest is None:
         return (
@@ -119,101 +187,154 @@ def no_fit_sentence(plan: Plan) -> str:
         return (
             f"No strategy of {request.model.name} on {cluster.devices} {cluster.device.name} stays "
             f"within {MOST_RECOMMENDED_FRACTION:.0%} of a device, so none is recommended. The closest, "
-            f"{plan.lightest.strategy}, holds {_held(plan.lightest, cluster)}, which is "
-            f"{_close(plan.lightest, cluster)}."
+            f"{plan.lightest.strategy}, holds {_memory_phrase(plan.lightest, cluster)}, which is "
+            f"{_close_phrase(plan.lightest, cluster)}."
         )
     missing = memory.total - request.capacity
     return (
         f"{request.model.name} does not fit on {cluster.devices} {cluster.device.name}: the closest, "
-        f"{plan.lightest.strategy}, needs {gib(memory.total)} GiB on its fullest rank and misses by "
-        f"{gib(missing)} GiB ({1 - MOST_RECOMMENDED_FRACTION:.0%} of the device is kept free)."
+        f"{plan.lightest.strategy}, needs {gib(memory.total)} GiB on the rank with the peak memory and "
+        f"misses by {gib(missing)} GiB ({1 - MOST_RECOMMENDED_FRACTION:.0%} of the device is kept free)."
     )
 
 
-def _held(candidate: Candidate, cluster: Cluster) -> str:
+def _memory_phrase(candidate: Candidate, cluster: Cluster) -> str:
+    """Return the peak memory, such as `72.9 GiB, 52% of the device`."""
     fraction = candidate.memory.total / cluster.device.memory_bytes
     return f"{gib(candidate.memory.total)} GiB, {fraction:.0%} of the device"
 
 
-def _close(candidate: Candidate, cluster: Cluster) -> str:
+def _close_phrase(candidate: Candidate, cluster: Cluster) -> str:
+    """Return why only a try can tell whether a candidate fits."""
     reason = explain_close_fit(candidate.spec, candidate.memory, cluster.device.memory_bytes)
     return f"close: try it ({reason})"
 
 
+def _cost_sentence(plan: Plan, winner: Candidate) -> str:
+    """Return time and memory of a winner, and what to do if the memory is close."""
+    cluster = plan.request.cluster
+    close = ""
+    if winner.verdict is Fit.CLOSE:
+        close = f"; this is {_close_phrase(winner, cluster)}"
+    return (
+        f"An iteration takes {duration(winner.seconds.total)}, and the rank with the peak memory holds "
+        f"{_memory_phrase(winner, cluster)}{close}."
+    )
+
+
+def _request_sentence(request: Request) -> str:
+    """Return model, devices, batch and, of several nodes, what was assumed of the network."""
+    cluster, shape = request.cluster, request.template.shape
+    parameters = total_parameters(shape)
+    is_billions = parameters >= 0.1e9
+    size = f"{parameters / 1e9:.2f} billion" if is_billions else f"{parameters / 1e6:,.1f} million"
+    nodes = f", {cluster.nodes} nodes of {cluster.per_node} ({cluster.network})"
+    return (
+        f"{request.model.name} has {size} parameters and trains on {cluster.devices:,} "
+        f"{cluster.device.name}{nodes if cluster.nodes > 1 else ''}, with a global batch of "
+        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens."
+    )
+
+
+def tie_sentence(plan: Plan) -> str:
+    """Return the strategies that are tied with the winner of a plan, and by which rule the winner was taken.
+
+    The plan must have a strategy that is tied with its winner.
+    """
+    names = [candidate.strategy for candidate in plan.tied]
+    if len(names) > _MOST_NAMED_TIES:
+        names = [*names[:_MOST_NAMED_TIES], f"{len(names) - _MOST_NAMED_TIES} more"]
+    verb = "is" if len(plan.tied) == 1 else "are"
+    winner = plan.ranked[0].strategy
+    return (
+        f"{joined(names)} {verb} tied with {winner}: predictions cannot tell times within "
+        f"{TIE_RATIO - 1:.0%} apart. Of those with about the least memory, {winner} has the fewest kinds "
+        "of parallelism."
+    )
+
+
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
-    """One sentence of numbers: where the winner's lead comes from."""
-    lead = second.seconds.total - winner.seconds.total
+    """Return how far a winner is ahead of the second, and in which components, in one sentence."""
+    seconds, second_seconds = winner.seconds.total, second.seconds.total
     if winner.is_tied(second):
         return (
-            f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, tied with "
-            f"{second.strategy}'s {duration(second.seconds.total)}: of those within {TIE_RATIO - 1:.0%} the "
-            "one with the least memory is taken, and of those alike in it the one with the fewest "
-            "dimensions of parallelism."
+            f"{second.strategy} takes {duration(second_seconds)}, which is tied with {winner.strategy}'s "
+            f"{duration(seconds)}: predictions cannot tell times within {TIE_RATIO - 1:.0%} apart."
         )
+    lead = 100 * (second_seconds - seconds) / seconds
     return (
-        f"{winner.strategy} takes {duration(winner.seconds.total)} an iteration, "
-        f"{100 * lead / winner.seconds.total:.1f}% less than {second.strategy}'s "
-        f"{duration(second.seconds.total)}: it {describe_saving(winner, second)}."
+        f"The next strategy, {second.strategy}, takes {duration(second_seconds)}, {lead:.1f}% longer: "
+        f"{winner.strategy} {describe_saving(winner, second)}."
     )
 
 
 def describe_saving(winner: Candidate, second: Candidate) -> str:
-    """Where the winner's lead comes from: what it saves most of, and what it gives back most of."""
-    slow, fast = second.seconds, winner.seconds
-    gaps = {name: getattr(slow, name) - getattr(fast, name) for name in TIME_COMPONENTS}
-    most, least = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
-    text = f"saves {ms(gaps[most])} ms of {_called(most)}"
-    if gaps[least] < -0.001:
-        text += f" and gives back {ms(-gaps[least])} ms of {_called(least)}"
+    """Return the component in which a winner saves most against a second, and the one in which it loses most.
+
+    The result is a phrase that starts with a verb, such as `saves 26.4 ms of matrix products`.
+    """
+    gaps = {
+        name: getattr(second.seconds, name) - getattr(winner.seconds, name)
+        for name in TIME_COMPONENTS
+    }
+    largest, smallest = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
+    text = f"saves {ms(gaps[largest])} ms of {_component_name(largest)}"
+    if gaps[smallest] < -0.001:
+        text += f" and needs {ms(-gaps[smallest])} ms more for {_component_name(smallest)}"
     return text
 
 
-def _called(component: str) -> str:
-    return _COMPONENT_WORDS.get(component, component.replace("_", " "))
+def _component_name(component: str) -> str:
+    """Return the name of an iteration's component for a sentence."""
+    return _COMPONENT_NAMES.get(component, component.replace("_", " "))
 
 
 def name_bottleneck(plan: Plan) -> str:
-    """What limits the winner: memory, a link, the bubble, or arithmetic."""
+    """Return what limits the winner: a link, the pipeline bubble, memory, or arithmetic.
+
+    A plan without a winner is limited by memory.
+    """
     winner = plan.winner
     if winner is None:
         return "memory"
-    if largest := _largest_wait(winner):
-        words, group = _called(largest).removeprefix("the "), _OVERHEADS[largest]
+    largest = _largest_wait(winner)
+    if largest:
+        name = _component_name(largest).removeprefix("the ")
+        group = _WAITING_COMPONENTS[largest]
         if group is None:
-            return words
-        return f"{find_route(plan.request.cluster, winner.spec.parallelism, group).link} ({words})"
-    if winner.memory.total > 0.9 * plan.request.cluster.device.memory_bytes:
+            return name
+        route = find_route(plan.request.cluster, winner.spec.parallelism, group)
+        return f"{route.link} ({name})"
+    if winner.memory.total > _FULL_DEVICE * plan.request.cluster.device.memory_bytes:
         return "memory"
     return "arithmetic"
 
 
 def _largest_wait(winner: Candidate) -> str | None:
-    """The largest component that is not work, where it is over a tenth of the iteration."""
-    largest = max(_OVERHEADS, key=lambda name: getattr(winner.seconds, name))
-    share = getattr(winner.seconds, largest) / winner.seconds.total
-    return largest if share > 0.1 else None
+    """Return the component in which devices wait longest; None if it is under a tenth of the iteration."""
+    largest = max(_WAITING_COMPONENTS, key=lambda name: getattr(winner.seconds, name))
+    fraction = getattr(winner.seconds, largest) / winner.seconds.total
+    return largest if fraction > _LEAST_WAIT else None
 
 
 def bottleneck_sentence(plan: Plan) -> str:
-    """The same with its numbers."""
-    winner, cluster = plan.winner, plan.request.cluster
+    """Return what limits the winner of a plan, with the largest components of its iteration."""
+    winner = plan.winner
     assert winner is not None
     seconds = winner.seconds
-    close = f"; this is {_close(winner, cluster)}" if winner.verdict is Fit.CLOSE else ""
-    parts = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
-    waits = _largest_wait(winner)
-    shares = ", ".join(
-        f"{_called(name)} {100 * getattr(seconds, name) / seconds.total:.0f}%"
-        for name in (*parts, *((waits,) if waits and waits not in parts else ()))
-    )
-    return (
-        f"The bottleneck is {name_bottleneck(plan)}: of the iteration {shares}; the fullest rank holds "
-        f"{_held(winner, cluster)}{close}."
-    )
+    shown = sorted(TIME_COMPONENTS, key=lambda name: -getattr(seconds, name))[:3]
+    wait = _largest_wait(winner)
+    if wait and wait not in shown:
+        shown.append(wait)
+    fractions = [
+        f"{100 * getattr(seconds, name) / seconds.total:.0f}% {_component_name(name).removeprefix('the ')}"
+        for name in shown
+    ]
+    return f"The bottleneck is {name_bottleneck(plan)}: an iteration's time is {joined(fractions)}."
 
 
-def _pure_candidates(request: Request) -> Iterator[Candidate]:
-    """Every configuration with one dimension of parallelism alone."""
+def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
+    """Yield every configuration with at most one kind of parallelism, evaluated."""
     template, devices = request.template, request.cluster.devices
     for split in enumerate_splits(template.shape, devices, template.parallelism.expert_tensor):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
@@ -221,75 +342,72 @@ def _pure_candidates(request: Request) -> Iterator[Candidate]:
             continue
         for size in list_micro_batch_sizes(split, request.global_batch):
             for recompute in list_recomputes(template):
-                for spec in enumerate_variants(
-                    build_unsharded_spec(template, split, size, recompute)
-                ):
+                plain = build_unsharded_spec(template, split, size, recompute)
+                for spec in enumerate_variants(plain):
                     yield evaluate_configuration(request, spec, find_peak_rank(spec))
 
 
 def _preference(candidate: Candidate) -> tuple[bool, float]:
+    """Return a sort key: recommended candidates first, by time, then the others by memory."""
     if candidate.is_recommended:
         return False, candidate.seconds.total
     return True, float(candidate.memory.total)
 
 
-def _request_sentences(request: Request) -> list[str]:
-    """What is planned, with what was assumed of it, and how large it is."""
-    cluster, shape, dtype = request.cluster, request.template.shape, request.template.dtype
-    nodes = f"; {cluster.nodes} nodes of {cluster.per_node}, {cluster.network}"
-    parameters = total_parameters(shape)
-    billions = parameters >= 0.1e9
-    size = f"{parameters / 1e9:.2f} billion" if billions else f"{parameters / 1e6:,.1f} million"
-    held = parameters * sum(astuple(PRECISIONS[dtype]))
-    return [
-        f"{request.model.name} on {cluster.devices:,} {cluster.device.name}: a global batch of "
-        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens"
-        f"{nodes if cluster.nodes > 1 else ''}.",
-        f"{request.model.name} has {size} parameters; weights, gradients and optimizer take "
-        f"{_rounded(held)} in {dtype}, one {cluster.device.name} has "
-        f"{_rounded(cluster.device.memory_bytes)}.",
-    ]
-
-
-def _rounded(size_bytes: float) -> str:
+def _round_bytes(size_bytes: float) -> str:
+    """Return a size in full GiB, or from `amount` below 10 GiB."""
     return f"{gib(size_bytes, 0)} GiB" if size_bytes >= 10 * GIB else amount(size_bytes)
 
 
-def _single_sentence(request: Request, winner: Candidate) -> str:
-    """The same training on one device of the same kind, as fast as what fits there."""
+def one_device_sentence(request: Request, winner: Candidate) -> str:
+    """Return whether one device is enough for the same training, and how much faster all devices are."""
     unsplit = replace(request.template, parallelism=Parallelism())
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
-    alone = min(_pure_candidates(single), key=_preference, default=None)
-    if alone is None or not alone.fits:
-        return "One device is not enough, whatever the micro batch and recomputation."
-    if not alone.is_recommended:
-        return f"One device is hardly enough: {_held(alone, single.cluster)}."
+    best = min(_enumerate_single_kind_candidates(single), key=_preference, default=None)
+    dtype, device = request.template.dtype, request.cluster.device
+    state_bytes = total_parameters(request.template.shape) * sum(astuple(PRECISIONS[dtype]))
+    if best is None or not best.fits:
+        return (
+            "One device is not enough, whatever the micro batch and recomputation: weights, gradients "
+            f"and optimizer take {_round_bytes(state_bytes)} in {dtype}, and a device has "
+            f"{_round_bytes(device.memory_bytes)}."
+        )
+    if not best.is_recommended:
+        return f"One device is hardly enough: it would hold {_memory_phrase(best, single.cluster)}."
+    ratio = best.seconds.total / winner.seconds.total
     return (
-        f"One device is enough: it takes {duration(alone.seconds.total)} for the same global batch; "
-        f"{request.cluster.devices} are {alone.seconds.total / winner.seconds.total:.2f} times as fast."
+        f"One device is enough: it takes {duration(best.seconds.total)} for the same global batch. "
+        f"{request.cluster.devices} devices are {ratio:.2f} times as fast."
     )
 
 
-def _kind_sentence(plan: Plan, winner: Candidate) -> str:
-    kinds, chosen = find_best_of_each_family(plan.request), strategy_family(winner.spec.parallelism)
+def families_sentence(plan: Plan, winner: Candidate) -> str:
+    """Return the best time, or the memory, of each kind of parallelism alone, but for the winner's own kind."""
+    best_by_family = find_best_of_each_family(plan.request)
+    winner_family = strategy_family(winner.spec.parallelism)
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)
-    others = ", ".join(
-        f"{kind} takes {duration(found.seconds.total)} ({_named(found)})"
-        if found.is_recommended
-        else f"{kind} needs {gib(found.memory.total, 0)} of {capacity} GiB ({_named(found)})"
-        for kind, found in kinds.items()
-        if kind is not chosen
-    )
-    tail, devices = f"; alone, {others}" if others else "", plan.request.cluster.devices
-    pure = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
-    illegal = [kind for kind in pure if kind not in kinds]
-    if illegal and devices > 1:
-        tail += f"; over all {devices} devices {joined(illegal)} cannot be split evenly"
-    return f"Use {chosen} ({winner.strategy}, {duration(winner.seconds.total)}){tail}."
+    phrases = []
+    for family, best in best_by_family.items():
+        if family is winner_family:
+            continue
+        name = _name_with_recompute(best)
+        if best.is_recommended:
+            phrases.append(f"{family} takes {duration(best.seconds.total)} ({name})")
+        else:
+            phrases.append(f"{family} needs {gib(best.memory.total, 0)} of {capacity} GiB ({name})")
+    single_kinds = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
+    illegal = [family for family in single_kinds if family not in best_by_family]
+    sentences = [f"Alone, {joined(phrases)}."] if phrases else []
+    if illegal:
+        devices = plan.request.cluster.devices
+        sentences.append(
+            f"Over all {devices} devices {joined(illegal)} alone cannot be split evenly."
+        )
+    return " ".join(sentences) or "No other kind of parallelism is possible."
 
 
-def _named(candidate: Candidate) -> str:
-    """Its strategy, with what is recomputed."""
+def _name_with_recompute(candidate: Candidate) -> str:
+    """Return a candidate's strategy, with its recomputation if it has one."""
     recompute = candidate.spec.recompute
-    again = "" if recompute == Recompute.NONE else f", recompute {recompute}"
-    return f"{candidate.strategy}{again}"
+    suffix = "" if recompute == Recompute.NONE else f", recompute {recompute}"
+    return f"{candidate.strategy}{suffix}"

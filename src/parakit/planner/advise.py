@@ -1,7 +1,7 @@
-"""Ten questions of somebody who has to choose, answered by searches over the same model: part of `make plan`.
+"""Answers to questions of somebody who chooses a strategy: the second part of the screen of `make plan`.
 
-What is changed to see what would change the choice is said in the answer; every figure is a prediction,
-and the last answer says how far predictions like these were off.
+The answers come from searches over the same model, some of them with other devices, links or batches. Every figure is
+a prediction; the last answer has the measurements with which the prediction was compared.
 """
 
 from __future__ import annotations
@@ -12,179 +12,213 @@ from typing import TYPE_CHECKING
 
 from parakit.config.strategy import Parallelism, Sharding
 from parakit.costs import total_parameters
-from parakit.formatting.units import duration, gib, joined, plural
+from parakit.formatting.units import gib, joined, plural
 from parakit.planner.advice import (
     FAMILIES_OF_OTHER_TRAINERS,
     StrategyFamily,
-    bottleneck_sentence,
+    families_sentence,
     find_best_of_each_family,
+    one_device_sentence,
     runner_up_sentence,
     strategy_family,
 )
 from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.search import Candidate, Plan, Request, resize_request, search_configurations
-from parakit.planner.show import plan_command
 from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 INFERENCE = (
-    "For the latency of one request TP; for throughput, or over slow links, stages and replicas; "
-    "ZeRO helps neither."
+    "For the latency of one request, use tensor parallelism. For throughput, or over slow links, use "
+    "pipeline stages and replicas. ZeRO helps neither."
 )
-"""As docs/guide.md and the lab guide have it: reasoning, the kit measures no inference."""
-_KEPT = 8
-"""Strategies in which the winner's is looked for under other circumstances."""
+"""Advice on inference, as in docs/guide.md and the lab guide. It is reasoning: the kit measures no inference."""
+_NUM_RANKED = 8
+"""Ranked strategies among which the winner's split is searched under other circumstances."""
 
 
 def print_answers(plan: Plan, console: Console) -> None:
-    """Print the answers for a plan that has a winner, a row per question."""
+    """Print the answers for a plan that has a winner, with one row per question."""
     from rich.table import Table
 
-    assert plan.winner is not None
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    command = plan_command(plan.request, plan.winner.spec)
-    for name, text in answer_questions(plan).items():
-        table.add_row(name, text.removesuffix(f" {command}"))
+    for question, answer in answer_questions(plan).items():
+        table.add_row(question, answer)
     console.print(table, width=min(120, console.width), highlight=False)
 
 
 def answer_questions(plan: Plan) -> dict[str, str]:
-    """Ten questions, and what the figures say, for a plan that has a winner."""
+    """Return the answers for a plan that has a winner, by question."""
     winner, request = plan.winner, plan.request
     assert winner is not None
-    kinds = find_best_of_each_family(request)
-    # Another sharding of the same split is hardly another choice.
-    others = sorted(plan.ranked[1:], key=lambda one: _split(one) == _split(winner))
-    alike = [
-        f"{one.strategy} ({duration(one.seconds.total)}, {gib(one.memory.total)} GiB)"
-        for one in plan.ranked[1:]
-        if one.is_tied(winner) and _split(one) == _split(winner)
-    ]
-    tied = f", tied with {joined(alike)}: of these the one with the least memory" if alike else ""
+    best_by_family = find_best_of_each_family(request)
+    # Strategies that split a replica as the winner does differ only in sharding, which is hardly another choice.
+    alternatives = sorted(
+        plan.ranked[1:],
+        key=lambda candidate: _replica_split(candidate) == _replica_split(winner),
+    )
+    second = "No other strategy fits."
+    if alternatives:
+        second = runner_up_sentence(winner, alternatives[0])
+    uncertainty = estimate_uncertainty(winner.spec, request.cluster, request.own_runs)
     return {
-        "Use": f"{winner.strategy}: {duration(winner.seconds.total)} an iteration of "
-        f"{request.global_batch} samples, {gib(winner.memory.total)} of "
-        f"{gib(request.cluster.device.memory_bytes, 0)} GiB, MFU {winner.mfu:.0%}{tied}. "
-        f"{plan_command(request, winner.spec)}",
-        "Second": runner_up_sentence(winner, others[0]) if others else "No other strategy fits.",
-        "Avoid": _avoid(winner, kinds),
-        "Why": bottleneck_sentence(plan),
-        "Megatron for this?": _is_megatron_worth_it(winner, kinds, plan),
-        "ZeRO or TP?": _zero_or_tensor(kinds),
-        "Micro batches": _micro_batches(winner),
-        "What would change it": _changes(plan, winner),
-        "For inference": _inference(request),
-        "How sure": str(estimate_uncertainty(winner.spec, request.cluster, request.own_runs)),
+        "Second": second,
+        "Avoid": _name_family_to_avoid(winner, best_by_family),
+        "One device": _answer_one_device(request, winner),
+        "One kind alone": _answer_one_kind(plan, winner),
+        "Megatron for this?": _answer_megatron(winner, best_by_family, plan),
+        "ZeRO or TP?": _answer_zero_or_tensor(best_by_family),
+        "Micro batches": _describe_micro_batches(winner),
+        "What would change it": _describe_changes(plan, winner),
+        "For inference": _answer_inference(request),
+        "How sure": str(uncertainty),
     }
 
 
-def _avoid(winner: Candidate, kinds: dict[StrategyFamily, Candidate]) -> str:
-    """The families that do not fit, else the slowest."""
-    heavy = [(kind, found) for kind, found in kinds.items() if not found.fits]
-    if heavy:
-        texts = [f"{kind} alone ({gib(c.memory.total, 0)} GiB a device)" for kind, c in heavy]
-        return f"{joined(texts)}: does not fit."
-    others = {k: c for k, c in kinds.items() if c.spec.parallelism != winner.spec.parallelism}
-    if not others:
-        return "Nothing: one device has no alternatives."
-    kind = max(others, key=lambda kind: others[kind].seconds.total)
-    return (
-        f"{kind} alone ({others[kind].strategy}) takes "
-        f"{_ratio(others[kind], winner):.2f} times as long."
-    )
+def _answer_one_device(request: Request, winner: Candidate) -> str:
+    """Return whether one device is enough, for a plan on several devices."""
+    if request.cluster.devices == 1:
+        return "The plan is for one device."
+    return one_device_sentence(request, winner)
 
 
-def _is_megatron_worth_it(
-    winner: Candidate, kinds: dict[StrategyFamily, Candidate], plan: Plan
+def _answer_one_kind(plan: Plan, winner: Candidate) -> str:
+    """Return what each kind of parallelism alone takes, for a plan on several devices."""
+    if plan.request.cluster.devices == 1:
+        return "One device has no parallelism."
+    return families_sentence(plan, winner)
+
+
+def _name_family_to_avoid(
+    winner: Candidate, best_by_family: dict[StrategyFamily, Candidate]
 ) -> str:
-    chosen = strategy_family(winner.spec.parallelism)
-    if chosen in FAMILIES_OF_OTHER_TRAINERS:
-        split = next(
+    """Return the kinds of parallelism that do not fit alone; if all fit, the slowest kind."""
+    too_large = [
+        f"{family} alone ({gib(best.memory.total, 0)} GiB per device)"
+        for family, best in best_by_family.items()
+        if not best.fits
+    ]
+    if too_large:
+        verb = "does" if len(too_large) == 1 else "do"
+        return f"{_capitalise(joined(too_large))} {verb} not fit."
+    alternatives = {
+        family: best
+        for family, best in best_by_family.items()
+        if best.spec.parallelism != winner.spec.parallelism
+    }
+    if not alternatives:
+        return "Nothing: one device has no alternatives."
+    slowest = max(alternatives, key=lambda family: alternatives[family].seconds.total)
+    ratio = _time_ratio(alternatives[slowest], winner)
+    name = alternatives[slowest].strategy
+    return f"{_capitalise(slowest)} alone ({name}) takes {ratio:.2f} times as long."
+
+
+def _answer_megatron(
+    winner: Candidate, best_by_family: dict[StrategyFamily, Candidate], plan: Plan
+) -> str:
+    """Return whether Megatron's own kinds of parallelism gain anything over DDP, FSDP and DeepSpeed."""
+    family = strategy_family(winner.spec.parallelism)
+    if family in FAMILIES_OF_OTHER_TRAINERS:
+        text = f"Not needed: PyTorch's DDP and FSDP and DeepSpeed have {family} too."
+        megatrons_best = next(
             (
-                c
-                for c in plan.ranked
-                if strategy_family(c.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
+                candidate
+                for candidate in plan.ranked
+                if strategy_family(candidate.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
             ),
             None,
         )
-        text = f"Not needed: {chosen} is what PyTorch's DDP and FSDP and DeepSpeed have too"
-        if split is None:
-            return f"{text}."
-        ratio = _ratio(split, winner)
-        return f"{text}; its own best strategy, {split.strategy}, takes {ratio:.2f} times as long."
-    unsplit = [candidate for kind, candidate in kinds.items() if kind in FAMILIES_OF_OTHER_TRAINERS]
-    plain = [candidate for candidate in unsplit if candidate.is_recommended]
-    if not plain:
+        if megatrons_best is None:
+            return text
+        ratio = _time_ratio(megatrons_best, winner)
+        return (
+            f"{text} The best strategy that only Megatron has, {megatrons_best.strategy}, takes "
+            f"{ratio:.2f} times as long."
+        )
+    unsplit = [
+        best for family, best in best_by_family.items() if family in FAMILIES_OF_OTHER_TRAINERS
+    ]
+    recommended = [candidate for candidate in unsplit if candidate.is_recommended]
+    if not recommended:
         fits = any(candidate.fits for candidate in unsplit)
-        return f"Yes: without splitting layers or sequences the model {_misfit(fits)}."
-    best = min(plain, key=lambda found: found.seconds.total)
-    ratio = _ratio(best, winner)
+        return f"Yes: without splitting layers or sequences the model {_misfit_phrase(fits)}."
+    best = min(recommended, key=lambda candidate: candidate.seconds.total)
     verdict = "Hardly" if best.is_tied(winner) else "Yes"
     return (
-        f"{verdict}: without it the best is {best.strategy}, which takes {ratio:.2f} times as long."
+        f"{verdict}: the best strategy of other trainers, {best.strategy}, takes "
+        f"{_time_ratio(best, winner):.2f} times as long."
     )
 
 
-def _zero_or_tensor(kinds: dict[StrategyFamily, Candidate]) -> str:
-    sharded, tensor = (kinds.get(k) for k in (StrategyFamily.SHARDED_DATA, StrategyFamily.TENSOR))
+def _answer_zero_or_tensor(best_by_family: dict[StrategyFamily, Candidate]) -> str:
+    """Return which is faster or fits, sharded data parallelism alone or tensor parallelism alone."""
+    sharded = best_by_family.get(StrategyFamily.SHARDED_DATA)
+    tensor = best_by_family.get(StrategyFamily.TENSOR)
     if sharded is None or tensor is None:
-        lacking = StrategyFamily.TENSOR if tensor is None else StrategyFamily.SHARDED_DATA
-        return f"Over all devices {lacking} alone cannot be split evenly."
+        missing = StrategyFamily.TENSOR if tensor is None else StrategyFamily.SHARDED_DATA
+        return f"Over all devices {missing} alone cannot be split evenly."
     if sharded.is_recommended != tensor.is_recommended:
         better, worse = (sharded, tensor) if sharded.is_recommended else (tensor, sharded)
-        return f"{better.strategy}: the other {_misfit(worse.fits)}."
-    faster, slower = sorted((sharded, tensor), key=lambda found: found.seconds.total)
-    return f"{faster.strategy}: {slower.strategy} takes {_ratio(slower, faster):.2f} times as long."
+        return f"{better.strategy}: {worse.strategy} {_misfit_phrase(worse.fits)}."
+    faster, slower = sorted((sharded, tensor), key=lambda candidate: candidate.seconds.total)
+    ratio = _time_ratio(slower, faster)
+    return f"{faster.strategy}: {slower.strategy} takes {ratio:.2f} times as long."
 
 
-def _misfit(fits: bool) -> str:
-    """Return why something is not recommended that does not fit, or fits only closely."""
+def _misfit_phrase(fits: bool) -> str:
+    """Return why a candidate is not recommended that does not fit, or that fits only closely."""
+    if fits:
+        return f"takes more than {MOST_RECOMMENDED_FRACTION:.0%} of a device"
+    return "does not fit"
+
+
+def _describe_micro_batches(winner: Candidate) -> str:
+    """Return number and size of a replica's micro batches, and the pipeline bubble that follows."""
+    spec = winner.spec
+    size = plural(spec.batch.micro_batch_size, "sample")
+    text = f"{plural(spec.microbatches, 'micro batch')} of {size} per replica."
+    if spec.parallelism.pipeline == 1:
+        return f"{text} Without pipeline stages there is no bubble, so use as few as fit."
+    bubble = winner.seconds.bubble / winner.seconds.total
     return (
-        f"takes more than {MOST_RECOMMENDED_FRACTION:.0%} of a device" if fits else "does not fit"
+        f"{text} The pipeline bubble is {bubble:.0%} of the iteration; it halves with twice as many "
+        "micro batches."
     )
 
 
-def _micro_batches(winner: Candidate) -> str:
-    spec = winner.spec
-    size = plural(spec.batch.micro_batch_size, "sample")
-    text = f"{plural(spec.microbatches, 'micro batch')} of {size} a replica"
-    if spec.parallelism.pipeline == 1:
-        return f"{text}; without stages there is no bubble, so as few as fit."
-    bubble = winner.seconds.bubble / winner.seconds.total
-    return f"{text}; the bubble is {bubble:.0%} of the iteration and halves with twice as many."
-
-
-def _changes(plan: Plan, winner: Candidate) -> str:
-    """The choice under other circumstances, of those that make it another one."""
-    changed, same = [], []
-    for what, request in _variations(plan.request):
-        ranked = search_configurations(request, kept=_KEPT).ranked
+def _describe_changes(plan: Plan, winner: Candidate) -> str:
+    """Return the best strategy under each other circumstance, and the circumstances that change nothing."""
+    phrases, unchanged = [], []
+    for circumstance, request in _enumerate_variations(plan.request):
+        ranked = search_configurations(request, kept=_NUM_RANKED).ranked
         if not ranked:
-            changed.append(f"with {what} nothing fits")
-        elif any(_split(one) == _split(winner) for one in ranked if one.is_tied(ranked[0])):
-            same.append(what)
+            phrases.append(f"with {circumstance} nothing fits")
+            continue
+        tied = [candidate for candidate in ranked if candidate.is_tied(ranked[0])]
+        if any(_replica_split(candidate) == _replica_split(winner) for candidate in tied):
+            unchanged.append(circumstance)
         else:
-            changed.append(f"with {what}: {ranked[0].strategy}")
-    if same:
-        changed.append(f"the same with {joined(same)}")
-    text = "; ".join(changed)
-    return f"{text[0].upper()}{text[1:]}."
+            phrases.append(f"with {circumstance} use {ranked[0].strategy}")
+    if unchanged:
+        phrases.append(f"the choice stays the same with {joined(unchanged)}")
+    return f"{_capitalise('; '.join(phrases))}."
 
 
-def _variations(request: Request) -> Iterator[tuple[str, Request]]:
+def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield other circumstances in words, each with the request that has them."""
     cluster = request.cluster
     outer = "inter" if cluster.nodes > 1 else "intra"
     link = getattr(cluster, outer)
-    slow = {outer: replace(link, bytes_per_second=link.bytes_per_second / 4)}
+    slow_link = {outer: replace(link, bytes_per_second=link.bytes_per_second / 4)}
     if cluster.devices > 1:
-        slower = replace(request, cluster=replace(cluster, **slow))
+        slower = replace(request, cluster=replace(cluster, **slow_link))
         yield f"a quarter of {link.key}'s rate", slower
-    small = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
-    yield "half the memory", replace(request, cluster=replace(cluster, device=small))
+    smaller = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
+    yield "half the memory", replace(request, cluster=replace(cluster, device=smaller))
     yield (
         "twice the global batch",
         resize_request(request, cluster.devices, 2 * request.global_batch),
@@ -192,20 +226,27 @@ def _variations(request: Request) -> Iterator[tuple[str, Request]]:
     yield "twice the devices", resize_request(request, 2 * cluster.devices)
 
 
-def _inference(request: Request) -> str:
-    weights, devices = 2 * total_parameters(request.template.shape), 1
-    while weights > devices * request.capacity:
+def _answer_inference(request: Request) -> str:
+    """Return the devices that hold the weights alone in bf16, a power of two, and advice on inference."""
+    weight_bytes, devices = 2 * total_parameters(request.template.shape), 1
+    while weight_bytes > devices * request.capacity:
         devices *= 2
     return (
-        f"There are no gradients, optimizer and kept activations: weights take {gib(weights)} GiB "
-        f"in bf16 and need {plural(devices, 'device')}. {INFERENCE}"
+        "Inference has no gradients, no optimizer and no activations for backward: the weights take "
+        f"{gib(weight_bytes)} GiB in bf16 and need {plural(devices, 'device')}. {INFERENCE}"
     )
 
 
-def _split(candidate: Candidate) -> Parallelism:
-    """How one replica is split, however many there are and whatever they shard."""
+def _capitalise(text: str) -> str:
+    """Return a text with its first letter in upper case."""
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _replica_split(candidate: Candidate) -> Parallelism:
+    """Return how one replica is split, without the number of replicas and their sharding."""
     return replace(candidate.spec.parallelism, data=1, sharding=Sharding.NONE)
 
 
-def _ratio(slower: Candidate, faster: Candidate) -> float:
+def _time_ratio(slower: Candidate, faster: Candidate) -> float:
+    """Return the time of an iteration of `slower` over that of `faster`."""
     return slower.seconds.total / faster.seconds.total

@@ -1,9 +1,9 @@
-"""`make plan ALPA=1`: Alpa's inter-operator pass (arXiv:2201.12023 §5) on the planner's costs.
+"""Alpa's inter-operator method (arXiv:2201.12023 §5) on the planner's costs, for `make plan ALPA=1`.
 
-The method cuts the model into stages and the cluster into submeshes, one a stage, and minimises
-Σ t_i + (B − 1)·max t_i over B micro batches by a dynamic program for each bound t_max on the slowest
-stage. Stages may differ in layers, devices and degrees, which Megatron's cannot. Messages
-between them cost nothing, as in the paper.
+The method cuts the model into stages and the cluster into submeshes, one per stage. It minimises
+Σ t_i + (B − 1)·max t_i over B micro batches by a dynamic program for each bound t_max on the slowest stage. Stages may
+differ in layers, devices and parallel sizes, which stages of Megatron cannot. Messages between stages cost nothing, as
+in the paper. A "unit" is a group of equal consecutive layers; stages consist of full units.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from parakit.planner.time.iteration import stage_seconds
 
 MOST_DEVICES = 16
 MOST_UNITS = 16
-"""Parts that layers are clustered into, as Alpa clusters operators; each is of equal layers."""
+"""Most units into which layers are clustered, as Alpa clusters operators."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one submesh."""
+    """Cost of one stage on one submesh."""
 
     seconds: float
-    """Of one micro batch, forward and backward, with a share of what follows the last."""
+    """Forward and backward of one micro batch, and its fraction of the time after the last backward."""
     fixed_bytes: int
-    """Weights, gradients, optimizer and temporaries on one device."""
+    """Weights, gradients, optimizer and temporaries per device."""
     flight_bytes: int
-    """Of each micro batch between forward and backward."""
+    """Activations per micro batch between forward and backward."""
     split: Parallelism
-    """Inside the stage."""
+    """Parallel sizes inside the stage."""
 
 
 @dataclass(frozen=True)
 class AlpaStage:
-    """Units `first` to before `end` on `devices` devices."""
+    """A stage of units `first` to before `end` on `devices` devices."""
 
     first: int
     end: int
@@ -51,134 +51,153 @@ class AlpaStage:
 
 
 Costs = Callable[[int, int, int], Iterable[StageCost]]
-"""Ways to run units `first` to before `end` on so many devices."""
-_Fastest = Callable[[int, int, int, int], StageCost | None]
-"""The fastest that fits with so many micro batches in flight."""
-_Found = tuple[float, tuple[AlpaStage, ...]]
-"""Sum of the stages' seconds, or an iteration's, and the stages."""
+"""Function from first unit, end and number of devices to the costs of all ways to run these units."""
+_FindFastest = Callable[[int, int, int, int], StageCost | None]
+"""Function from first unit, end, devices and micro batches in flight to the fastest way that fits, or None."""
+_Stages = tuple[float, tuple[AlpaStage, ...]]
+"""Seconds (a sum over stages, or those of an iteration), and the stages."""
 
 
 @dataclass(frozen=True)
 class AlpaPlan:
-    """What the method chooses."""
+    """The stages that the method chooses."""
 
     stages: tuple[AlpaStage, ...]
-    layers_a_unit: int
+    layers_per_unit: int
     seconds: float
-    """Of an iteration, by its own objective."""
+    """Seconds per iteration, by the method's own objective."""
     candidate: Candidate | None
-    """The same strategy as Megatron can run it and the planner times it; None where stages differ."""
+    """The strategy as Megatron can run it, with the planner's time; None if the stages differ."""
 
     @property
     def total(self) -> float:
-        """Seconds of an iteration, by the planner where it can."""
+        """Seconds per iteration: the planner's if Megatron can run the stages, else the method's."""
         return self.candidate.seconds.total if self.candidate else self.seconds
 
     def __str__(self) -> str:
-        timed = f"{ms(self.total)} ms an iteration"
+        time = f"{ms(self.total)} ms per iteration"
         if self.candidate is not None:
             micro = self.candidate.spec.batch.micro_batch_size
-            return f"{self.candidate.strategy}, micro batch {micro}: {timed}"
-        parts = (
-            f"{(stage.end - stage.first) * self.layers_a_unit} layers as "
+            return f"{self.candidate.strategy}, micro batch {micro}: {time}"
+        stages = (
+            f"{(stage.end - stage.first) * self.layers_per_unit} layers as "
             f"{strategy_name(stage.cost.split)} on {stage.devices}"
             for stage in self.stages
         )
-        return f"{', then '.join(parts)}: {timed}, which Megatron cannot run"
+        return f"{', then '.join(stages)}: {time}, which Megatron cannot run"
 
 
 def compare_with_alpa(plan: Plan) -> str:
-    """A sentence: what the method chooses, and the exhaustive search.
+    """Return what Alpa's method chooses, compared with the winner of a plan, as one sentence.
 
     Raises:
-        ValueError: The cluster is too large for it.
+        ValueError: The cluster has more than `MOST_DEVICES` devices.
     """
-    found, winner = run_alpa(plan.request), plan.winner
-    if found is None or winner is None:
+    chosen, winner = run_alpa(plan.request), plan.winner
+    if chosen is None or winner is None:
         return "Alpa's dynamic program finds nothing that fits."
-    if found.candidate is not None and found.candidate.strategy == winner.strategy:
-        return f"Alpa's dynamic program chooses the same strategy: {found}."
+    if chosen.candidate is not None and chosen.candidate.strategy == winner.strategy:
+        return f"Alpa's dynamic program chooses the same strategy: {chosen}."
     return (
-        f"Alpa's dynamic program chooses {found}, {found.total / winner.seconds.total:.2f} times the "
+        f"Alpa's dynamic program chooses {chosen}, {chosen.total / winner.seconds.total:.2f} times the "
         f"{winner.strategy} of the exhaustive search."
     )
 
 
 def list_submeshes(devices: int, per_node: int) -> list[int]:
-    """Devices of the shapes that cover a cluster without gaps: powers of two in a node, whole nodes."""
-    inside = [size for size in (1 << n for n in range(20)) if size <= min(devices, per_node)]
-    return sorted({*inside, *range(per_node, devices + 1, per_node)})
+    """Return the sizes of submeshes that cover a cluster without gaps: powers of two in a node, and full nodes."""
+    powers = (1 << exponent for exponent in range(20))
+    inside_node = [size for size in powers if size <= min(devices, per_node)]
+    return sorted({*inside_node, *range(per_node, devices + 1, per_node)})
 
 
 def find_best_stages(
     units: int, meshes: list[int], devices: int, count: int, capacity: int, costs: Costs
-) -> _Found | None:
-    """The dynamic program over every bound on the slowest stage.
+) -> _Stages | None:
+    """Return the iteration's seconds and the stages with the least of them; None if nothing fits.
+
+    The function solves the dynamic program for every bound on the slowest stage, from the lowest bound up.
 
     Args:
-        units: Parts of the model, in order.
-        meshes: Sizes of submeshes; those of the stages add up to `devices`.
-        devices: Of the cluster.
-        count: Micro batches, B.
-        capacity: Bytes of a device.
-        costs: Ways to run some units on some devices.
+        units: Number of units of the model, in order.
+        meshes: Sizes of submeshes; the stages' sizes add up to `devices`.
+        devices: Devices of the cluster.
+        count: Number of micro batches, B.
+        capacity: Bytes that a device may hold.
+        costs: Ways to run consecutive units on a number of devices.
     """
 
     @cache
-    def fastest(first: int, end: int, mesh: int, flights: int) -> StageCost | None:
-        ways = costs(first, end, mesh)
-        fits = (way for way in ways if way.fixed_bytes + flights * way.flight_bytes <= capacity)
-        return min(fits, key=lambda way: way.seconds, default=None)
+    def find_fastest(first: int, end: int, mesh: int, flights: int) -> StageCost | None:
+        """Return the fastest way that fits with `flights` micro batches in flight; None if none fits."""
+        fitting = (
+            cost
+            for cost in costs(first, end, mesh)
+            if cost.fixed_bytes + flights * cost.flight_bytes <= capacity
+        )
+        return min(fitting, key=lambda cost: cost.seconds, default=None)
 
-    spans = combinations(range(units + 1), 2)
-    flights = range(1, min(units, devices, count) + 1)
-    ways = (fastest(*span, *rest) for span, *rest in product(spans, meshes, flights))
-    best: _Found | None = None
-    for bound in sorted({way.seconds for way in ways if way is not None}):
+    bounds: set[float] = set()
+    flight_counts = range(1, min(units, devices, count) + 1)
+    for first, end in combinations(range(units + 1), 2):
+        for mesh, flights in product(meshes, flight_counts):
+            cost = find_fastest(first, end, mesh, flights)
+            if cost is not None:
+                bounds.add(cost.seconds)
+    best: _Stages | None = None
+    for bound in sorted(bounds):
         if best is not None and count * bound >= best[0]:
             break
-        found = _within(bound, units, meshes, devices, count, fastest)
-        if found is not None:
-            slowest = max(stage.cost.seconds for stage in found[1])
-            total = found[0] + (count - 1) * slowest
-            if best is None or total < best[0]:
-                best = total, found[1]
+        within_bound = _solve_within_bound(bound, units, meshes, devices, count, find_fastest)
+        if within_bound is None:
+            continue
+        sum_of_stages, stages = within_bound
+        slowest = max(stage.cost.seconds for stage in stages)
+        total = sum_of_stages + (count - 1) * slowest
+        if best is None or total < best[0]:
+            best = total, stages
     return best
 
 
-def _within(
-    bound: float, units: int, meshes: list[int], devices: int, count: int, fastest: _Fastest
-) -> _Found | None:
-    """Least sum of stage times where none is above `bound`: F(s, k, d), from the last stage on.
+def _solve_within_bound(
+    bound: float,
+    units: int,
+    meshes: list[int],
+    devices: int,
+    count: int,
+    find_fastest: _FindFastest,
+) -> _Stages | None:
+    """Return the least sum of stage times where no stage exceeds `bound`, and the stages; None if there are none.
 
-    A stage with `later` ones behind it holds as many micro batches more (1F1B).
+    The program F(s, k, d) of the paper is solved from the last stage on. A stage with n later stages holds n more
+    micro batches in flight (1F1B).
     """
-    reached: dict[tuple[int, int], _Found] = {(units, 0): (0.0, ())}
-    best: _Found | None = None
-    for later in range(min(units, devices)):
-        grown: dict[tuple[int, int], _Found] = {}
-        for (end, used), (seconds, stages) in reached.items():
+    solved: dict[tuple[int, int], _Stages] = {(units, 0): (0.0, ())}
+    best: _Stages | None = None
+    for num_later in range(min(units, devices)):
+        extended: dict[tuple[int, int], _Stages] = {}
+        for (end, used_devices), (seconds, stages) in solved.items():
             for first, mesh in product(range(end), meshes):
-                if used + mesh > devices:
+                if used_devices + mesh > devices:
                     continue
-                cost = fastest(first, end, mesh, min(later + 1, count))
+                cost = find_fastest(first, end, mesh, min(num_later + 1, count))
                 if cost is None or cost.seconds > bound:
                     continue
-                total, key = seconds + cost.seconds, (first, used + mesh)
-                if key not in grown or total < grown[key][0]:
-                    grown[key] = total, (AlpaStage(first, end, mesh, cost), *stages)
-        whole = grown.get((0, devices))
-        if whole is not None and (best is None or whole[0] < best[0]):
-            best = whole
-        reached = grown
+                total, state = seconds + cost.seconds, (first, used_devices + mesh)
+                if state not in extended or total < extended[state][0]:
+                    extended[state] = total, (AlpaStage(first, end, mesh, cost), *stages)
+        complete = extended.get((0, devices))
+        if complete is not None and (best is None or complete[0] < best[0]):
+            best = complete
+        solved = extended
     return best
 
 
 def run_alpa(request: Request) -> AlpaPlan | None:
-    """What Alpa's method chooses, over every number of micro batches; None if nothing fits.
+    """Return what Alpa's method chooses, over every number of micro batches; None if nothing fits.
 
     Raises:
-        ValueError: The cluster is too large for it.
+        ValueError: The cluster has more than `MOST_DEVICES` devices.
     """
     devices = request.cluster.devices
     if devices > MOST_DEVICES:
@@ -187,72 +206,78 @@ def run_alpa(request: Request) -> AlpaPlan | None:
             "ALPA= out, or use fewer GPUS=."
         )
     layers = request.template.shape.layers
-    units = max(n for n in divisors(layers) if n <= MOST_UNITS)
+    units = max(number for number in divisors(layers) if number <= MOST_UNITS)
     meshes = list_submeshes(devices, min(devices, request.cluster.per_node))
-    found: list[AlpaPlan] = []
+    plans: list[AlpaPlan] = []
     for samples in divisors(request.global_batch):
         count = request.global_batch // samples
-        costs = _stage_costs(request, samples, units)
+        costs = _build_stage_costs(request, samples, units)
         best = find_best_stages(units, meshes, devices, count, request.capacity, costs)
         if best is not None:
-            candidate = _as_candidate(request, best[1], samples)
-            found.append(AlpaPlan(best[1], layers // units, best[0], candidate))
-    return min(found, key=lambda each: each.total, default=None)
+            seconds, stages = best
+            candidate = _convert_to_candidate(request, stages, samples)
+            plans.append(AlpaPlan(stages, layers // units, seconds, candidate))
+    return min(plans, key=lambda plan: plan.total, default=None)
 
 
-def _stage_costs(request: Request, samples: int, units: int) -> Costs:
-    """Costs by the planner's formulas: a stage stands in a pipeline of as many equal ones as make it
-    a first, a middle or a last one."""
-    layers_a_unit = request.template.shape.layers // units
+def _build_stage_costs(request: Request, samples: int, units: int) -> Costs:
+    """Return the function of a stage's costs by the planner's formulas, for micro batches of `samples` samples.
+
+    A stage is costed in a pipeline of up to three equal stages, in which it is the first, a middle or the last one.
+    """
+    layers_per_unit = request.template.shape.layers // units
 
     @cache
-    def kind_of_stage(length: int, begins: bool, ends: bool, mesh: int) -> tuple[StageCost, ...]:
-        stages = 3 - begins - ends
-        rank = 0 if begins else 1
-        return tuple(
-            _cost(request, spec, rank, samples)
-            for spec in _specs(request, samples, length * layers_a_unit * stages, stages, mesh)
-        )
+    def cost_stage(length: int, is_first: bool, is_last: bool, mesh: int) -> tuple[StageCost, ...]:
+        """Return the costs of all ways to run a stage of `length` units on `mesh` devices."""
+        num_stages = 3 - is_first - is_last
+        rank = 0 if is_first else 1
+        layers = length * layers_per_unit * num_stages
+        specs = _enumerate_stage_specs(request, samples, layers, num_stages, mesh)
+        return tuple(_cost_stage_spec(request, spec, rank, samples) for spec in specs)
 
     def costs(first: int, end: int, mesh: int) -> Iterable[StageCost]:
-        return kind_of_stage(end - first, first == 0, end == units, mesh)
+        """Return the costs of all ways to run units `first` to before `end` on `mesh` devices."""
+        return cost_stage(end - first, first == 0, end == units, mesh)
 
     return costs
 
 
-def _specs(
+def _enumerate_stage_specs(
     request: Request, samples: int, layers: int, stages: int, mesh: int
 ) -> Iterator[RunSpec]:
-    """Ways to split a stage over a submesh that divide what they split."""
+    """Yield the legal runs of a model with so many `layers` and equal `stages` on `mesh` devices per stage."""
     shape = replace(request.template.shape, layers=layers)
     template = replace(request.template, shape=shape)
     for split in enumerate_splits(shape, mesh):
         if split.pipeline > 1 or samples % split.data:
             continue
-        whole = replace(split, pipeline=stages)
-        plain = build_unsharded_spec(template, whole, samples // split.data, template.recompute)
-        for sharding in list_shardings(replace(whole, pipeline=2)):
-            spec = replace(plain, parallelism=replace(whole, sharding=sharding))
+        pipelined = replace(split, pipeline=stages)
+        micro_batch = samples // split.data
+        plain = build_unsharded_spec(template, pipelined, micro_batch, template.recompute)
+        for sharding in list_shardings(replace(pipelined, pipeline=2)):
+            spec = replace(plain, parallelism=replace(pipelined, sharding=sharding))
             if not find_violations(spec):
                 yield spec
 
 
-def _cost(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
-    seconds, after = stage_seconds(spec, request.cluster, rank)
-    one = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
-    memory = estimate_rank_memory(one, rank)
+def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
+    """Return time and memory of pipeline rank `rank` of a run, for micro batches of `samples` samples."""
+    seconds, seconds_after = stage_seconds(spec, request.cluster, rank)
+    single_batch = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
+    memory = estimate_rank_memory(single_batch, rank)
     return StageCost(
-        seconds=seconds + after * samples / request.global_batch,
+        seconds=seconds + seconds_after * samples / request.global_batch,
         fixed_bytes=memory.total - memory.activations,
         flight_bytes=memory.activations,
         split=replace(spec.parallelism, pipeline=1),
     )
 
 
-def _as_candidate(
+def _convert_to_candidate(
     request: Request, stages: tuple[AlpaStage, ...], samples: int
 ) -> Candidate | None:
-    """Stages of equal layers and one split are a strategy of Megatron's."""
+    """Return stages of equal layers and one split as a strategy of Megatron; None if the stages differ."""
     lengths = {stage.end - stage.first for stage in stages}
     if len({stage.cost.split for stage in stages}) > 1 or len(lengths) > 1:
         return None

@@ -1,5 +1,7 @@
-"""Constants that were measured on a machine: where they are kept, and what a plan takes of them; and
-those that a stated rate of one matrix product implies."""
+"""Constants that were measured on a machine, or that a stated rate of a matrix product implies.
+
+`make calibrate` writes the measured ones to a file under the runs folder; plans for the same device read them.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ _STATED = re.compile(
 )
 _NUMBERS = ("rate", "rows", "columns", "inner")
 _WITH_PRODUCTS = ("matmul_fp8", "attention")
-"""What the tensor cores' clock decides too: a product that is slower than usual slows these as much."""
+"""Constants that change by the same factor as `matmul`, because the tensor cores' clock decides all of them."""
 
 
 def load_calibration(path: Path | None) -> Calibration:
-    """Measured constants from a JSON file with the names of `Calibration`; without one, the defaults.
+    """Return the constants of a JSON file with the names of `Calibration`; without a file, the defaults.
 
     Raises:
         RequestError: The file is missing, is not JSON, or has a name that is not known.
@@ -49,60 +51,65 @@ def load_calibration(path: Path | None) -> Calibration:
 
 
 def calibration_path(runs: Path, device: Device) -> Path:
-    """Where this machine's constants for a device are kept; `make plan GPU=<key>` looks there too."""
+    """Return the file with this machine's constants of a device, which `make plan GPU=<key>` reads too."""
     return runs / calibration_file_name(device.key)
 
 
 def load_device_calibration(runs: Path, device: Device) -> Calibration:
-    """What was measured of a device on this machine; without that, what is shipped.
+    """Return the constants of a device that were measured on this machine, else those that the kit ships.
 
     Raises:
         RequestError: The file is not what `make calibrate` wrote.
     """
-    kept = calibration_path(runs, device)
-    if kept.is_file():
-        return load_calibration(kept)
+    path = calibration_path(runs, device)
+    if path.is_file():
+        return load_calibration(path)
     nominal = "nominal ones of a CPU core; 'make calibrate' measures this machine's"
     return Calibration(source=nominal) if device.key == "cpu" else Calibration()
 
 
 def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> Calibration:
-    """The cluster's constants with those that stated products imply (`CALIBRATE=`).
+    """Return a cluster's constants, changed so that products take the time that CALIBRATE= states.
 
-    The text is one product, or several with commas between: `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,
-    columns and inner dimension, 1k being 1,024; in the run's dtype if no other is said.
+    The text is one product, or several with commas between, such as `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,
+    columns and inner dimension, 1k being 1,024. A product without a dtype is in the run's.
 
-    The share of the peak is found with which `product_seconds` gives the stated rate. A product in the
-    run's dtype changes attention and fp8 products by the same factor, but for what is stated itself.
+    The constant is the fraction of the peak with which `product_seconds` gives the stated rate. A product in the
+    run's dtype changes attention and fp8 products by the same factor, unless these are stated themselves.
 
     Raises:
-        RequestError: It cannot be read, or no share of the device's peak makes a product so fast.
+        RequestError: The text cannot be read, or no fraction of the device's peak makes a product so fast.
         NoPeakError: The device has no rate in its dtype.
     """
     products = []
-    for each in text.split(","):
-        stated = _STATED.fullmatch(each)
+    for part in text.split(","):
+        stated = _STATED.fullmatch(part)
         if stated is None or not all(float(stated[number]) for number in _NUMBERS):
             raise RequestError(
-                f"CALIBRATE has '{each.strip()}', which is no rate of a product; write it as "
+                f"CALIBRATE has '{part.strip()}', which is no rate of a product; write it as "
                 '"700 TFLOP/s on 4096x4096x4096", with "in fp8" where it is.'
             )
         products.append(((stated["dtype"] or dtype).lower(), stated))
-    found = replace(cluster.calibration, source=f"'{text.strip()}', as CALIBRATE= states")
-    # Last those in fp8: what their tiles cost beside arithmetic follows from the others' rate.
-    for kind, stated in sorted(products, key=lambda each: each[0] == "fp8"):
-        constants, name = cluster.constants, "matmul_fp8" if kind == "fp8" else "matmul"
-        share = _share_of_peak(name, replace(cluster, calibration=found), dtype, stated)
-        changed: dict[str, Any] = {name: share}
+    calibration = replace(cluster.calibration, source=f"'{text.strip()}', as CALIBRATE= states")
+    # Products in fp8 come last, because the time of their tiles depends on the rate of the other products.
+    for product_dtype, stated in sorted(products, key=lambda product: product[0] == "fp8"):
+        constants, name = cluster.constants, "matmul_fp8" if product_dtype == "fp8" else "matmul"
+        calibrated = replace(cluster, calibration=calibration)
+        fraction = _solve_peak_fraction(name, calibrated, dtype, stated)
+        changed: dict[str, Any] = {name: fraction}
         if name == "matmul":
-            factor = share / constants.matmul
+            factor = fraction / constants.matmul
             changed |= {other: factor * getattr(constants, other) for other in _WITH_PRODUCTS}
-        found = replace(found, **changed)
-    return found
+        calibration = replace(calibration, **changed)
+    return calibration
 
 
-def _share_of_peak(name: str, cluster: Cluster, dtype: str, stated: re.Match[str]) -> float:
-    """With which the stated product has its rate."""
+def _solve_peak_fraction(name: str, cluster: Cluster, dtype: str, stated: re.Match[str]) -> float:
+    """Return the value of the constant `name` with which the stated product has its rate, by bisection.
+
+    Raises:
+        RequestError: The product is faster than the device's peak allows.
+    """
     rows, columns, inner = (
         int(stated[size]) * (1024 if stated[size + "_k"] else 1)
         for size in ("rows", "columns", "inner")
@@ -111,12 +118,15 @@ def _share_of_peak(name: str, cluster: Cluster, dtype: str, stated: re.Match[str
     recipe = Fp8Recipe.TENSORWISE if name == "matmul_fp8" else Fp8Recipe.NONE
     low, high = 0.0, 1.0
     for _ in range(40):
-        known: dict[str, Any] = {name: (low + high) / 2}
-        tried = replace(cluster, calibration=replace(cluster.calibration, **known))
-        reached = compute_device_rates(tried, dtype, recipe)
-        seconds = product_seconds(rows, inner, columns, 2, reached, 1, bool(recipe))
-        quick = seconds < 2 * rows * columns * inner / rate
-        low, high = (low, known[name]) if quick else (known[name], high)
+        middle = (low + high) / 2
+        constant: dict[str, Any] = {name: middle}
+        tried = replace(cluster, calibration=replace(cluster.calibration, **constant))
+        achieved = compute_device_rates(tried, dtype, recipe)
+        seconds = product_seconds(rows, inner, columns, 2, achieved, quantized=bool(recipe))
+        if seconds < 2 * rows * columns * inner / rate:
+            high = middle
+        else:
+            low = middle
     if low > 0.999:
         raise RequestError(
             f"CALIBRATE states {rate / 1e12:,.0f} TFLOP/s, which {cluster.device.name} cannot reach on "

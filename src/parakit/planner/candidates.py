@@ -1,4 +1,8 @@
-"""Every legal combination of degrees, micro batch, recomputation, schedule and sharding."""
+"""Enumeration of the legal combinations of parallel sizes, micro batch, recomputation, schedule and sharding.
+
+A "split" is a product of parallel sizes without schedule and sharding. The search takes every split, and adds
+micro batches, recomputation, virtual stages, shardings and the algorithm of context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,10 @@ LARGEST_MICRO_BATCH = 64
 def enumerate_splits(
     shape: ModelShape, devices: int, expert_tensor: int = 0
 ) -> Iterator[Parallelism]:
-    """Yield degrees that multiply to `devices` and divide what they split; no schedule, no sharding yet.
+    """Yield the parallel sizes that multiply to `devices` and divide the model's heads, sequence and layers.
 
-    Experts are split over `expert_tensor` ranks of TP; 0 takes the TP of all other layers.
+    They have no virtual stages and no sharding. Experts are split over `expert_tensor` ranks; 0 takes the tensor
+    parallelism of all other layers.
     """
     for tensor in divisors(devices):
         if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
@@ -35,14 +40,17 @@ def enumerate_splits(
                 if choose_stage_split(shape.layers, pipeline) is None:
                     continue
                 data = devices // (tensor * context * pipeline)
-                plain = Parallelism(data, tensor, pipeline, context)
+                plain = Parallelism(data, tensor=tensor, pipeline=pipeline, context=context)
                 yield from _split_experts(shape, plain.with_expert_tensor(expert_tensor))
 
 
 def list_micro_batch_sizes(
     split: Parallelism, global_batch: int, largest: int = LARGEST_MICRO_BATCH
 ) -> list[int]:
-    """Micro batch sizes that divide a data-parallel rank's share; empty if there is no share."""
+    """Return the micro batch sizes up to `largest` that divide the samples of a data-parallel rank.
+
+    The list is empty if data parallelism does not divide the global batch.
+    """
     if global_batch % split.data:
         return []
     return [size for size in divisors(global_batch // split.data) if size <= largest]
@@ -51,7 +59,10 @@ def list_micro_batch_sizes(
 def build_unsharded_spec(
     template: RunSpec, split: Parallelism, size: int, recompute: Recompute
 ) -> RunSpec:
-    """One combination without sharding and with the plain schedule."""
+    """Return the run of a split with micro batch `size`, without sharding, offload and virtual stages.
+
+    Context parallelism uses point-to-point communication (`p2p`).
+    """
     return replace(
         template,
         parallelism=split,
@@ -64,14 +75,17 @@ def build_unsharded_spec(
 
 
 def list_recomputes(template: RunSpec) -> list[Recompute]:
-    """What there is to choose; recomputing scores means something only where they are kept."""
+    """Return the recomputations to choose from, from no recomputation to full.
+
+    Selective recomputation is left out with fused attention, which stores no scores for backward.
+    """
     if template.fused_attention:
         return [Recompute.NONE, Recompute.FULL]
     return [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
 
 
 def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
-    """A base with each number of virtual stages and each sharding."""
+    """Yield `plain` with each legal number of virtual stages and each sharding."""
     split = plain.parallelism
     for virtual in list_virtual_stages(plain.shape, split, plain.microbatches):
         for sharding in list_shardings(split):
@@ -82,55 +96,71 @@ def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
 def list_virtual_stages(
     shape: ModelShape, split: Parallelism, microbatches: int
 ) -> tuple[int, ...]:
-    """Numbers of virtual stages; interleaving needs micro batches in multiples of PP."""
+    """Return the legal numbers of virtual stages, smallest first.
+
+    Only 1 is legal without pipeline parallelism, and where the micro batches are no multiple of the stages, which
+    the interleaved schedule needs.
+    """
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)
     stages = choose_stage_split(shape.layers, split.pipeline) or EVEN_SPLIT
     return virtual_degrees(stages, shape.layers, split.pipeline)
 
 
-_FLAT = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
-_UNWRAPPED = [sharding for sharding in _FLAT if not sharding.wraps_modules]
+_FLAT_SHARDINGS = [sharding for sharding in Sharding if not sharding.is_torch_fsdp]
+_UNWRAPPED_SHARDINGS = [sharding for sharding in _FLAT_SHARDINGS if not sharding.wraps_modules]
 
 
 def list_shardings(split: Parallelism) -> Sequence[Sharding]:
-    """Shardings that change anything; FSDP2 trains another (untied) model and is left out."""
+    """Return the shardings that change anything for a split, the one with the least memory last.
+
+    PyTorch's FSDP2 is left out, because Megatron trains an untied model under it. With pipeline parallelism,
+    shardings that wrap modules are left out too.
+    """
     if split.data * split.context == 1:
         return [Sharding.NONE]
-    return _UNWRAPPED if split.pipeline > 1 else _FLAT
+    return _UNWRAPPED_SHARDINGS if split.pipeline > 1 else _FLAT_SHARDINGS
 
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:
-    """The variant that needs the least memory: plain schedule, everything sharded that can be."""
+    """Return the variant of a run with the least memory: no virtual stages, and the most sharding."""
     split = plain.parallelism
     return replace(plain, parallelism=replace_cached(split, sharding=list_shardings(split)[-1]))
 
 
 def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
-    """Context-parallel algorithms; all-to-all needs enough key/value heads. CPU ranks and Megatron's own
-    layers (`--transformer-impl local`) gather."""
+    """Return the values of `--cp-comm-type` to choose from; `p2p` alone without context parallelism.
+
+    All-to-all needs at least as many key and value heads as ranks. CPU ranks and Megatron's own layers
+    (`--transformer-impl local`) can only gather.
+    """
     if split.context == 1:
         return ("p2p",)
     if template.device is DeviceKind.CPU or not template.fused_norms:
         return ("all_gather",)
-    exchange = (template.shape.query_groups // split.tensor) % split.context == 0
-    known = CP_COMM_TYPES if exchange else CP_COMM_TYPES[:2]
-    # Most releases of Transformer Engine refuse a ring over windows (`context_parallel.py:
+    has_heads_for_all = (template.shape.query_groups // split.tensor) % split.context == 0
+    comm_types = CP_COMM_TYPES if has_heads_for_all else CP_COMM_TYPES[:2]
+    # Most releases of Transformer Engine refuse the ring with sliding windows (`context_parallel.py:
     # attn_forward_func_with_cp`).
-    return known[1:] if template.shape.window else known
+    return comm_types[1:] if template.shape.window else comm_types
 
 
 def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
-    """With each EP, and with and without sequence parallelism, which experts under TP need."""
-    part = shape.seq_length // plain.context
-    choices = [False, True] if plain.tensor > 1 and part % plain.tensor == 0 else [False]
+    """Yield `plain` with each legal expert parallel size, with and without sequence parallelism.
+
+    A model with experts always has sequence parallelism if it has tensor parallelism. Nothing is yielded if the
+    experts cannot be split over their ranks of tensor parallelism.
+    """
+    tokens_per_rank = shape.seq_length // plain.context
+    can_split_sequence = plain.tensor > 1 and tokens_per_rank % plain.tensor == 0
+    sequence_choices = [False, True] if can_split_sequence else [False]
     if shape.experts and plain.tensor > 1:
-        choices = choices[1:]
-    # Experts over fewer ranks of TP leave the others to EP.
-    ranks, split = plain.data * plain.tensor, plain.effective_expert_tensor
-    if shape.experts and (ranks % split or shape.expert_ffn_hidden % split):
+        sequence_choices = sequence_choices[1:]
+    # If experts use fewer ranks of tensor parallelism, the other ranks are free for expert parallelism.
+    ranks, expert_tensor = plain.data * plain.tensor, plain.effective_expert_tensor
+    if shape.experts and (ranks % expert_tensor or shape.expert_ffn_hidden % expert_tensor):
         return
     for expert in divisors(shape.experts) if shape.experts else [1]:
-        if ranks // split % expert == 0:
-            for sequence_parallel in choices:
+        if ranks // expert_tensor % expert == 0:
+            for sequence_parallel in sequence_choices:
                 yield replace(plain, expert=expert, sequence_parallel=sequence_parallel)

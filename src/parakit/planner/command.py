@@ -1,4 +1,7 @@
-"""`make plan`: every strategy ranked, or one of them; with memory, communication and time."""
+"""The command `make plan`: rank all strategies of a model, or predict one of them.
+
+The result is printed as tables or as JSON, and drawn if SVG= names a file.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +25,37 @@ from parakit.planner.result import NothingFitsError, plan_strategies
 
 
 def plan(given: Namespace) -> int:
-    """Rank every legal way to split a model, or time STRATEGY= alone; 1 if nothing fits.
+    """Run the command `plan` and return its exit code: 0, or 1 if no strategy fits.
+
+    LARGEST= searches the largest model, STRATEGY= predicts one strategy, and everything else ranks all strategies.
 
     Raises:
-        ValueError: What is asked for cannot be; one sentence.
+        ValueError: The request contradicts itself or names what does not exist; the message is one sentence.
     """
     options = plan_options(given)
     if options.largest:
         return show_largest(options)
-    return _layout(options) if options.strategy else _plan(options)
+    return _predict_one_strategy(options) if options.strategy else _rank_strategies(options)
 
 
-def _layout(options: PlanOptions) -> int:
+def _predict_one_strategy(options: PlanOptions) -> int:
+    """Print, and draw, the prediction of STRATEGY=, beside that of WHAT_IF= if there is one; return 0."""
     if options.recipe:
         raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
-    every = [time_strategy(options)]
+    strategies = [time_strategy(options)]
     if options.what_if:
-        every.append(time_strategy(apply_what_if(options, options.what_if)))
+        strategies.append(time_strategy(apply_what_if(options, options.what_if)))
     if options.json:
-        print(json.dumps(encode_timed_strategy(*every), indent=2))
+        print(json.dumps(encode_timed_strategy(*strategies), indent=2))
     else:
-        print_timed_strategies(every, wide_console())
+        print_timed_strategies(strategies, wide_console())
     if options.svg:
-        draw_timed_strategies(every, options.svg)
+        draw_timed_strategies(strategies, options.svg)
     return 0
 
 
-def _plan(options: PlanOptions) -> int:
+def _rank_strategies(options: PlanOptions) -> int:
+    """Print, and draw, the ranking of all strategies; return 1 with a message on stderr if nothing fits."""
     try:
         result = plan_strategies(options)
     except NothingFitsError as error:

@@ -1,8 +1,8 @@
-"""`make plan LARGEST=1`: the largest model that fits so many devices, by strategy.
+"""The largest model that fits a number of devices, by strategy, for `make plan LARGEST=1`.
 
-Models are of one family, with GPT-3's proportions from 6.7B on (arXiv:2005.14165 table 2.1): heads 128
-wide, as many of them as layers, an MLP four times as wide. It says what each parallelism buys in size; a
-search (`make plan MODEL=`) says which is the fastest.
+Models are of one family with GPT-3's proportions from 6.7B on (arXiv:2005.14165 table 2.1): heads 128 wide, as many
+heads as layers, and an MLP four times as wide. The result says how large a model each strategy holds; a search
+(`make plan MODEL=`) says which strategy is the fastest.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from parakit.planner.verdict import recommended_bytes
 
 _HEAD_WIDTH = 128
 _SEQUENCE = 2048
-_ROUNDED = 1.25
-"""Layers and heads in whole multiples: a larger model may fit where a smaller one does not."""
-_MICRO_BATCHES_A_STAGE = 4
-"""As many as keep a pipeline's bubble below a quarter."""
+_ROUNDING_RATIO = 1.25
+"""Ratio of parameters above the largest fitting model at which the search stops. Below it a larger model may still fit,
+because layers and heads are rounded to multiples."""
+_MICRO_BATCHES_PER_STAGE = 4
+"""Micro batches per pipeline stage, enough to keep the bubble below a quarter."""
 
 
 @dataclass(frozen=True)
 class LargestModel:
-    """The largest model of the family that one strategy holds; 0 parameters where none fits."""
+    """The largest model of the family that one strategy holds; all numbers are 0 if none fits."""
 
     strategy: str
     recompute: str
@@ -45,14 +46,14 @@ class LargestModel:
     layers: int = 0
     hidden: int = 0
     memory_bytes: int = 0
-    """Of its fullest rank."""
+    """Bytes of the rank with the peak memory."""
 
 
 def show_largest(options: PlanOptions) -> int:
-    """Print, write and draw what fits.
+    """Print the largest models as a table or JSON, draw them if SVG= names a file, and return 0.
 
     Raises:
-        RequestError: A model is given too, or contradictory numbers of devices.
+        RequestError: The options name a model or a strategy, or contradictory numbers of devices.
     """
     if options.model or options.strategy:
         raise RequestError(
@@ -60,45 +61,50 @@ def show_largest(options: PlanOptions) -> int:
         )
     device = device_by_key(options.gpu)
     devices, _ = resolve_device_counts(options, device.domain)
-    found = find_largest_models(device, devices, options.seq or _SEQUENCE, options.dtype or "bf16")
+    seq_length, dtype = options.seq or _SEQUENCE, options.dtype or "bf16"
+    models = find_largest_models(device, devices, seq_length, dtype)
     if options.json:
-        print(json.dumps([asdict(each) for each in found], indent=2))
+        print(json.dumps([asdict(model) for model in models], indent=2))
     else:
         title = f"The largest model on {devices:,} {device.name}, micro batch 1"
-        wide_console().print(rich_table(_table(found, title)))
+        wide_console().print(rich_table(_build_table(models, title)))
     if options.svg:
-        _draw(found, options.svg, f"{devices:,} {device.name}")
+        _draw_models(models, options.svg, f"{devices:,} {device.name}")
     return 0
 
 
 def find_largest_models(
     device: Device, devices: int, seq_length: int = _SEQUENCE, dtype: str = "bf16"
 ) -> list[LargestModel]:
-    """Of every strategy of one dimension (TP and CP inside a node), and of SP with stages or replicas;
-    without and with recomputation of whole layers."""
+    """Return the largest models per strategy, each without recomputation and then with full recomputation.
+
+    Strategies have one kind of parallelism (tensor and context parallelism inside a node only), or tensor and sequence
+    parallelism with stages or replicas.
+    """
     capacity = recommended_bytes(device.memory_bytes)
-    found = []
-    for name in _strategies(devices, device.domain):
+    models = []
+    for name in _list_strategies(devices, device.domain):
         for recompute in (Recompute.NONE, Recompute.FULL):
             best = LargestModel(name, str(recompute))
-            for spec in _growing(name, devices, seq_length, dtype):
+            for spec in _enumerate_growing_models(name, devices, seq_length, dtype):
                 memory = find_peak_rank(replace(spec, recompute=recompute))[1].total
                 shape, parameters = spec.shape, total_parameters(spec.shape)
                 size = (parameters, shape.layers, shape.hidden, memory)
                 if memory <= capacity:
                     best = LargestModel(name, str(recompute), *size)
-                elif parameters > _ROUNDED * best.parameters:
+                elif parameters > _ROUNDING_RATIO * best.parameters:
                     break
-            found.append(best)
-    return found
+            models.append(best)
+    return models
 
 
-def _strategies(devices: int, domain: int) -> list[str]:
+def _list_strategies(devices: int, domain: int) -> list[str]:
+    """Return names of strategies over all devices; `domain` is the number of devices of a node."""
     if devices == 1:
         return ["baseline"]
     data = [f"dp{devices}{suffix}" for suffix in ("", "-zero1", "-zero2", "-zero3")]
-    words = ("cp", "tp", "sp", "pp") if devices <= domain else ("pp",)
-    names = [*data, *(f"{word}{devices}" for word in words)]
+    codes = ("cp", "tp", "sp", "pp") if devices <= domain else ("pp",)
+    names = [*data, *(f"{code}{devices}" for code in codes)]
     inner = next((degree for degree in (8, 4, 2) if devices % degree == 0 and degree < devices), 0)
     if inner:
         names.append(f"sp{inner}pp{devices // inner}")
@@ -106,12 +112,17 @@ def _strategies(devices: int, domain: int) -> list[str]:
     return names
 
 
-def _growing(name: str, devices: int, seq_length: int, dtype: str) -> Iterator[RunSpec]:
-    """Models of the family that the strategy can split, ever larger: layers in multiples of its stages,
-    heads in multiples of TP, whose width keeps the hidden size in proportion."""
+def _enumerate_growing_models(
+    name: str, devices: int, seq_length: int, dtype: str
+) -> Iterator[RunSpec]:
+    """Yield runs of ever larger models of the family that a strategy can split, without end.
+
+    Layers are multiples of its stages, and heads multiples of its tensor parallelism. The width of heads keeps the
+    hidden size in proportion.
+    """
     split = parse_strategy(name, devices)
     tensor, pipeline = split.tensor, split.pipeline
-    micro_batches = _MICRO_BATCHES_A_STAGE * pipeline if pipeline > 1 else 1
+    micro_batches = _MICRO_BATCHES_PER_STAGE * pipeline if pipeline > 1 else 1
     for size in count(max(tensor, pipeline)):
         heads = -(-size // tensor) * tensor
         width = round(_HEAD_WIDTH * size / heads / 8) * 8
@@ -129,47 +140,53 @@ def _growing(name: str, devices: int, seq_length: int, dtype: str) -> Iterator[R
         yield RunSpec(shape, split, Batch(1, micro_batches * split.data), dtype, dropout=0.0)
 
 
-def _size(found: LargestModel) -> str:
-    if not found.parameters:
+def _format_size(model: LargestModel) -> str:
+    """Return a model's parameters, layers and hidden size, or "none" if no model fits."""
+    if not model.parameters:
         return "none"
-    return f"{found.parameters / 1e9:.1f}B ({found.layers} x {found.hidden:,})"
+    return f"{model.parameters / 1e9:.1f}B ({model.layers} x {model.hidden:,})"
 
 
-def _table(found: list[LargestModel], title: str) -> Table[tuple[LargestModel, LargestModel]]:
-    """A strategy a row: nothing recomputed, whole layers recomputed."""
+def _build_table(
+    models: list[LargestModel], title: str
+) -> Table[tuple[LargestModel, LargestModel]]:
+    """Return a table with a row per strategy: the models without and with recomputed layers."""
     columns = (
         Column[tuple[LargestModel, LargestModel]](
             "strategy", lambda pair: pair[0].strategy, right=False
         ),
         Column[tuple[LargestModel, LargestModel]](
-            "nothing recomputed", lambda pair: _size(pair[0])
+            "nothing recomputed", lambda pair: _format_size(pair[0])
         ),
         Column[tuple[LargestModel, LargestModel]](
-            "GiB a rank", lambda pair: gib(pair[0].memory_bytes)
+            "GiB per rank", lambda pair: gib(pair[0].memory_bytes)
         ),
-        Column[tuple[LargestModel, LargestModel]]("layers recomputed", lambda pair: _size(pair[1])),
         Column[tuple[LargestModel, LargestModel]](
-            "GiB a rank", lambda pair: gib(pair[1].memory_bytes)
+            "layers recomputed", lambda pair: _format_size(pair[1])
+        ),
+        Column[tuple[LargestModel, LargestModel]](
+            "GiB per rank", lambda pair: gib(pair[1].memory_bytes)
         ),
     )
-    pairs = tuple(zip(found[::2], found[1::2], strict=True))
+    pairs = tuple(zip(models[::2], models[1::2], strict=True))
     return Table(columns, pairs, title)
 
 
-def _draw(found: list[LargestModel], path: Path, where: str) -> None:
-    names = [each.strategy for each in found[::2]]
+def _draw_models(models: list[LargestModel], path: Path, cluster: str) -> None:
+    """Write the sizes as an SVG picture, two bars per strategy; `cluster` names the devices in the title."""
+    names = [model.strategy for model in models[::2]]
     with svg_figure(path, "largest", 8, 0.8 + 0.45 * len(names)) as figure:
         axes = figure.subplots()
         styles = (("nothing recomputed", "#0072B2"), ("layers recomputed", "#56B4E9"))
-        for place, (label, colour) in enumerate(styles):
-            sizes = [each.parameters / 1e9 for each in found[place::2]]
-            rows = [row + 0.38 * (place - 0.5) for row in range(len(names))]
+        for index, (label, colour) in enumerate(styles):
+            sizes = [model.parameters / 1e9 for model in models[index::2]]
+            rows = [row + 0.38 * (index - 0.5) for row in range(len(names))]
             bars = axes.barh(rows, sizes, 0.36, color=colour, label=label)
             axes.bar_label(bars, fmt=" {:.1f}B", fontsize=7.5)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel("billion parameters")
-        axes.set_title(f"The largest model on {where}, by strategy", loc="left")
+        axes.set_title(f"The largest model on {cluster}, by strategy", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower right")

@@ -1,4 +1,4 @@
-"""One strategy of one's own, timed: its breakdown as a table, data or picture, another one beside it."""
+"""Prediction of one strategy that the user names, as a table, as data or as a picture, beside another one."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ _COLOURS = (
     *("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73"),
     *("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9"),
 )
-"""Of `TIME_COMPONENTS`."""
+"""Colours of `TIME_COMPONENTS`, in their order."""
 
 
 @dataclass(frozen=True, repr=False)
 class TimedStrategy(Presented):
-    """A strategy as asked for, and what is predicted of it."""
+    """A strategy that the user named, and its prediction."""
 
     request: Request
     candidate: Candidate
-    ignored: tuple[str, ...]
-    """Flags that the prediction knows nothing of."""
+    ignored_flags: tuple[str, ...]
+    """Flags that the prediction does not count."""
 
     @property
     def label(self) -> str:
-        """Strategy, devices and their kind, and what was stated of them."""
+        """Strategy, number and kind of devices, and the stated imbalance and oversubscription."""
         cluster, load = self.request.cluster, self.candidate.spec.expert_load
         factors = {"imbalance": load.imbalance, "oversubscription": cluster.oversubscription}
         stated = "".join(f", {name} {factor:g}" for name, factor in factors.items() if factor > 1)
@@ -67,7 +67,7 @@ class TimedStrategy(Presented):
 
     @property
     def uncertainty(self) -> Uncertainty:
-        """The error to expect of its time."""
+        """Predicted time with the error to expect of it."""
         return estimate_uncertainty(
             self.candidate.spec, self.request.cluster, self.request.own_runs
         )
@@ -82,21 +82,23 @@ class TimedStrategy(Presented):
 
 
 def time_strategy(options: PlanOptions) -> TimedStrategy:
-    """Predict the strategy that the options name.
+    """Return the prediction of the strategy that the options name.
 
     Raises:
-        RequestError: It does not multiply to the devices, or Megatron refuses it.
+        RequestError: The strategy does not multiply to the devices, or Megatron refuses it.
         ValueError: As `request_from_options`.
     """
     assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
-    named = options.gpus or (options.nodes and options.nodes * (options.gpus_per_node or domain))
+    named_devices = options.gpus or (
+        options.nodes and options.nodes * (options.gpus_per_node or domain)
+    )
     expert_tensor = parse_stated_expert_tensor(options)
     try:
-        devices = count_devices(options.strategy, named or 1, expert_tensor)
-        if named and devices != named:
+        devices = count_devices(options.strategy, named_devices or 1, expert_tensor)
+        if named_devices and devices != named_devices:
             raise RequestError(
-                f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named:,}; "
+                f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named_devices:,}; "
                 "leave GPUS= out, or give it another DP."
             )
         split = parse_strategy(options.strategy, devices, expert_tensor)
@@ -114,29 +116,33 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     stages = parse_stage_split(Flags([*request.model.flags, *request.extra, *degree]))
     if split.virtual_stages == 1:
         split = replace(split, virtual_stages=stages.virtual_stages_in_layout(split.pipeline))
-    said = any(map(flags.has, flags_with_role("recompute")))
+    has_recompute_flags = any(map(flags.has, flags_with_role("recompute")))
+    recompute = options.recompute or template.recompute
     spec = replace(
         template,
         parallelism=split,
         batch=Batch(micro, request.global_batch),
-        recompute=template.recompute if said else options.recompute or template.recompute,
+        recompute=template.recompute if has_recompute_flags else recompute,
         stages=stages,
         cp_comm_type=flags.text("--cp-comm-type", list_cp_comm_types(template, split)[0]),
     )
-    if problems := find_violations(spec):
+    problems = find_violations(spec)
+    if problems:
         raise RequestError(" ".join(problems))
     if options.imbalance:
         refuse_imbalance(options.imbalance, spec.shape, split.expert)
     return TimedStrategy(
-        request, evaluate_configuration(request, spec), list_ignored_flags(request, laid=True)
+        request,
+        evaluate_configuration(request, spec),
+        list_ignored_flags(request, is_one_strategy=True),
     )
 
 
 def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
-    """The options with the variables of `WHAT_IF="GPU=b200 MICRO_BATCH=2"` instead of their own.
+    """Return options with the variables of a text such as `WHAT_IF="GPU=b200 MICRO_BATCH=2"` in place of their own.
 
     Raises:
-        RequestError: A word that sets no variable of `make plan`, with the near name.
+        RequestError: A word of the text sets no variable of `make plan`; the message has a similar name.
     """
     known = {f.name.upper() for f in fields(PlanOptions)} - _NOT_COMPARED
     changed: dict[str, Any] = {}
@@ -153,9 +159,9 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
                 raise RequestError(
                     f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
                 )
-            as_it_is = name == "EXTRA"
+            is_text = name == "EXTRA"
             changed[name.lower()] = (
-                value if as_it_is else parse_setting(getattr(settings, name), value)
+                value if is_text else parse_setting(getattr(settings, name), value)
             )
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
@@ -163,99 +169,113 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
 
 
 _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST", "READINGS"}
-"""Variables of `make plan` that are not of one strategy of two."""
+"""Variables of `make plan` that WHAT_IF cannot change, because they are not of one strategy."""
 
 
 def encode_timed_strategy(
     timed: TimedStrategy, other: TimedStrategy | None = None
 ) -> dict[str, Any]:
-    """Both as data; bytes and seconds."""
+    """Return a prediction as data for JSON, with that of WHAT_IF if there is one: bytes and seconds."""
     return {
         "model": timed.request.model.name,
         "gpu": timed.request.cluster.device.key,
         "gpus": timed.request.cluster.devices,
         "layout": encode_candidate(timed.request, timed.candidate),
         "uncertainty": timed.uncertainty.to_dict(),
-        **encode_ignored_flags(timed.ignored),
+        **encode_ignored_flags(timed.ignored_flags),
         "what_if": encode_timed_strategy(other) if other else None,
     }
 
 
-def print_timed_strategies(every: Sequence[TimedStrategy], console: Console) -> None:
-    """Sentences, the breakdown, and the command that trains the first."""
-    for each in every:
-        if warning := each.uncertainty.warning:
-            console.print(warning, style="bold yellow", highlight=False)
-        console.print(_sentence(each), highlight=False)
-        console.print(str(each.uncertainty), highlight=False)
-    timed, *others = every
-    for other in others:
-        ratio = other.candidate.tokens_per_second / timed.candidate.tokens_per_second
+def print_timed_strategies(strategies: Sequence[TimedStrategy], console: Console) -> None:
+    """Print sentences about each strategy, the breakdown of their times, and the command that trains the first."""
+    for strategy in strategies:
+        if strategy.uncertainty.warning:
+            console.print(strategy.uncertainty.warning, style="bold yellow", highlight=False)
+        for sentence in _describe_prediction(strategy):
+            console.print(sentence, highlight=False)
+        console.print(str(strategy.uncertainty), highlight=False)
+    first, *alternatives = strategies
+    for alternative in alternatives:
+        ratio = alternative.candidate.tokens_per_second / first.candidate.tokens_per_second
         console.print(f"The second trains {ratio:.2f} times as fast.", highlight=False)
-    print_ignored(timed.ignored, console)
-    console.print(rich_table(_breakdown(every), console.width))
-    say(console, plan_command(timed.request, timed.candidate.spec))
+    print_ignored(first.ignored_flags, console)
+    console.print(rich_table(_build_breakdown(strategies), console.width))
+    say(console, plan_command(first.request, first.candidate.spec))
 
 
-def draw_timed_strategies(every: Sequence[TimedStrategy], path: Path) -> None:
-    """The breakdown as one SVG: a bar a strategy, a colour a component."""
-    height = 1.8 + 0.8 * len(every)
+def draw_timed_strategies(strategies: Sequence[TimedStrategy], path: Path) -> None:
+    """Write the breakdown of times as an SVG picture: a bar per strategy, a colour per component."""
+    height = 1.8 + 0.8 * len(strategies)
     with svg_figure(path, "plan", 10, height, bbox_inches="tight") as figure:
         axes = figure.subplots()
-        starts = [0.0] * len(every)
+        ends = [0.0] * len(strategies)
+        rows = range(len(strategies))
         for name, colour in zip(TIME_COMPONENTS, _COLOURS, strict=True):
-            widths = [getattr(each.candidate.seconds, name) for each in every]
+            widths = [getattr(strategy.candidate.seconds, name) for strategy in strategies]
             if any(widths):
-                axes.barh(range(len(every)), widths, 0.6, starts, color=colour, label=_called(name))
-            starts = [start + width for start, width in zip(starts, widths, strict=True)]
-        for place, total in enumerate(starts):
-            axes.text(total, place, f" {duration(total)}", va="center")
-        axes.set_yticks(range(len(every)), [each.label for each in every])
+                label = _component_label(name)
+                axes.barh(rows, widths, 0.6, ends, color=colour, label=label)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        for row, total in enumerate(ends):
+            axes.text(total, row, f" {duration(total)}", va="center")
+        axes.set_yticks(rows, [strategy.label for strategy in strategies])
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.12 * max(starts))
-        axes.set_xlabel("seconds an iteration; communication is what arithmetic does not hide")
-        axes.set_title(f"{every[0].request.model.name}: where an iteration goes", loc="left")
+        axes.set_xlim(0, 1.12 * max(ends))
+        axes.set_xlabel("seconds per iteration; communication is the exposed part")
+        model = strategies[0].request.model.name
+        axes.set_title(f"{model}: the time of an iteration by component", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))
 
 
-def _sentence(timed: TimedStrategy) -> str:
-    found, request = timed.candidate, timed.request
-    device_bytes = request.cluster.device.memory_bytes
-    reason = explain_close_fit(found.spec, found.memory, device_bytes)
-    fits = {
+def _describe_prediction(timed: TimedStrategy) -> list[str]:
+    """Return a prediction in two sentences: the job with time and rates, and the memory."""
+    candidate, request = timed.candidate, timed.request
+    cluster, batch = request.cluster, candidate.spec.batch
+    nodes = f" ({cluster.nodes} nodes, {cluster.network})" if cluster.nodes > 1 else ""
+    device_bytes = cluster.device.memory_bytes
+    reason = explain_close_fit(candidate.spec, candidate.memory, device_bytes)
+    verdict = {
         Fit.FITS: "fits",
         Fit.CLOSE: f"is close: try it ({reason})",
         Fit.DOES_NOT_FIT: "does not fit",
-    }[found.verdict]
-    on_host = host_bytes(found.spec, found.memory_rank)
-    beside = f"; {gib(on_host)} GiB on its host" if on_host else ""
-    cluster = request.cluster
-    nodes = f" ({cluster.nodes} nodes, {cluster.network})" if cluster.nodes > 1 else ""
-    return (
-        f"{request.model.name} as {timed.label}{nodes}, "
-        f"micro batch {found.spec.batch.micro_batch_size}, "
-        f"global batch {request.global_batch:,}: {duration(found.seconds.total)} an iteration, "
-        f"{found.tokens_per_second:,.0f} tokens/s, {percent(found.mfu)} MFU; "
-        f"{gib(found.memory.total)} GiB, {found.memory.total / device_bytes:.0%} of the device, on its "
-        f"fullest rank, which "
-        f"{fits}{beside}."
-    )
+    }[candidate.verdict]
+    on_host = host_bytes(candidate.spec, candidate.memory_rank)
+    host = f"; its host holds {gib(on_host)} GiB" if on_host else ""
+    return [
+        f"{request.model.name} as {timed.label}{nodes} takes {duration(candidate.seconds.total)} per "
+        f"iteration with micro batch {batch.micro_batch_size} and global batch "
+        f"{request.global_batch:,}: {candidate.tokens_per_second:,.0f} tokens/s, "
+        f"{percent(candidate.mfu)} MFU.",
+        f"The rank with the peak memory holds {gib(candidate.memory.total)} GiB, "
+        f"{candidate.memory.total / device_bytes:.0%} of the device, which {verdict}{host}.",
+    ]
 
 
-def _breakdown(every: Sequence[TimedStrategy]) -> Table[str]:
-    def cell(each: TimedStrategy, name: str) -> str:
-        seconds = each.candidate.seconds
+def _build_breakdown(strategies: Sequence[TimedStrategy]) -> Table[str]:
+    """Return a table of iteration times with a row per component and a column per strategy."""
+
+    def format_cell(strategy: TimedStrategy, name: str) -> str:
+        """Return a component's milliseconds and its fraction of the iteration."""
+        seconds = strategy.candidate.seconds
         value = getattr(seconds, name)
         return f"{ms(value)} ms ({value / seconds.total:.0%})"
 
-    columns = [Column[str]("where", _called, right=False)]
-    columns += [Column[str](each.label, partial(cell, each), wraps=True) for each in every]
-    shown = [n for n in TIME_COMPONENTS if any(getattr(e.candidate.seconds, n) for e in every)]
-    return Table(tuple(columns), (*shown, "total"), "Where an iteration goes")
+    columns = [Column[str]("component", _component_label, right=False)]
+    columns += [
+        Column[str](strategy.label, partial(format_cell, strategy), wraps=True)
+        for strategy in strategies
+    ]
+    shown = [
+        name
+        for name in TIME_COMPONENTS
+        if any(getattr(strategy.candidate.seconds, name) for strategy in strategies)
+    ]
+    return Table(tuple(columns), (*shown, "total"), "The time of an iteration by component")
 
 
-_WORDS = {
+_COMPONENT_LABELS = {
     "matmul": "matrix products",
     "memory_bound": "memory-bound kernels and launches",
     "tensor_parallel": "exposed TP",
@@ -267,5 +287,6 @@ _WORDS = {
 }
 
 
-def _called(name: str) -> str:
-    return _WORDS.get(name, name.replace("_", " "))
+def _component_label(name: str) -> str:
+    """Return the label of an iteration's component in tables and pictures."""
+    return _COMPONENT_LABELS.get(name, name.replace("_", " "))

@@ -1,5 +1,4 @@
-"""What a plan is asked for: make's variables of `plan`, by their names in small letters;
-and what every command of the planner refuses with."""
+"""Options of `plan`, which are the variables of `make plan`, and the error of all commands of the planner."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from parakit.config.recompute import Recompute
 
 
 class RequestError(ValueError):
-    """A request that contradicts itself or asks for what is not there; the message says which."""
+    """Error of a request that contradicts itself or names what does not exist; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """None is "not given"."""
+    """Options of `plan`, by the variables' names in small letters. None means that an option was not given."""
 
     model: str = ""
     gpu: str = "h200"
@@ -26,23 +25,23 @@ class PlanOptions:
     intra: str | None = None
     inter: str | None = None
     nics: int | None = None
-    """Network ports of a node; without it a port a device."""
+    """Network ports per node; None is one port per device."""
     oversubscription: float | None = None
     imbalance: float | None = None
-    """Tokens of the busiest rank of experts, for the mean."""
+    """Tokens of the busiest expert-parallel rank over the average rank's."""
     global_batch: int | None = None
     micro_batch: int | None = None
     seq: int | None = None
     dtype: str | None = None
     calibration: Path | None = None
     calibrate: str | None = None
-    """Rates of matrix products that the devices reach, not yet read."""
+    """Text with rates of matrix products that the devices reach, not yet parsed."""
     extra: str | None = None
-    """Megatron's flags, not yet split into words."""
+    """Text with Megatron's flags, not yet split into arguments."""
     readings: Path | None = None
     tokens: float | None = None
     recipe: str | None = None
-    """Of a search: `defaults`, `tuned` or `all` (`recipes.py`)."""
+    """Recipe of a search: `defaults`, `tuned` or `all` (`recipes.py`)."""
     recompute: Recompute | None = None
     strategy: str | None = None
     what_if: str | None = None
@@ -53,7 +52,8 @@ class PlanOptions:
     json: bool = False
 
 
-def plan_options(given: Namespace) -> PlanOptions:
-    """Of what a command was given."""
-    known = vars(given)
-    return PlanOptions(**{f.name: known[f.name] for f in fields(PlanOptions) if f.name in known})
+def plan_options(arguments: Namespace) -> PlanOptions:
+    """Return the options of `plan` among a command's parsed arguments; missing ones take their defaults."""
+    values = vars(arguments)
+    names = [field.name for field in fields(PlanOptions) if field.name in values]
+    return PlanOptions(**{name: values[name] for name in names})

@@ -1,4 +1,4 @@
-"""A plan as one SVG: memory against time of what was examined, and what fills the winner's ranks."""
+"""A plan as an SVG picture: memory against time of all examined candidates, and the memory of the winner's ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FAMILIES: dict[StrategyFamily | tuple[bool, bool], tuple[str, str]] = {
     (True, True): ("tensor and pipeline", "#8C6BB1"),
     (False, False): ("other", "#B8A13A"),
 }
-"""Label and colour of the decision tree's families; of hybrids by whether TP and PP are among them."""
+"""Label and colour per kind of parallelism; of hybrids by whether they have tensor and pipeline parallelism."""
 _COMPONENT_COLOURS = {
     "weights": "#0072B2",
     "gradients": "#56B4E9",
@@ -40,17 +40,17 @@ _COMPONENT_COLOURS = {
     "communication": "#CC79A7",
     "allocator": "#C9C9C9",
 }
-_LABELLED = 4
-_CROWDED = 500
-_BACKING = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
+_NUM_LABELS = 4
+_MANY_POINTS = 500
+_TEXT_BACKGROUND = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6}
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Write the picture; needs a plan with a winner."""
+    """Write the picture of a plan that has a winner to an SVG file."""
     with svg_figure(path, "plan", 11, 4.6) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
-        _draw_candidates(left, plan)
-        _draw_ranks(right, plan)
+        candidates_axes, ranks_axes = figure.subplots(1, 2, width_ratios=(1.7, 1))
+        _draw_candidates(candidates_axes, plan)
+        _draw_ranks(ranks_axes, plan)
         request = plan.request
         figure.suptitle(
             f"{request.model.name} on {request.cluster.devices} {request.cluster.device.name}, "
@@ -60,34 +60,38 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _draw_candidates(axes: Axes, plan: Plan) -> None:
-    """Every examined configuration, and the line that no other beats in both."""
+    """Draw the examined candidates as points, and the Pareto frontier of time and memory as a line."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     families: dict[StrategyFamily | tuple[bool, bool], list[Candidate]] = {}
-    shown = _shown(plan)
+    shown = _select_points(plan)
     for candidate in shown:
         split = candidate.spec.parallelism
-        kind = strategy_family(split)
+        family = strategy_family(split)
         hybrid = (split.tensor > 1, split.pipeline > 1)
-        key = hybrid if kind is StrategyFamily.HYBRID else kind
+        key = hybrid if family is StrategyFamily.HYBRID else family
         families.setdefault(key, []).append(candidate)
-    size, opacity = (14, 0.6) if len(shown) < _CROWDED else (7, 0.4)
-    for family, (label, colour) in _FAMILIES.items():
-        if family in families:
-            times, sizes = _coordinates(families[family])
+    size, opacity = (14, 0.6) if len(shown) < _MANY_POINTS else (7, 0.4)
+    for shown_family, (label, colour) in _FAMILIES.items():
+        if shown_family in families:
+            times, sizes = _coordinates(families[shown_family])
             axes.scatter(times, sizes, s=size, alpha=opacity, color=colour, label=label)
-    edge = select_pareto_frontier(plan.examined)
-    times, sizes = _coordinates(edge)
+    frontier = select_pareto_frontier(plan.examined)
+    times, sizes = _coordinates(frontier)
     axes.plot(times, sizes, color="black", linewidth=1, label="not beaten in both")
-    _label(axes, edge)
+    _label_points(axes, frontier)
     capacity = plan.request.cluster.device.memory_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
-    place: dict[str, Any] = {"va": "bottom", "ha": "right", "transform": axes.get_yaxis_transform()}
-    axes.text(0.99, capacity, "device memory", color="#B00020", **place)
+    alignment: dict[str, Any] = {
+        "va": "bottom",
+        "ha": "right",
+        "transform": axes.get_yaxis_transform(),
+    }
+    axes.text(0.99, capacity, "device memory", color="#B00020", **alignment)
     axes.set_xscale("log")
     axes.set_ylim(0, capacity * 1.1)
-    axes.set_xlabel("seconds an iteration (log scale)")
-    axes.set_ylabel("GiB on the fullest rank")
+    axes.set_xlabel("seconds per iteration (log scale)")
+    axes.set_ylabel("GiB on the rank with the peak memory")
     axes.set_title("Time against memory: lower left is better", loc="left")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -96,34 +100,44 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     axes.legend(frameon=False, fontsize=7.5, loc="upper right", bbox_to_anchor=(1, 0.9))
 
 
-def _shown(plan: Plan) -> list[Candidate]:
-    """Of each strategy and recomputation what no other of it beats: thousands of points would be
-    megabytes, and hide the picture."""
-    alike: dict[tuple[Parallelism, Recompute], list[Candidate]] = {}
+def _select_points(plan: Plan) -> list[Candidate]:
+    """Return the Pareto frontier of each strategy and recomputation.
+
+    All examined candidates would be thousands of points, which take megabytes and hide one another.
+    """
+    groups: dict[tuple[Parallelism, Recompute], list[Candidate]] = {}
     for candidate in plan.examined:
         split = replace(candidate.spec.parallelism, virtual_stages=1)
         key = (split, candidate.spec.recompute)
-        alike.setdefault(key, []).append(candidate)
-    return [shown for group in alike.values() for shown in select_pareto_frontier(group)]
+        groups.setdefault(key, []).append(candidate)
+    points: list[Candidate] = []
+    for group in groups.values():
+        points += select_pareto_frontier(group)
+    return points
 
 
-def _label(axes: Axes, edge: list[Candidate]) -> None:
-    """Name the ends of the frontier and a few points between, one a strategy."""
-    step = max(1, (len(edge) - 1) // (_LABELLED - 1)) if len(edge) > 1 else 1
-    chosen = {c.strategy: c for c in [*edge[::-step][::-1], edge[-1], edge[0]]}
+def _label_points(axes: Axes, frontier: list[Candidate]) -> None:
+    """Write the strategy at the ends of the frontier and at a few points between, once per strategy."""
+    step = max(1, (len(frontier) - 1) // (_NUM_LABELS - 1)) if len(frontier) > 1 else 1
+    chosen = {c.strategy: c for c in [*frontier[::-step][::-1], frontier[-1], frontier[0]]}
     for candidate in chosen.values():
         point = (candidate.seconds.total, candidate.memory.total / GIB)
-        style: dict[str, Any] = {"xytext": (4, -9), "textcoords": "offset points", "bbox": _BACKING}
+        style: dict[str, Any] = {
+            "xytext": (4, -9),
+            "textcoords": "offset points",
+            "bbox": _TEXT_BACKGROUND,
+        }
         axes.annotate(candidate.strategy, point, fontsize=7.5, **style)
 
 
 def _coordinates(candidates: list[Candidate]) -> tuple[list[float], list[float]]:
+    """Return the candidates' seconds per iteration, and the GiB of their peak ranks."""
     times = [candidate.seconds.total for candidate in candidates]
     return times, [candidate.memory.total / GIB for candidate in candidates]
 
 
 def _draw_ranks(axes: Axes, plan: Plan) -> None:
-    """The winner's memory by component: its first, second and last pipeline ranks."""
+    """Draw the winner's memory by component, for its first, second and last pipeline ranks."""
     winner = plan.winner
     assert winner is not None
     pipeline = winner.spec.parallelism.pipeline
@@ -139,7 +153,7 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     capacity = plan.request.cluster.device.memory_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
     for position, total in enumerate(bottoms):
-        style: dict[str, Any] = {"ha": "center", "va": "bottom", "bbox": _BACKING}
+        style: dict[str, Any] = {"ha": "center", "va": "bottom", "bbox": _TEXT_BACKGROUND}
         axes.text(position, total, f"{total:.1f}", **style)
     labels = [f"stage {rank}" if pipeline > 1 else "every rank" for rank in ranks]
     axes.set_xticks(positions, labels)

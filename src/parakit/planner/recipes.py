@@ -1,5 +1,6 @@
-"""Switches of Megatron's that published recipes set and its defaults do not, as choices of a search:
-`RECIPE=tuned` those that change only how an iteration is computed and sent, `RECIPE=all` also those that
+"""Switches of Megatron that published recipes set and its defaults do not, as choices of a search.
+
+`RECIPE=tuned` tries those that change only how an iteration is computed and sent. `RECIPE=all` also tries those that
 store or multiply in fewer bits.
 """
 
@@ -27,48 +28,53 @@ DEFAULTS, TUNED, ALL = "defaults", "tuned", "all"
 
 @dataclass(frozen=True)
 class Switch:
-    """Flags that are set together."""
+    """Flags of Megatron that are set together."""
 
     name: str
     flags: tuple[str, ...]
     needs: str = ""
-    """Another, without which Megatron refuses it."""
+    """Name of another switch without which Megatron refuses this one; empty for none."""
     is_of_shards: bool = False
-    """Megatron refuses it without a distributed optimizer."""
+    """True if Megatron refuses the switch without a distributed optimizer."""
 
 
 @dataclass(frozen=True)
 class ChosenSwitch:
-    """A switch of a plan, and what the winner has of it."""
+    """A switch of a plan, and what the winner gains by it."""
 
     name: str
     flags: tuple[str, ...]
     saves: float
-    """Of the time without it."""
+    """Saved time, as a fraction of the time without the switch."""
     saved_bytes: int
-    """Of the fullest rank's; below 0 it needs more."""
+    """Bytes that the switch saves on the rank with the peak memory; below 0 it needs more."""
     is_needed: bool
-    """Without it the winner takes more memory than a recommended plan may."""
+    """True if the winner takes more memory without the switch than a recommended plan may."""
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it saves time, or memory for no time."""
-        free = self.saves > -_LEAST and self.saved_bytes > _LEAST_BYTES
-        return self.is_needed or self.saves > _LEAST or free
+        """True if the switch is needed, saves time, or saves memory and costs no time."""
+        costs_no_time = self.saves > -_LEAST_SAVING
+        saves_memory = self.saved_bytes > _LEAST_SAVED_BYTES
+        return self.is_needed or self.saves > _LEAST_SAVING or (costs_no_time and saves_memory)
 
     def __str__(self) -> str:
-        found = [f"{self.saves:.1%} of the time"] if abs(self.saves) > _LEAST else []
-        if abs(self.saved_bytes) > _LEAST_BYTES:
-            found.append(f"{gib(self.saved_bytes)} GiB")
-        return f"{self.name} ({', '.join(found) or 'it would take too much memory without'})"
+        savings = []
+        if abs(self.saves) > _LEAST_SAVING:
+            savings.append(f"{self.saves:.1%} of the time")
+        if abs(self.saved_bytes) > _LEAST_SAVED_BYTES:
+            savings.append(f"{gib(self.saved_bytes)} GiB")
+        return f"{self.name} ({', '.join(savings) or 'it would take too much memory without'})"
 
 
-_LEAST, _LEAST_BYTES = 0.001, GIB // 4
-"""Of an iteration's time, and of memory, what a switch brings to be chosen."""
+_LEAST_SAVING, _LEAST_SAVED_BYTES = 0.001, GIB // 4
+"""Fraction of an iteration's time, and bytes, that a switch must save to be chosen."""
 
-_GRADIENTS = Switch("gradients beside backward", ("--overlap-grad-reduce",))
-_WEIGHTS = Switch("weights beside forward", ("--overlap-param-gather",), _GRADIENTS.name, True)
-_TENSOR = Switch("TP's calls beside products", ("--tp-comm-overlap",))
+_GRADIENTS = Switch("gradients overlapped with backward", ("--overlap-grad-reduce",))
+_WEIGHTS = Switch(
+    "weights overlapped with forward", ("--overlap-param-gather",), _GRADIENTS.name, True
+)
+_TENSOR = Switch("tensor-parallel calls overlapped with products", ("--tp-comm-overlap",))
 _LOSS = Switch("a fused loss", ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"))
 _DEEPEP = Switch(
     "DeepEP",
@@ -81,77 +87,89 @@ _GATHERED = Switch("weights kept in fp8", ("--fp8-param-gather",), _EIGHT.name, 
 
 
 def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
-    """Those that this model and device have, and the request does not speak of."""
-    said = Flags((*request.model.flags, *request.extra))
+    """Return the switches of a recipe that the model and device can have.
+
+    Switches whose flags the request already sets, and switches that need a missing one, are left out. CPU ranks and the
+    recipe `defaults` have none.
+    """
+    stated = Flags((*request.model.flags, *request.extra))
     device, template = request.cluster.device, request.template
     if recipe == DEFAULTS or device.key == "cpu":
         return ()
-    known = [_GRADIENTS, _WEIGHTS, _TENSOR, _LOSS]
+    switches = [_GRADIENTS, _WEIGHTS, _TENSOR, _LOSS]
     if template.shape.experts and device.generation in ("hopper", "blackwell"):
-        known.append(_DEEPEP)
+        switches.append(_DEEPEP)
     if recipe == ALL and template.dtype == "bf16":
-        known.append(_HALF)
+        switches.append(_HALF)
         if "fp8" in device.peak_tflops:
-            known += [_MICROSCALED if device.generation == "blackwell" else _EIGHT, _GATHERED]
-    found = [each for each in known if not any(map(said.has, each.flags))]
-    names = {switch.name for switch in found}
-    return tuple(switch for switch in found if not switch.needs or switch.needs in names)
+            switches += [_MICROSCALED if device.generation == "blackwell" else _EIGHT, _GATHERED]
+    unstated = [switch for switch in switches if not any(map(stated.has, switch.flags))]
+    names = {switch.name for switch in unstated}
+    return tuple(switch for switch in unstated if not switch.needs or switch.needs in names)
 
 
 def search_recipes(
     recipe: str, options: PlanOptions, slack: float = 1.0
 ) -> tuple[Plan, tuple[ChosenSwitch, ...]]:
-    """The plan with every switch that brings its winner anything, and what each one brings it."""
-    plain = build_request(options)
-    used = list_switches(recipe, plain)
-    plan = search_configurations(_with(options, used), slack=slack)
-    if not used or plan.winner is None:
+    """Return the plan with the switches that its winner gains by, and what the winner gains by each.
+
+    `slack` is that of `search_configurations`. There are no switches if nothing fits.
+    """
+    switches = list_switches(recipe, build_request(options))
+    plan = search_configurations(_build_request_with(options, switches), slack=slack)
+    if not switches or plan.winner is None:
         return plan, ()
-    winner, kept = plan.winner, used
-    for switch in used:
-        fewer = _without(kept, switch)
-        other = _under(_with(options, fewer), winner)
-        refused = switch.is_of_shards and not winner.spec.parallelism.sharding
-        if refused or not _chosen(switch, other, winner).is_worth_it:
-            kept, winner = fewer, other
-    if kept != used:
-        plan = search_configurations(_with(options, kept), slack=slack)
+    winner, kept = plan.winner, switches
+    for switch in switches:
+        fewer = _drop_switch(kept, switch)
+        without = _evaluate_under(_build_request_with(options, fewer), winner)
+        is_refused = switch.is_of_shards and not winner.spec.parallelism.sharding
+        if is_refused or not _measure_gain(switch, without, winner).is_worth_it:
+            kept, winner = fewer, without
+    if kept != switches:
+        plan = search_configurations(_build_request_with(options, kept), slack=slack)
     best = plan.winner or winner
-    others = ((each, _under(_with(options, _without(kept, each)), best)) for each in kept)
-    return plan, tuple(_chosen(each, other, best) for each, other in others)
+    chosen = []
+    for switch in kept:
+        request = _build_request_with(options, _drop_switch(kept, switch))
+        chosen.append(_measure_gain(switch, _evaluate_under(request, best), best))
+    return plan, tuple(chosen)
 
 
 def recipe_sentence(recipe: str, chosen: Sequence[ChosenSwitch]) -> str:
-    """What a plan's command sets beyond Megatron's defaults, and what each part brings."""
+    """Return which switches a plan's command sets beyond Megatron's defaults, and what each saves."""
     if not chosen:
         return f"RECIPE={recipe} has nothing that would make this faster or smaller."
     return (
-        f"RECIPE={recipe} sets {joined([str(each) for each in chosen])}: what the plan would lack "
-        "without each, the others kept; the command has their flags."
+        f"RECIPE={recipe} sets {joined([str(switch) for switch in chosen])}. In brackets is what each "
+        "saves while the others stay set; the command has their flags."
     )
 
 
-def _without(used: Sequence[Switch], switch: Switch) -> tuple[Switch, ...]:
-    return tuple(each for each in used if switch.name not in (each.name, each.needs))
+def _drop_switch(switches: Sequence[Switch], dropped: Switch) -> tuple[Switch, ...]:
+    """Return the switches without one of them, and without those that need it."""
+    return tuple(switch for switch in switches if dropped.name not in (switch.name, switch.needs))
 
 
-def _with(options: PlanOptions, used: Sequence[Switch]) -> Request:
-    words = shlex.join(word for switch in used for word in switch.flags)
-    return build_request(replace(options, extra=f"{options.extra or ''} {words}"))
+def _build_request_with(options: PlanOptions, switches: Sequence[Switch]) -> Request:
+    """Return the request of the options, with the flags of switches in addition."""
+    flags = shlex.join(flag for switch in switches for flag in switch.flags)
+    return build_request(replace(options, extra=f"{options.extra or ''} {flags}"))
 
 
-def _under(request: Request, candidate: Candidate) -> Candidate:
-    """The same strategy under another request's flags."""
-    chosen = ("parallelism", "batch", "recompute", "stages", "cp_comm_type")
-    same: dict[str, Any] = {name: getattr(candidate.spec, name) for name in chosen}
-    return evaluate_configuration(request, replace(request.template, **same))
+def _evaluate_under(request: Request, candidate: Candidate) -> Candidate:
+    """Return a candidate's strategy and batch, evaluated with another request's flags."""
+    names = ("parallelism", "batch", "recompute", "stages", "cp_comm_type")
+    strategy: dict[str, Any] = {name: getattr(candidate.spec, name) for name in names}
+    return evaluate_configuration(request, replace(request.template, **strategy))
 
 
-def _chosen(switch: Switch, other: Candidate, found: Candidate) -> ChosenSwitch:
+def _measure_gain(switch: Switch, without: Candidate, with_switch: Candidate) -> ChosenSwitch:
+    """Return what a switch saves, from a candidate without and with the switch."""
     return ChosenSwitch(
         switch.name,
         switch.flags,
-        saves=1 - found.seconds.total / other.seconds.total,
-        saved_bytes=other.memory.needed - found.memory.needed,
-        is_needed=found.is_recommended and not other.is_recommended,
+        saves=1 - with_switch.seconds.total / without.seconds.total,
+        saved_bytes=without.memory.needed - with_switch.memory.needed,
+        is_needed=with_switch.is_recommended and not without.is_recommended,
     )

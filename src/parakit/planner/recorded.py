@@ -1,4 +1,4 @@
-"""Prediction of a run that was recorded, for the report, which shows it beside the measurement."""
+"""Prediction of a recorded run, which the report compares with the measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordedRun:
     flags: Sequence[str]
     """Megatron's arguments."""
     nodes: int | None
-    """Machines that it ran on; None if nothing says so, which gives each machine all devices of a fast domain."""
+    """Machines that it ran on; None if that is not recorded. Each machine then has all devices of a fast domain."""
 
 
 def predict_recorded_run(
@@ -40,26 +40,26 @@ def predict_recorded_run(
     Args:
         run: The run.
         runs_root: Folder with the constants that were measured on this machine.
-        own_measurements: File of one's own measurements. The row of this run is not used.
+        own_measurements: File of the user's own measurements. The row of this run is not used.
 
     Returns:
-        The prediction and how far such predictions are off. None if the planner cannot predict the run: a
+        The prediction with the error to expect of it. None if the planner cannot predict the run: a
         log describes it incompletely, it has linear attention, its device has no rate for its dtype, or
         it ran on CPU ranks of a machine that was never calibrated.
 
     Raises:
-        MeasurementsError: The file of one's own measurements is no table.
+        MeasurementsError: The file of the user's own measurements is no table.
         RequestError: The constants that were measured here cannot be read.
     """
     spec, cluster = run.spec, _cluster_of(run, runs_root)
-    # A log can say less than what ran, so that its arguments alone would be refused.
+    # A log can lack arguments of the run, so that Megatron would refuse the logged arguments alone.
     if cluster is None or find_violations(spec, NEWEST):
         return None
     if not spec.shape.vocabulary or spec.shape.linear:
         return None
-    known = load_own_runs(own_measurements, cluster).without(spec)
+    other_runs = load_own_runs(own_measurements, cluster).without(spec)
     try:
-        return estimate_uncertainty(spec, cluster, known)
+        return estimate_uncertainty(spec, cluster, other_runs)
     except (UnevenSplitError, NoPeakError):
         return None
 

@@ -1,4 +1,4 @@
-"""From options to a request: defaults, units, and one sentence for what cannot be."""
+"""Conversion of the options of `plan` to a request of the search, with one sentence for what is refused."""
 
 from __future__ import annotations
 
@@ -34,57 +34,34 @@ EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 
 def build_request(options: PlanOptions) -> Request:
-    """Build the request.
+    """Return the request that the options describe, with defaults for what they leave out.
 
     Raises:
-        RequestError: Contradictory or impossible numbers.
-        UnknownModelError: No such model.
-        UnknownHardwareError: No such device or link.
-        MeasurementsError: The file of one's own measurements is none.
+        RequestError: Numbers contradict one another or are impossible.
+        UnknownModelError: There is no such model.
+        UnknownHardwareError: There is no such device or link.
+        MeasurementsError: The file of the user's own measurements is no table.
     """
-    extra = _words_of(options.extra)
+    extra = _parse_extra(options.extra)
     model = apply_flags_to_model(find_model(options.model), extra, flags_planned_as("counted"))
     refuse_misspelled_flags((*model.flags, *extra))
-    if LINEAR in (blocks := model.shape.blocks):
+    blocks = model.shape.blocks
+    if LINEAR in blocks:
         raise RequestError(
             f"--hybrid-layer-pattern {blocks} has linear attention ({LINEAR}), which is not planned; "
             f"use blocks of {' '.join(BLOCKS)}."
         )
     device = device_by_key(options.gpu)
     devices, per_node = resolve_device_counts(options, device.domain)
-    on_cpu = device.key == "cpu"
-    dtype = options.dtype or ("fp32" if on_cpu else model.dtype)
+    is_cpu = device.key == "cpu"
+    dtype = options.dtype or ("fp32" if is_cpu else model.dtype)
     if dtype not in PRECISIONS:
         raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
-    batch = options.global_batch
-    if not batch:
-        # A user's own file says it; the kit's models state one device's, which grows with them.
-        whole = model.source and Flags(model.flags).has("--global-batch-size")
-        grown = scale_batch(model.batch, Parallelism(data=devices))
-        batch = (model.batch if whole else grown).global_batch_size
-    if batch < 1:
-        raise RequestError(f"The global batch is {batch}; use 1 or more.")
-    imbalance = options.imbalance
-    if imbalance is not None:
-        if not model.shape.experts:
-            raise RequestError(f"IMBALANCE={imbalance:g} is of experts and the model is dense.")
-        refuse_imbalance(imbalance, model.shape, model.shape.experts)
-    words = merge_flags(training_flags(model.family), model.flags, extra)
-    flags = Flags(words)
-    expert_tensor = parse_expert_tensor(flags, model)
-    alone = spec_from_flags(
-        drop_flags(words, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
-    )
-    template = replace(
-        replace_sequence_length(replace(alone, shape=model.shape), options.seq),
-        parallelism=Parallelism(expert_tensor=expert_tensor),
-        batch=Batch(1, batch),
-        dropout=flags.number("--hidden-dropout"),
-        expert_load=parse_expert_load(flags, 1.0 if imbalance is None else imbalance),
-        fused_attention=flags.text("--attention-backend") != "unfused",
-    )
-    if on_cpu:
+    global_batch = _resolve_global_batch(options, model, devices)
+    template = _build_template(options, model, extra, global_batch)
+    if is_cpu:
         template = adapt_to_cpu_ranks(template)
+    flags = Flags(merge_flags(training_flags(model.family), model.flags, extra))
     cluster = Cluster(
         device=device,
         devices=devices,
@@ -92,21 +69,71 @@ def build_request(options: PlanOptions) -> Request:
         intra=link_by_key(options.intra or device.link),
         inter=link_by_key(options.inter or device.network),
         calibration=load_calibration(options.calibration),
-        # The kit's own flags group experts where they can be (launch/flags.py).
+        # The kit's own flags group experts where Megatron can (launch/flags.py).
         execution=replace(parse_execution(flags), grouped_experts=True),
         nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,
     )
     if options.calibrate:
-        stated = calibrate_from_stated_products(options.calibrate, cluster, dtype)
-        cluster = replace(cluster, calibration=stated)
+        calibration = calibrate_from_stated_products(options.calibrate, cluster, dtype)
+        cluster = replace(cluster, calibration=calibration)
     if options.readings and not options.readings.is_file():
         raise RequestError(
             f"There are no measurements in {options.readings}; 'make report' writes readings/mine.csv, "
             "which plans use by themselves."
         )
-    own = load_own_runs(options.readings, cluster)
-    return Request(model, cluster, batch, replace(template, dtype=dtype), own, tuple(extra))
+    own_runs = load_own_runs(options.readings, cluster)
+    template = replace(template, dtype=dtype)
+    return Request(model, cluster, global_batch, template, own_runs, tuple(extra))
+
+
+def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> int:
+    """Return the global batch: that of the options, else the model's.
+
+    The kit's models state the batch of one device, which grows with the devices. A user's own file states the full
+    global batch.
+
+    Raises:
+        RequestError: The batch is below 1.
+    """
+    batch = options.global_batch
+    if not batch:
+        is_global = model.source and Flags(model.flags).has("--global-batch-size")
+        scaled = scale_batch(model.batch, Parallelism(data=devices))
+        batch = (model.batch if is_global else scaled).global_batch_size
+    if batch < 1:
+        raise RequestError(f"The global batch is {batch}; use 1 or more.")
+    return batch
+
+
+def _build_template(
+    options: PlanOptions, model: Model, extra: list[str], global_batch: int
+) -> RunSpec:
+    """Return the run without its strategy, on GPUs and with the model's own dtype.
+
+    Raises:
+        RequestError: IMBALANCE= is not possible for the model, or the expert tensor parallel size or the sequence
+            length is not.
+    """
+    imbalance = options.imbalance
+    if imbalance is not None:
+        if not model.shape.experts:
+            raise RequestError(f"IMBALANCE={imbalance:g} is of experts and the model is dense.")
+        refuse_imbalance(imbalance, model.shape, model.shape.experts)
+    arguments = merge_flags(training_flags(model.family), model.flags, extra)
+    flags = Flags(arguments)
+    expert_tensor = parse_expert_tensor(flags, model)
+    single_device = spec_from_flags(
+        drop_flags(arguments, flags_with_role("parallelism")), 1, DeviceKind.GPU, model.name
+    )
+    return replace(
+        replace_sequence_length(replace(single_device, shape=model.shape), options.seq),
+        parallelism=Parallelism(expert_tensor=expert_tensor),
+        batch=Batch(1, global_batch),
+        dropout=flags.number("--hidden-dropout"),
+        expert_load=parse_expert_load(flags, 1.0 if imbalance is None else imbalance),
+        fused_attention=flags.text("--attention-backend") != "unfused",
+    )
 
 
 def parse_stated_expert_tensor(options: PlanOptions) -> int:
@@ -116,7 +143,7 @@ def parse_stated_expert_tensor(options: PlanOptions) -> int:
         RequestError: The model is dense, or the degree is below 1.
     """
     model = find_model(options.model)
-    return parse_expert_tensor(Flags(merge_flags(model.flags, _words_of(options.extra))), model)
+    return parse_expert_tensor(Flags(merge_flags(model.flags, _parse_extra(options.extra))), model)
 
 
 def parse_expert_tensor(flags: Flags, model: Model) -> int:
@@ -137,42 +164,42 @@ def parse_expert_tensor(flags: Flags, model: Model) -> int:
     return degree
 
 
-def list_ignored_flags(request: Request, laid: bool) -> tuple[str, ...]:
-    """Flags of the model's file and of EXTRA that no prediction knows; `laid` if a strategy was
-    given."""
-    known = (
-        flags_planned_as("counted", "neither", "one strategy")
-        if laid
-        else flags_planned_as("counted", "neither")
-    )
-    words = merge_flags(
-        drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH=")),
-        request.extra,
-    )
-    return tuple(word for word in drop_flags(words, known) if word.startswith("--"))
+def list_ignored_flags(request: Request, is_one_strategy: bool) -> tuple[str, ...]:
+    """Return the flags of the model's file and of EXTRA that the prediction does not count.
+
+    `is_one_strategy` is True if STRATEGY= names a strategy, because some flags count only then.
+    """
+    kinds = ("counted", "neither", "one strategy") if is_one_strategy else ("counted", "neither")
+    model_flags = drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH="))
+    arguments = drop_flags(merge_flags(model_flags, request.extra), flags_planned_as(*kinds))
+    return tuple(argument for argument in arguments if argument.startswith("--"))
 
 
 def explain_ignored_flag(name: str) -> str:
-    """Why no prediction of this request knows a flag."""
+    """Return as a phrase why no prediction of this request counts a flag."""
     flag = FLAGS.get(name)
     if flag is None:
         return "not known to this kit"
     if flag.planned == "one strategy":
         return "a search chooses it; STRATEGY= takes it"
-    return f"{flag.planned} says it" if flag.planned.endswith("=") else "no formula has it"
+    return f"{flag.planned} sets it" if flag.planned.endswith("=") else "no formula counts it"
 
 
-def _words_of(extra: str | None) -> list[str]:
-    """Refuses what are no flags, contradict one another, or are said by another variable."""
+def _parse_extra(extra: str | None) -> list[str]:
+    """Return EXTRA as arguments.
+
+    Raises:
+        RequestError: EXTRA has no flags, flags that contradict each other, or a flag that a variable sets.
+    """
     try:
-        words = shlex.split(extra or "")
+        arguments = shlex.split(extra or "")
     except ValueError as error:
         raise RequestError(f"EXTRA cannot be split into words: {error}.") from None
-    if words and not words[0].startswith("--"):
+    if arguments and not arguments[0].startswith("--"):
         raise RequestError(
-            f"EXTRA begins with {words[0]}, which is no flag; use --flags of Megatron."
+            f"EXTRA begins with {arguments[0]}, which is no flag; use --flags of Megatron."
         )
-    flags = Flags(words)
+    flags = Flags(arguments)
     if flags.has("--fp16") and flags.has("--bf16"):
         raise RequestError("EXTRA has --fp16 and --bf16; leave one of them out.")
     for flag in FLAGS.values():
@@ -180,25 +207,27 @@ def _words_of(extra: str | None) -> list[str]:
             raise RequestError(
                 f"EXTRA has {flag.name}, which {flag.planned} says here; leave it out."
             )
-    return words
+    return arguments
 
 
 def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
-    """Refuse what no rank of so many can receive.
+    """Raise an error if no rank of `ranks` expert-parallel ranks can receive so many tokens.
 
     Raises:
-        RequestError: It says what the busiest can.
+        RequestError: The imbalance is too large; the message names the largest possible one.
     """
-    most = max_imbalance(shape, ranks)
-    if imbalance > most:
+    largest = max_imbalance(shape, ranks)
+    if imbalance > largest:
         raise RequestError(
             f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "
-            f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {most:g}."
+            f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {largest:g}."
         )
 
 
 def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
-    """The run with another sequence length, and as many learned positions as it needs.
+    """Return a run with another sequence length, and as many learned positions as the length needs.
+
+    None keeps the run as it is.
 
     Raises:
         RequestError: The length is below 1.
@@ -213,7 +242,14 @@ def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
 
 
 def resolve_device_counts(options: PlanOptions, domain: int) -> tuple[int, int]:
-    """Devices in all and in a node, from any two of the three options; a node is an NVLink domain."""
+    """Return the number of devices, and of devices per node, from any two of the options GPUS, NODES and
+    GPUS_PER_NODE.
+
+    A node has `domain` devices, those of an NVLink domain, unless the options say so.
+
+    Raises:
+        RequestError: The numbers contradict one another, are below 1, or exceed `MOST_DEVICES`.
+    """
     for name in ("gpus", "nodes", "gpus_per_node"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""The value that `plan` prints and that `parakit.plan` returns: a search and all that was asked of its winner."""
+"""The result of a search, with everything that the options ask of its winner: what `plan` prints and returns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parakit.planner.show import encode_candidate, encode_plan, print_command, p
 if TYPE_CHECKING:
     from rich.console import Console
 
-_OF_ONE_STRATEGY = ("micro_batch", "recompute", "what_if")
+_OPTIONS_OF_ONE_STRATEGY = ("micro_batch", "recompute", "what_if")
 
 
 class NothingFitsError(ValueError):
@@ -58,22 +58,22 @@ class PlanResult(PresentedTable):
 
     @property
     def winner(self) -> Candidate:
-        """The strategy to use."""
+        """Strategy to use, with its prediction."""
         return self.plan.ranked[0]
 
     @property
     def ranked(self) -> tuple[Candidate, ...]:
-        """The fastest strategies that fit: the winner, then the others by time, at most ten."""
+        """The fastest strategies that fit: the winner, then the remaining ones by time, at most ten."""
         return self.plan.ranked
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """Strategies that no known difference in time divides from the winner."""
+        """Strategies whose times are too close to the winner's to tell which one is faster."""
         return self.plan.tied
 
     @cached_property
     def uncertainty(self) -> Uncertainty:
-        """The error to expect of the winner's time."""
+        """Winner's time with the error to expect of it."""
         request = self.plan.request
         return estimate_uncertainty(self.winner.spec, request.cluster, request.own_runs)
 
@@ -88,11 +88,11 @@ class PlanResult(PresentedTable):
             console.print(self.uncertainty.warning, style="bold yellow", highlight=False)
         if self.recipe:
             console.print(recipe_sentence(self.recipe, self.switches), highlight=False)
-        error = str(self.uncertainty)
-        print_plan(self.plan, console, self.training_days, self.scaling, error)
+        summary = self.uncertainty.summary
+        print_plan(self.plan, console, self.training_days, self.scaling, summary)
 
     def show_command(self, console: Console) -> None:
-        """Print the command that trains the winner, then what else was asked for: Alpa's answer, dry runs."""
+        """Print the command that trains the winner, then Alpa's answer and the dry runs, if asked for."""
         print_command(self.plan, console)
         if self.alpa:
             console.print(self.alpa, highlight=False)
@@ -116,17 +116,17 @@ class PlanResult(PresentedTable):
 
 
 def plan_strategies(options: PlanOptions) -> PlanResult:
-    """Rank every legal way to split a model over devices.
+    """Rank every legal way to split a model over devices, and return the ranking with what the options ask.
 
     Raises:
         NothingFitsError: Nothing fits these devices.
         RequestError: An option is only of one strategy, or the request contradicts itself.
         ValueError: As `request_from_options`.
     """
-    for name in _OF_ONE_STRATEGY:
+    for name in _OPTIONS_OF_ONE_STRATEGY:
         if getattr(options, name) is not None:
-            named = f"{name.upper()}= is of one strategy; name it: STRATEGY=tp8pp16dp8."
-            raise RequestError(named)
+            message = f"{name.upper()}= is of one strategy; name it: STRATEGY=tp8pp16dp8."
+            raise RequestError(message)
     request = build_request(options)
     if Flags(request.extra).has(LAYOUT_FLAG):
         raise RequestError(
@@ -149,7 +149,7 @@ def plan_strategies(options: PlanOptions) -> PlanResult:
 
 
 def _refusal(plan: Plan) -> str:
-    """Return why nothing fits, and on how many devices something would."""
+    """Return why nothing fits, and on how many devices the model would fit, if any number is enough."""
     sentence, cluster = no_fit_sentence(plan), plan.request.cluster
     needed = find_devices_needed(plan.request) if plan.lightest else None
     if needed is None:

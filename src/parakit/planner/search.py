@@ -1,11 +1,13 @@
-"""The best configurations of a model on a cluster, found without evaluating all of them.
+"""Search for the fastest configurations of a model on a cluster, without evaluating all of them.
 
-Degrees bound an iteration's time from below by the work of the slowest stage, the bubble of the most
-virtual stages, and messages and gradients in the quickest sharding, where nothing is recomputed,
-context parallelism sends nothing, and a sample costs no more than in one micro batch of all. A size of
-the micro batch, recomputation, the algorithm and sharding only add to that, and are chosen one after
-the other where the bound is among the lowest. Going from the lowest bound up, the search stops when
-none is below the tenth best time: the ranking is that of an exhaustive search (a test compares the two).
+The search goes through parallel sizes that multiply to the number of devices. For every product it computes a
+lower bound on the seconds of an iteration. The bound counts the work of the slowest stage, the pipeline bubble
+with the most virtual stages, and messages and gradients in the fastest sharding. It assumes that nothing is
+recomputed, that context parallelism sends nothing, and that time per sample is that of the largest micro batch.
+
+Every further choice (micro batch, recomputation, algorithm of context parallelism) can only raise the bound, so
+the search makes these choices one after another, for the lowest bound first. It stops when no bound is below the
+tenth best time. The ranking equals that of an exhaustive search, which a test compares with.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import count
 from math import exp, inf
 from typing import NamedTuple
@@ -57,151 +60,197 @@ from parakit.planner.time.iteration import (
 from parakit.planner.verdict import Fit, judge_fit_on_cluster, recommended_bytes
 
 MOST_RANKED = 10
-SECONDS_A_DAY = 86400
+SECONDS_PER_DAY = 86400
 SINGLE_AXIS_CODES = ("dp", "tp", "sp", "cp", "pp")
-_MOST_DEVICES = 65536
+"""Strategy codes with one parallel size: data, tensor, sequence, context and pipeline parallelism."""
 LEAST_SAMPLE_TIME_RATIO = 0.96
-"""Least time of a sample in a micro batch over that in a larger one, which it does not divide: products
-are computed in whole tiles."""
-_ALL = 4
-"""Of a bound for which it was not asked either which recomputation it needs to fit."""
+"""Lower bound of time per sample in a micro batch, over that in a larger micro batch which is no multiple of it.
+
+Matrix products are computed in whole tiles, so the larger micro batch can waste more of its last tiles.
+"""
+_MOST_DEVICES = 65536
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be trained, on what."""
+    """Model, cluster and batch for which a strategy is searched."""
 
     model: Model
     cluster: Cluster
     global_batch: int
     template: RunSpec
-    """The model with its dtype, sequence length, dropout and stated ETP; all other degrees and the batch
-    are the search's."""
+    """The run without its strategy: model, dtype, sequence length, dropout and the stated expert tensor parallelism
+    (ETP). The search replaces all other parallel sizes and the batch."""
     own_runs: OwnRuns = field(default_factory=OwnRuns)
-    """One's own runs on these devices, which correct every time."""
+    """The user's own measurements on this kind of device. They correct every predicted time."""
     extra: tuple[str, ...] = ()
-    """Flags of Megatron's beyond the model's own, as they were given."""
+    """Megatron's flags of EXTRA, beyond the model's own."""
 
     @property
     def capacity(self) -> int:
-        """The most bytes that a rank of a recommended plan holds."""
+        """Most bytes per rank of a strategy that may be recommended."""
         return recommended_bytes(self.cluster.device.memory_bytes)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One evaluated configuration."""
+    """A configuration with its predicted memory and time."""
 
     spec: RunSpec
     memory: PredictedMemory
-    """Of the fullest rank."""
+    """Memory of the rank with the peak memory."""
     memory_rank: int
+    """Pipeline rank with the peak memory."""
     seconds: IterationSeconds
     is_recommended: bool
-    """Whether a plan may recommend it: it holds at most `MOST_RECOMMENDED` of the device."""
+    """True if the peak rank holds at most `MOST_RECOMMENDED_FRACTION` of the device."""
     verdict: Fit
     tokens_per_second: float
     mfu: float
 
     @property
     def strategy(self) -> str:
-        """Name in the kit's grammar."""
+        """Name of the strategy, such as `tp2pp2dp2`."""
         return strategy_name(self.spec.parallelism)
 
     @property
     def fits(self) -> bool:
-        """Verdict that the run may be tried: it fits, or is close."""
+        """True if the run fits, or is so close that only a try can tell."""
         return self.verdict is not Fit.DOES_NOT_FIT
 
     def is_tied(self, other: Candidate) -> bool:
-        """Whether their times differ by less than is known."""
+        """Return True if the predicted times of both are too close to tell which one is faster."""
         return are_tied(self.seconds.total, other.seconds.total)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found."""
+    """Result of a search."""
 
     request: Request
     legal: int
-    """Legal combinations, all of them considered."""
+    """Number of legal combinations. The search considers all of them."""
     ranked: tuple[Candidate, ...]
-    """The fastest that fit, one a strategy: the preferred one of those that are tied, then the others,
-    fastest first."""
+    """The fastest candidates that fit, one per strategy. The preferred one of those that are tied with the fastest
+    comes first, then the remaining ones by time. Empty if nothing fits."""
     lightest: Candidate | None
-    """The one with the least memory; where nothing fits it is the closest miss."""
+    """The candidate with the least memory, which is the closest miss if nothing fits. None if there is no legal
+    combination."""
     examined: tuple[Candidate, ...]
-    """Everything that was evaluated in full, for pictures."""
+    """All candidates that were evaluated in full, for pictures."""
 
     @property
     def winner(self) -> Candidate | None:
-        """The best that fits; None if nothing does."""
+        """Best candidate that fits; None if nothing fits."""
         return self.ranked[0] if self.ranked else None
 
     @property
     def tied(self) -> tuple[Candidate, ...]:
-        """Others that no difference to the winner is known of."""
-        return tuple(found for found in self.ranked[1:] if found.is_tied(self.ranked[0]))
+        """Ranked candidates whose time is tied with the winner's, without the winner."""
+        return tuple(
+            candidate for candidate in self.ranked[1:] if candidate.is_tied(self.ranked[0])
+        )
 
 
 def search_configurations(request: Request, kept: int = MOST_RANKED, slack: float = 1.0) -> Plan:
-    """Rank every legal configuration.
+    """Return the `kept` fastest strategies that fit the cluster, out of all legal configurations.
 
-    `slack` above 1 also evaluates those that are up to so many times slower than the last one kept,
-    for pictures.
+    Args:
+        request: Model, cluster and batch.
+        kept: Number of strategies to rank. Numbers of virtual stages and micro batches count as one strategy.
+        slack: A factor above 1 also evaluates configurations that are up to this many times slower than the last
+            ranked one, for pictures.
 
     Raises:
         NoPeakError: The device has no matrix rate in the requested dtype.
     """
-    capacity, limit = request.capacity, inf
-    best: dict[Parallelism, Candidate] = {}
-    examined: list[Candidate] = []
-    legal, queue, lightest = _bounds(request)
-    while queue:
-        bound = heapq.heappop(queue)
-        if bound.seconds > limit:
-            break
-        if bound.left:
-            for narrower in _narrowed(request, bound):
-                heapq.heappush(queue, narrower)
-            continue
-        for spec in enumerate_variants(bound.plain):
-            if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
-                continue
-            if not (fullest := find_peak_rank_within(spec, capacity)):
-                continue
-            examined.append(candidate := _predicted(request, spec, fullest))
-            # Strategies that differ in the number of virtual stages count as one.
-            key = replace(spec.parallelism, virtual_stages=1)
-            if key not in best or _order(candidate) < _order(best[key]):
-                best[key] = candidate
-        if len(best) >= kept:
-            limit = max(slack * _slowest_kept(best, kept), TIE_RATIO * _slowest_kept(best, 1))
-    fitting = list(best.values())
-    if (
-        request.own_runs.residuals
-    ):  # Which bounds the loop cannot know: the kept ones change places.
-        fitting = [_corrected(request, each) for each in sorted(fitting, key=_order)[:kept]]
-        examined = [_corrected(request, each) for each in examined]
-    ranked = sorted(fitting, key=_order)
-    if ranked:
-        seconds = {each.spec: each.seconds.total for each in ranked}
-        held = {each.spec: each.memory.total for each in ranked}
-        chosen = choose_preferred(seconds, held.__getitem__)
-        ranked = sorted(ranked, key=lambda each: each.spec != chosen)[:kept]
+    legal, bounds, lightest = _bound_all_splits(request)
+    best, examined = _search_bounds(request, bounds, kept, slack)
+    fitting = list(best)
+    if request.own_runs.residuals:
+        # The bounds know nothing of the user's own runs, so their corrections reorder only what was kept.
+        fastest = sorted(fitting, key=_sort_key)[:kept]
+        fitting = [_correct_by_own_runs(request, candidate) for candidate in fastest]
+        examined = [_correct_by_own_runs(request, candidate) for candidate in examined]
+    ranked = _put_preferred_first(sorted(fitting, key=_sort_key))[:kept]
     closest = evaluate_configuration(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
+
+
+def _search_bounds(
+    request: Request, bounds: list[_Bound], kept: int, slack: float
+) -> tuple[Iterable[Candidate], list[Candidate]]:
+    """Return the best fitting candidate per strategy, and all candidates that were evaluated.
+
+    The function empties `bounds`, a heap by seconds, until the lowest bound exceeds the time of the last kept
+    candidate.
+    """
+    limit = inf
+    best: dict[Parallelism, Candidate] = {}
+    examined: list[Candidate] = []
+    while bounds:
+        bound = heapq.heappop(bounds)
+        if bound.seconds > limit:
+            break
+        if bound.unchosen:
+            for narrower in _narrow_bound(request, bound):
+                heapq.heappush(bounds, narrower)
+            continue
+        for candidate in _evaluate_variants(request, bound, limit):
+            examined.append(candidate)
+            # Strategies that differ only in the number of virtual stages count as one.
+            strategy = replace(candidate.spec.parallelism, virtual_stages=1)
+            if strategy not in best or _sort_key(candidate) < _sort_key(best[strategy]):
+                best[strategy] = candidate
+        if len(best) >= kept:
+            slowest_kept = _nth_fastest_seconds(best.values(), kept)
+            fastest = _nth_fastest_seconds(best.values(), 1)
+            limit = max(slack * slowest_kept, TIE_RATIO * fastest)
+    return best.values(), examined
+
+
+def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterator[Candidate]:
+    """Yield the candidates of a bound with all choices made, per number of virtual stages and sharding.
+
+    Variants that take more than `limit` seconds or more memory than may be recommended are left out.
+    """
+    for spec in enumerate_variants(bound.plain):
+        if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
+            continue
+        peak = find_peak_rank_within(spec, request.capacity)
+        if peak:
+            yield _predict(request, spec, peak)
+
+
+def _put_preferred_first(ranked: list[Candidate]) -> list[Candidate]:
+    """Return candidates with the preferred one of those tied with the fastest in front."""
+    if not ranked:
+        return ranked
+    seconds = {candidate.spec: candidate.seconds.total for candidate in ranked}
+    memory_bytes = {candidate.spec: candidate.memory.total for candidate in ranked}
+    preferred = choose_preferred(seconds, memory_bytes.__getitem__)
+    return sorted(ranked, key=lambda candidate: candidate.spec != preferred)
 
 
 def evaluate_configuration(
     request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
-    """Memory, time and rates of one configuration, corrected by one's own runs."""
-    return _corrected(request, _predicted(request, spec, fullest or find_peak_rank(spec)))
+    """Return one configuration with predicted memory, time and rates, corrected by the user's own runs.
+
+    Args:
+        request: Cluster and own runs.
+        spec: The configuration.
+        fullest: Pipeline rank with the peak memory, and its memory; None computes both.
+    """
+    return _correct_by_own_runs(request, _predict(request, spec, fullest or find_peak_rank(spec)))
 
 
-def _corrected(request: Request, candidate: Candidate) -> Candidate:
-    """All parts of the time in the same proportion: which of them is wrong is not known."""
+def _correct_by_own_runs(request: Request, candidate: Candidate) -> Candidate:
+    """Return a candidate with its time divided by the bias of predictions of the user's own runs.
+
+    All components of the time change by the same factor, because it is not known which of them is wrong. The
+    candidate stays as it is if there are no own runs.
+    """
     if not request.own_runs.residuals:
         return candidate
     factor = exp(-request.own_runs.bias(candidate.spec))
@@ -214,224 +263,290 @@ def _corrected(request: Request, candidate: Candidate) -> Candidate:
     )
 
 
-def _predicted(request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory]) -> Candidate:
-    (rank, memory), cluster, shape = fullest, request.cluster, spec.shape
-    seconds, samples = iteration_seconds(spec, cluster), spec.batch.global_batch_size
-    peak, devices = cluster.device.peak_flops(spec.dtype) or 0.0, spec.parallelism.world_size
+def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory]) -> Candidate:
+    """Return a candidate as the closed forms predict it; `peak` is the peak rank and its memory."""
+    peak_rank, memory = peak
+    cluster, shape = request.cluster, spec.shape
+    seconds = iteration_seconds(spec, cluster)
+    samples = spec.batch.global_batch_size
+    peak_flops = cluster.device.peak_flops(spec.dtype) or 0.0
+    devices = spec.parallelism.world_size
     return Candidate(
         spec=spec,
         memory=memory,
-        memory_rank=rank,
+        memory_rank=peak_rank,
         seconds=seconds,
         is_recommended=memory.total <= request.capacity,
         verdict=judge_fit_on_cluster(spec, memory, cluster),
         tokens_per_second=samples * shape.seq_length / seconds.total,
-        mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak),
+        mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak_flops),
     )
 
 
 def select_pareto_frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that no other beats in both time and memory, fastest first."""
-    kept: list[Candidate] = []
+    """Return the candidates that no other candidate beats in both time and memory, fastest first."""
+    frontier: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.seconds.total, c.memory.total)):
-        if not kept or candidate.memory.total < kept[-1].memory.total:
-            kept.append(candidate)
-    return kept
+        if not frontier or candidate.memory.total < frontier[-1].memory.total:
+            frontier.append(candidate)
+    return frontier
+
+
+class _Unchosen(IntEnum):
+    """Choices that a bound leaves open. The search makes them from the highest number down to 0."""
+
+    NOTHING = 0
+    CP_ALGORITHM = 1
+    SIZE_AND_RECOMPUTE = 3
+    """Micro batch, recomputation and the algorithm of context parallelism."""
+    ALL = 4
+    """All of these, and it is not known yet which recomputation the run needs to fit."""
 
 
 class _Bound(NamedTuple):
-    """Least seconds of combinations of one split, without sharding and schedule."""
+    """Lower bound on the seconds of all configurations with one product of parallel sizes.
+
+    Bounds are ordered by seconds, then by number.
+    """
 
     seconds: float
     number: int
-    """In the order in which they were found, so that no two are equal."""
+    """Serial number, so that no two bounds compare equal."""
     plain: RunSpec
-    """With the largest of the micro batches, and the first recomputation with which the smallest
-    fits, if that was asked."""
+    """Configuration without sharding and virtual stages, with the largest of the micro batches. Its recomputation
+    is the first with which the smallest micro batch fits, once that is known."""
     sizes: tuple[int, ...]
-    """Micro batches, smallest first."""
+    """Micro batch sizes, smallest first."""
     after: float
-    """Of `seconds`, of messages, gradients and update; 0 if that was not asked."""
+    """Part of `seconds` for messages, gradients and update; 0 if it is not computed yet."""
     fixed: float
-    """Of `seconds`, what virtual stages do not change."""
+    """Part of `seconds` that virtual stages do not change."""
     ramp: float
-    """Of one micro batch in the other stages, which virtual stages divide."""
-    left: int
-    """Of micro batch, recomputation and context parallelism's algorithm the last so many, not chosen."""
+    """Seconds of one micro batch in all other stages. Virtual stages divide them."""
+    unchosen: _Unchosen
 
 
 _numbers = count()
 
 
-def _bounds(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
-    """Count the legal combinations, bound those that can fit, find the lightest of all.
+def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
+    """Return the number of legal combinations, a heap of bounds, and the combination with the least memory.
 
-    Memory grows with the micro batch, and is least with full recomputation and sharding: a split
-    whose lightest combination does not fit is left at once.
+    Products of parallel sizes that cannot fit get no bound. Memory grows with the micro batch and is least with full
+    recomputation and sharding, so one configuration per product decides. The last value is None if there is no
+    legal combination.
     """
     template, legal = request.template, 0
-    queue: list[_Bound] = []
-    least, lightest = inf, None
+    bounds: list[_Bound] = []
+    least_bytes, lightest = inf, None
     expert_tensor = template.parallelism.expert_tensor
     for split in enumerate_splits(template.shape, request.cluster.devices, expert_tensor):
         sizes = list_micro_batch_sizes(split, request.global_batch)
         if not sizes:
             continue
-        legal += _count(template, split, sizes)
+        legal += _count_combinations(template, split, sizes)
         smallest = min_memory_variant(
             build_unsharded_spec(template, split, sizes[0], Recompute.FULL)
         )
-        if not (fullest := find_peak_rank_within(smallest, max(request.capacity, least))):
+        peak = find_peak_rank_within(smallest, max(request.capacity, least_bytes))
+        if not peak:
             continue
-        held = fullest[1].total
-        if held < least:
-            least, lightest = held, smallest
-        if held <= request.capacity:
+        _, memory = peak
+        if memory.total < least_bytes:
+            least_bytes, lightest = memory.total, smallest
+        if memory.total <= request.capacity:
             plain = build_unsharded_spec(template, split, sizes[0], Recompute.NONE)
-            unchosen = replace(plain, cp_comm_type="") if split.context > 1 else plain
-            queue.append(_bound(request, unchosen, tuple(sizes), _ALL, 0.0))
-    heapq.heapify(queue)
-    return legal, queue, lightest
+            if split.context > 1:
+                plain = replace(plain, cp_comm_type="")
+            bounds.append(_compute_bound(request, plain, tuple(sizes), _Unchosen.ALL, after=0.0))
+    heapq.heapify(bounds)
+    return legal, bounds, lightest
 
 
-def _bound(
-    request: Request, plain: RunSpec, sizes: tuple[int, ...], left: int, after: float
+def _compute_bound(
+    request: Request, plain: RunSpec, sizes: tuple[int, ...], unchosen: _Unchosen, after: float
 ) -> _Bound:
-    """A sample takes no less in a micro batch than in one of several times as many."""
+    """Return a lower bound on iteration seconds for all micro batch `sizes`.
+
+    The bound is computed for the largest size, because time per sample does not grow with the micro batch. Sizes that
+    do not divide the largest can be faster by at most `LEAST_SAMPLE_TIME_RATIO`. `after` is the least time of
+    messages, gradients and update.
+    """
     cluster, split = request.cluster, plain.parallelism
     if plain.batch.micro_batch_size != sizes[-1]:
         plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
-    _, slowest, through = slowest_stage(plain, cluster)
+    _, slowest_seconds, all_stages_seconds = slowest_stage(plain, cluster)
     if len(sizes) > 1:
-        virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
+        virtual_stages = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
     else:
-        virtual = list_virtual_stages(plain.shape, split, plain.microbatches)
-    share = LEAST_SAMPLE_TIME_RATIO if any(sizes[-1] % size for size in sizes) else 1.0
-    late = 1 + straggler_fraction(cluster)
-    fixed = late * (share * plain.microbatches * slowest + after)
-    ramp = late * share * (through - slowest) * sizes[0] / sizes[-1]
-    seconds = fixed + ramp / virtual[-1]
-    return _Bound(seconds, next(_numbers), plain, sizes, after, fixed, ramp, left)
+        virtual_stages = list_virtual_stages(plain.shape, split, plain.microbatches)
+    divides_all = all(sizes[-1] % size == 0 for size in sizes)
+    ratio = 1.0 if divides_all else LEAST_SAMPLE_TIME_RATIO
+    straggling = 1 + straggler_fraction(cluster)
+    fixed = straggling * (ratio * plain.microbatches * slowest_seconds + after)
+    ramp = straggling * ratio * (all_stages_seconds - slowest_seconds) * sizes[0] / sizes[-1]
+    seconds = fixed + ramp / virtual_stages[-1]
+    return _Bound(seconds, next(_numbers), plain, sizes, after, fixed, ramp, unchosen)
 
 
-def _narrowed(request: Request, bound: _Bound) -> Iterator[_Bound]:
-    """Bounds of what is in this one, by what can be chosen next."""
-    plain, sizes, ways = bound.plain, bound.sizes, list_recomputes(request.template)
-    middle = len(sizes) // 2
-    if bound.left == _ALL:
+def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
+    """Yield the bounds that replace `bound` once its next open choice is made.
+
+    The choices come in this order: the least recomputation that fits, the micro batch by halving the list of
+    sizes, more recomputation, and the algorithm of context parallelism.
+    """
+    plain, sizes = bound.plain, bound.sizes
+    recomputes = list_recomputes(request.template)
+    if bound.unchosen is _Unchosen.ALL:
         smallest = replace(plain, batch=Batch(sizes[0], request.global_batch))
-        fitting = _fitting(request, smallest, ways[:-1])
-        fitting = fitting or replace(plain, recompute=ways[-1])  # Which is known to fit.
-        yield _bound(request, fitting, sizes, 3, _after(request.cluster, plain))
-    elif middle:
-        yield _bound(request, plain, sizes[:middle], 3, bound.after)
-        larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
-        if chosen := _fitting(request, larger, ways[ways.index(plain.recompute) :]):
-            yield _bound(request, chosen, sizes[middle:], 3, bound.after)
-    elif bound.left > 1:
-        left = int(plain.parallelism.context > 1)
-        yield bound._replace(left=left, number=next(_numbers))
-        for recompute in ways[ways.index(plain.recompute) + 1 :]:
-            chosen = replace(plain, recompute=recompute)
-            yield _bound(request, chosen, sizes, left, bound.after)
+        fitting = _apply_first_fitting_recompute(request, smallest, recomputes[:-1])
+        if fitting is None:
+            # The last recomputation is known to fit, or the product would have no bound.
+            fitting = replace(plain, recompute=recomputes[-1])
+        after = _least_seconds_after_work(request.cluster, plain)
+        yield _compute_bound(request, fitting, sizes, _Unchosen.SIZE_AND_RECOMPUTE, after)
+    elif len(sizes) > 1:
+        yield from _halve_sizes(request, bound, recomputes)
+    elif bound.unchosen is _Unchosen.SIZE_AND_RECOMPUTE:
+        has_context = plain.parallelism.context > 1
+        unchosen = _Unchosen.CP_ALGORITHM if has_context else _Unchosen.NOTHING
+        yield bound._replace(unchosen=unchosen, number=next(_numbers))
+        for recompute in recomputes[recomputes.index(plain.recompute) + 1 :]:
+            recomputed = replace(plain, recompute=recompute)
+            yield _compute_bound(request, recomputed, sizes, unchosen, bound.after)
     else:
         for comm_type in list_cp_comm_types(request.template, plain.parallelism):
-            yield _bound(request, replace(plain, cp_comm_type=comm_type), sizes, 0, bound.after)
+            chosen = replace(plain, cp_comm_type=comm_type)
+            yield _compute_bound(request, chosen, sizes, _Unchosen.NOTHING, bound.after)
 
 
-def _after(cluster: Cluster, plain: RunSpec) -> float:
-    """Least seconds of messages between stages, of gradients and of the update: with all hidden that can
-    be, in the quickest sharding and schedule."""
+def _halve_sizes(
+    request: Request, bound: _Bound, recomputes: Sequence[Recompute]
+) -> Iterator[_Bound]:
+    """Yield a bound for the smaller half of the micro batches, and one for the larger half if it can fit."""
+    plain, sizes, unchosen = bound.plain, bound.sizes, _Unchosen.SIZE_AND_RECOMPUTE
+    middle = len(sizes) // 2
+    yield _compute_bound(request, plain, sizes[:middle], unchosen, bound.after)
+    larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
+    remaining = recomputes[recomputes.index(plain.recompute) :]
+    fitting = _apply_first_fitting_recompute(request, larger, remaining)
+    if fitting:
+        yield _compute_bound(request, fitting, sizes[middle:], unchosen, bound.after)
+
+
+def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
+    """Return the least seconds of messages between stages, gradient communication and update.
+
+    All communication that can be overlapped counts as hidden, in the fastest sharding and schedule.
+    """
     split = plain.parallelism
     sharded = (replace_cached(split, sharding=sharding) for sharding in list_shardings(split))
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
-    after = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
+    seconds = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
-        return after
-    virtual = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
-    scheduled = (replace_cached(split, virtual_stages=each) for each in virtual)
+        return seconds
+    virtual_stages = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
+    scheduled = (replace_cached(split, virtual_stages=number) for number in virtual_stages)
     specs = (replace(plain, parallelism=parallelism) for parallelism in scheduled)
-    return after + min(message_seconds(spec, cluster) for spec in specs)
+    return seconds + min(message_seconds(spec, cluster) for spec in specs)
 
 
-def _fitting(request: Request, plain: RunSpec, ways: Sequence[Recompute]) -> RunSpec | None:
-    """With the first recomputation with which it can fit: each needs less memory than the one before,
-    and more time."""
-    for way in ways:
-        chosen = replace(plain, recompute=way)
-        if find_peak_rank_within(min_memory_variant(chosen), request.capacity):
-            return chosen
+def _apply_first_fitting_recompute(
+    request: Request, plain: RunSpec, recomputes: Sequence[Recompute]
+) -> RunSpec | None:
+    """Return `plain` with the first recomputation with which it can fit; None if it fits with none.
+
+    Each recomputation in the sequence needs less memory than the one before, and more time.
+    """
+    for recompute in recomputes:
+        recomputed = replace(plain, recompute=recompute)
+        if find_peak_rank_within(min_memory_variant(recomputed), request.capacity):
+            return recomputed
     return None
 
 
-def _count(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
-    """Legal combinations of one split."""
-    kinds = (
+def _count_combinations(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
+    """Return the number of legal combinations of one product of parallel sizes and its micro batches."""
+    num_kinds = (
         len(list_recomputes(template))
         * len(list_cp_comm_types(template, split))
         * len(list_shardings(split))
     )
-    samples = template.batch.global_batch_size // split.data
-    each = (list_virtual_stages(template.shape, split, samples // size) for size in sizes)
-    return kinds * sum(map(len, each))
+    samples_per_rank = template.batch.global_batch_size // split.data
+    num_schedules = sum(
+        len(list_virtual_stages(template.shape, split, samples_per_rank // size)) for size in sizes
+    )
+    return num_kinds * num_schedules
 
 
-def _order(candidate: Candidate) -> tuple[float, int, str]:
+def _sort_key(candidate: Candidate) -> tuple[float, int, str]:
+    """Return seconds, bytes and strategy, by which candidates are ranked."""
     return candidate.seconds.total, candidate.memory.total, candidate.strategy
 
 
-def _slowest_kept(best: dict[Parallelism, Candidate], kept: int) -> float:
-    return heapq.nsmallest(kept, (c.seconds.total for c in best.values()))[-1]
+def _nth_fastest_seconds(candidates: Iterable[Candidate], number: int) -> float:
+    """Return the iteration seconds of the `number`-th fastest candidate."""
+    seconds = (candidate.seconds.total for candidate in candidates)
+    return heapq.nsmallest(number, seconds)[-1]
 
 
 def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
-    """Those that are legal on this many devices with this global batch, fastest first.
+    """Return the strategies with one parallel size that are legal on this cluster, fastest first.
 
-    The kit scales a model's batch with its devices; where that is not the requested global batch
-    there is nothing to compare, and the list is empty.
+    The kit scales a model's batch with its devices. Where that batch is not the requested global batch, a strategy
+    cannot be compared and is left out. On one device the baseline is the only strategy.
     """
     devices = request.cluster.devices
-    names = ["baseline"] if devices == 1 else [f"{word}{devices}" for word in SINGLE_AXIS_CODES]
-    found = []
+    names = ["baseline"] if devices == 1 else [f"{code}{devices}" for code in SINGLE_AXIS_CODES]
+    candidates = []
     for name in names:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
         batch = scale_batch(request.model.batch, parallelism)
         spec = replace(request.template, parallelism=parallelism, batch=batch)
         if batch.global_batch_size == request.global_batch and not find_violations(spec):
-            found.append(evaluate_configuration(request, spec))
-    return sorted(found, key=lambda candidate: candidate.seconds.total)
+            candidates.append(evaluate_configuration(request, spec))
+    return sorted(candidates, key=lambda candidate: candidate.seconds.total)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A plan against the smallest number of devices that fits."""
+    """Efficiency of a plan's winner relative to the fewest devices that hold the model."""
 
     devices: int
-    """Of the smallest."""
+    """The fewest devices, a power of two or the plan's own number."""
     strategy: str
+    """Best strategy on the fewest devices."""
     efficiency: float
-    """Tokens a second and device, relative to the smallest; same global batch."""
+    """Tokens per second and device, relative to the fewest devices with the same global batch."""
 
 
 def estimate_training_days(plan: Plan, tokens: float) -> float | None:
-    """Days to train on `tokens` tokens with the plan's winner, without interruptions."""
-    return tokens / plan.winner.tokens_per_second / SECONDS_A_DAY if plan.winner else None
+    """Return the days in which a plan's winner trains on `tokens` tokens without interruptions.
+
+    None if nothing fits.
+    """
+    return tokens / plan.winner.tokens_per_second / SECONDS_PER_DAY if plan.winner else None
 
 
 def compare_with_fewest_devices(plan: Plan) -> Scaling | None:
-    """Efficiency against the smallest fitting power of two up to the plan's own size."""
+    """Return the efficiency of a plan's winner against the smallest power of two of devices that fits.
+
+    None if nothing fits. The efficiency is 1 if no smaller number of devices fits.
+    """
     if plan.winner is None:
         return None
-    own = plan.request.cluster.devices
-    for devices in (2**doublings for doublings in range((own - 1).bit_length())):
-        if fewer := search_configurations(resize_request(plan.request, devices), kept=1).winner:
+    all_devices = plan.request.cluster.devices
+    for devices in (2**doublings for doublings in range((all_devices - 1).bit_length())):
+        fewer = search_configurations(resize_request(plan.request, devices), kept=1).winner
+        if fewer:
             rate = fewer.tokens_per_second / devices
-            return Scaling(devices, fewer.strategy, plan.winner.tokens_per_second / own / rate)
-    return Scaling(own, plan.winner.strategy, 1.0)
+            efficiency = plan.winner.tokens_per_second / all_devices / rate
+            return Scaling(devices, fewer.strategy, efficiency)
+    return Scaling(all_devices, plan.winner.strategy, 1.0)
 
 
 def find_devices_needed(request: Request) -> int | None:
-    """The smallest doubling of the request's devices on which the model fits; None up to 65536."""
+    """Return the smallest doubling of the request's devices on which the model fits; None if it exceeds 65536."""
     devices = request.cluster.devices * 2
     while devices <= _MOST_DEVICES:
         grown = resize_request(request, devices, request.global_batch * devices)
@@ -442,9 +557,9 @@ def find_devices_needed(request: Request) -> int | None:
 
 
 def resize_request(request: Request, devices: int, global_batch: int | None = None) -> Request:
-    """The same on another number of devices, with another global batch if one is given."""
+    """Return a request for another number of devices; None as global batch keeps the request's own."""
     batch = global_batch or request.global_batch
     template = request.template
-    sized = replace(template, batch=replace(template.batch, global_batch_size=batch))
+    resized = replace(template, batch=replace(template.batch, global_batch_size=batch))
     cluster = replace(request.cluster, devices=devices)
-    return replace(request, cluster=cluster, global_batch=batch, template=sized)
+    return replace(request, cluster=cluster, global_batch=batch, template=resized)

@@ -1,7 +1,8 @@
-"""A plan for people and as data: advice, the ranking, what the winner is made of, how to train it."""
+"""A plan as text and as data: advice, rankings, the winner's components, and the command that trains the winner."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,8 +26,14 @@ from parakit.costs import (
     total_wire_bytes,
 )
 from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.units import gb, gib, joined, ms, percent, plural
-from parakit.planner.advice import advice_sentences, name_bottleneck
+from parakit.formatting.units import gb, gib, ms, percent, plural
+from parakit.planner.advice import (
+    advice_sentences,
+    bottleneck_sentence,
+    headline_sentences,
+    name_bottleneck,
+    tie_sentence,
+)
 from parakit.planner.request import EXPERT_TENSOR, explain_ignored_flag, list_ignored_flags
 from parakit.planner.search import (
     Candidate,
@@ -40,12 +47,30 @@ from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit
 
 _MEMORY_MARKS = {Fit.FITS: "", Fit.CLOSE: " (close)", Fit.DOES_NOT_FIT: " (too much)"}
-_NAMED = 3
-"""Of tied strategies, those that a heading names."""
+_CODE_MEANINGS = {
+    "dp": "data parallelism",
+    "tp": "tensor parallelism",
+    "sp": "tensor and sequence parallelism",
+    "cp": "context parallelism",
+    "pp": "pipeline parallelism",
+    "vpp": "pipeline parallelism with virtual stages",
+    "ep": "expert parallelism",
+    "etp": "tensor parallelism inside experts",
+    "zero1": "sharded optimizer",
+    "zero2": "sharded gradients and optimizer",
+    "zero3": "sharded weights, gradients and optimizer",
+}
+"""Meanings of the codes in names of strategies."""
 
 
 def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[str, Any]:
-    """Everything a reader may want of a plan that has a winner; bytes, seconds, tokens a second."""
+    """Return a plan that has a winner as data for JSON: bytes, seconds, tokens per second.
+
+    Args:
+        plan: The plan.
+        days: Days to train, or None if no number of tokens was given.
+        scaled: Comparison with the fewest devices, or None if nobody asked for it.
+    """
     request, lightest = plan.request, plan.lightest
     cluster, template = request.cluster, request.template
     return {
@@ -63,7 +88,7 @@ def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[
         "seq_length": template.shape.seq_length,
         "dtype": template.dtype,
         "calibration": cluster.calibration.source,
-        **encode_ignored_flags(list_ignored_flags(request, laid=False)),
+        **encode_ignored_flags(list_ignored_flags(request, is_one_strategy=False)),
         "legal_configurations": plan.legal,
         "advice": advice_sentences(plan),
         "binding": name_bottleneck(plan),
@@ -72,7 +97,8 @@ def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[
         "tied": [candidate.strategy for candidate in plan.tied],
         "lightest": encode_candidate(request, lightest) if lightest else None,
         "named": [
-            encode_candidate(request, each) for each in evaluate_single_axis_strategies(request)
+            encode_candidate(request, candidate)
+            for candidate in evaluate_single_axis_strategies(request)
         ],
         "training_days": days,
         "scaling": asdict(scaled) if scaled else None,
@@ -81,7 +107,7 @@ def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[
 
 
 def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
-    """One configuration with its memory, communication and time by component."""
+    """Return one configuration as data for JSON, with memory, communication and time by component."""
     spec = candidate.spec
     return {
         "strategy": candidate.strategy,
@@ -103,68 +129,108 @@ def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
         "memory_rank": candidate.memory_rank,
         "host_memory_bytes": host_bytes(spec, candidate.memory_rank),
         "memory": {name: getattr(candidate.memory, name) for name in COMPONENTS},
-        "communication": _communication(spec),
+        "communication": _sent_bytes_by_group(spec),
         "time": {name: getattr(candidate.seconds, name) for name in TIME_COMPONENTS},
     }
 
 
-def _communication(spec: RunSpec) -> dict[str, int]:
-    return {
-        str(group): sent for group, sent in sum_bytes_by_group(busiest_collectives(spec)).items()
-    }
+def _sent_bytes_by_group(spec: RunSpec) -> dict[str, int]:
+    """Return the bytes that the busiest rank sends per iteration, by process group."""
+    sent_bytes = sum_bytes_by_group(busiest_collectives(spec))
+    return {str(group): sent for group, sent in sent_bytes.items()}
 
 
 def print_plan(
-    plan: Plan, console: Console, days: float | None, scaled: Scaling | None, error: str
+    plan: Plan,
+    console: Console,
+    days: float | None,
+    scaled: Scaling | None,
+    uncertainty: str,
 ) -> None:
-    """Print a plan that has a winner, without `print_command`; `error` is that of predictions like it."""
-    sentences, devices = advice_sentences(plan), plan.request.cluster.devices
-    if scaled and scaled.devices == devices:
-        sentences.append(f"Fewer than {devices} devices do not hold it.")
-    elif scaled:
-        sentences.append(
-            f"Against {plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold it, "
-            f"{devices} work at {100 * scaled.efficiency:.0f}% of the efficiency a device."
-        )
+    """Print a plan that has a winner, without the command: the main message, rankings and components.
+
+    Args:
+        plan: The plan.
+        console: Where to print.
+        days: Days to train, or None if no number of tokens was given.
+        scaled: Comparison with the fewest devices, or None.
+        uncertainty: Sentence on the error to expect of the winner's time.
+    """
+    headline = headline_sentences(plan)
     if days is not None:
-        sentences.append(f"Training takes {days:,.1f} days.")
-    for sentence in (*sentences, error):
+        headline.append(_training_sentence(plan.request.cluster.devices, days, scaled))
+    for sentence in (*headline, uncertainty):
         console.print(sentence, highlight=False)
-    winner = plan.ranked[0]
-    best = f"The best of {plan.legal:,} legal configurations"
-    if tied := [found.strategy for found in plan.tied]:
-        more = [f"{len(tied) - _NAMED} more"] if len(tied) > _NAMED else []
-        best += f"; tied with the first: {joined([*tied[:_NAMED], *more])}"
-    rankings = [_ranking(plan.ranked, best)]
+    title = f"The fastest of {plan.legal:,} legal configurations"
+    _print_ranking(_build_ranking(plan.ranked, title), console)
+    if plan.tied:
+        console.print(tie_sentence(plan), highlight=False)
     if plan.lightest:
-        rankings.append(_ranking([plan.lightest], "Least memory"))
-    if named := evaluate_single_axis_strategies(plan.request):
-        rankings.append(_ranking(named, "As make train-<strategy> runs them"))
-    for ranking in rankings:
-        console.print(rich_table(ranking.fitting(console.width)))
-    console.print(rich_table(_details(winner)))
-    print_ignored(list_ignored_flags(plan.request, laid=False), console)
+        _print_ranking(_build_ranking([plan.lightest], "The least memory"), console)
+    single_axis = evaluate_single_axis_strategies(plan.request)
+    if single_axis:
+        title = "One kind of parallelism, as make train-<strategy> runs it"
+        _print_ranking(_build_ranking(single_axis, title), console)
+    shown = [*plan.ranked, *([plan.lightest] if plan.lightest else []), *single_axis]
+    console.print(_legend([candidate.strategy for candidate in shown]), highlight=False)
+    console.print(bottleneck_sentence(plan), highlight=False)
+    console.print(rich_table(_build_component_table(plan.ranked[0])))
+    print_ignored(list_ignored_flags(plan.request, is_one_strategy=False), console)
+
+
+def _training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:
+    """Return the days to train, and how the devices compare with the fewest that hold the model."""
+    if scaled is None:
+        return f"Training takes {days:,.1f} days."
+    if scaled.devices == devices:
+        return (
+            f"Training takes {days:,.1f} days; fewer than {devices} devices do not hold the model."
+        )
+    return (
+        f"Training takes {days:,.1f} days; each device is {100 * scaled.efficiency:.0f}% as fast as with "
+        f"{plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold the model."
+    )
+
+
+def _print_ranking(ranking: Table[Candidate], console: Console) -> None:
+    """Print a ranking with the columns that fit the console."""
+    console.print(rich_table(ranking.fitting(console.width)))
+
+
+def _legend(strategies: Sequence[str]) -> str:
+    """Return the meanings of the codes in names of strategies."""
+    codes = {code for name in strategies for code in re.findall(r"zero\d|[a-z]+", name)}
+    meanings = [f"{code} {meaning}" for code, meaning in _CODE_MEANINGS.items() if code in codes]
+    if not meanings:
+        return "The baseline is one device without parallelism."
+    return f"Codes: {', '.join(meanings)}. The number after a code is its number of ranks."
 
 
 def print_command(plan: Plan, console: Console) -> None:
-    """Print the command that trains the winner of a plan."""
+    """Print the command that trains the winner of a plan, and how its model differs from the planned one."""
     winner = plan.ranked[0]
     command = plan_command(plan.request, winner.spec)
-    if difference := trained_vocabulary_sentence(winner.spec):
+    difference = trained_vocabulary_sentence(winner.spec)
+    if difference:
         console.print(difference, style="bold yellow", highlight=False)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 
 
-def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
-    def strategy(found: Candidate) -> str:
-        algorithm = f" ({found.spec.cp_comm_type})" if found.spec.parallelism.context > 1 else ""
-        return found.strategy + algorithm
+def _build_ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
+    """Return a table with one row per candidate."""
 
-    def memory(found: Candidate) -> str:
-        return gib(found.memory.total) + _MEMORY_MARKS[found.verdict]
+    def strategy(candidate: Candidate) -> str:
+        """Return the strategy with its algorithm of context parallelism, if it has any."""
+        has_context = candidate.spec.parallelism.context > 1
+        return candidate.strategy + (f" ({candidate.spec.cp_comm_type})" if has_context else "")
 
-    def sent(found: Candidate) -> int:
-        return total_wire_bytes(busiest_collectives(found.spec))
+    def memory(candidate: Candidate) -> str:
+        """Return the GiB of the rank with the peak memory, marked if close or too much."""
+        return gib(candidate.memory.total) + _MEMORY_MARKS[candidate.verdict]
+
+    def sent(candidate: Candidate) -> int:
+        """Return the bytes that the busiest rank sends per iteration."""
+        return total_wire_bytes(busiest_collectives(candidate.spec))
 
     columns = (
         Column[Candidate]("strategy", strategy, right=False),
@@ -174,70 +240,83 @@ def _ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
         Column[Candidate]("ms/iteration", lambda c: c.seconds.total, ms, rank=1),
         Column[Candidate]("tokens/s", lambda c: c.tokens_per_second, "{:,.0f}".format, rank=4),
         Column[Candidate]("MFU", lambda c: c.mfu, percent, rank=3),
-        Column[Candidate]("GiB a rank", memory, rank=2),
+        Column[Candidate]("GiB per rank", memory, rank=2),
         Column[Candidate]("GB sent", sent, gb, rank=7),
     )
     return Table(columns, tuple(candidates), title)
 
 
-def _details(winner: Candidate) -> Table[tuple[str, ...]]:
-    """Three lists of components beside one another, largest first."""
+def _build_component_table(winner: Candidate) -> Table[tuple[str, ...]]:
+    """Return a table of the winner's memory, time and sent bytes by component, each list largest first."""
     memory = {name: getattr(winner.memory, name) for name in COMPONENTS}
     seconds = {name: getattr(winner.seconds, name) for name in TIME_COMPONENTS}
-    lists = [_sorted(memory, gib), _sorted(seconds, ms), _sorted(_communication(winner.spec), gb)]
-    cells = zip_longest(*lists, fillvalue=("", ""))
-    rows = tuple(tuple(text for cell in row for text in cell) for row in cells)
-    names = ("memory", "GiB", "time", "ms", "busiest sends", "GB")
+    lists = [
+        _sort_components(memory, gib),
+        _sort_components(seconds, ms),
+        _sort_components(_sent_bytes_by_group(winner.spec), gb),
+    ]
+    rows = []
+    for cells in zip_longest(*lists, fillvalue=("", "")):
+        rows.append(tuple(text for cell in cells for text in cell))
+    names = ("memory", "GiB", "time", "ms", "busiest rank sends", "GB")
     columns = tuple(
         Column[tuple[str, ...]](name, itemgetter(index), right=index % 2 == 1)
         for index, name in enumerate(names)
     )
-    return Table(columns, rows, f"{winner.strategy}, by component")
+    return Table(columns, tuple(rows), f"{winner.strategy}, by component")
 
 
-def _sorted(values: Mapping[str, float], written: Callable[..., str]) -> list[tuple[str, str]]:
+def _sort_components(
+    values: Mapping[str, float], write: Callable[..., str]
+) -> list[tuple[str, str]]:
+    """Return the names and written values of all components that are not 0, largest first."""
     ordered = sorted(values.items(), key=lambda item: -item[1])
-    return [
-        (name.replace("_", " "), written(value, decimals=2)) for name, value in ordered if value
-    ]
+    return [(name.replace("_", " "), write(value, decimals=2)) for name, value in ordered if value]
 
 
 def trained_vocabulary_sentence(spec: RunSpec) -> str:
-    """How the model that the command trains, on the kit's own data, differs from the planned one."""
+    """Return how the model that the command trains on the kit's own data differs from the planned one.
+
+    The sentence is empty if both have the same vocabulary.
+    """
     return explain_vocabulary_change(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 
 
 def encode_ignored_flags(flags: Sequence[str]) -> dict[str, list[str]]:
-    """Flags that a prediction is made without, and those of them that the kit does not know at all."""
+    """Return the flags without which a prediction is made, and those of them that the kit does not know."""
     return {"ignored_flags": [*flags], "unknown_flags": [*unlisted_flags(flags)]}
 
 
 def print_ignored(flags: Sequence[str], console: Console) -> None:
-    """Print which flags a prediction is made without."""
+    """Print the flags without which a prediction is made, each with the reason; nothing if there are none."""
     if flags:
         named = ", ".join(f"{flag} ({explain_ignored_flag(flag)})" for flag in flags)
         console.print(f"Not part of the prediction: {named}.", style="bold yellow")
 
 
 def plan_command(request: Request, spec: RunSpec) -> str:
-    """The command; for a model of a file elsewhere, with its path."""
+    """Return the command that trains a configuration; for a model from a file, with the file's path."""
     source = request.model.source
-    own = f" MODEL={shlex.quote(source)}" if source else ""
-    return make_command(request.model, spec, request.extra) + own
+    model = f" MODEL={shlex.quote(source)}" if source else ""
+    return make_command(request.model, spec, request.extra) + model
 
 
 def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
-    """The command that trains this configuration, with the flags that were given for it."""
+    """Return the `make` command that trains a configuration, with the flags `extra` that were given for it.
+
+    The command names only what differs from the kit's defaults for this model and strategy.
+    """
     parallelism, batch = spec.parallelism, spec.batch
     strategy = strategy_name(spec.flagged_parallelism)
     target = f"train-{strategy}-{model.name}-{parallelism.world_size}{spec.device}"
-    usual = scale_batch(model.batch, parallelism)
-    words = ["make", target]
-    if batch.micro_batch_size != usual.micro_batch_size:
-        words.append(f"MICRO_BATCH={batch.micro_batch_size}")
-    if batch.global_batch_size != usual.global_batch_size:
-        words.append(f"GLOBAL_BATCH={batch.global_batch_size}")
-    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *searched_flags(spec)]  # The name says ETP.
+    default_batch = scale_batch(model.batch, parallelism)
+    arguments = ["make", target]
+    if batch.micro_batch_size != default_batch.micro_batch_size:
+        arguments.append(f"MICRO_BATCH={batch.micro_batch_size}")
+    if batch.global_batch_size != default_batch.global_batch_size:
+        arguments.append(f"GLOBAL_BATCH={batch.global_batch_size}")
+    # The strategy's name has the expert tensor parallelism.
+    flags = [*drop_flags(extra, {EXPERT_TENSOR}), *searched_flags(spec)]
     if spec.dtype not in {model.dtype, "fp32"}:
         flags.append(f"--{spec.dtype}")
     if spec.shape.seq_length != model.shape.seq_length:
@@ -245,5 +324,5 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     if spec.shape.positions != model.shape.positions:
         flags += ["--max-position-embeddings", str(spec.shape.positions)]
     if flags:
-        words.append(f'EXTRA="{shlex.join(merge_flags(flags))}"')
-    return " ".join(words)
+        arguments.append(f'EXTRA="{shlex.join(merge_flags(flags))}"')
+    return " ".join(arguments)

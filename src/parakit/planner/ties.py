@@ -1,4 +1,4 @@
-"""Which of several strategies is taken where their predicted times differ by less than is known."""
+"""The choice among strategies whose predicted times are too close to tell which one is faster."""
 
 from __future__ import annotations
 
@@ -8,35 +8,44 @@ from parakit.config.run import RunSpec
 from parakit.planner.verdict import memory_error
 
 TIE_RATIO = 1.03
-"""Times of the fastest within which strategies are tied: of published pairs that differ in strategy
-alone and are predicted as near, which one is faster is said rightly of 56%, and of 69% at 3 to 5%."""
+"""Largest ratio of two predicted times that counts as a tie.
+
+Of published pairs that differ in strategy alone and are predicted within this ratio, the faster one is predicted
+rightly for 56%; for pairs at 3 to 5% it is 69%.
+"""
 
 
-def are_tied(one: float, other: float) -> bool:
-    """Whether two times differ by less than is known."""
-    faster, slower = sorted((one, other))
+def are_tied(one_time: float, other_time: float) -> bool:
+    """Return True if two predicted times are too close to tell which one is shorter."""
+    faster, slower = sorted((one_time, other_time))
     return slower <= TIE_RATIO * faster
 
 
-def choose_preferred(seconds: Mapping[RunSpec, float], held: Callable[[RunSpec], int]) -> RunSpec:
-    """Of runs tied with the fastest the one with the least memory; where that too differs by less than
-    its error, with the fewest dimensions of parallelism.
+def choose_preferred(
+    seconds: Mapping[RunSpec, float], memory_of: Callable[[RunSpec], int]
+) -> RunSpec:
+    """Return the preferred one of the runs that are tied with the fastest.
+
+    It is the run with the least memory. Where memory too differs by less than its error, it is the run with the
+    fewest dimensions of parallelism.
 
     Args:
-        seconds: Predicted, of each run.
-        held: Bytes of a run's fullest rank; asked of those that are tied.
+        seconds: Predicted seconds per run.
+        memory_of: Function from a run to the bytes of its peak rank. It is called only for tied runs.
     """
     fastest = min(seconds.values())
-    tied = {spec: held(spec) for spec, time in seconds.items() if are_tied(time, fastest)}
+    tied = {spec: memory_of(spec) for spec, time in seconds.items() if are_tied(time, fastest)}
     least = min(tied.values())
     light = [spec for spec, size in tied.items() if size <= least * (1 + memory_error(spec))]
-    return min(light, key=lambda spec: (*_dimensions(spec), seconds[spec], tied[spec]))
+    return min(light, key=lambda spec: (*_count_dimensions(spec), seconds[spec], tied[spec]))
 
 
-def _dimensions(spec: RunSpec) -> tuple[int, int]:
-    """Dimensions of parallelism, a sharding that wraps modules being one; those that split the model or
-    its sequence."""
+def _count_dimensions(spec: RunSpec) -> tuple[int, int]:
+    """Return the number of dimensions of parallelism, and of those that split the model or its sequence.
+
+    A sharding that wraps modules counts as a dimension that splits the model.
+    """
     split = spec.parallelism
     degrees = (split.tensor, split.context, split.pipeline, split.expert)
-    splits = sum(degree > 1 for degree in degrees) + split.sharding.wraps_modules
-    return splits + (split.data > 1), splits
+    num_splits = sum(degree > 1 for degree in degrees) + split.sharding.wraps_modules
+    return num_splits + (split.data > 1), num_splits

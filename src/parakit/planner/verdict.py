@@ -1,4 +1,4 @@
-"""Whether a run fits its devices, and whether a plan may recommend it: the one rule of all commands."""
+"""The rule by which all commands decide whether a run fits its devices and may be recommended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from parakit.formatting.units import gib
 from parakit.planner.time.cluster import Cluster
 
 MOST_RECOMMENDED_FRACTION = 0.95
-"""The fraction of a device's memory above which no plan is recommended."""
+"""Fraction of a device's memory above which no strategy is recommended."""
 CLOSE_FRACTION = 0.90
-"""The fraction of a device's memory above which a run is close."""
+"""Fraction of a device's memory above which a run is close."""
 MEMORY_RESERVE = 0.03
-"""The fraction of a device's memory that lies unusable between blocks in use."""
+"""Fraction of a device's memory that is unusable, because it lies in gaps between allocated blocks."""
 
 
 class Fit(StrEnum):
-    """A verdict on a run's memory."""
+    """Verdict on whether a run fits its devices."""
 
     FITS = "fits"
     CLOSE = "close"
@@ -28,45 +28,48 @@ class Fit(StrEnum):
 
 
 def memory_error(spec: RunSpec) -> float:
-    """Of predictions of the peak, what eight of ten published measurements of the kind stay within
-    (`make validate`). Of sharded weights those of Megatron: another trainer gathers them further
-    ahead."""
-    if spec.fp8_recipe or spec.shape.blocks or spec.parallelism.sharding.shards_weights:
+    """Return the error of predicted peak memory for this kind of run, as a fraction.
+
+    Eight of ten published measurements of the kind stay within it (`make validate`). For sharded weights the
+    measurements are Megatron's, because other trainers gather weights further ahead.
+    """
+    has_large_error = spec.fp8_recipe or spec.shape.blocks
+    if has_large_error or spec.parallelism.sharding.shards_weights:
         return 0.12
     return 0.05 if spec.shape.experts else 0.03
 
 
 def recommended_bytes(device_bytes: int) -> int:
-    """Return the most bytes of a device that a recommended plan may hold."""
+    """Return the most bytes per rank of a recommended strategy, on a device with `device_bytes`."""
     return int(device_bytes * MOST_RECOMMENDED_FRACTION)
 
 
 def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
-    """Return the bytes without which a rank runs out of memory."""
-    return _trained(memory, cluster).needed
+    """Return the bytes that a rank needs at least, without reclaimable blocks of the allocator."""
+    return _drop_states_if_frozen(memory, cluster).needed
 
 
-def _trained(memory: PredictedMemory, cluster: Cluster) -> PredictedMemory:
-    """Return the memory of what is trained: frozen weights have neither gradients nor states."""
+def _drop_states_if_frozen(memory: PredictedMemory, cluster: Cluster) -> PredictedMemory:
+    """Return a rank's memory, without gradients and optimizer states if the cluster's run freezes its weights."""
     if not cluster.execution.frozen:
         return memory
     return replace(memory, gradients=0, main_parameters=0, optimizer_state=0)
 
 
 def judge_fit_on_cluster(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
-    """Return the verdict on a run whose fullest rank holds this on a device of the cluster."""
-    return judge_fit(spec, _trained(memory, cluster), cluster.device.memory_bytes)
+    """Return the verdict on a run on a device of the cluster; `memory` is that of its peak rank."""
+    return judge_fit(spec, _drop_states_if_frozen(memory, cluster), cluster.device.memory_bytes)
 
 
 def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
-    """Return the verdict on a run whose fullest rank holds this and has so many bytes.
+    """Return the verdict on a run on devices with `device_bytes`; `memory` is that of its peak rank.
 
-    A run fits up to `CLOSE` of the device, if the error of such predictions leaves it below the usable
-    memory too. It does not fit if it needs more than the device without the blocks that the allocator
-    gives back. Predictions for sharded weights may be too high by their error, so their runs are close
-    up to that much more.
+    A run fits if it holds at most `CLOSE_FRACTION` of the device, and if it stays below the usable memory even when
+    the prediction is too low by its error. A run does not fit if it needs more than the device without reclaimable
+    blocks of the allocator. Predictions for sharded weights may be too high by their error, so their runs are close
+    up to that much above the device's memory.
     """
-    if memory.needed > device_bytes * (1 + _error_above(spec)):
+    if memory.needed > device_bytes * (1 + _overestimate_fraction(spec)):
         return Fit.DOES_NOT_FIT
     usable = device_bytes * (1 - MEMORY_RESERVE) * (1 - memory_error(spec))
     if memory.total <= device_bytes * CLOSE_FRACTION and memory.needed <= usable:
@@ -75,13 +78,13 @@ def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
 
 
 def leaves_reserve(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> bool:
-    """Return whether a run leaves the reserve of its device free, as tuned and published runs did."""
+    """Return True if a run leaves the reserve of its device free, as tuned and published runs do."""
     usable = cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
-    return needed_bytes(memory, cluster) <= usable * (1 + _error_above(spec))
+    return needed_bytes(memory, cluster) <= usable * (1 + _overestimate_fraction(spec))
 
 
-def _error_above(spec: RunSpec) -> float:
-    """Return by how much predictions for such a run may be too high."""
+def _overestimate_fraction(spec: RunSpec) -> float:
+    """Return the fraction by which predictions for this kind of run may be too high."""
     return memory_error(spec) if spec.parallelism.sharding.shards_weights else 0.0
 
 

@@ -1,8 +1,7 @@
-"""Training logs and run folders read into rows, compared, explained and written as a report.
+"""Turn runs into a report: rows, verdicts, explanations, and files.
 
-This package decides what a log says, which iterations are measurements, which runs may be compared, and how the
-result is shown. It reads logs of many trainers; each trainer's words are in one file of `read/dialects`. It loads
-no torch.
+`analyse` decides which iterations count and which runs may be compared, `explain` compares measurements with
+the planner's closed forms, and `render` writes the page, Markdown, CSV and JSON. The package loads no torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`python -m parakit report`: runs and logs to a report folder and the terminal's table."""
+"""Build a report from runs and logs, write its folder and print it, for `parakit report`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from parakit.config.hardware import Device
 from parakit.config.published import load_published
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
-from parakit.logs import find_device_in_arguments, find_device_name, find_run_folders, load_runs
+from parakit.logs import (
+    Run,
+    find_device_in_arguments,
+    find_device_name,
+    find_run_folders,
+    load_runs,
+)
 from parakit.planner import MeasurementsError, RequestError, add_rows
 from parakit.reporting.analyse.earlier import (
     UNDECIDED,
@@ -33,34 +39,41 @@ from parakit.reporting.render.files import FinishedReport, write_report
 from parakit.reporting.render.sentences import join_first_names
 
 EXIT_UNDECIDED = 3
+"""Exit code of a strict comparison that leaves a time undecided."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a report is made of."""
+    """Options of a report."""
 
     name: str | None = None
+    """Name of the report and its folder; None takes the time."""
     paths: tuple[Path, ...] = ()
-    """Run folders and logs; empty means every run folder under `runs_root`."""
+    """Run folders and logs; empty takes every run folder under `runs_root`."""
     repeats: Mapping[Path, str] = field(default_factory=dict)
-    """The names of logs that are said to be repeats of one another."""
+    """Name per log; logs of one name are repeats of one another."""
     runs_root: Path = Path("runs")
     reports_root: Path = Path("reports")
     baseline: Path | None = None
+    """Earlier report with which this one is compared; None compares with none."""
     strict: bool = False
+    """True makes changes against `baseline` exit codes."""
     all_conditions: bool = False
+    """True shows runs under older conditions too."""
     device: Device | None = None
-    """Of foreign logs, which rarely name it."""
+    """Device of foreign logs, which rarely name it; None takes the device that a log names."""
     readings: Path | None = None
-    """The file of one's own measurements: it corrects predictions, and this report's runs are added."""
+    """File of own measurements: it corrects predictions, and the report adds its runs to it."""
 
 
 def build(options: BuildOptions, console: Console) -> int:
-    """Write a report and print it.
+    """Write a report's folder and print its tables and summary.
+
+    The report's runs are added to the file of own measurements, if there is one.
 
     Returns:
-        0; 1 if there was no run at all, or a strict comparison found a change; 2 for a wrong name
-        or a baseline or folder that cannot be used; 3 if a strict comparison left a time undecided.
+        0, or 1 if there was no run or a strict comparison found a change, 2 for a wrong name or a baseline
+        or folder that cannot be used, 3 if a strict comparison left a time undecided.
     """
     name = options.name or utc_stamp()
     if not is_plain_name(name) or name == "latest":
@@ -73,8 +86,8 @@ def build(options: BuildOptions, console: Console) -> int:
         console.print(str(error), markup=False)
         return 2
     except OSError as error:
-        place = error.filename or options.reports_root / name
-        console.print(f"{place} cannot be written: {error.strerror}.", markup=False)
+        path = error.filename or options.reports_root / name
+        console.print(f"{path} cannot be written: {error.strerror}.", markup=False)
         return 2
     report = finished.report
     finished.show(console)
@@ -84,8 +97,10 @@ def build(options: BuildOptions, console: Console) -> int:
         ):
             say(console, sentence)
     if not can_draw():
-        console.print("It has no charts: matplotlib is not installed (pip install matplotlib).")
-    # Not wrapped: a path in two lines can be neither clicked nor copied.
+        console.print(
+            "The report has no charts, because matplotlib is not installed (pip install matplotlib)."
+        )
+    # `say` does not wrap lines: a path in two lines could neither be clicked nor copied.
     say(console, f"Report: {options.reports_root / name / 'report.html'}")
     if not report.entries:
         return 1
@@ -96,21 +111,23 @@ def build(options: BuildOptions, console: Console) -> int:
 
 
 def finish_report(name: str, options: BuildOptions) -> FinishedReport:
-    """Read runs and logs, compare them with one another and with the baseline; write nothing.
+    """Return a report of runs and logs, compared with one another and with the baseline.
+
+    No file is written.
 
     Raises:
         BaselineError: The baseline cannot be read.
     """
-    old = read_baseline(options.baseline) if options.baseline else None
-    report = _report(name, options)
-    if old is not None:
-        changes = tuple(compare_with_baseline(old, report.entries))
+    earlier_rows = read_baseline(options.baseline) if options.baseline else None
+    report = _build_report(name, options)
+    if earlier_rows is not None:
+        changes = tuple(compare_with_baseline(earlier_rows, report.entries))
         report = replace(report, changes=changes, baseline=str(options.baseline))
     return FinishedReport(report)
 
 
 def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
-    """Add rows to the file of one's own measurements; yield what was added, and what was left out."""
+    """Add rows to the file of own measurements; yield sentences on what was added and left out."""
     if measured.rows:
         rows = plural(len(measured.rows), "row")
         try:
@@ -130,22 +147,27 @@ def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
         yield f"Left out of {relative_to_root(path)}: {'; '.join(reasons)}."
 
 
-def _report(name: str, options: BuildOptions) -> Report:
-    paths = options.paths or tuple(find_run_folders(options.runs_root))
-    runs, problems = load_runs(paths)
-    for place, run in enumerate(runs):
-        device = run.device
-        if run.is_foreign and run.path.is_file():
-            # As it was given for all of them, else as the log names it.
-            named = options.device.nvml_names[0] if options.device else ""
-            device = named or find_device_name(run.path) or find_device_in_arguments(run.arguments)
-        runs[place] = replace(run, device=device, repeats_name=options.repeats.get(run.path, ""))
-    # Runs that were named are all wanted, whatever versions they were made with.
+def _build_report(name: str, options: BuildOptions) -> Report:
+    """Load the runs and logs and return their report with the planner's predictions."""
+    runs, problems = load_runs(options.paths or tuple(find_run_folders(options.runs_root)))
+    runs = [_state_device_and_repeats(run, options) for run in runs]
+    # Runs that the user named are all shown, whatever versions they were made with.
     all_conditions = options.all_conditions or bool(options.paths)
     report = build_report(name, runs, load_published(), problems, all_conditions)
     try:
-        predicted = predict_rows(report.entries, options.runs_root, options.readings)
+        predictions = predict_rows(report.entries, options.runs_root, options.readings)
     except (MeasurementsError, RequestError) as error:
-        predicted = ()
-        report = replace(report, problems=(*report.problems, str(error)))
-    return replace(report, planned=predicted)
+        return replace(report, problems=(*report.problems, str(error)))
+    return replace(report, planned=predictions)
+
+
+def _state_device_and_repeats(run: Run, options: BuildOptions) -> Run:
+    """Return a run with its device, and with the name that makes it a repeat of other logs.
+
+    The device of a foreign log is the one of the options, else the one that the log or its arguments name.
+    """
+    device = run.device
+    if run.is_foreign and run.path.is_file():
+        stated = options.device.nvml_names[0] if options.device else ""
+        device = stated or find_device_name(run.path) or find_device_in_arguments(run.arguments)
+    return replace(run, device=device, repeats_name=options.repeats.get(run.path, ""))

@@ -1,7 +1,7 @@
-"""How charts look, which points they have, and how they become SVG.
+"""Draw charts as SVG: their style, which points they have, and how a figure becomes a file and a page's picture.
 
-matplotlib is imported only here, only when drawing. Fewer points of a long run show the same: curves
-keep their extremes, samples their mixture.
+matplotlib is imported only here, and only when a chart is drawn. Charts of long runs have fewer points: curves
+keep their extremes, and samples keep their distribution.
 """
 
 from __future__ import annotations
@@ -25,58 +25,69 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Stands for "the text's colour": the page makes it currentColor, a file on its own dark grey.
 INK, INK_ALONE, PAPER = "#010203", "#24292f", "#fdfefd"
+"""Placeholder for the text's colour, that colour in a file, and the placeholder for the background.
+
+On the page, INK becomes `currentColor`, so that a chart follows the page's colours.
+"""
 WIDTH_INCHES = 7.6
-_MAX_NAME = 34
-_GOLDEN = 0.6180339887498949
+_MAX_NAME_LENGTH = 34
+_GOLDEN_RATIO = 0.6180339887498949
+"""Steps of this size, modulo 1, fill an interval evenly and without a period."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture."""
+    """Picture with its title and description."""
 
     name: str
     title: str
     text: str
-    """Describes the picture; also its text alternative."""
+    """Description, which is the picture's text alternative too."""
     svg: str
-    """Complete file, dark on white."""
+    """Contents of an SVG file, dark on white."""
     inline: str
-    """For the page: the text's own colour on a transparent ground."""
+    """SVG element for the page, in the text's colour on a transparent background."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed; the wheel's base leaves it out."""
+    """Return True if matplotlib is installed, which the wheel does not require."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_chart(name: str, title: str, text: str, painter: Callable[[Figure], None]) -> Chart:
-    """Let a painter fill a figure, and make SVG of it; equal input gives equal bytes."""
+    """Return the chart that a painter draws into a figure; equal input gives equal bytes.
+
+    Args:
+        name: Name of the chart, as of its file and its ids.
+        title: Title.
+        text: Description.
+        painter: Function that draws into an empty figure.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name, **dict.fromkeys(inked, INK)}
+    ink_settings = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name, **dict.fromkeys(ink_settings, INK)}
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH_INCHES, 3.2), layout="constrained")
         painter(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    # A clip path's id is a hash of all digits of its axes' bounds. The layout's solver goes by addresses
-    # in memory, so that the last digit differs between processes.
-    for place, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', svg)):
-        svg = svg.replace(clip, f"clip{place}")
-    alone = svg.replace(INK, INK_ALONE).replace(PAPER, "#ffffff")
+    # matplotlib makes a clip path's id from all digits of its axes' bounds. Their last digit differs between
+    # processes, because the layout's solver depends on addresses in memory. So the ids become numbers.
+    for index, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', svg)):
+        svg = svg.replace(clip, f"clip{index}")
+    file_text = svg.replace(INK, INK_ALONE).replace(PAPER, "#ffffff")
     inline = svg[svg.index("<svg") :]
-    # Ids must differ between charts of one page, and a fixed size would not follow the window.
+    # Ids must differ between the charts of a page, so they get the chart's name as a prefix.
     inline = inline.replace(INK, "currentColor").replace(f"fill: {PAPER}", "fill: none")
     inline = inline.replace('id="', f'id="{name}-').replace('"#', f'"#{name}-')
     inline = inline.replace("url(#", f"url(#{name}-")
-    spoken = html.escape(f"{title}. {text}", quote=True)
-    inline = inline.replace("<svg", f'<svg role="img" aria-label="{spoken}"', 1)
-    return Chart(name, title, text, alone, inline)
+    label = html.escape(f"{title}. {text}", quote=True)
+    inline = inline.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return Chart(name, title, text, file_text, inline)
 
 
 _STYLE = {
@@ -94,44 +105,51 @@ _STYLE = {
 }
 
 
-def entry_colour(place: int) -> str:
-    """Colour of the entry at a place; they repeat after eight."""
-    return COLOURS[place % len(COLOURS)]
+def entry_colour(index: int) -> str:
+    """Return the colour of the row with an index in the report; colours repeat after eight rows."""
+    return COLOURS[index % len(COLOURS)]
 
 
 def add_grid(axes: Axes, axis: Any = "both") -> None:
-    """A faint grid behind the data."""
+    """Draw a faint grid behind the data, for the axis `x`, `y` or `both`."""
     axes.set_axisbelow(True)
     axes.grid(axis=axis, color=INK, alpha=0.15, linewidth=0.6)
 
 
 def chart_labels(entries: Sequence[Entry]) -> list[str]:
-    """Labels of entries, none too long; a dollar would start mathematics."""
-    texts = entry_names(entries)
-    cut = [t if len(t) <= _MAX_NAME else f"{t[: _MAX_NAME - 1]}…" for t in texts]
-    return [text.replace("$", r"\$") for text in cut]
+    """Return the labels of rows for a chart, cut to 34 characters and with dollars escaped.
+
+    matplotlib would take text after a dollar for mathematics.
+    """
+    labels = []
+    for name in entry_names(entries):
+        is_short = len(name) <= _MAX_NAME_LENGTH
+        label = name if is_short else f"{name[: _MAX_NAME_LENGTH - 1]}…"
+        labels.append(label.replace("$", r"\$"))
+    return labels
 
 
 def extreme_indexes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
-    """Places of at most `limit` values, both ends and the least and the largest of each stretch.
+    """Return the indexes of at most `limit` values: both ends, and the extremes of each stretch.
 
-    A stride would show every second state of a run that alternates, and lose a spike.
+    Every n-th value would show one state of a run that alternates, and lose spikes.
     """
     count = len(values)
     if count <= limit:
         return list(range(count))
     length = math.ceil(count / max(1, (limit - 2) // 2))
-    found = np.full(math.ceil(count / length) * length, np.nan)
-    found[:count] = values
-    stretches = found.reshape(-1, length)
+    padded = np.full(math.ceil(count / length) * length, np.nan)
+    padded[:count] = values
+    stretches = padded.reshape(-1, length)
     known = np.isfinite(stretches).any(axis=1)
     starts, stretches = np.flatnonzero(known) * length, stretches[known]
-    ends = (starts + np.nanargmin(stretches, axis=1), starts + np.nanargmax(stretches, axis=1))
-    return sorted({0, count - 1, *(int(place) for place in np.concatenate(ends))})
+    lowest = starts + np.nanargmin(stretches, axis=1)
+    highest = starts + np.nanargmax(stretches, axis=1)
+    return sorted({0, count - 1, *lowest.tolist(), *highest.tolist()})
 
 
 def evenly_spread_indexes(count: int, limit: int) -> list[int]:
-    """Places of at most `limit` of `count` samples, spread evenly and without a period of their own."""
+    """Return at most `limit` of `count` indexes, spread evenly and without a period."""
     if count <= limit:
         return list(range(count))
-    return sorted({math.floor((k * _GOLDEN) % 1 * count) for k in range(1, limit + 1)})
+    return sorted({math.floor((k * _GOLDEN_RATIO) % 1 * count) for k in range(1, limit + 1)})

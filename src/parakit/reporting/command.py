@@ -1,6 +1,6 @@
-"""The report's commands: `scrape` prints what logs say, `report` writes a page.
+"""Run the report's commands: `report` writes a page, and `report --scrape` prints the contents of logs.
 
-`explain` answers from ledgers what a strategy costs, `trace` draws an iteration.
+`explain` answers from the runs' measurements what a strategy costs. `trace` draws an iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def scrape(logs: Sequence[Path], json: bool) -> int:
-    """Print what logs say; 1 if one cannot be read."""
+    """Print the contents of logs, as sentences or as JSON; return 1 if one cannot be read."""
     results: list[dict[str, Any]] = []
     unreadable = 0
     for path in map(Path, logs):
@@ -40,7 +40,8 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
         for log in runs:
             if json:
                 results.append(log.to_dict())
-            else:  # Half a million iterations are a large text, which nobody asked for.
+            else:
+                # A sentence only, because half a million iterations would be a very long text.
                 print(log.sentence)
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
@@ -48,9 +49,9 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
 
 
 def report(given: Namespace) -> int:
-    """Write a report folder and print its table; 1 with changes under STRICT=1.
+    """Write a report's folder and print it; return the exit code of `build`.
 
-    With `--scrape` nothing is written, and `scrape` prints what the logs say.
+    With `--scrape` the contents of logs are printed, and nothing is written.
 
     Raises:
         ValueError: There is no such device, or an option is missing or contradicts another.
@@ -60,7 +61,9 @@ def report(given: Namespace) -> int:
             raise ValueError("'report --scrape' reads logs; name them: LOGS=\"a.log b.log\".")
         return scrape([Path(log) for log in given.logs], given.json)
     if given.json:
-        raise ValueError("JSON= is of 'report --scrape'; a report's results.json has its figures.")
+        raise ValueError(
+            "--json (JSON=) needs --scrape; the figures of a report are in its results.json."
+        )
     from rich.console import Console
 
     from parakit.reporting.build import build
@@ -83,7 +86,7 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
 
     Args:
         logs: Paths and patterns, as in LOGS=; none of them means all run folders.
-        device: Key of the device of logs that do not name theirs.
+        device: Key of the device of logs that do not name it; None leaves it unknown.
 
     Raises:
         ValueError: There is no such device.
@@ -94,8 +97,8 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
     try:
         stated = device_by_key(device) if device else None
     except UnknownHardwareError as error:
-        raise ValueError(f"DEVICE={device}: {error}") from None
-    named = [repeat for word in logs for repeat in named_logs(word)]
+        raise ValueError(f"--device {device} (DEVICE={device}): {error}") from None
+    named = [path_and_name for word in logs for path_and_name in named_logs(word)]
     return BuildOptions(
         paths=tuple(path for path, _ in named),
         repeats={path: name for path, name in named if name},
@@ -104,7 +107,10 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
 
 
 def named_logs(word: str) -> list[tuple[Path, str]]:
-    """The logs of a word of LOGS=, each with the name that makes it a repeat: `tp2=1.log,2.log`."""
+    """Return the paths of one word of LOGS=, each with the name that makes it a repeat, or an empty name.
+
+    `tp2=1.log,2.log` makes two logs repeats of one another with the name `tp2`.
+    """
     name, is_named, paths = word.partition("=")
     if not is_named or "/" in name or Path(word).exists():
         return [(path, "") for path in _matching(word)]
@@ -112,33 +118,43 @@ def named_logs(word: str) -> list[tuple[Path, str]]:
 
 
 def _matching(word: str) -> list[Path]:
-    """The files of a pattern, which no shell expands in a variable of make; else the word's own."""
+    """Return the files that match a pattern, or the word itself as a path if none matches.
+
+    No shell expands a pattern in a variable of make.
+    """
     path = Path(word)
     if path.exists():
         return [path]
-    place = Path(path.anchor)
-    return sorted(place.glob(str(path.relative_to(place)))) or [path]
+    root = Path(path.anchor)
+    return sorted(root.glob(str(path.relative_to(root)))) or [path]
 
 
 def report_arguments(parser: ArgumentParser) -> None:
-    """What no variable says."""
-    parser.add_argument("--reports", type=Path, default=Path("reports"), help="where reports go")
+    """Add the options of `report` for which there is no make variable."""
     parser.add_argument(
-        "--all", action="store_true", help="also rows of older versions and other machines"
+        "--reports", type=Path, default=Path("reports"), help="folder of all reports"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="show rows of older versions and other machines too"
     )
 
 
 def explain(run: Sequence[str], runs: Path) -> int:
-    """Say from the ledgers what each strategy costs."""
+    """Print from the runs' measurements what each strategy costs; return 1 if there is no run."""
     from rich.console import Console
 
     from parakit.reporting.explain.explanation import explain_runs
 
-    return explain_runs([Path(one) for one in run], runs, Console(highlight=False))
+    return explain_runs([Path(path) for path in run], runs, Console(highlight=False))
 
 
 def trace(run: str | None, runs: Path) -> int:
-    """Draw one iteration of a run or a target's newest, all ranks on one axis."""
+    """Draw a traced iteration with all ranks on one time axis; return 1 if there is none.
+
+    Args:
+        run: A run folder or a target, of which the newest run is drawn; None takes the newest run.
+        runs: Folder of all runs.
+    """
     from rich.console import Console
 
     from parakit.reporting.explain.timelines import trace_run

@@ -41,7 +41,7 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\
 def on_files(files: Any, config: Any) -> Any:
     """Return the files of the site: Markdown files and pictures of the repository, and generated pages.
 
-    Of the files that mkdocs has found, only those of the theme stay, because `docs/` has paths of its own.
+    Files of `docs/` that mkdocs has found are dropped, because they get their paths in the repository.
     """
     from mkdocs.structure.files import File, Files
 

@@ -93,11 +93,7 @@ class RankCapture:
     def values(self, record: TensorRecord) -> Array:
         """Return a tensor's values; bfloat16 and float16 are widened to float32."""
         stored = self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes]
-        if record.dtype == "bfloat16":
-            float32_bits = stored.view(np.uint16).astype(np.uint32) << 16
-            return float32_bits.view(np.float32).reshape(record.shape)
-        values = stored.view(np.dtype(record.dtype)).reshape(record.shape)
-        return values.astype(np.float32) if record.dtype == "float16" else values
+        return decode_tensor(stored, record.dtype).reshape(record.shape)
 
 
 @dataclass(frozen=True)
@@ -308,6 +304,21 @@ def encode_tensor(values: Array, dtype: str) -> memoryview:
     else:
         encoded = np.ascontiguousarray(values, np.dtype(dtype))
     return memoryview(encoded.ravel().view(np.uint8))
+
+
+def decode_tensor(stored: Array, dtype: str) -> Array:
+    """Return the values of bytes in a captured dtype, flat; bfloat16 and float16 are widened to float32."""
+    if dtype == "bfloat16":
+        float32_bits = stored.view(np.uint16).astype(np.uint32) << 16
+        return float32_bits.view(np.float32)
+    values = stored.view(np.dtype(dtype))
+    return values.astype(np.float32) if dtype == "float16" else values
+
+
+def round_to_dtype(values: Array, dtype: str) -> Array:
+    """Return float32 values rounded to a captured dtype and widened again."""
+    encoded = np.frombuffer(encode_tensor(values, dtype), np.uint8)
+    return decode_tensor(encoded, dtype).reshape(values.shape)
 
 
 def order_tensor_keys(capture: Capture) -> list[TensorKey]:

@@ -24,6 +24,7 @@ from parakit.artifacts.capture import (
     EARLIER_ITERATION_PREFIX,
     INITIAL,
     INITIAL_SLOTS,
+    MASTER_CAST,
     SCORES,
     START_WEIGHT,
     UNOBSERVED_FILE,
@@ -54,6 +55,7 @@ from parakit.verify.captured import (
     full_parameter_name,
     group_parameter_parts,
     order_tensor_keys,
+    round_to_dtype,
 )
 from parakit.verify.comparison import (
     CaptureComparison,
@@ -83,6 +85,7 @@ _SMALL_STEP = 1e-6
 _GRADIENT = "gradient"
 _WEIGHT = "weight"
 _SECOND_MOMENT = "exp_avg_sq"
+_MASTER = "param"
 _SCALED_STAGES = (
     CaptureStage.ACTIVATION_GRADIENTS,
     CaptureStage.LOCAL_GRADIENTS,
@@ -180,6 +183,7 @@ def compare(
     comparer.list_missing_tensors()
     comparer.compare_activations()
     comparer.compare_parameters()
+    comparer.compare_weights_with_masters()
     comparer.compare_replicated_outputs()
     comparer.compare_scalars()
     comparer.compare_token_counts()
@@ -634,6 +638,29 @@ class _Comparer:
             tensor = ComparedTensor(part.rank, None, ours=scaled, reference=np.zeros_like(scaled))
             comparison.add(tensor, largest_row_mean(scaled))
 
+    def compare_weights_with_masters(self) -> None:
+        """Compare each weight bit for bit with the strategy's own fp32 master copy, rounded to its dtype.
+
+        The reference is not needed. In few iterations weights in bf16 move less than they are rounded, so
+        weights that no update reaches would be right within their tolerance.
+        """
+        weights = group_parameter_parts(self._strategy, CaptureStage.WEIGHTS, _WEIGHT)
+        masters = group_parameter_parts(self._strategy, CaptureStage.OPTIMIZER_STATE, _MASTER)
+        for key, master_parts in masters.items():
+            parts = weights.get((*key[:2], _WEIGHT), [])
+            # Several slots may share one group, and only the master copy is rounded to the weight.
+            is_master = key[2] == _MASTER and master_parts[0].record.dtype == "float32"
+            if not (is_master and parts):
+                continue
+            full = assemble_parameter(master_parts, self._strategy)
+            is_mastered = np.zeros(full.shape, bool)
+            for part in master_parts:
+                is_mastered[part.region()] |= part.owned_elements(part.values())
+            for part in parts:
+                fault = _find_stale_weights(part, full, is_mastered)
+                if fault is not None:
+                    self._add_fault((CaptureStage.WEIGHTS, fault.name, MASTER_CAST), fault)
+
     def compare_replicated_outputs(self) -> None:
         """Compare outputs that tensor-parallel ranks hold in full with each other, bit for bit.
 
@@ -854,6 +881,23 @@ def _compare_parts(comparison: TensorComparison, parts: list[ParameterPart], ful
     comparison.uncovered = int((~is_covered).sum())
     if not comparison.differs:
         comparison.copies.clear()
+
+
+def _find_stale_weights(
+    part: ParameterPart, master: Array, is_mastered: Array
+) -> ParameterFault | None:
+    """Return the fault of a rank's weights that differ from their master copy; None if all are equal.
+
+    Elements that no rank has a master copy of are left out, and those that the rank does not hold.
+    """
+    values, region = part.values(), part.region()
+    is_compared = is_mastered[region] & part.owned_elements(values)
+    is_stale = (values != round_to_dtype(master[region], part.record.dtype)) & is_compared
+    if not is_stale.any():
+        return None
+    fraction = float(is_stale.sum() / is_compared.sum())
+    kind = f"not the rounded master copy in {fraction:.1%} of its elements"
+    return ParameterFault(part.name, (part.rank,), kind, fraction)
 
 
 def _compare_copy(

@@ -21,6 +21,7 @@ from parakit.artifacts.capture import (
     INITIAL,
     INITIAL_SLOTS,
     LOSS,
+    MASTER_CAST,
     MODEL,
     PER_TOKEN_LOSS,
     RATE_SLOTS,
@@ -240,7 +241,7 @@ def _find_independent_errors(
         is_right_before = (
             stage is CaptureStage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in wrong_modules
         ) or (stage is CaptureStage.REDUCED_GRADIENTS and name not in wrong_local_gradients)
-        is_checked_exactly = slot in (COUNTED_ONCE, INITIAL, *RATE_SLOTS)
+        is_checked_exactly = slot in (COUNTED_ONCE, INITIAL, MASTER_CAST, *RATE_SLOTS)
         if is_checked_exactly or (is_right_before and not may_be_tied):
             stages_done.add(stage)
             yield comparison

@@ -28,11 +28,11 @@ def statuses(results: list[CheckResult]) -> dict[str, str]:
 
 
 def test_two_gpus_over_nvlink_pass(two_h200: FakeNvml) -> None:
-    found = devices.check_description(describe_machine())
-    assert statuses(found) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
-    assert found[0].finding == "580.82.07"
-    assert found[1].finding == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
-    assert found[2].finding == "NVLink (18 links), peer access, between GPUs"
+    results = devices.check_description(describe_machine())
+    assert statuses(results) == {"Driver": PASS, "GPUs": PASS, "Topology": PASS}
+    assert results[0].finding == "580.82.07"
+    assert results[1].finding == "0: NVIDIA H200, 143771 MiB; 1: NVIDIA H200, 143771 MiB"
+    assert results[2].finding == "NVLink (18 links), peer access, between GPUs"
 
 
 def test_gpus_without_nvlink_get_a_warning_about_the_published_numbers(
@@ -118,14 +118,14 @@ def test_the_kits_python_is_asked_for_the_devices() -> None:
         ),
     ],
 )
-def test_docker_is_looked_at_up_to_the_image(
+def test_docker_checks_stop_at_the_first_missing_part(
     bin_folder: Path, body: str | None, expected: dict[str, str]
 ) -> None:
     if body is not None:
         program(bin_folder, "docker", body)
-    found = docker.check_docker()
-    assert statuses(found) == expected
-    assert all(result.fix for result in found if result.status != PASS)
+    results = docker.check_docker()
+    assert statuses(results) == expected
+    assert all(result.fix for result in results if result.status != PASS)
 
 
 def test_packages_before_setup_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("key", "netrc_text", "found"),
+    ("key", "netrc_text", "finding"),
     [
         ("s3cret", "", "a key in WANDB_API_KEY"),
         ("", "machine api.wandb.ai login user password s3cret\n", "logged in ('wandb login')"),
@@ -202,14 +202,14 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
     ],
 )
 def test_wandb_is_decided_by_the_keys_presence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, netrc_text: str, found: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, netrc_text: str, finding: str
 ) -> None:
     (tmp_path / "netrc").write_text(netrc_text)
     (tmp_path / "netrc").chmod(0o600)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_API_KEY", key)
     result = network.check_wandb()
-    assert found in result.finding
+    assert finding in result.finding
     assert "s3cret" not in str(result)
 
 
@@ -220,7 +220,7 @@ def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> No
     assert run_program(["no-such-program"]).code is None
 
 
-def test_of_a_traceback_the_exception_is_the_answer(bin_folder: Path) -> None:
+def test_problem_of_a_traceback_is_its_exception(bin_folder: Path) -> None:
     program(
         bin_folder,
         "broken",

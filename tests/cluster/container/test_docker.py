@@ -31,7 +31,7 @@ def composed(options: Options, name: str = "train-tp2-gpt2-large-2gpu") -> Launc
 
 
 def values(argv: tuple[str, ...], flag: str) -> list[str]:
-    return [argv[place + 1] for place, word in enumerate(argv) if word == flag]
+    return [argv[index + 1] for index, word in enumerate(argv) if word == flag]
 
 
 def test_a_container_is_the_callers_and_has_what_nccl_wants_and_no_more(docker: FakeDocker) -> None:
@@ -112,10 +112,10 @@ def test_a_container_gets_the_key_of_a_login_and_not_the_file(
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_API_KEY", "")
-    for wandb, given in (("0", False), ("1", True)):
+    for wandb, is_passed in (("0", False), ("1", True)):
         asked = {**os.environ, "RUNTIME": "docker", "WANDB": wandb}
         launch = composed(options_from_texts(asked))
-        assert (os.environ["WANDB_API_KEY"] == "s3cret") is given
+        assert (os.environ["WANDB_API_KEY"] == "s3cret") is is_passed
         assert "s3cret" not in format_command_line(launch) + repr(launch)
     assert "WANDB_API_KEY" in values(launch.command("r"), "--env")
     assert not any("netrc" in mount for mount in values(launch.command("r"), "--mount"))
@@ -126,8 +126,8 @@ def test_an_argument_with_quotes_and_spaces_arrives_as_one_word(docker: FakeDock
     launch = composed(options)
     assert launch.command("r")[-1] != ""
     shown = format_command_line(launch)
-    words = shlex.split(shown)
-    assert words[words.index("--wandb-exp-name") + 1] == 'it\'s "a" $HOME'
+    arguments = shlex.split(shown)
+    assert arguments[arguments.index("--wandb-exp-name") + 1] == 'it\'s "a" $HOME'
 
 
 def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
@@ -231,12 +231,12 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
     docker: FakeDocker, tmp_path: Path
 ) -> None:
     options = Options(runtime=RuntimeName.DOCKER, megatron_lm=tmp_path)
-    with pytest.raises(LaunchError, match="image's own trains; unset it, or set RUNTIME=host"):
+    with pytest.raises(LaunchError, match="image's own Megatron; unset MEGATRON_LM, or set RUNTIME=host"):
         choose_runtime(options, DeviceKind.GPU)
 
 
 @pytest.mark.parametrize(
-    ("said", "is_gone"),
+    ("message", "is_gone"),
     [
         ("No such container: 1a", True),
         ("removal of container 1a is already in progress", True),
@@ -244,9 +244,9 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
     ],
 )
 def test_a_container_that_the_engine_removes_itself_is_gone(
-    said: str, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message: str, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "run_program", lambda _: CommandOutput(1, "", f"Error: {said}"))
+    monkeypatch.setattr(docker, "run_program", lambda _: CommandOutput(1, "", f"Error: {message}"))
     file = tmp_path / docker.CONTAINER_FILE
     file.write_text("1a")
     assert docker.remove_container(file) is is_gone

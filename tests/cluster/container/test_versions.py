@@ -19,11 +19,11 @@ def test_the_hosts_versions_come_from_metadata_without_importing_torch() -> None
     assert answer.stdout == "False\n"
 
 
-def test_what_trains_is_named_and_what_is_missing_left_out() -> None:
-    found = installed_versions()
-    assert {"python", "torch", "megatron-core", "numpy"} <= found.keys()
-    assert "transformer-engine" not in found
-    assert all(found.values())
+def test_versions_leave_out_packages_that_are_missing() -> None:
+    versions = installed_versions()
+    assert {"python", "torch", "megatron-core", "numpy"} <= versions.keys()
+    assert "transformer-engine" not in versions
+    assert all(versions.values())
 
 
 def test_in_the_image_the_libraries_come_from_its_environment(
@@ -44,7 +44,7 @@ def test_cudnns_number_is_read_as_its_version(number: int | None, version: str) 
 
 
 @pytest.mark.slow
-def test_torch_itself_says_the_same() -> None:
+def test_torch_reports_the_same_versions() -> None:
     command = (sys.executable, "-m", "parakit.cluster.container.versions")
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told, known = json.loads(answer.stdout), installed_versions()

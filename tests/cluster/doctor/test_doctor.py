@@ -28,8 +28,8 @@ def test_the_table_puts_the_fix_below_and_fits_the_width() -> None:
 def pythons() -> list[str]:
     """Interpreters older than the kit's, on PATH or in pyenv."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [str(path) for path in sorted(root.glob("versions/3.*/bin/python"))]
-    return [path for path in found if re.search(r"versions/3\.(6|8)\.", path)]
+    pythons = [str(path) for path in sorted(root.glob("versions/3.*/bin/python"))]
+    return [path for path in pythons if re.search(r"versions/3\.(6|8)\.", path)]
 
 
 OLD = pythons()
@@ -37,7 +37,7 @@ OLD = pythons()
 
 @pytest.mark.skipif(not OLD, reason="no Python 3.6 or 3.8 in pyenv to run the doctor with")
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.split("/")[-3])
-def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
+def test_doctor_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
     kit = tmp_path / "kit"
     (kit / "src/parakit/cluster").mkdir(parents=True)
     (kit / "tools").mkdir()
@@ -72,8 +72,8 @@ def test_it_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path)
     assert "Traceback" not in answer.stderr, answer.stderr
     assert answer.returncode == int("fail  " in answer.stdout)
     assert "Packages        not installed yet" in answer.stdout
-    for what in ("Python", "Programs", "Docker", "Driver", "Shared memory", "Limits", "Disk"):
-        assert re.search(rf"^(pass|warn|fail)  {what} ", answer.stdout, re.MULTILINE), what
+    for subject in ("Python", "Programs", "Docker", "Driver", "Shared memory", "Limits", "Disk"):
+        assert re.search(rf"^(pass|warn|fail)  {subject} ", answer.stdout, re.MULTILINE), subject
     assert re.search(r"\d+ pass, \d+ warn, \d+ fail$", answer.stdout.strip())
 
 

@@ -49,7 +49,7 @@ def test_a_node_that_lacks_a_row_is_an_outlier() -> None:
     assert find_outliers(answers) == [Outlier("b", "GPUs", "no such row", "8 H200")]
 
 
-def test_what_a_shell_prints_around_a_nodes_line_is_no_answer() -> None:
+def test_other_output_of_a_nodes_shell_is_ignored() -> None:
     text = 'Welcome!\n{"host": "b", "results": [["warn", "Hub", "out of reach", "", null]]}\n{}\n'
     assert parse_answers(text) == [("b", [CheckResult(WARN, "Hub", "out of reach")])]
 

@@ -14,10 +14,10 @@ TP, DP = Layout("tp2", "tp2"), Layout("dp2", "dp2")
 
 def factor(name: str, *levels: str, **fields: object) -> tuple[Level, ...]:
     """Levels with a flag each, but for the first."""
-    first, *others = levels
+    first, *further = levels
     return (
         Level(name, first),
-        *(Level(name, one, (f"--{name}", one), **fields) for one in others),  # type: ignore[arg-type]
+        *(Level(name, text, (f"--{name}", text), **fields) for text in further),  # type: ignore[arg-type]
     )
 
 
@@ -27,9 +27,9 @@ def family(*factors: tuple[Level, ...], layouts: tuple[Layout, ...] = (TP, DP)) 
     return Family("dense", "gpt2-tiny", by_name, ("--vocab-size", "1024"), layouts=layouts)
 
 
-def matrix(one: Family, *apart: Exclusion) -> Matrix:
+def matrix(model_family: Family, *apart: Exclusion) -> Matrix:
     """One family."""
-    return Matrix((one,), apart)
+    return Matrix((model_family,), apart)
 
 
 def record(
@@ -37,7 +37,9 @@ def record(
 ) -> CellRecord:
     """What became of a cell."""
     levels = tuple(level.path for level in cell.levels)
-    made = CellRecord(cell.id, cell.family.name, cell.layout.name, levels, cell.command(), status)
+    made = CellRecord(
+        cell.id, cell.family.name, cell.layout.name, levels, cell.format_command(), status
+    )
     return replace(made, worst_ratio=ratio, megatron="0.19.0", date="2026-11-22", **fields)  # type: ignore[arg-type]
 
 
@@ -45,8 +47,8 @@ def guilty(*paths: str, layout: str = "tp2") -> Callable[[MatrixCell], CellRecor
     """Verifies without Megatron: a cell differs that has all of these levels in the strategy."""
 
     def verify(cell: MatrixCell) -> CellRecord:
-        own = {level.path for level in cell.levels}
-        wrong = cell.layout.name == layout and set(paths) <= own
+        paths_of_cell = {level.path for level in cell.levels}
+        wrong = cell.layout.name == layout and set(paths) <= paths_of_cell
         return record(cell, CellStatus.DIFFERS if wrong else CellStatus.HELD, stage="loss")
 
     return verify

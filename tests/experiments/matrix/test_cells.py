@@ -23,46 +23,54 @@ from parakit.verify.findings import Finding, list_findings
 from tests.experiments.matrix.factory import DP, TP, factor, family, matrix
 
 RELEASE = Version("0.19.0")
-KNOWN = tuple(one for one in list_findings() if one.id == "sink-missing-in-norm")
+KNOWN = tuple(finding for finding in list_findings() if finding.id == "sink-missing-in-norm")
 
 
 @cache
 def drawn() -> dict[str, tuple[Family, list[MatrixCell]]]:
     whole = load_matrix()
     families = select_families(whole, RELEASE)
-    return {one.name: (one, choose_cells(whole, one, KNOWN)) for one in families}
+    return {
+        model_family.name: (model_family, choose_cells(whole, model_family, KNOWN))
+        for model_family in families
+    }
 
 
 def has(cell: MatrixCell, level: Level, is_first: bool) -> bool:
-    same = [one for one in cell.levels if one.factor == level.factor]
+    same = [other for other in cell.levels if other.factor == level.factor]
     return not same if is_first else same == [level]
 
 
-@pytest.mark.parametrize("name", [one.name for one in load_matrix().families])
+@pytest.mark.parametrize("name", [model_family.name for model_family in load_matrix().families])
 def test_every_level_meets_every_layout(name: str) -> None:
-    one, cells = drawn()[name]
-    for layout in one.layouts:
-        own = [cell for cell in cells if cell.layout == layout]
-        for levels in one.factors.values():
+    model_family, cells = drawn()[name]
+    for layout in model_family.layouts:
+        layout_cells = [cell for cell in cells if cell.layout == layout]
+        for levels in model_family.factors.values():
             for level in levels:
                 is_first = level == levels[0]
-                assert any(has(cell, level, is_first) for cell in own), (layout.name, level.path)
+                assert any(has(cell, level, is_first) for cell in layout_cells), (
+                    layout.name,
+                    level.path,
+                )
 
 
-@pytest.mark.parametrize("name", [one.name for one in load_matrix().families])
+@pytest.mark.parametrize("name", [model_family.name for model_family in load_matrix().families])
 def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None:
-    one, _ = drawn()[name]
+    model_family, _ = drawn()[name]
     whole = load_matrix()
-    covered = {pair for row in choose_rows(whole, one) for pair in combinations(row, 2)}
-    firsts = tuple(levels[0] for levels in one.factors.values())
-    for levels, others in combinations(one.factors.values(), 2):
-        for pair in ((level, other) for level in levels for other in others):
+    covered = {pair for row in choose_rows(whole, model_family) for pair in combinations(row, 2)}
+    firsts = tuple(levels[0] for levels in model_family.factors.values())
+    for levels, other_levels in combinations(model_family.factors.values(), 2):
+        for pair in ((level, other) for level in levels for other in other_levels):
             if pair[0].alone or pair[1].alone:
                 continue
-            needed = one.with_needs([level for level in pair if level not in firsts])
+            needed = model_family.add_needed_levels(
+                [level for level in pair if level not in firsts]
+            )
             picked = {level.factor: level for level in (*firsts, *needed)}
             row = tuple(picked.values())
-            if set(pair) <= set(row) and whole.legal(one, row):
+            if set(pair) <= set(row) and whole.is_legal(model_family, row):
                 assert pair in covered, [level.path for level in pair]
 
 
@@ -70,31 +78,33 @@ def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 9))
 def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: int) -> None:
     factors = [
-        factor(f"f{place}", *(f"l{number}" for number in range(size)))
-        for place, size in enumerate(sizes)
+        factor(f"f{index}", *(f"l{number}" for number in range(size)))
+        for index, size in enumerate(sizes)
     ]
-    one = family(*factors)
-    cells = choose_cells(matrix(one), one, (), seed)
-    for layout in one.layouts:
-        own = [cell for cell in cells if cell.layout == layout]
+    model_family = family(*factors)
+    cells = choose_cells(matrix(model_family), model_family, (), seed)
+    for layout in model_family.layouts:
+        layout_cells = [cell for cell in cells if cell.layout == layout]
         for levels in factors:
-            assert all(any(has(cell, it, it == levels[0]) for cell in own) for it in levels)
+            assert all(
+                any(has(cell, it, it == levels[0]) for cell in layout_cells) for it in levels
+            )
 
 
 def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() -> None:
-    one = family(factor("masks", "causal", "eod"), factor("norm", "layer", "rms", "none"))
-    cells = choose_cells(matrix(one, Exclusion(("masks/eod",), "tp2")), one, ())
+    model_family = family(factor("masks", "causal", "eod"), factor("norm", "layer", "rms", "none"))
+    cells = choose_cells(matrix(model_family, Exclusion(("masks/eod",), "tp2")), model_family, ())
     together = [cell for cell in cells if cell.layout == TP and "eod" in str(cell.flags)]
     assert [[level.path for level in cell.levels] for cell in together] == [["masks/eod"]]
     assert any("eod" in str(cell.flags) and len(cell.levels) > 1 for cell in cells)
 
 
 def test_what_one_release_cannot_train_is_kept_apart_in_that_release_alone() -> None:
-    one = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
-    whole = matrix(one, Exclusion(("ahead/mtp", "recompute/full"), release="0.18"))
-    both = [one.level("ahead/mtp"), one.level("recompute/full")]
-    assert not whole.of(Version("0.18.2")).legal(one, both)
-    assert whole.of(Version("0.19.0")).legal(one, both)
+    model_family = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
+    whole = matrix(model_family, Exclusion(("ahead/mtp", "recompute/full"), release="0.18"))
+    both = [model_family.find_level("ahead/mtp"), model_family.find_level("recompute/full")]
+    assert not whole.select_release(Version("0.18.2")).is_legal(model_family, both)
+    assert whole.select_release(Version("0.19.0")).is_legal(model_family, both)
 
 
 def test_cells_that_only_pair_two_levels_come_last() -> None:
@@ -107,7 +117,7 @@ def test_cells_that_only_pair_two_levels_come_last() -> None:
 def test_cells_of_one_reference_follow_each_other() -> None:
     _, cells = drawn()["dense"]
     keys = [(cell.flags, cell.samples, cell.optimizer, cell.patch) for cell in cells]
-    changes = sum(one != other for one, other in pairwise(keys))
+    changes = sum(key != next_key for key, next_key in pairwise(keys))
     assert changes + 1 == len(set(keys))
 
 
@@ -119,14 +129,15 @@ def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() ->
     assert {cell.layout.name for cell in plain} >= {"tp2", "tp2pp2", "tp2cp2"}
     assert {cell.patch for cell in sinks} == {"", "docs/upstream/sink_missing_in_norm.py"}
     assert (
-        f"PATCH_FILE={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}" in sinks[-1].command()
+        f"PATCH_FILE={KNOWN[0].patch.relative_to(KNOWN[0].patch.parents[2])}"
+        in sinks[-1].format_command()
     )
 
 
 def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
-    one = load_matrix().families[0]
-    sink = one.level("attention/sink")
-    assert apply_known_patches(MatrixCell(one, DP, (sink,)), KNOWN).patch == ""
+    model_family = load_matrix().families[0]
+    sink = model_family.find_level("attention/sink")
+    assert apply_known_patches(MatrixCell(model_family, DP, (sink,)), KNOWN).patch == ""
 
 
 def finding(
@@ -144,25 +155,27 @@ FREED = finding("outputs-freed-before-sent", strategies=("vpp2",), stage=None)
 
 
 def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
-    one = load_matrix().families[0]
-    layout = next(layout for layout in one.layouts if layout.name == "tp2pp2")
-    levels = one.with_needs([one.level("attention/sink"), one.level("rates/decoupled")])
-    cell = apply_known_patches(MatrixCell(one, layout, levels), (SINK, RATE, FREED))
+    model_family = load_matrix().families[0]
+    layout = next(layout for layout in model_family.layouts if layout.name == "tp2pp2")
+    levels = model_family.add_needed_levels(
+        [model_family.find_level("attention/sink"), model_family.find_level("rates/decoupled")]
+    )
+    cell = apply_known_patches(MatrixCell(model_family, layout, levels), (SINK, RATE, FREED))
     names = ("sink_missing_in_norm", "rate_of_second_embedding")
     assert cell.patch == ",".join(f"docs/upstream/{name}.py" for name in names)
-    patch_file = cell.pair().job.options.patch_file
+    patch_file = cell.make_pair().job.options.patch_file
     assert patch_file is not None
     assert patch_file.path == cell.patch
-    assert f"PATCH_FILE={cell.patch}" in cell.command()
+    assert f"PATCH_FILE={cell.patch}" in cell.format_command()
     assert find_uncured(cell, (SINK, RATE, FREED)) == []
     assert find_uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
 
 
 def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
-    one = load_matrix().families[0]
+    model_family = load_matrix().families[0]
     after = replace(RATE, strategies=("tp2",), behind=SINK.id)
-    levels = (one.level("attention/sink"), one.level("rates/decoupled"))
-    cell = apply_known_patches(MatrixCell(one, TP, levels), (SINK, after))
+    levels = (model_family.find_level("attention/sink"), model_family.find_level("rates/decoupled"))
+    cell = apply_known_patches(MatrixCell(model_family, TP, levels), (SINK, after))
     assert cell.patch == "docs/upstream/rate_of_second_embedding.py"
     assert find_uncured(cell, (SINK, after)) == []
 
@@ -170,8 +183,8 @@ def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
 def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
     rates = factor("rates", "one", "decoupled")
     rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
-    one = family(rates, layouts=(Layout("vpp2", "vpp2"),))
-    cells = choose_cells(matrix(one), one, (RATE, FREED))
+    model_family = family(rates, layouts=(Layout("vpp2", "vpp2"),))
+    cells = choose_cells(matrix(model_family), model_family, (RATE, FREED))
     rate, freed = (relative_to_root(finding.patch) for finding in (RATE, FREED))
     patches = {(len(cell.levels), cell.patch) for cell in cells}
     assert patches == {(1, freed), (0, ""), (1, f"{rate},{freed}"), (0, freed)}
@@ -180,8 +193,8 @@ def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
 def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends_some_is_not() -> (
     None
 ):
-    one = load_matrix().families[0]
-    cell = MatrixCell(one, TP, (one.level("rates/decoupled"),))
+    model_family = load_matrix().families[0]
+    cell = MatrixCell(model_family, TP, (model_family.find_level("rates/decoupled"),))
     ends = replace(RATE, strategies=("tp2",), fails="no such method")
     assert apply_known_patches(cell, [ends]).patch == ""
     assert (
@@ -191,31 +204,33 @@ def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends
 
 
 def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:
-    for one, cells in drawn().values():
-        for layout in one.layouts:
-            target = f"train-{layout.strategy}-{one.model}-{layout.devices}cpu"
+    for model_family, cells in drawn().values():
+        for layout in model_family.layouts:
+            target = f"train-{layout.strategy}-{model_family.model}-{layout.devices}cpu"
             assert parse_target(target).flags is not None
-        assert all(shlex.split(cell.command())[:2] == ["make", cell.target] for cell in cells)
+        assert all(
+            shlex.split(cell.format_command())[:2] == ["make", cell.target] for cell in cells
+        )
 
 
 def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
-    one = load_matrix().families[0]
-    ahead, rope = one.level("ahead/mtp"), one.level("position/rope")
-    cell = MatrixCell(one, TP, one.with_needs([ahead]))
+    model_family = load_matrix().families[0]
+    ahead, rope = model_family.find_level("ahead/mtp"), model_family.find_level("position/rope")
+    cell = MatrixCell(model_family, TP, model_family.add_needed_levels([ahead]))
     assert cell.levels == (rope, ahead)
-    assert cell.without(rope).levels == ()
-    assert cell.without(ahead).levels == (rope,)
+    assert cell.remove_level(rope).levels == ()
+    assert cell.remove_level(ahead).levels == (rope,)
 
 
 def test_an_id_changes_with_what_is_verified() -> None:
-    one = family(factor("norm", "layer", "rms"))
+    model_family = family(factor("norm", "layer", "rms"))
     cells = [
-        MatrixCell(one, TP),
-        MatrixCell(one, DP),
-        MatrixCell(one, TP, (one.level("norm/rms"),)),
-        MatrixCell(one, TP, seed=7),
-        MatrixCell(one, TP, patch="docs/upstream/sink_missing_in_norm.py"),
-        MatrixCell(one, Layout("tp2", "tp2", samples=16)),
+        MatrixCell(model_family, TP),
+        MatrixCell(model_family, DP),
+        MatrixCell(model_family, TP, (model_family.find_level("norm/rms"),)),
+        MatrixCell(model_family, TP, seed=7),
+        MatrixCell(model_family, TP, patch="docs/upstream/sink_missing_in_norm.py"),
+        MatrixCell(model_family, Layout("tp2", "tp2", samples=16)),
     ]
     assert len({cell.id for cell in cells}) == len(cells)
 
@@ -226,13 +241,15 @@ def test_features_and_layouts_that_are_asked_for() -> None:
     assert [len(levels) for name, levels in dense.factors.items() if name == "heads"] == [3]
     assert sum(len(levels) for levels in dense.factors.values()) == len(dense.factors) + 2
     assert [layout.name for layout in dense.layouts] == ["dp2", "tp2", "sp2", "cp2", "pp2"]
-    assert [one.name for one in select_families(whole, RELEASE, ("moe",))] == ["moe"]
+    assert [model_family.name for model_family in select_families(whole, RELEASE, ("moe",))] == [
+        "moe"
+    ]
 
 
 def test_a_version_has_the_levels_whose_flags_it_knows() -> None:
     older = select_families(load_matrix(), Version("0.15.0rc2"), ("attention",))
     newer = select_families(load_matrix(), RELEASE, ("attention",))
-    assert [len(one.factors["attention"]) for one in newer] == [4]
+    assert [len(model_family.factors["attention"]) for model_family in newer] == [4]
     assert older == ()
 
 
@@ -257,11 +274,11 @@ def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
         cells = draw_cells(whole, families, KNOWN, seed)
         return [next(cells) for _ in range(40)]
 
-    one = first(1)
-    assert one == first(1) != first(2)
-    assert len({cell.id for cell in one}) == 40
-    for cell in one:
+    cells = first(1)
+    assert cells == first(1) != first(2)
+    assert len({cell.id for cell in cells}) == 40
+    for cell in cells:
         every = {**cell.family.factors, **cell.family.fuzzed}
         picked = {level.factor: level for level in cell.levels}
         row = [picked.get(name, levels[0]) for name, levels in every.items()]
-        assert whole.legal(cell.family, row, cell.layout.name)
+        assert whole.is_legal(cell.family, row, cell.layout.name)

@@ -24,7 +24,7 @@ from parakit.experiments.matrix.table import compute_bf16_costs
 from tests.experiments.matrix.factory import DP, TP, factor, family, matrix, record
 
 MODEL = family(factor("dtype", "fp32", "bf16"), factor("attention", "full", "sink"))
-SINK, HALF = MODEL.level("attention/sink"), MODEL.level("dtype/bf16")
+SINK, HALF = MODEL.find_level("attention/sink"), MODEL.find_level("dtype/bf16")
 RECORDS = [
     record(MatrixCell(MODEL, TP)),
     record(MatrixCell(MODEL, DP), ratio=0.5),
@@ -88,8 +88,8 @@ def test_the_newest_version_is_first(tmp_path: Path) -> None:
 
 
 def test_losses_in_bf16_are_compared_with_one_rank_and_with_fp32(tmp_path: Path) -> None:
-    one = {"fp32": [2.0, 1.0], "bf16": [2.0, 1.5]}
-    curve = measure_distances("tp2", one, {"fp32": [2.0, 1.25], "bf16": [2.5, 1.5]})
+    one_rank = {"fp32": [2.0, 1.0], "bf16": [2.0, 1.5]}
+    curve = measure_distances("tp2", one_rank, {"fp32": [2.0, 1.25], "bf16": [2.5, 1.5]})
     assert (curve.fp32, curve.bf16, curve.cost) == ((0.25, 0.125), (0.5, 0.25), (0.5, 0.375))
     store_json(tmp_path, "0.19.0.bf16.json", [curve])
     markdown, _ = pages(tmp_path, *RECORDS)
@@ -107,8 +107,8 @@ def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path:
     )
     store_json(tmp_path, "0.19.0.fuzz-7.json", FuzzResult(7, (held, failed, wrong), (wrong,)))
     markdown, _ = pages(tmp_path, *RECORDS)
-    said = "3 verified: 1 held, 1 crashed, 1 differs. 1 that no finding explains."
-    assert f"`make verify-fuzz SEED=7`, 2026-11-22: {said}" in markdown
+    counts = "3 verified: 1 held, 1 crashed, 1 differs. 1 that no finding explains."
+    assert f"`make verify-fuzz SEED=7`, 2026-11-22: {counts}" in markdown
     assert "\n    make verify-dp2\n" in markdown
     assert "- dense, dtype/bf16, in dp2: crashed: RuntimeError: &lt;no&gt;" in markdown
 

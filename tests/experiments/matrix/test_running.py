@@ -59,7 +59,9 @@ def test_the_level_that_is_wrong_is_named_and_all_others_are_covered_again(tmp_p
 
 def test_two_levels_that_are_wrong_only_together_are_named_together(tmp_path: Path) -> None:
     run = run_of(tmp_path, guilty("heads/gqa", "norm/rms"))
-    cell = MatrixCell(MODEL, TP, tuple(MODEL.level(path) for path in ("norm/rms", "heads/gqa")))
+    cell = MatrixCell(
+        MODEL, TP, tuple(MODEL.find_level(path) for path in ("norm/rms", "heads/gqa"))
+    )
     assert run.run([*CELLS, cell])
     assert run.records[cell.id].blamed == ("norm/rms", "heads/gqa")
     assert signs(run, "tp2")["norm/rms"] == "✗ with gqa"
@@ -103,23 +105,23 @@ def test_a_known_finding_is_not_explained_again(tmp_path: Path) -> None:
         asked.append(cell.id)
         return record(cell, CellStatus.DIFFERS, finding="sink-missing-in-norm")
 
-    cell = MatrixCell(MODEL, TP, (MODEL.level("heads/gqa"), MODEL.level("masks/eod")))
+    cell = MatrixCell(MODEL, TP, (MODEL.find_level("heads/gqa"), MODEL.find_level("masks/eod")))
     run_of(tmp_path, verify).run([cell])
     assert asked == [cell.id]
 
 
 def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
     smaller = (("--num-layers", "2"), ("--num-layers", "1"), ("--hidden-size", "32"))
-    one = family(factor("norm", "layer", "rms"))
-    one = msgspec.structs.replace(one, smaller=smaller)
+    model_family = family(factor("norm", "layer", "rms"))
+    model_family = msgspec.structs.replace(model_family, smaller=smaller)
 
     def verify(cell: MatrixCell) -> CellRecord:
         wrong = "rms" in cell.flags and cell.more[-2:] != ("--num-layers", "1")
         return record(cell, CellStatus.DIFFERS if wrong else CellStatus.HELD)
 
     run = run_of(tmp_path, verify)
-    cell = MatrixCell(one, TP, (one.level("norm/rms"),))
-    assert run.shrunk(cell).more == ("--num-layers", "2", "--hidden-size", "32")
+    cell = MatrixCell(model_family, TP, (model_family.find_level("norm/rms"),))
+    assert run.shrink_model(cell).more == ("--num-layers", "2", "--hidden-size", "32")
     run.run([cell])
     assert "--num-layers 2 --hidden-size 32" in run.records[cell.id].smallest
 
@@ -149,10 +151,10 @@ def test_a_sentence_says_whether_megatron_refuses_or_crashes(
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    one = record(MatrixCell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
-    run_of(tmp_path, lambda _: one).record(MatrixCell(MODEL, DP))
-    assert run_of(tmp_path, guilty()).records == {one.id: one}
-    assert msgspec.json.decode(msgspec.json.encode(one), type=CellRecord) == one
+    stored = record(MatrixCell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
+    run_of(tmp_path, lambda _: stored).get_record(MatrixCell(MODEL, DP))
+    assert run_of(tmp_path, guilty()).records == {stored.id: stored}
+    assert msgspec.json.decode(msgspec.json.encode(stored), type=CellRecord) == stored
 
 
 @pytest.mark.parametrize(
@@ -170,9 +172,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_record_is_of_the_known_finding_that_its_patches_do_not_cure(
     patch: str, fields: dict[str, object], named: str
 ) -> None:
-    (sink,) = (one for one in list_findings() if one.id == "sink-missing-in-norm")
+    (sink,) = (finding for finding in list_findings() if finding.id == "sink-missing-in-norm")
     ends = replace(sink, id="ends", fails="no get_loss_scale", stage=None)
     model = load_matrix().families[0]
-    cell = MatrixCell(model, TP, (model.level("attention/sink"),), patch=patch)
+    cell = MatrixCell(model, TP, (model.find_level("attention/sink"),), patch=patch)
     verifier = CellVerifier(None, Options(), (ends, sink))  # type: ignore[arg-type]
-    assert verifier._finding(cell, replace(record(cell), **fields)) == named  # type: ignore[arg-type]
+    assert verifier._find_finding(cell, replace(record(cell), **fields)) == named  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ def test_the_parts_that_are_all_needed_are_what_is_left(
 ) -> None:
     guilty = set(data.draw(st.lists(st.sampled_from(parts), unique=True)))
     assert minimize_parts(parts, lambda some: guilty <= set(some)) == tuple(
-        one for one in parts if one in guilty
+        part for part in parts if part in guilty
     )
 
 
@@ -34,9 +34,9 @@ def test_none_of_what_is_left_can_be_left_out(guilty: set[int], least: int) -> N
     def shows(some: tuple[int, ...]) -> bool:
         return len(guilty & set(some)) >= min(least, len(guilty))
 
-    left = minimize_parts(range(10), shows)
-    assert shows(left)
-    assert not any(shows(tuple(one for one in left if one != out)) for out in left)
+    minimal = minimize_parts(range(10), shows)
+    assert shows(minimal)
+    assert not any(shows(tuple(part for part in minimal if part != out)) for out in minimal)
 
 
 def test_what_shows_it_with_nothing_needs_nothing() -> None:

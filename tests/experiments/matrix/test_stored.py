@@ -16,6 +16,8 @@ def test_cells_are_stored_by_version_and_replaced_by_id(tmp_path: Path) -> None:
     other = record(MatrixCell(MODEL, TP), ratio=0.75)
     smaller = record(MatrixCell(MODEL, TP, more=("--num-layers", "1")), more=("--num-layers", "1"))
     store_cells(tmp_path, "0.19.0", [other, smaller])
-    stored = {one.id: one for one in read_stored_cells(tmp_path / "parity" / "0.19.0.jsonl")}
+    stored = {
+        record.id: record for record in read_stored_cells(tmp_path / "parity" / "0.19.0.jsonl")
+    }
     assert len(stored) == 2
     assert stored[other.id] == other

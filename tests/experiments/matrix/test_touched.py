@@ -20,8 +20,8 @@ from parakit.experiments.matrix.touched import (
 from tests.experiments.matrix.factory import DP, TP, factor, family
 
 MODEL = family(factor("mlp", "dense", "experts"), factor("norm", "layer", "rms"))
-PLAIN, EXPERTS = MatrixCell(MODEL, TP), MatrixCell(MODEL, TP, (MODEL.level("mlp/experts"),))
-NORM, UNKNOWN = MatrixCell(MODEL, TP, (MODEL.level("norm/rms"),)), MatrixCell(MODEL, DP)
+PLAIN, EXPERTS = MatrixCell(MODEL, TP), MatrixCell(MODEL, TP, (MODEL.find_level("mlp/experts"),))
+NORM, UNKNOWN = MatrixCell(MODEL, TP, (MODEL.find_level("norm/rms"),)), MatrixCell(MODEL, DP)
 CELLS = [UNKNOWN, NORM, PLAIN, EXPERTS]
 ROUTER = "megatron/core/transformer/moe/router.py"
 EXECUTED = {
@@ -51,9 +51,9 @@ def test_cells_that_execute_most_changed_files_come_first_and_of_others_only_the
 
 
 def test_what_all_of_a_family_execute_is_kept_once() -> None:
-    one = add_executed_files({}, "dense/tp2", frozenset("ab"))
-    assert one == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
-    two = add_executed_files(one, "dense/dp2", frozenset("ac"))
+    first = add_executed_files({}, "dense/tp2", frozenset("ab"))
+    assert first == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
+    two = add_executed_files(first, "dense/dp2", frozenset("ac"))
     assert two == dict(zip(("dense", "dense/tp2", "dense/dp2"), map(frozenset, "abc"), strict=True))
 
 
@@ -62,9 +62,9 @@ def test_without_a_recording_every_cell_may_be_touched() -> None:
 
 
 def test_a_range_of_commits_is_the_files_that_it_changes(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
+    def git(*arguments: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(("git", "-C", str(tmp_path), *identity, *words), check=True)
+        subprocess.run(("git", "-C", str(tmp_path), *identity, *arguments), check=True)
 
     git("init", "--quiet")
     for name in ("one.py", "two.py"):
@@ -92,7 +92,7 @@ f(), f()
 """
     out = tmp_path / "out"
     out.mkdir()
-    given = {"KIT_EXECUTED": str(out), "PYTHONPATH": str(ROOT)}
-    subprocess.run((sys.executable, "-c", code), env=given, check=True)
+    environment = {"KIT_EXECUTED": str(out), "PYTHONPATH": str(ROOT)}
+    subprocess.run((sys.executable, "-c", code), env=environment, check=True)
     (noted,) = out.iterdir()
     assert noted.read_text() == "megatron/used.py\n"

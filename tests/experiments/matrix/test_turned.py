@@ -47,31 +47,31 @@ def of_family(bug: InjectedBug, family: Family) -> bool:
 
 
 def turns(bug: InjectedBug, level: Level) -> bool:
-    own = (*level.flags, *level.own)
-    return bool(own) and has_flags(own, (*bug.flags, *bug.own_flags))
+    flags = (*level.flags, *level.strategy_flags)
+    return bool(flags) and has_flags(flags, (*bug.flags, *bug.own_flags))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_level_has_an_injected_bug_or_is_named_as_one_without(family: Family) -> None:
-    own = [bug for bug in injected_bugs() if of_family(bug, family)]
+    family_bugs = [bug for bug in injected_bugs() if of_family(bug, family)]
     levels = [level for levels in family.factors.values() for level in levels[1:]]
     live = OF_LIVE_BUGS if family.name != "moe" else set()
     missing = {
         level.path
         for level in levels
-        if level.path not in live and not any(turns(bug, level) for bug in own)
+        if level.path not in live and not any(turns(bug, level) for bug in family_bugs)
     }
     assert missing == set(WITHOUT_ONE_OF_ITS_OWN[family.name]) - live
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda bug: bug.name)
 def test_every_layout_has_an_injected_bug_of_what_it_splits(family: Family) -> None:
     def has_one(layout: Layout) -> bool:
         parts = list_split_dimensions(layout.strategy, layout.devices)
         return any(
-            list_split_dimensions(one.strategy, one.devices) <= parts
-            for one in injected_bugs()
-            if one.devices > 1
+            list_split_dimensions(bug.strategy, bug.devices) <= parts
+            for bug in injected_bugs()
+            if bug.devices > 1
         )
 
     assert [layout.name for layout in family.layouts if not has_one(layout)] == []

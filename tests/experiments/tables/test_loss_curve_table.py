@@ -58,7 +58,7 @@ def test_three_runs_differ_in_seed_or_patches_alone() -> None:
     assert patched.flags == alone.flags
     assert {alone.iterations, patched.iterations} == {200}
     assert alone.spec.dropout == 0.1
-    assert alone.start_checkpoint is None
+    assert alone.initial_checkpoint is None
 
 
 def test_without_fused_all_patches_are_on_that_a_cpu_has() -> None:

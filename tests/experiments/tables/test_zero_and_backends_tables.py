@@ -14,9 +14,9 @@ def measured(backend: str, strategy: str, milliseconds: float, **changes: object
         "sent_bytes": 50_000_000,
         "nccl_bytes": 30_000_000,
         "communication_seconds": 0.1,
-        "pass_seconds": 0.08,
+        "pass_seconds_without_communication": 0.08,
         "overhead": 0.5,
-        "shares": (0.25, 0.5, 0.25),
+        "published_fractions": (0.25, 0.5, 0.25),
         "final_loss": 9.0,
         "implementation": "Megatron-LM 0.19.0 (commit abc)",
     }
@@ -76,7 +76,7 @@ def test_a_failed_run_has_dashes_and_no_speedup() -> None:
         peak_bytes=None,
         sent_bytes=None,
         communication_seconds=None,
-        shares=(),
+        published_fractions=(),
     )
     row = cells(compare_zero.render("gpt3-64m", [measured("megatron", "dp2", 1), failed]), "ZeRO-3")
     assert row[1] == "crashed"
@@ -136,7 +136,7 @@ def test_a_column_has_a_winner_or_those_within_noise_and_the_lightest_of_them_is
     ]
     assert compare_zero.describe_winners(runs) == [
         "Least memory: ZeRO-3, 100.0 MB.",
-        "Least sent: ZeRO-3, 3.0 MB an iteration.",
+        "Least sent: ZeRO-3, 3.0 MB per iteration.",
         "Fastest: Baseline; within noise of it: ZeRO-1.",
         "Use ZeRO-1: of Baseline and those within noise of it, it takes the least memory.",
     ]

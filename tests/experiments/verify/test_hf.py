@@ -61,14 +61,14 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
 
         scratch.mkdir()
         for part, launch in (("reference", found.reference), ("strategy", found.strategy)):
-            assert shared.around(train, scratch)(part, launch) == ""
+            assert shared.wrap(train, scratch)(part, launch) == ""
         return (scratch / "reference").resolve()
 
     assert compared("tp2") == compared("pp2")
     assert trained == [("reference", "baseline"), ("strategy", "tp2"), ("strategy", "pp2")]
     other = compared("pp2", "--lr", "1e-3")
     assert trained[3:] == [("reference", "baseline"), ("strategy", "pp2")]
-    shared.forget()
+    shared.remove()
     assert not other.exists()
 
 

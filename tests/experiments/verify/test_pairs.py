@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -56,6 +57,29 @@ def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
     assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
 
 
+@pytest.mark.parametrize("where", ["extra", "flags"])
+def test_both_logs_print_every_iteration_so_that_every_reported_loss_is_compared(
+    composed: Composer, where: str
+) -> None:
+    interval = "--log-interval 100"
+    variables_of_make: dict[str, Any] = {
+        where: interval if where == "extra" else tuple(interval.split())
+    }
+    verified = composed("tp2-gpt2-tiny-2cpu", **variables_of_make)
+    intervals = {Flags(launch.flags).text("--log-interval") for launch in verified.launches}
+    assert intervals == {"1"}
+
+
+@pytest.mark.parametrize("comm_type", ["a2a", "a2a+p2p"])
+def test_context_parallelism_that_cpu_attention_ignores_is_refused_wherever_a_pair_is_composed(
+    composed: Composer, comm_type: str
+) -> None:
+    with pytest.raises(LaunchError, match=r"^--cp-comm-type a2a.* chooses how Transformer Engine"):
+        composed("cp2-gpt2-tiny-2cpu", extra=f"--cp-comm-type {comm_type}")
+    with pytest.raises(LaunchError, match=r"^--cp-comm-type a2a.* chooses how Transformer Engine"):
+        composed("cp2-gpt2-tiny-2cpu", flags=("--cp-comm-type", comm_type))
+
+
 def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_one(
     composed: Composer,
 ) -> None:
@@ -86,7 +110,7 @@ def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
 def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu")
     assert (pair.reference.devices, pair.strategy.devices, pair.iteration) == (1, 2, 2)
-    assert (pair.mode, pair.saving, pair.pair.other) == (None, None, "baseline")
+    assert (pair.mode, pair.saving, pair.pair.reference_strategy) == (None, None, "baseline")
 
 
 def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
@@ -144,12 +168,12 @@ def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
 ) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu", resumed="1")
     assert pair.saving is not None
-    assert (pair.pair.other, pair.reference.devices) == ("tp2", 2)
+    assert (pair.pair.reference_strategy, pair.reference.devices) == ("tp2", 2)
     assert pair.mode == "resumed after iteration 2 from a checkpoint of tp2 against undisturbed"
-    saved = Flags(pair.saved(pair.saving, tmp_path / "c").flags)
+    saved = Flags(pair.add_saving_flags(pair.saving, tmp_path / "c").flags)
     assert (saved.text("--exit-interval"), saved.text("--save-interval")) == ("2", "2")
     assert saved.text("--save") == str(tmp_path / "c")
-    resumed = Flags(pair.resumed(pair.strategy, tmp_path / "c").flags)
+    resumed = Flags(pair.add_resuming_flags(pair.strategy, tmp_path / "c").flags)
     assert (resumed.text("--load"), resumed.text("--ckpt-step")) == (str(tmp_path / "c"), "2")
     assert resumed.text("--exit-interval") == "3"
     assert not resumed.has("--finetune")
@@ -159,7 +183,11 @@ def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
 def test_a_run_may_resume_from_another_layouts_checkpoint(composed: Composer) -> None:
     pair = composed("pp2-gpt2-tiny-2cpu", resumed="baseline", iterations=4)
     assert pair.saving is not None
-    assert (pair.saving.devices, pair.strategy.devices, pair.pair.other) == (1, 2, "pp2")
+    assert (pair.saving.devices, pair.strategy.devices, pair.pair.reference_strategy) == (
+        1,
+        2,
+        "pp2",
+    )
     with pytest.raises(ValueError, match="ITERS=2 or more"):
         composed("pp2-gpt2-tiny-2cpu", resumed="1", iterations=1)
     with pytest.raises(ValueError, match="xp2"):
@@ -177,7 +205,7 @@ def test_the_native_backend_is_one_rank_and_has_no_bf16(composed: Composer) -> N
 def test_weights_in_flat_buffers_are_no_reference(composed: Composer) -> None:
     with pytest.raises(ValueError, match="The reference zero3 keeps its weights in flat buffers"):
         composed("dp2-gpt2-tiny-2cpu", reference="zero3")
-    assert composed("zero3-gpt2-tiny-2cpu").pair.other == "baseline"
+    assert composed("zero3-gpt2-tiny-2cpu").pair.reference_strategy == "baseline"
 
 
 def test_another_megatron_begins_with_the_weights_of_the_reference(
@@ -301,9 +329,9 @@ def test_ranks_of_megatron_are_forked_from_one_process_that_ends_with_the_verifi
     process = mock.Mock(close=lambda: ended.append(True))
     monkeypatch.setattr("parakit.launch.supervise.warm.WarmMegatron", lambda *_: process)
     with WarmPool() as pool:
-        both = composed("tp2-gpt2-tiny-2cpu").forked(pool)
+        both = composed("tp2-gpt2-tiny-2cpu").fork_from_pool(pool)
         assert (both.strategy.warm, both.reference.warm, ended) == (process, process, [])
-        native = composed("zero1-gpt2-tiny-2cpu", reference="native").forked(pool)
+        native = composed("zero1-gpt2-tiny-2cpu", reference="native").fork_from_pool(pool)
         assert (native.strategy.warm, native.reference.warm) == (process, None)
     assert ended == [True]
 

@@ -65,18 +65,18 @@ def test_a_run_that_saves_nothing_has_no_flag_of_it() -> None:
     assert not Flags(composed("tp2", saving=None).arguments("runs/a")).has("--save")
 
 
-def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
+def test_resume_has_the_same_command_except_for_its_checkpoint() -> None:
     first = composed("tp2")
     again = compose_resumed_launch(record_of(first), FROM, None, Options())
     flags = Flags(again.arguments("runs/a"))
     assert flags.text("--load") == "/runs/a/checkpoints"
     assert flags.integer("--ckpt-step", 0) == 8
     began = {"--finetune", "--no-load-optim", "--no-load-rng", "--load", "--ckpt-step"}
-    ours, theirs = (
+    first_arguments, resumed_arguments = (
         {word for word in launch.arguments("runs/a") if word.startswith("--")} - began
         for launch in (first, again)
     )
-    assert ours == theirs
+    assert first_arguments == resumed_arguments
     assert (again.spec.batch, again.saving, again.spec.seed) == (
         first.spec.batch,
         first.saving,
@@ -84,23 +84,27 @@ def test_going_on_is_the_same_command_but_for_where_it_begins() -> None:
     )
 
 
-def test_going_on_twice_names_one_checkpoint() -> None:
+def test_resuming_twice_loads_one_checkpoint() -> None:
     once = compose_resumed_launch(record_of(composed("tp2")), FROM, None, Options())
     record = replace(record_of(once), argv=once.arguments("runs/a"))
     later = replace(FROM, iteration=10)
     twice = compose_resumed_launch(record, later, None, Options()).arguments("runs/a")
-    assert [twice[place + 1] for place, word in enumerate(twice) if word == "--ckpt-step"] == ["10"]
+    assert [
+        twice[index + 1] for index, argument in enumerate(twice) if argument == "--ckpt-step"
+    ] == ["10"]
 
 
 @pytest.mark.parametrize("strategy", ["pp2", "cp2", "dp2", "sp2", "baseline"])
-def test_another_layout_has_its_own_flags_the_same_batch_and_the_same_vocabulary(
+def test_resume_with_another_strategy_keeps_batch_and_vocabulary(
     strategy: str,
 ) -> None:
     launch = compose_resumed_launch(record_of(composed("tp2")), FROM, strategy, Options())
     fresh = parse_target(f"train-{strategy}-gpt2-tiny-{1 if strategy == 'baseline' else 2}cpu")
-    flags, own = Flags(launch.flags), fresh.flags
-    assert {word for word in own if word.startswith("--")} <= set(launch.flags)
-    assert flags.has("--tensor-model-parallel-size") == ("--tensor-model-parallel-size" in own)
+    flags, fresh_flags = Flags(launch.flags), fresh.flags
+    assert {word for word in fresh_flags if word.startswith("--")} <= set(launch.flags)
+    assert flags.has("--tensor-model-parallel-size") == (
+        "--tensor-model-parallel-size" in fresh_flags
+    )
     assert launch.spec.batch.global_batch_size == composed("tp2").spec.batch.global_batch_size
     assert (
         launch.spec.batch.global_batch_size

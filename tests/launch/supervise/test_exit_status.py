@@ -136,8 +136,8 @@ def _one_call_does_not_fit(folder: Path) -> Path:
     job.call((0,), "1", done=False)
     job.call((1,), "1", size=8, done=False)
     stacks = job.write(folder / records.STACKS_FOLDER, without=(2,))
-    said = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
-    (folder / records.LOG_FILE).write_text(iteration_line(4) + "\n" + said)
+    message = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    (folder / records.LOG_FILE).write_text(iteration_line(4) + "\n" + message)
     return stacks
 
 
@@ -169,7 +169,7 @@ def test_the_launcher_and_the_supervisor_start_without_torch() -> None:
     assert answer.stdout == "False\n"
 
 
-def test_a_run_that_saved_and_was_interrupted_says_how_it_goes_on(folder: Path) -> None:
+def test_an_interrupted_run_with_a_checkpoint_names_the_resume_command(folder: Path) -> None:
     interrupted = StatusRecord(Status.INTERRUPTED, None, "The launcher was asked to stop.")
     assert "make resume" not in exit_status.format_outcome(folder, interrupted)
     for iteration, files in ((20, ("metadata.json", ".metadata")), (40, ("metadata.json",))):
@@ -177,6 +177,6 @@ def test_a_run_that_saved_and_was_interrupted_says_how_it_goes_on(folder: Path) 
         saved.mkdir(parents=True)
         for name in files:
             (saved / name).touch()
-    said = exit_status.format_outcome(folder, interrupted).splitlines()
-    assert said[1] == f"'make resume RUN={folder}' goes on from what was saved at 20."
+    lines = exit_status.format_outcome(folder, interrupted).splitlines()
+    assert lines[1] == f"'make resume RUN={folder}' continues from the checkpoint of iteration 20."
     assert len(exit_status.format_outcome(folder, StatusRecord(Status.OK)).splitlines()) == 1

@@ -59,7 +59,7 @@ def test_a_supervisor_whose_environment_cannot_be_seen_yet_is_ended_by_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interruption, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(ranks_module, "_environment", lambda process: {})
+    monkeypatch.setattr(ranks_module, "_read_environment", lambda process: {})
     with RankProcesses(("sleep", "600"), {}, tmp_path / "log.txt") as ranks:
         assert ranks.exit_code() is None
     # Not 0, as after the whole sleep: a signal ended it.

@@ -9,5 +9,5 @@ def test_a_ranks_port_is_none_that_sockets_get_which_name_none() -> None:
     port = find_free_port()
     assert 15000 <= port < 32768
     with socket.create_server(("", port)):
-        others = {find_free_port() for _ in range(20)}
-    assert port not in others
+        ports = {find_free_port() for _ in range(20)}
+    assert port not in ports

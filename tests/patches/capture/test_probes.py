@@ -56,6 +56,33 @@ def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
     assert value(stored, "model", "input.x", CaptureStage.INPUTS) == 2
 
 
+class WithBias(torch.nn.Module):
+    """Returns its product and its bias, as Megatron's row-parallel linear does."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.tensor([7.0]))
+
+    def forward(self, x):
+        return x * 3, self.bias
+
+
+def test_a_parameter_that_a_module_returns_is_written_and_returned_as_it_is(tmp_path):
+    model = Model()
+    model.first = WithBias()
+    returned = []
+
+    def forward(x):
+        product, bias = model.first(x)
+        returned.append(bias)
+        return model.second(product + bias)
+
+    model.forward = forward
+    stored = captured(tmp_path / "c", model)
+    assert [value(stored, "first", f"output.{number}") for number in (0, 1)] == [6, 7]
+    assert returned[0] is model.first.bias
+
+
 def test_gradient_of_a_modules_input_excludes_other_users_of_that_input(tmp_path):
     stored = captured(tmp_path / "c", Model())
     gradients = CaptureStage.ACTIVATION_GRADIENTS

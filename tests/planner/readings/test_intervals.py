@@ -16,7 +16,7 @@ def alike() -> list[Residual]:
 
 
 def test_a_higher_level_holds_a_lower_one(alike: list[Residual]) -> None:
-    errors = PredictionErrors.of(alike)
+    errors = PredictionErrors.collect(alike)
     for item in alike:
         low, high = errors.interval(item, 0.80)
         wider = errors.interval(item, 0.95)
@@ -25,25 +25,27 @@ def test_a_higher_level_holds_a_lower_one(alike: list[Residual]) -> None:
 
 def test_where_no_other_source_has_measured_the_error_may_be_twofold(alike: list[Residual]) -> None:
     item = alike[0]
-    errors = PredictionErrors.of(alike)
+    errors = PredictionErrors.collect(alike)
     missed = [each for each in alike if abs(log(1 + each.error)) < log(2)]
     assert all(errors.covers(each, 0.80, elsewhere=True) for each in missed)
-    few = PredictionErrors.of(alike[:19])
+    few = PredictionErrors.collect(alike[:19])
     assert few.interval(item, 0.80) == pytest.approx((item.predicted / 2, item.predicted * 2))
 
 
 def test_a_layout_s_own_error_is_not_in_its_interval(alike: list[Residual]) -> None:
-    others = PredictionErrors.of(
+    others = PredictionErrors.collect(
         [each for each in alike if each.measured_run.spec != alike[0].measured_run.spec]
     )
-    assert PredictionErrors.of(alike).interval(alike[0], 0.95) == others.interval(alike[0], 0.95)
+    assert PredictionErrors.collect(alike).interval(alike[0], 0.95) == others.interval(
+        alike[0], 0.95
+    )
 
 
 def test_what_a_file_says_beside_the_public_errors_counts(alike: list[Residual]) -> None:
     item = alike[0]
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     public = load_public_errors().expected(spec, cluster, item.seconds or 0.0)
-    both = PredictionErrors.of(alike).beside(load_public_errors())
+    both = PredictionErrors.collect(alike).merge(load_public_errors())
     found = both.expected(spec, cluster, item.seconds or 0.0)
     assert public is not None
     assert found is not None

@@ -169,10 +169,10 @@ def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_th
     rows = [measured(name, 1.5) for name in ("dp2", "tp2", "sp2", "pp2")]
     own = known(tmp_path / "mine.csv", *rows)
     found = estimate_uncertainty(spec("cp2"), on(2), own)
-    assert max(map(abs, found.own)) < 0.05
+    assert max(map(abs, found.own_errors)) < 0.05
     own_interval = found.interval()
     assert own_interval is not None
-    assert own_interval[0] == found.seconds / (1 + max(found.own))
+    assert own_interval[0] == found.seconds / (1 + max(found.own_errors))
     truth = 1.5 * iteration_seconds(spec("cp2"), on(2)).total
     assert found.seconds == pytest.approx(truth, rel=0.05)
     assert "Corrected by 4 runs of your own on H200 SXM 141 GB" in str(found)
@@ -195,7 +195,7 @@ def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
 
 def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
     found = estimate_uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
-    assert "measured near this: 0.77B, 2 H200: 0.4372 s (predicted" in str(found)
+    assert "The nearest measurements are 0.77B on 2 H200: 0.4372 s (predicted" in str(found)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_degrees_of_cp_and_ep_are_a_distance() -> None:
 
 def test_a_prediction_outside_its_interval_is_warned_of_unless_both_are_written_alike() -> None:
     ends = dict.fromkeys((0.80, 0.95), (-0.2, -0.1))
-    slower = Uncertainty("H100", 10.0, expected=TimeInterval(60, ends))
+    slower = Uncertainty("H100", 10.0, similar=TimeInterval(60, ends))
     assert "took longer than was predicted: expect 11.1 s to 12.2 s in place of" in slower.warning
-    near = replace(slower, expected=TimeInterval(60, dict.fromkeys(ends, (-0.2, -0.001))))
+    near = replace(slower, similar=TimeInterval(60, dict.fromkeys(ends, (-0.2, -0.001))))
     assert not near.warning
 
 

@@ -34,9 +34,12 @@ def test_a_choice_is_judged_by_what_its_layout_took() -> None:
     found = evaluate_choices(compute_residuals(small))
     assert found
     assert all(choice.regret >= 0 for choice in found)
-    lost = [replace(found[0], regret=0.02, apart=apart) for apart in ((), (0.01,), (0.01, 0.03))]
+    lost = [
+        replace(found[0], regret=0.02, repeat_spreads=apart)
+        for apart in ((), (0.01,), (0.01, 0.03))
+    ]
     assert [choice.decidable for choice in lost] == [True, True, False]
-    assert replace(found[0], regret=0.0, apart=(0.03,)).decidable, "nothing is lost"
+    assert replace(found[0], regret=0.0, repeat_spreads=(0.03,)).decidable, "nothing is lost"
 
 
 def test_no_published_measurement_is_of_two_kinds_of_run() -> None:

@@ -20,7 +20,7 @@ H100, V100, NPU = (
     "| 0  Tesla V100-SXM2-16GB  On |\n",
     "device: Ascend910B\n",
 )
-ASSUMED = "Neither log names its device; the same one is assumed (`DEVICE=` states it)."
+ASSUMED = "Neither log names its device; the same one is assumed (--device states it, or DEVICE= under make)."
 
 
 def report_of(tmp_path, one, two, ms=2.0, **options):
@@ -36,16 +36,16 @@ def test_of_other_numbers_of_devices_the_verdict_is_per_device(tmp_path):
     assert speed["per_device_token"]["ratio"] == pytest.approx(1.4, rel=0.02)
     assert speed["per_device_token"]["verdict"] == "slower"
     assert speed["per_iteration"] is None
-    assert "Per device sp2dp28 ×56 is slower than sp2 ×2: ×1.3" in text
-    assert "with 56 devices against 2 it takes ×0.05 the time a token" in text
+    assert "sp2dp28 ×56 takes 40% more device time per token than sp2 ×2" in text
+    assert "with 56 devices instead of 2 it takes 95% less time per token than sp2 ×2" in text
     assert "none is faster per device than sp2 ×2" in text
-    assert "×0.05 faster" not in text
+    assert "95% less (faster)" not in text
 
 
 def test_equal_numbers_of_devices_are_judged_as_ever(tmp_path):
     speed, text = report_of(tmp_path, ARGUMENTS, ARGUMENTS)
     assert speed["per_device_token"] is None
-    assert "b.log is slower than sp2 ×2 a.log: ×2.000 the time an iteration" in text
+    assert "b.log takes 2 times the time per iteration of sp2 ×2 a.log" in text
     assert ASSUMED in text
 
 
@@ -61,7 +61,7 @@ def test_iteration_lines_alone_name_no_device(tmp_path):
     [
         (H100, V100, "their devices differ (NVIDIA H100 80GB HBM3 | Tesla V100-SXM2-16GB)"),
         (NPU, V100, "their devices differ (Ascend910B | Tesla V100-SXM2-16GB)"),
-        (H100, "", "only a.log names its device (NVIDIA H100 80GB HBM3); DEVICE= states it"),
+        (H100, "", "only a.log names its device (NVIDIA H100 80GB HBM3); --device (make: DEVICE=)"),
         ("", V100, "only b.log names its device (Tesla V100-SXM2-16GB)"),
     ],
 )

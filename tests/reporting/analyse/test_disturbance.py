@@ -15,6 +15,7 @@ from parakit.planner.readings.table import read_measurements
 from parakit.reporting.build import BuildOptions, build
 from tests.reporting.factory import log_text, run_record, write_run
 from tests.reporting.ledger_factory import seconds, write_times
+from tests.reporting.render.test_build import all_verdicts
 
 TIMES = (400.0, 250.0, *(100.0 + k % 4 for k in range(40)))
 """Five seconds of training, whose first two iterations are warm-up."""
@@ -52,7 +53,7 @@ def reported(root: Path) -> str:
         readings=root / "mine.csv",
     )
     assert build(options, Console(file=output, width=1000, highlight=False)) == 0
-    return output.getvalue()
+    return f"{output.getvalue()}\n{all_verdicts(root / 'reports' / 'r')}"
 
 
 def measured(root: Path) -> list[str]:

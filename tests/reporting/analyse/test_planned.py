@@ -14,7 +14,7 @@ from tests.reporting.factory import log_text, run_record, write_run
 
 
 def made(root: Path, strategies: tuple[str, ...], unsteady: str = "") -> tuple[str, str]:
-    """What a report of such runs prints, and its Markdown."""
+    """Return what a report of such runs prints, and its Markdown."""
     for strategy in strategies:
         record = run_record(f"run-{strategy}", strategy)
         record = replace(record, host=replace(record.host, name=platform.node()))
@@ -60,7 +60,7 @@ def test_cpu_ranks_are_predicted_once_the_machine_is_calibrated_and_say_that_not
     assert "planner" not in said + page
     calibrated(tmp_path / "two")
     said, page = made(tmp_path / "two", ("baseline", "dp2"))
-    assert "The planner's times are" in said
+    assert "The planner's times have an error of" in page
     assert "nothing near was measured" in page
     _, page = made(tmp_path / "two", ("tp2", "cp2", "pp2"))
     # By now two runs of one's own correct each other, too few for an interval; then there are five.

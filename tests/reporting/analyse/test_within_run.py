@@ -70,7 +70,7 @@ OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ([(50, OVERLAP)], '(the log says there: "overlapping of grad reduce begins, bucket 3")'),
+        ([(50, OVERLAP)], '(the log has there: "overlapping of grad reduce begins, bucket 3")'),
         # What it says again and again has not begun there.
         ([(20, OVERLAP), (50, OVERLAP.replace("3", "4"))], ""),
         (
@@ -78,7 +78,7 @@ OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
                 (0, "  profile ......................................... True"),
                 (0, "  profile_step_start .............................. 50"),
             ],
-            "(as --profile-step-start 50 says)",
+            "(as --profile-step-start 50 states)",
         ),
         # Megatron prints the default of a run that is not profiled, too.
         ([(0, "  profile_step_start .............................. 50")], ""),
@@ -96,7 +96,7 @@ OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
                 (0, "  cuda_graph_warmup_steps ......................... 50"),
                 (0, "  enable_cuda_graph ............................... True"),
             ],
-            "(as --cuda-graph-warmup-steps 50 says)",
+            "(as --cuda-graph-warmup-steps 50 states)",
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_slow_iterations_have_their_period_and_share(tmp_path):
     assert (found.kind, found.iteration) == (ChangeKind.PERIODIC, 10)
     assert "every 10 iterations, from 10 on, one takes 200.0 ms instead of 100.0" in found.text
     assert found.share == pytest.approx(1000 / 10900, abs=1e-3)
-    assert "does not say why" in found.text
+    assert "does not show why" in found.text
 
 
 def test_slow_iterations_after_checkpoints_are_named(tmp_path):

@@ -45,14 +45,14 @@ def test_of_two_rows_at_the_fastest_rate_the_last_is_predicted_from(tmp_path: Pa
     records.write_run(half, changed(records.read_run(half), dtype="bf16"))
     curve = curves(half, run(tmp_path, "2", "dp2", 280.0, 10**9))["dp2 ×2"]
     assert curve.points == ((10**9, 300.0), (10**9, 280.0))
-    assert curve.predicted(1e11) == pytest.approx(181.0)
+    assert curve.predict_ms(1e11) == pytest.approx(181.0)
 
 
 def test_a_faster_link_takes_away_only_the_time_the_bytes_need(tmp_path: Path) -> None:
     curve = curves(run(tmp_path, "1", "dp2", 300.0, 10**9))["dp2 ×2"]
-    assert curve.predicted(1e9) == pytest.approx(300.0)
-    assert curve.predicted(1e11) == pytest.approx(201.0)
-    assert curve.predicted(5e8) == pytest.approx(400.0)
+    assert curve.predict_ms(1e9) == pytest.approx(300.0)
+    assert curve.predict_ms(1e11) == pytest.approx(201.0)
+    assert curve.predict_ms(5e8) == pytest.approx(400.0)
 
 
 def test_rows_at_different_rates_are_distinguished_by_their_rate(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_memory_is_compared_by_component_and_adams_step_counts_are_named(tmp_pat
     assert rows["weights"].is_exact
     assert rows["gradients"].is_exact
     assert rows["optimizer state"].residual == 208
-    assert rows["optimizer state"].note == "Adam's step counts, 4 bytes a tensor: 52"
+    assert rows["optimizer state"].note == "Adam's step counts, 4 bytes per tensor: 52"
     assert rows["logits and temporaries"].residual == 1000
     assert "the output layer's backward" in rows["peak of live tensors"].note
 
@@ -211,7 +211,7 @@ def test_on_a_gpu_the_allocators_and_the_devices_figures_are_next_to_the_peak(
     reading = rows["the device's own reading"]
     assert reading.measured == 900 << 20
     assert reading.predicted > rows["allocated"].predicted
-    assert "reserved 380 MiB, of it the allocator's slack 80 MiB" in reading.note
+    assert "reserved 380 MiB, of which the allocator's slack is 80 MiB" in reading.note
 
 
 def moment(tmp_path: Path, strategy: str, stage: int = 0, **kernels: bool) -> tuple[str, int]:
@@ -250,7 +250,7 @@ def test_the_bubble_is_checked_against_the_closed_form_and_unequal_stages(tmp_pa
     assert (first.measured, first.predicted) == (pytest.approx(0.5), 0.25)
     assert last.measured == pytest.approx(0.125)
     # 4·0.2 + 0.1 s in all: the first stage works 0.4 of it, the last 0.8.
-    assert first.note == "stages work 100.0 ms and 200.0 ms a micro batch, which makes 125.0%"
+    assert first.note == "stages work 100.0 ms and 200.0 ms per micro batch, which makes 125.0%"
     assert last.note.endswith("which makes 12.5%")
 
 
@@ -261,7 +261,7 @@ def test_no_pipeline_has_no_bubble_and_half_a_ledger_says_so(tmp_path: Path) -> 
     folder = write(tmp_path, "pp2")
     write_times(folder, seconds(0, {Phase.FORWARD: 0.1, Phase.PIPELINE: 0.1}))
     (row,) = found(folder).bubble
-    assert row.note == "another stage has no time ledger"
+    assert row.note == "another stage left no time.json"
 
 
 def test_more_micro_batches_approach_the_slowest_stage() -> None:
@@ -276,4 +276,4 @@ def test_times_of_a_gpu_are_the_hosts_and_nothing_is_concluded_from_them(tmp_pat
     write_times(folder, seconds(0, {Phase.FORWARD: 0.1}), seconds(1, {Phase.FORWARD: 0.1}))
     evidence = found(folder)
     assert (evidence.times, evidence.shares, evidence.bubble) == (None, (), ())
-    assert "on a GPU says when kernels were launched" in evidence.notes[-1]
+    assert "on a GPU tells when kernels were launched" in evidence.notes[-1]

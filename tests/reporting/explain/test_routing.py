@@ -160,18 +160,20 @@ def test_choice_and_cost_are_sentences_with_their_numbers(run: Path) -> None:
     write_calls(run, waiting(0.010, 0.004))
     write_times(run, *(seconds(rank, {Phase.FORWARD: 0.1}) for rank in (0, 1)))
     choice, cost = answers(run)
-    assert "the busiest of 2 experts computed ×1.14 its even share (expert 0 of layer 1)" in choice
+    assert (
+        "the busiest of 2 experts computed 1.14 times its even part (expert 0 of layer 1)" in choice
+    )
     assert "4 of 32 copies of tokens were dropped" in choice
     assert f"of at most {math.log(2):.3f} nats" in choice
-    assert "compute ×0.857 to ×1.143 of the mean on the whole" in cost
-    assert "the busiest of each layer, which the others wait for, ×1.143. In" in cost
-    assert "rank 1 waits for 4.0 ms and rank 0 for 10.0 ms of an iteration of 100 ms" in cost
-    assert "at least the difference, 6.0 ms (6.0%), and at most all of it, 10.0%" in cost
+    assert "compute 0.857 to 1.143 times the mean" in cost
+    assert "the busiest rank of each layer, for which the others wait, 1.143 times. In" in cost
+    assert "rank 1 spends 4.0 ms and rank 0 10.0 ms of an iteration of 100 ms" in cost
+    assert "at least the difference, 6.0 ms (6.0%), and at most the longer time (10.0%)" in cost
 
 
 def test_without_a_communication_ledger_the_cost_is_not_known(run: Path) -> None:
     write_times(run, *(seconds(rank, {Phase.FORWARD: 0.1}) for rank in (0, 1)))
-    assert answers(run)[1].endswith("what they wait for one another is not known without a ledger.")
+    assert answers(run)[1].endswith("they wait for one another is not known without a comm.json.")
 
 
 def test_the_report_shows_a_picture_and_three_tables(run: Path) -> None:

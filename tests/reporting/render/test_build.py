@@ -41,13 +41,21 @@ def demo(root, count=25):
 
 
 def made(tmp_path, width=100, **options):
-    """Build a report of tmp_path/runs; gives exit code, what was printed, and the folder."""
+    """Build a report of tmp_path/runs; return exit code, printed text with all verdicts, and folder."""
     defaults = {"name": "r", "runs_root": tmp_path / "runs", "reports_root": tmp_path / "reports"}
     output = io.StringIO()
     code = build(
         BuildOptions(**(defaults | options)), Console(file=output, width=width, highlight=False)
     )
-    return code, output.getvalue(), tmp_path / "reports" / (options.get("name") or "r")
+    folder = tmp_path / "reports" / (options.get("name") or "r")
+    return code, f"{output.getvalue()}\n{all_verdicts(folder)}", folder
+
+
+def all_verdicts(folder):
+    """Return the sentences of a report, of which the terminal prints a few."""
+    if not (folder / "results.json").is_file():
+        return ""
+    return "\n".join(json.loads((folder / "results.json").read_text())["sentences"])
 
 
 def read_csv(folder):
@@ -306,8 +314,8 @@ def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tm
     _, printed, folder = made(tmp_path, width=200)
     assert "ok (1 failed, 1 running)" in printed
     said = (
-        "3 runs in 1 configuration; an earlier attempt of baseline ×1 is oom; one more of "
-        "baseline ×1 is running (iteration 8 of 25)."
+        "3 runs in 1 configuration; not all ended well: an earlier attempt of baseline ×1 (oom); one "
+        "more run of baseline ×1 (running: iteration 8 of 25)."
     )
     assert said in printed
     assert "1 earlier failed; 1 running" in (folder / "report.md").read_text()
@@ -320,7 +328,7 @@ def test_a_refused_speedup_names_the_batches_and_that_they_were_scaled(tmp_path)
         record = run_record(strategy, strategy, batch=batch)
         write_run(tmp_path / "runs", record, log_text([9.0] * 8))
     _, printed, _ = made(tmp_path, width=1000)
-    refused = "a speedup per iteration is refused, their iterations hold different work"
+    refused = "no speedup per iteration is given, because iterations hold different work"
     assert (
         f"{refused} (batch 2/4 | 4/8, scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH="
         " set one for all)"
@@ -437,8 +445,8 @@ def test_the_report_says_what_took_a_reference_away_and_that_repeats_differ(tmp_
     ):
         write_run(runs, run_record(name, strategy, seed=seed, code=by), losses(last))
     _, text, folder = made(tmp_path, width=1000)
-    assert "Loss parity of tp2 ×2, sp2 ×2 is not against baseline: different seed." in text
-    assert "Of sp2 ×2, repeats differ by 100,000 units of the last printed digit" in text
+    assert "Losses of tp2 ×2, sp2 ×2 are not compared with baseline: different seed." in text
+    assert "sp2 ×2: repeats differ by 100,000 units of the last printed digit" in text
     rows = read_csv(folder)
     assert rows["3"]["parity"] == "broken@8"
     assert "1 older under other code not shown" in rows["1"]["notes"]

@@ -37,7 +37,7 @@ def test_the_headline_names_the_fastest_and_what_the_others_pay_for(tmp_path: Pa
     report = reported(paths)
     text = write_headline(report, explain(report).paid)
     assert text.startswith(
-        "dp2 ×2 is the fastest of 3 rows: 60.00 ms an iteration, ×0.600 the time"
+        "dp2 ×2 is the fastest of 3 rows: 60.00 ms per iteration, 40% less time per token"
     )
     assert re.search(r"they pay: tp2 ×2 90\.0 ms for gradient sync\.$", text)
     (group,) = build_bar_groups(report)
@@ -62,8 +62,8 @@ def test_models_have_a_headline_and_a_figure_each(tmp_path: Path) -> None:
     report = reported(paths)
     assert write_headline(report).split(". ")[1].startswith("d.log is the fastest of 2 rows")
     assert [group.title for group in build_bar_groups(report)] == [
-        "Time of an iteration, 12x1024",
-        "Time of an iteration, 48x1024",
+        "Time per iteration, 12x1024",
+        "Time per iteration, 48x1024",
     ]
     times = build_plots(report)[0]
     assert times.unit == "of its median"

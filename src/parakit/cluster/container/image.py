@@ -78,7 +78,7 @@ def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
             return pair
     known = ", ".join(pair.ngc_tag for pair in pairs) or "none"
     raise LaunchError(
-        f"IMAGE={ngc_tag} is no pair of docker/{path.name} (it has {known}); choose one of those, or "
+        f"IMAGE={ngc_tag} is no pair of docker/{path.name} (it has {known}); choose one of these tags, or "
         "add a line with its Megatron-LM commit."
     )
 

@@ -63,7 +63,7 @@ def main() -> int:
     """Print the checks of every node, the nodes that differ, and the all-reduce between the nodes.
 
     Returns:
-        0 if all checks pass or warn alike on all nodes; 1 if a check fails or a node differs; 2 if the nodes
+        0 if no check fails and all nodes have the same results; 1 if a check fails or a node differs; 2 if the nodes
         could not be asked.
     """
     console = Console()
@@ -82,7 +82,7 @@ def main() -> int:
         text = f"{outlier.node} differs: {outlier.subject}: {outlier.finding}; others: {outlier.usual}."
         say(console, text, "yellow")
     if not outliers:
-        console.print(f"{len(results)} nodes, all alike.", highlight=False)
+        console.print(f"{len(results)} nodes, no difference.", highlight=False)
     has_failed = any(row.status == FAIL for rows in results.values() for row in rows)
     return int(has_failed or bool(outliers))
 

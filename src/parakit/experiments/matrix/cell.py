@@ -1,4 +1,8 @@
-"""One thing to verify: a model with some levels in a strategy, and what is known to be wrong in it."""
+"""Define a cell of the parity matrix, and find out which known bugs of Megatron show in the cell.
+
+A cell is one thing to verify: a model with some levels of its features, in one layout. A *finding* is a known bug
+of Megatron, with a patch that cures the bug.
+"""
 
 from __future__ import annotations
 
@@ -30,61 +34,61 @@ _VARIABLES = (
     *("DATA", "GLOBAL_BATCH", "OPTIMIZER", "SEED"),
     *("EXTRA", "EXTRA_B", "PATCH_FILE", "MEGATRON_LM"),
 )
-"""Of a cell's command, in this order."""
+"""Make variables of a cell's command, in this order."""
 
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """One thing to verify."""
+    """A model with some levels in a layout, to be verified against a reference."""
 
     family: Family
     layout: Layout
     levels: tuple[Level, ...] = ()
-    """Those that are not a feature's first."""
+    """The chosen levels that are not a feature's default."""
     more: tuple[str, ...] = ()
-    """Further flags of strategy and reference."""
+    """Further flags for strategy and reference."""
     patch: str = ""
-    """Patch files that cure known findings (`PATCH_FILE=`), so that what these would hide is seen."""
+    """Patch files (`PATCH_FILE=`) that cure known findings, which would otherwise hide further bugs."""
     seed: int = Options.seed
 
     @property
     def id(self) -> str:
-        """Names of all that is verified, and a hash of the flags that they mean."""
-        words = (self.target, *self.flags, "own", *self.own, str(self.samples), str(self.optimizer))
-        words = (*words, self.patch, str(self.seed))
-        key = hashlib.sha256(" ".join(words).encode()).hexdigest()[:10]
-        return f"{self.family.name}.{self.layout.name}.{key}"
+        """Family, layout, and a hash of all flags and variables that the cell's runs depend on."""
+        parts = (self.target, *self.flags, "own", *self.strategy_flags)
+        parts = (*parts, str(self.samples), str(self.optimizer), self.patch, str(self.seed))
+        digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:10]
+        return f"{self.family.name}.{self.layout.name}.{digest}"
 
     @property
     def target(self) -> str:
-        """The make target."""
+        """Make target that verifies the cell's strategy, model and devices."""
         return f"{PREFIX}{self.layout.strategy}-{self.family.model}-{self.layout.devices}cpu"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of strategy and reference."""
-        family, chosen = self.family, {level.factor for level in self.levels}
-        # First levels may have flags too, where no other takes their place.
-        firsts = (levels[0] for name, levels in family.factors.items() if name not in chosen)
-        of_firsts, of_levels = (
-            [word for level in levels for word in level.flags] for levels in (firsts, self.levels)
-        )
-        return (*family.base, *of_firsts, *self.layout.flags, *of_levels, *self.more)
+        """Megatron's flags for strategy and reference."""
+        family, features = self.family, {level.factor for level in self.levels}
+        # A default level may have flags too, which count unless another level replaces the default.
+        defaults = [levels[0] for name, levels in family.factors.items() if name not in features]
+        default_flags = [flag for level in defaults for flag in level.flags]
+        level_flags = [flag for level in self.levels for flag in level.flags]
+        return (*family.base, *default_flags, *self.layout.flags, *level_flags, *self.more)
 
     @property
-    def own(self) -> tuple[str, ...]:
-        """Of the strategy alone."""
-        return (*self.layout.own, *(word for level in self.levels for word in level.own))
+    def strategy_flags(self) -> tuple[str, ...]:
+        """Megatron's flags for the strategy alone."""
+        level_flags = [flag for level in self.levels for flag in level.strategy_flags]
+        return (*self.layout.strategy_flags, *level_flags)
 
     @property
-    def reference(self) -> tuple[object, ...]:
-        """What its reference follows from: cells in which this is the same share one."""
+    def reference_key(self) -> tuple[object, ...]:
+        """All that the reference run depends on: cells with equal keys share one reference."""
         flags = shlex.join(self.flags)
         return (self.family.name, flags, self.samples, self.optimizer, self.patch)
 
     @property
     def samples(self) -> int:
-        """Of an iteration."""
+        """Samples per iteration, over all ranks."""
         micro_batches = [level.micro_batches for level in self.levels if level.micro_batches]
         if not micro_batches:
             return self.layout.samples
@@ -93,13 +97,16 @@ class MatrixCell:
 
     @property
     def optimizer(self) -> OptimizerName:
-        """The last level's that has one."""
-        chosen = [level.optimizer for level in self.levels if level.optimizer]
-        return chosen[-1] if chosen else OptimizerName.ADAMW
+        """Optimizer of the last level that sets one; AdamW if none does."""
+        optimizers = [level.optimizer for level in self.levels if level.optimizer]
+        return optimizers[-1] if optimizers else OptimizerName.ADAMW
 
-    def pair(self, options: Options = NO_OPTIONS) -> LaunchPair:
-        """What is verified, under the options of a matrix."""
-        own = replace(
+    def make_pair(self, options: Options = NO_OPTIONS) -> LaunchPair:
+        """Return the pair of strategy and reference to verify.
+
+        The cell sets seed, flags, batch, optimizer and patches; `options` set all other variables.
+        """
+        cell_options = replace(
             options,
             seed=self.seed,
             extra=self.flags,
@@ -109,82 +116,104 @@ class MatrixCell:
             iterations=None,
             patch_file=read_patch_file(self.patch) if self.patch else None,
         )
-        model, layout = load_model(self.family.model), self.layout
-        job = Job(layout.strategy, model, layout.devices, DeviceKind.CPU, own)
-        return LaunchPair(job, flags=self.own)
+        layout = self.layout
+        job = Job(
+            layout.strategy,
+            load_model(self.family.model),
+            devices=layout.devices,
+            device=DeviceKind.CPU,
+            options=cell_options,
+        )
+        return LaunchPair(job, flags=self.strategy_flags)
 
-    def command(self, megatron_lm: str = "") -> str:
-        """What repeats it alone."""
-        pair = self.pair()
-        given = {**pair.variables, "MEGATRON_LM": megatron_lm}
-        return format_make_command(pair.target, {name: given.get(name, "") for name in _VARIABLES})
+    def format_command(self, megatron_lm: str = "") -> str:
+        """Return the make command that verifies this cell alone."""
+        pair = self.make_pair()
+        variables = {**pair.variables, "MEGATRON_LM": megatron_lm}
+        return format_make_command(
+            pair.target, {name: variables.get(name, "") for name in _VARIABLES}
+        )
 
-    def only(self, levels: Iterable[Level]) -> MatrixCell:
-        """The same strategy with some levels, and what these need."""
-        return replace(self, levels=self.family.with_needs(levels))
+    def keep_levels(self, levels: Iterable[Level]) -> MatrixCell:
+        """Return the cell with only these levels, and the levels that they need."""
+        return replace(self, levels=self.family.add_needed_levels(levels))
 
-    def without(self, level: Level) -> MatrixCell:
-        """The same without a level and those that need it."""
-        kept = [one for one in self.levels if one != level and level.name not in one.needs]
-        return self.only(kept)
+    def remove_level(self, level: Level) -> MatrixCell:
+        """Return the cell without a level, and without the levels that need it."""
+        return self.keep_levels(
+            other for other in self.levels if other != level and level.name not in other.needs
+        )
 
 
 def apply_known_patches(cell: MatrixCell, known: Iterable[Finding]) -> MatrixCell:
-    """The cell with the patches of the known findings that would be seen in it.
+    """Return the cell with patches for the known findings that show in the cell, so they hide nothing.
 
-    What ends a run hides nothing in other cells, unless it ends every run of a strategy.
+    A finding that ends runs under certain flags is not patched: it hides nothing in cells without these flags.
     """
-    found = [
-        one for one in find_uncured(cell, known) if not (one.fails and (one.flags or one.own_flags))
+    findings = [
+        finding
+        for finding in find_uncured(cell, known)
+        if not (finding.fails and (finding.flags or finding.own_flags))
     ]
-    before = {one.behind for one in found}  # A patch cures what comes before its own finding too.
-    patches = [relative_to_root(one.patch) for one in found if one.id not in before]
+    # A patch cures what comes before its own finding, too.
+    cured_by_later = {finding.behind for finding in findings}
+    patches = [
+        relative_to_root(finding.patch) for finding in findings if finding.id not in cured_by_later
+    ]
     return replace(cell, patch=SEPARATOR.join(patches)) if patches else cell
 
 
 def find_uncured(cell: MatrixCell, known: Iterable[Finding]) -> list[Finding]:
-    """The known findings that are seen in a cell and that its patches do not cure."""
-    found = [one for one in known if affects_cell(one, cell)]
+    """Return the known findings that show in a cell and that the cell's patches do not cure."""
+    findings = [finding for finding in known if affects_cell(finding, cell)]
     patches = cell.patch.split(SEPARATOR)
-    cured = [one for one in found if relative_to_root(one.patch) in patches]
-    names = {name for one in cured for name in (one.id, one.behind)}
-    return [one for one in found if one.id not in names]
+    cured = [finding for finding in findings if relative_to_root(finding.patch) in patches]
+    cured_ids = {name for finding in cured for name in (finding.id, finding.behind)}
+    return [finding for finding in findings if finding.id not in cured_ids]
 
 
 def affects_cell(finding: Finding, cell: MatrixCell) -> bool:
-    """Whether a finding is seen in a cell: its flags, and all that its strategy splits."""
-    if not finding.patch.is_file() or not has_flags(finding.own_flags, cell.own):
+    """Return True if the cell has the finding's flags and splits all that the finding's strategy splits.
+
+    A finding without a patch file, or of a model with experts in a family without, affects no cell.
+    """
+    if not finding.patch.is_file() or not has_flags(finding.own_flags, cell.strategy_flags):
         return False
     if has_experts(finding.model) and not has_experts(cell.family.model):
         return False
-    degrees = list_split_dimensions(cell.layout.strategy, cell.layout.devices)
-    layouts = (list_split_dimensions(one, finding.devices) for one in finding.strategies)
-    return has_flags(finding.flags, cell.flags) and any(one <= degrees for one in layouts)
+    if not has_flags(finding.flags, cell.flags):
+        return False
+    dimensions = list_split_dimensions(cell.layout.strategy, cell.layout.devices)
+    return any(
+        list_split_dimensions(strategy, finding.devices) <= dimensions
+        for strategy in finding.strategies
+    )
 
 
 @functools.cache
 def has_experts(model: str) -> bool:
-    """Whether a model's name is that of one with experts."""
+    """Return True if the model of this name is a mixture of experts."""
     return load_model(model).shape.experts > 0
 
 
-def has_flags(flags: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether the others have all of some flags, with their values."""
-    return values_by_flag(flags).items() <= values_by_flag(others).items()
+def has_flags(flags: Sequence[str], all_flags: Sequence[str]) -> bool:
+    """Return True if `all_flags` holds every flag of `flags` with the same value."""
+    return values_by_flag(flags).items() <= values_by_flag(all_flags).items()
 
 
 def list_split_dimensions(strategy: str, devices: int) -> set[str]:
-    """Names of what a strategy splits."""
+    """Return the parallel dimensions that a strategy splits, such as `tensor`, and its sharding."""
     degrees = parse_strategy(strategy, devices)
     names = ("data", "tensor", "pipeline", "context", "expert", "virtual_stages")
-    found = {name for name in names if getattr(degrees, name) > 1}
-    return found | {str(degrees.sharding)} - {""}
+    dimensions = {name for name in names if getattr(degrees, name) > 1}
+    return dimensions | {str(degrees.sharding)} - {""}
 
 
 def find_finding_levels(finding: Finding, family: Family) -> tuple[Level, ...] | None:
-    """The levels of a family that make up a finding's flags; None if there are none such."""
-    rest = drop_flags(finding.flags, [word for word in family.base if word.startswith("--")])
-    levels = [one for one in family.levels if one.flags and has_flags(one.flags, rest)]
-    chosen = family.with_needs(levels)
-    whole = MatrixCell(family, family.layouts[0], chosen).flags
-    return chosen if has_flags(finding.flags, whole) else None
+    """Return the levels of a family that give a finding's flags; None if no levels give them all."""
+    base_flags = [word for word in family.base if word.startswith("--")]
+    flags = drop_flags(finding.flags, base_flags)
+    levels = [level for level in family.levels if level.flags and has_flags(level.flags, flags)]
+    chosen = family.add_needed_levels(levels)
+    cell_flags = MatrixCell(family, family.layouts[0], chosen).flags
+    return chosen if has_flags(finding.flags, cell_flags) else None

@@ -1,8 +1,8 @@
-"""What to verify: few cells that cover each pair of a strategy and a level, and each pair of two levels.
+"""Choose cells that cover every pair of a layout and a level, and every pair of two levels.
 
-Rows are choices of a level of each feature, every two of which occur together in one (`allpairspy`).
-Each strategy then takes rows until it has had every level. Cells of one row share their reference, so
-rows are few and strategies of a row many.
+A *choice* holds one level per feature. Choices are made so that every two legal levels occur together in one
+(pairwise testing, by `allpairspy`). Each layout then takes choices until the layout has had every level. Cells of
+one choice share their reference, so that few references are trained for many cells.
 """
 
 from __future__ import annotations
@@ -24,107 +24,145 @@ from parakit.experiments.matrix.definition import Family, Layout, Level, Matrix
 from parakit.verify import Finding
 
 CHANGED_FRACTION = 0.5
-"""Of the features that a draw changes; others are as the model has them."""
+"""Probability with which a draw of `make verify-fuzz` changes a feature from its default."""
 
 LevelChoice = tuple[Level, ...]
-"""A level of each feature, first ones included."""
+"""One level per feature, defaults included."""
 
 
 def choose_cells(
     matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1
 ) -> list[MatrixCell]:
-    """Cells that cover a family, those with one reference after each other.
+    """Return the cells that cover a family, each once; cells with one reference follow each other.
 
-    Those that cover a pair of a strategy and a level come first, those that pair two levels last: where
-    the time ends early, few of the tables' entries are missing. A finding that is known is verified once
-    by itself in each strategy, with the patches of the others; in all other cells its patch is applied
-    as well, so that it hides nothing. Another seed gives other combinations of levels.
+    First come the known findings, each alone in every layout that it affects, and cells that cover a pair of a
+    layout and a level. Cells that only pair two levels come last: if the time ends early, few entries of the
+    tables are missing. Cells are patched against known findings, which would otherwise hide other bugs; a
+    finding's own cells lack its own patch. Another seed gives other combinations of levels.
     """
-    rows = choose_rows(matrix, family, seed)
-    drawn = [
+    choices = choose_rows(matrix, family, seed)
+    covering = [
         cell
         for layout in family.layouts
-        for cell in _choose_covering_cells(matrix, family, layout, rows)
+        for cell in _choose_covering_cells(matrix, family, layout, choices)
     ]
-    used = {cell.levels for cell in drawn}
-    rest, order = list[MatrixCell](), family.layouts
-    for row in rows:
-        if (levels := _drop_first_levels(family, row)) in used:
-            continue
-        # A row that no strategy needed has pairs of levels that no other row has.
-        suited = [one for one in order if matrix.legal(family, row, one.name)]
-        rest += [MatrixCell(family, layout, levels) for layout in suited[:1]]
-        order = (*order[1:], order[0])
-    shown = ((finding, find_finding_levels(finding, family)) for finding in known)
-    alone = [
-        apply_known_patches(cell, [one for one in known if finding.id not in (one.id, one.behind)])
-        for finding, levels in shown
-        if levels is not None
-        for layout in family.layouts
-        if affects_cell(finding, cell := MatrixCell(family, layout, levels))
-    ]
-    covering = order_by_reference((*alone, *(apply_known_patches(cell, known) for cell in drawn)))
-    further = order_by_reference(apply_known_patches(cell, known) for cell in rest)
-    seeded = (replace(cell, seed=seed) for cell in (*covering, *further))
+    further = _choose_further_cells(matrix, family, choices, covering)
+    alone = _make_finding_cells(family, known)
+    first = order_by_reference((*alone, *(apply_known_patches(cell, known) for cell in covering)))
+    last = order_by_reference(apply_known_patches(cell, known) for cell in further)
+    seeded = (replace(cell, seed=seed) for cell in (*first, *last))
     return list({cell.id: cell for cell in seeded}.values())
+
+
+def _choose_further_cells(
+    matrix: Matrix,
+    family: Family,
+    choices: Sequence[LevelChoice],
+    covering: Iterable[MatrixCell],
+) -> list[MatrixCell]:
+    """Return a cell for each choice that no layout has taken, as it pairs levels that no other choice pairs.
+
+    Layouts take turns; a choice that is legal in no layout gives no cell.
+    """
+    used = {cell.levels for cell in covering}
+    cells: list[MatrixCell] = []
+    layouts = family.layouts
+    for choice in choices:
+        levels = _drop_default_levels(family, choice)
+        if levels in used:
+            continue
+        legal_layouts = [
+            layout for layout in layouts if matrix.is_legal(family, choice, layout.name)
+        ]
+        if legal_layouts:
+            cells.append(MatrixCell(family, legal_layouts[0], levels))
+        layouts = (*layouts[1:], layouts[0])
+    return cells
+
+
+def _make_finding_cells(family: Family, known: Sequence[Finding]) -> list[MatrixCell]:
+    """Return a cell for each known finding and each layout that it affects, patched against all others."""
+    cells = []
+    for finding in known:
+        levels = find_finding_levels(finding, family)
+        if levels is None:
+            continue
+        other_findings = [other for other in known if finding.id not in (other.id, other.behind)]
+        for layout in family.layouts:
+            cell = MatrixCell(family, layout, levels)
+            if affects_cell(finding, cell):
+                cells.append(apply_known_patches(cell, other_findings))
+    return cells
 
 
 def draw_cells(
     matrix: Matrix, families: Sequence[Family], known: Sequence[Finding], seed: int
 ) -> Iterator[MatrixCell]:
-    """Legal cells without end, each once; the same for the same seed, and for the first n of any number.
+    """Yield legal random cells without end, each once, patched against known findings.
 
-    The seed is the draw's alone: weights and samples are the same for all.
+    The same seed gives the same cells in the same order. The seed is the draw's alone: all cells train from the
+    same weights on the same samples.
     """
-    order, seen = random.Random(seed), set[str]()
+    generator, seen = random.Random(seed), set[str]()
     while True:
-        family = order.choice(families)
-        layout = order.choice(family.layouts)
-        levels = [
-            order.choice(drawn)
-            for given in family.features.values()
-            if (drawn := [one for one in given[1:] if not one.alone])
-            and order.random() < CHANGED_FRACTION
-        ]
-        cell = apply_known_patches(
-            MatrixCell(family, layout, matrix.fitting(family, layout, levels)), known
-        )
+        family = generator.choice(families)
+        layout = generator.choice(family.layouts)
+        levels = []
+        for feature in family.features.values():
+            drawable = [level for level in feature[1:] if not level.alone]
+            if drawable and generator.random() < CHANGED_FRACTION:
+                levels.append(generator.choice(drawable))
+        legal_levels = matrix.select_legal_levels(family, layout, levels)
+        cell = apply_known_patches(MatrixCell(family, layout, legal_levels), known)
         if cell.id not in seen:
             seen.add(cell.id)
             yield cell
 
 
 def order_by_reference(cells: Iterable[MatrixCell]) -> list[MatrixCell]:
-    """Cells of one reference after each other: a reference is trained once, and few are kept."""
+    """Return the cells with those that share a reference next to each other.
+
+    A reference is then trained once, and only one has to be stored at a time.
+    """
     groups: dict[tuple[object, ...], list[MatrixCell]] = {}
     for cell in cells:
-        groups.setdefault(cell.reference, []).append(cell)
+        groups.setdefault(cell.reference_key, []).append(cell)
     return [cell for group in groups.values() for cell in group]
 
 
 def choose_rows(matrix: Matrix, family: Family, seed: int = 1) -> list[LevelChoice]:
-    """Rows that hold every two levels that may be together; the first row is the model as it is."""
-    first = tuple(levels[0] for levels in family.factors.values())
-    order = random.Random(seed)
-    drawn = [[one for one in levels if not one.alone] for levels in family.factors.values()]
-    choices = [[levels[0], *order.sample(levels[1:], len(levels) - 1)] for levels in drawn]
-    if max((len(levels) for levels in choices), default=0) < 2 or len(choices) < 2:
-        return [first, *((level, *first[1:]) for level in choices[0][1:])]
+    """Return choices of levels in which every two legal levels occur together; the first has all defaults."""
+    defaults = tuple(levels[0] for levels in family.factors.values())
+    generator = random.Random(seed)
+    combinable = [
+        [level for level in levels if not level.alone] for levels in family.factors.values()
+    ]
+    shuffled = [
+        [levels[0], *generator.sample(levels[1:], len(levels) - 1)] for levels in combinable
+    ]
+    # allpairspy wants two features, and one of them with two levels.
+    if max((len(levels) for levels in shuffled), default=0) < 2 or len(shuffled) < 2:
+        return [defaults, *((level, *defaults[1:]) for level in shuffled[0][1:])]
 
-    def legal(row: Sequence[Level]) -> bool:
-        whole = len(row) == len(choices)
-        return matrix.legal(family, row) and (not whole or _has_needs(family, tuple(row)))
+    def is_legal(levels: Sequence[Level]) -> bool:
+        """Return True if the levels are legal so far, and a full choice has the levels it needs."""
+        if not matrix.is_legal(family, levels):
+            return False
+        return len(levels) < len(shuffled) or _has_needs(family, tuple(levels))
 
-    rows = [first, *(tuple(row) for row in AllPairs(choices, filter_func=legal))]
-    rows = list(dict.fromkeys(rows))
-    covered = {pair for row in rows for pair in combinations(row, 2)}
-    # The greedy draw ends where it is stuck.
-    for levels, others in combinations(drawn, 2):
-        for pair in ((one, other) for one in levels for other in others):
-            if pair not in covered and (row := _complete_pair(matrix, family, pair, covered)):
-                rows.append(row)
-                covered |= set(combinations(row, 2))
-    return rows
+    choices = [defaults, *(tuple(levels) for levels in AllPairs(shuffled, filter_func=is_legal))]
+    choices = list(dict.fromkeys(choices))
+    covered = {pair for choice in choices for pair in combinations(choice, 2)}
+    # The greedy draw of allpairspy may end with legal pairs that it did not reach.
+    for levels, other_levels in combinations(combinable, 2):
+        for pair in ((level, other) for level in levels for other in other_levels):
+            if pair in covered:
+                continue
+            choice = _complete_pair(matrix, family, pair, covered)
+            if choice is not None:
+                choices.append(choice)
+                covered |= set(combinations(choice, 2))
+    return choices
 
 
 def _complete_pair(
@@ -133,51 +171,67 @@ def _complete_pair(
     pair: tuple[Level, Level],
     covered: Container[tuple[Level, Level]],
 ) -> LevelChoice | None:
-    """A row that has a pair, and of other features what makes most new pairs; None if none is legal."""
-    row = family.row(family.with_needs(_drop_first_levels(family, pair)))
-    if not set(pair) <= set(row) or not matrix.legal(family, row):
+    """Return a legal choice that has a pair of levels; None if there is none.
+
+    For every other feature the choice has the level that makes most pairs that are not covered yet.
+    """
+    choice = family.fill_with_defaults(family.add_needed_levels(_drop_default_levels(family, pair)))
+    if not set(pair) <= set(choice) or not matrix.is_legal(family, choice):
         return None
-    fixed = {level.factor for level in (*pair, *_drop_first_levels(family, row))}
+    fixed = {level.factor for level in (*pair, *_drop_default_levels(family, choice))}
 
-    def new_pairs(one: LevelChoice) -> int:
-        return sum(couple not in covered for couple in combinations(one, 2))
+    def count_new_pairs(candidate: LevelChoice) -> int:
+        return sum(couple not in covered for couple in combinations(candidate, 2))
 
-    for place, (factor, levels) in enumerate(family.factors.items()):
-        if factor not in fixed:
-            drawn = (level for level in levels if not level.alone)
-            tried = ((*row[:place], level, *row[place + 1 :]) for level in drawn)
-            legal = [one for one in tried if _has_needs(family, one) and matrix.legal(family, one)]
-            row = max(legal, key=new_pairs, default=row)
-    return row
+    for index, (factor, levels) in enumerate(family.factors.items()):
+        if factor in fixed:
+            continue
+        candidates = [
+            (*choice[:index], level, *choice[index + 1 :]) for level in levels if not level.alone
+        ]
+        legal = [
+            candidate
+            for candidate in candidates
+            if _has_needs(family, candidate) and matrix.is_legal(family, candidate)
+        ]
+        choice = max(legal, key=count_new_pairs, default=choice)
+    return choice
 
 
-def _has_needs(family: Family, row: LevelChoice) -> bool:
-    return set(family.with_needs(_drop_first_levels(family, row))) <= set(row)
+def _has_needs(family: Family, choice: LevelChoice) -> bool:
+    """Return True if the choice holds all levels that its levels need."""
+    return set(family.add_needed_levels(_drop_default_levels(family, choice))) <= set(choice)
 
 
-def _drop_first_levels(family: Family, row: LevelChoice) -> tuple[Level, ...]:
-    return tuple(level for level in row if not family.is_first(level))
+def _drop_default_levels(family: Family, choice: LevelChoice) -> tuple[Level, ...]:
+    """Return the levels of a choice that are not their feature's default."""
+    return tuple(level for level in choice if not family.is_default(level))
 
 
 def _choose_covering_cells(
-    matrix: Matrix, family: Family, layout: Layout, rows: Sequence[LevelChoice]
+    matrix: Matrix, family: Family, layout: Layout, choices: Sequence[LevelChoice]
 ) -> list[MatrixCell]:
-    """Cells of one strategy with every level: rows, rows without what does not fit, levels alone."""
-    left = {level for levels in family.factors.values() for level in levels}
+    """Return cells of one layout that have every level.
+
+    They come from the choices that are legal in the layout, then from the other choices with defaults in place
+    of illegal levels. A level that neither covers gets a cell of its own.
+    """
+    uncovered = {level for levels in family.factors.values() for level in levels}
     cells: list[MatrixCell] = []
-    # Of what does not fit, the first levels take the place.
-    adapted = [
-        family.row(matrix.fitting(family, layout, _drop_first_levels(family, row))) for row in rows
-    ]
-    for some in (rows, adapted):
-        choice = [row for row in some if matrix.legal(family, row, layout.name)]
-        while choice:
-            best = max(choice, key=lambda row: len(left & set(row)))
-            if not left & set(best):
+    adapted = []
+    for choice in choices:
+        levels = _drop_default_levels(family, choice)
+        legal_levels = matrix.select_legal_levels(family, layout, levels)
+        adapted.append(family.fill_with_defaults(legal_levels))
+    for candidates in (choices, adapted):
+        legal = [choice for choice in candidates if matrix.is_legal(family, choice, layout.name)]
+        while legal:
+            best = max(legal, key=lambda choice: len(uncovered & set(choice)))
+            if not uncovered & set(best):
                 break
-            left -= set(best)
-            cells.append(MatrixCell(family, layout, _drop_first_levels(family, best)))
-    for level in sorted(left, key=lambda one: one.path):
-        if not family.is_first(level):
-            cells.append(MatrixCell(family, layout, family.with_needs([level])))
+            uncovered -= set(best)
+            cells.append(MatrixCell(family, layout, _drop_default_levels(family, best)))
+    for level in sorted(uncovered, key=lambda level: level.path):
+        if not family.is_default(level):
+            cells.append(MatrixCell(family, layout, family.add_needed_levels([level])))
     return cells

@@ -1,4 +1,4 @@
-"""`make verify-matrix`, `make verify-fuzz` and `make bench NAME=bf16`."""
+"""Run `make verify-matrix`, `make verify-fuzz` and `make bench NAME=bf16`."""
 
 from __future__ import annotations
 
@@ -48,120 +48,145 @@ from parakit.launch import SMALL_SAMPLE, Options, find_entry, make_sample
 from parakit.verify import Finding, FindingStatus, list_findings
 
 FOLDER = "matrix"
-"""In the runs folder; one of each version in it."""
+"""Folder in the runs folder; it holds a folder per version of Megatron."""
 FUZZ_MINUTES = 30
 _TAG_PREFIX = "core_v"
-"""Of releases, in the repository."""
+"""Prefix of release tags in Megatron's repository."""
 SHOWN_DRAWS = 20
-"""By DRY_RUN=1."""
+"""Number of draws that DRY_RUN=1 prints."""
 
 
 def select_families(
     matrix: Matrix, megatron: Version, features: Sequence[str] = (), layouts: Sequence[str] = ()
 ) -> tuple[Family, ...]:
-    """Families with the features, levels and strategies that are asked for and that a version has.
+    """Return the requested families, reduced to the requested levels and layouts that a version has.
 
     Args:
-        matrix: All of them.
-        megatron: The version.
-        features: FEATURES=, names or patterns of families, features and levels; empty is all.
-        layouts: STRATEGIES=, likewise of strategies.
+        matrix: The whole matrix.
+        megatron: Version of Megatron; levels whose flags it lacks are left out.
+        features: FEATURES=, names or patterns of families, features and levels; empty means all.
+        layouts: STRATEGIES=, names or patterns of layouts; empty means all.
 
     Raises:
-        LaunchError: A name is of nothing in the matrix.
+        LaunchError: A name matches nothing in the matrix.
     """
-    every = [
-        level for family in matrix.families for each in family.factors.values() for level in each
-    ]
-    families = {family.name for family in matrix.families}
-    names = families.union(*map(_list_level_names, every))
-    laid = {layout.name for family in matrix.families for layout in family.layouts}
-    for variable, given, known in (("FEATURES", features, names), ("STRATEGIES", layouts, laid)):
-        for name in given:
-            if not _matches_any(known, (name,)):
-                raise LaunchError(
-                    f"{variable}={name} is none of the matrix's; name some of "
-                    f"{', '.join(sorted(known))}."
-                )
-    rest = [name for name in features if not _matches_any(families, (name,))]
-    named = [name for name in features if name not in rest]
+    family_names = {family.name for family in matrix.families}
+    _refuse_unknown_names(matrix, family_names, features, layouts)
+    requested_levels = [name for name in features if not _matches_any(family_names, (name,))]
+    requested_families = [name for name in features if name not in requested_levels]
 
-    def is_asked(level: Level) -> bool:
-        return level.is_in(megatron) and (not rest or _matches_any(_list_level_names(level), rest))
+    def is_requested(level: Level) -> bool:
+        if not level.is_in(megatron):
+            return False
+        return not requested_levels or _matches_any(_list_level_names(level), requested_levels)
 
-    found = []
+    families = []
     for family in matrix.families:
+        if requested_families and not _matches_any((family.name,), requested_families):
+            continue
         factors = {
-            factor: (levels[0], *filter(is_asked, levels[1:]))
+            factor: (levels[0], *filter(is_requested, levels[1:]))
             for factor, levels in family.factors.items()
         }
-        chosen = [
-            one for one in family.layouts if not layouts or _matches_any((one.name,), layouts)
-        ]
-        is_named = not named or _matches_any((family.name,), named)
-        if is_named and chosen and (not rest or any(len(one) > 1 for one in factors.values())):
-            own = msgspec.structs.replace(family, factors=factors, layouts=tuple(chosen))
-            found.append(own)
-    return tuple(found)
+        chosen_layouts = tuple(
+            layout
+            for layout in family.layouts
+            if not layouts or _matches_any((layout.name,), layouts)
+        )
+        has_requested_level = any(len(levels) > 1 for levels in factors.values())
+        if chosen_layouts and (not requested_levels or has_requested_level):
+            families.append(
+                msgspec.structs.replace(family, factors=factors, layouts=chosen_layouts)
+            )
+    return tuple(families)
+
+
+def _refuse_unknown_names(
+    matrix: Matrix, family_names: set[str], features: Sequence[str], layouts: Sequence[str]
+) -> None:
+    """Raise LaunchError for the first name that matches no family, feature, level or layout."""
+    names = set(family_names)
+    for family in matrix.families:
+        for levels in family.factors.values():
+            names.update(*map(_list_level_names, levels))
+    layout_names = {layout.name for family in matrix.families for layout in family.layouts}
+    for variable, patterns, known in (
+        ("FEATURES", features, names),
+        ("STRATEGIES", layouts, layout_names),
+    ):
+        for pattern in patterns:
+            if not _matches_any(known, (pattern,)):
+                raise LaunchError(
+                    f"{variable}={pattern} is none of the matrix's; name some of "
+                    f"{', '.join(sorted(known))}."
+                )
 
 
 def _list_level_names(level: Level) -> tuple[str, str, str]:
+    """Return the names by which FEATURES= may request a level."""
     return (level.factor, level.name, level.path)
 
 
 def _matches_any(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    """Return True if one of the names matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 @dataclass(frozen=True)
 class _MatrixCommand:
-    """What the three commands share: the matrix of the options' Megatron, and where its pages are."""
+    """Shared parts of the three commands: arguments, the matrix of their Megatron, verifiers and pages."""
 
-    given: Namespace
+    arguments: Namespace
     options: Options
     console: Console
 
     @cached_property
     def entry(self) -> MegatronEntry:
+        """The Megatron that trains."""
         return find_entry(self.options.megatron_lm)
 
     @property
     def name(self) -> str:
+        """Name of the version, as in folders and files."""
         return name_version(self.entry)
 
     @cached_property
     def matrix(self) -> Matrix:
-        return load_matrix().of(Version(self.entry.megatron_version))
+        """The matrix with the exclusions that hold in this version."""
+        return load_matrix().select_release(Version(self.entry.megatron_version))
 
     @cached_property
     def known(self) -> tuple[Finding, ...]:
+        """Known bugs of this version that CPU ranks can show."""
         return list_known_findings(self.name)
 
     @property
     def executed(self) -> ExecutedFiles:
-        """What was recorded of this version."""
-        folder = (self.given.page or ROOT / "docs") / STORED
+        """Executed files that were recorded with this version; empty if nothing was recorded."""
+        folder = (self.arguments.page or ROOT / "docs") / STORED
         name = f"{self.name}.executed.json"
         return next(iter(read_json_files(folder, name, dict[str, frozenset[str]])), {})
 
     @property
     def pages(self) -> Path:
-        page: Path | None = self.given.page
+        """Folder of the pages: PAGE=, or the matrix' folder in the runs folder."""
+        page: Path | None = self.arguments.page
         return page or self.options.runs / FOLDER
 
-    def families(self, features: tuple[str, ...] | None = None) -> tuple[Family, ...]:
-        asked = self.given.features if features is None else features
+    def select_families(self, features: tuple[str, ...] | None = None) -> tuple[Family, ...]:
+        """Return the families that FEATURES= (or `features`) and STRATEGIES= request."""
+        requested = self.arguments.features if features is None else features
         version = Version(self.entry.megatron_version)
-        return select_families(self.matrix, version, asked, self.given.strategies)
+        return select_families(self.matrix, version, requested, self.arguments.strategies)
 
-    def show(self, cells: Iterable[MatrixCell]) -> None:
-        """Print their commands."""
+    def print_commands(self, cells: Iterable[MatrixCell]) -> None:
+        """Print the make command of each cell."""
         for cell in cells:
-            say(self.console, cell.command())
+            say(self.console, cell.format_command())
 
     @contextmanager
-    def verifier(self) -> Iterator[Verifier]:
-        """On forked ranks; its tensors are removed at the end."""
+    def open_verifier(self) -> Iterator[Verifier]:
+        """Open a verifier on forked ranks, with a temporary folder that is removed at the end."""
         folder = self.options.runs / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         make_sample(SMALL_SAMPLE, self.console)
@@ -172,141 +197,153 @@ class _MatrixCommand:
             yield Verifier(Path(work), ranks)
 
     @contextmanager
-    def run(self, suffix: str = "", minutes: float | None = None) -> Iterator[MatrixRun]:
-        """Cells that are kept in a folder of this version, begun within MINUTES=."""
-        minutes = self.given.minutes or minutes
+    def open_run(self, suffix: str = "", minutes: float | None = None) -> Iterator[MatrixRun]:
+        """Open the run that stores records in this version's folder and ends after MINUTES= (or `minutes`)."""
+        minutes = self.arguments.minutes or minutes
         folder = self.options.runs / FOLDER / f"{self.name}{suffix}"
-        with self.verifier() as verifier:
+        with self.open_verifier() as verifier:
             deadline = time.monotonic() + 60 * minutes if minutes else None
             verify = CellVerifier(verifier, self.options, self.known)
             yield MatrixRun(folder, verify, self.console, deadline)
 
     def publish(self) -> None:
-        """Write the pages of all that is kept beside them."""
+        """Write the pages of all stored results, and print the pages' paths."""
         for path in write_pages(self.pages, self.matrix):
             self.console.print(f"→ {relative_to_root(path)}", highlight=False)
 
 
 def verify_matrix(given: Namespace, options: Options, console: Console) -> int:
-    """Verify the cells that are asked for and write the page; 1 if one differs that no finding explains.
+    """Verify the requested cells and write the pages; return 1 if a cell differs that no finding explains.
+
+    With EXECUTED=1 the files that layouts and levels execute are recorded, and nothing is verified.
 
     Raises:
-        LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
+        LaunchError: A name matches nothing in the matrix, or there is no such Megatron.
     """
     command = _MatrixCommand(given, options, console)
     cells = [
         cell
-        for family in command.families()
+        for family in command.select_families()
         for cell in choose_cells(command.matrix, family, command.known, options.seed)
     ]
     if given.executed:
-        return _record_executed_files(command)
+        _record_executed_files(command)
+        return 0
     if given.changed:
         changed = list_changed_files(given.changed, options.megatron_lm)
         cells = select_touched_cells(cells, changed, command.executed)
         console.print(f"{len(cells)} cells can execute {', '.join(changed)}.", highlight=False)
     if options.dry_run:
-        command.show(cells)
+        command.print_commands(cells)
         console.print(f"{len(cells)} cells", highlight=False)
         return 0
-    with command.run() as run:
-        over = not run.run(cells)
+    with command.open_run() as run:
+        is_complete = run.run(cells)
     records = [run.records[cell.id] for cell in cells if cell.id in run.records]
     console.print(describe_counts(records, len(cells)), highlight=False)
-    if over:
+    if not is_complete:
         console.print("The time is over; the same command continues.", highlight=False)
     store_cells(command.pages, command.name, run.records.values())
     command.publish()
     return int(any(record.is_wrong and not record.finding for record in records))
 
 
-def _record_executed_files(command: _MatrixCommand) -> int:
-    found = command.executed
-    with command.verifier() as verifier:
-        families, ranks = command.families(), verifier.ranks
-        for name, files in record_executed_files(
-            command.matrix, families, command.options, ranks, verifier.folder
-        ):
+def _record_executed_files(command: _MatrixCommand) -> None:
+    """Record the files that the requested layouts and levels execute; store them after each one."""
+    executed = command.executed
+    with command.open_verifier() as verifier:
+        recorded = record_executed_files(
+            command.matrix,
+            command.select_families(),
+            options=command.options,
+            ranks=verifier.ranks,
+            folder=verifier.folder,
+        )
+        for name, files in recorded:
             command.console.print(f"{name}: {len(files)} files", highlight=False)
-            found = add_executed_files(found, name, files)
-            in_order = {name: sorted(found[name]) for name in sorted(found)}
+            executed = add_executed_files(executed, name, files)
+            in_order = {name: sorted(executed[name]) for name in sorted(executed)}
             store_json(command.pages, f"{command.name}.executed.json", in_order)
-    return 0
 
 
 def run_fuzz(given: Namespace, options: Options, console: Console) -> int:
-    """Draw, verify and shrink for MINUTES=; 1 if something differs that no finding explains.
+    """Verify random cells for MINUTES= and shrink those that differ; return 1 if no finding explains one.
 
     Raises:
-        LaunchError: A name is of nothing in the matrix, or there is no such Megatron.
+        LaunchError: A name matches nothing in the matrix, or there is no such Megatron.
     """
     command, seed = _MatrixCommand(given, options, console), options.seed
-    cells = draw_cells(command.matrix, command.families(), command.known, seed)
+    cells = draw_cells(command.matrix, command.select_families(), command.known, seed)
     if options.dry_run:
-        command.show(islice(cells, SHOWN_DRAWS))
+        command.print_commands(islice(cells, SHOWN_DRAWS))
         return 0
-    found: list[CellRecord] = []
-    with command.run(f"-fuzz-{seed}", FUZZ_MINUTES) as run:
-        for one in run.draw(cells):
-            found.append(one)
-            console.print(f"differs: {one.sentence}", style="red", highlight=False)
-            console.print(f"  {one.smallest}", markup=False, soft_wrap=True)
+    differing: list[CellRecord] = []
+    with command.open_run(f"-fuzz-{seed}", FUZZ_MINUTES) as run:
+        for record in run.verify_draws(cells):
+            differing.append(record)
+            console.print(f"differs: {record.sentence}", style="red", highlight=False)
+            console.print(f"  {record.smallest}", markup=False, soft_wrap=True)
     records = tuple(run.records.values())
     console.print(f"SEED={seed}: {describe_counts(records, len(records))}", highlight=False)
-    if found:
-        console.print("The same command continues a search for the least that the time cut off.")
-    drawn = FuzzResult(seed, records, tuple(found))
-    store_json(command.pages, f"{command.name}.fuzz-{seed}.json", drawn)
+    if differing:
+        console.print(
+            "The same command continues a search for a smaller cell that the time cut off."
+        )
+    result = FuzzResult(seed, records, tuple(differing))
+    store_json(command.pages, f"{command.name}.fuzz-{seed}.json", result)
     command.publish()
-    return int(bool(found))
+    return int(bool(differing))
 
 
 def run_bf16_bench(given: Namespace, options: Options, console: Console) -> int:
-    """Train the dense model in fp32 and bf16 in each strategy that is asked for; 0.
+    """Train the dense model in fp32 and bf16 in each requested layout, write the page, and return 0.
 
     Raises:
-        LaunchError: A run failed, or a name is of nothing in the matrix.
+        LaunchError: A run failed, or a name matches nothing in the matrix.
     """
     command = _MatrixCommand(given, options, console)
-    (family,) = command.families(("dense",))
-    found = []
-    with command.verifier() as verifier:
-        for one in compare_curves(family, options, verifier.ranks, verifier.folder):
-            found.append(one)
+    (family,) = command.select_families(("dense",))
+    all_distances = []
+    with command.open_verifier() as verifier:
+        for distances in compare_curves(family, options, verifier.ranks, verifier.folder):
+            all_distances.append(distances)
+            fp32, bf16, cost = distances.fp32, distances.bf16, distances.cost
             console.print(
-                f"{one.layout}: from one rank {one.fp32[0]:.2g} in fp32, {one.bf16[0]:.2g} in bf16; "
-                f"bf16 from fp32 {one.cost[0]:.2g}, mean {one.cost[1]:.2g}",
+                f"{distances.layout}: from one rank {fp32[0]:.2g} in fp32, {bf16[0]:.2g} in bf16; "
+                f"bf16 from fp32 {cost[0]:.2g}, mean {cost[1]:.2g}",
                 highlight=False,
             )
-    store_json(command.pages, f"{command.name}.bf16.json", found)
+    store_json(command.pages, f"{command.name}.bf16.json", all_distances)
     command.publish()
     return 0
 
 
 def name_version(entry: MegatronEntry) -> str:
-    """What a version is called: the release that a checkout is tagged as, else its commit or version.
+    """Return the name of a version of Megatron.
 
-    The files of the release 0.19.0 call themselves 0.19.1.
+    It is the version of an installed package. For a checkout it is the release that the commit is tagged as, else
+    the first eight digits of the commit. The version in a checkout's files is not used: the files of the release
+    0.19.0 say 0.19.1.
     """
     if entry.megatron_commit is None:
         return entry.megatron_version
-    tag = ("tag", "--points-at", "HEAD", "--list", f"{_TAG_PREFIX}*")
-    command = ("git", "-C", str(Path(entry.path).parent), *tag)
-    tagged = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return tagged[0].removeprefix(_TAG_PREFIX) if tagged else entry.megatron_commit[:8]
+    checkout = str(Path(entry.path).parent)
+    command = ("git", "-C", checkout, "tag", "--points-at", "HEAD", "--list", f"{_TAG_PREFIX}*")
+    tags = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return tags[0].removeprefix(_TAG_PREFIX) if tags else entry.megatron_commit[:8]
 
 
 def list_known_findings(name: str) -> tuple[Finding, ...]:
-    """Those that a version has and that a CPU rank can show; none of a version that nobody judged."""
+    """Return the findings that a version has and that a CPU rank can show; empty for a version nobody judged."""
     return tuple(
-        one
-        for one in list_findings()
-        if one.verdict is not FindingStatus.UNREACHABLE
-        and name in one.present
-        and one.patch.is_file()
+        finding
+        for finding in list_findings()
+        if finding.verdict is not FindingStatus.UNREACHABLE
+        and name in finding.present
+        and finding.patch.is_file()
     )
 
 
 def describe_counts(records: Sequence[CellRecord], cells: int) -> str:
-    """How many cells came to what."""
+    """Return the number of records per status, such as `4 of 9 cells: 3 held, 1 differs`."""
     return f"{len(records)} of {cells} cells: {format_counts(records) or 'none yet'}"

@@ -1,4 +1,9 @@
-"""What the matrix is made of: families of models with their features, and strategies."""
+"""Read `examples/matrix.yaml`: families of models with their features, strategies, and what excludes what.
+
+A *feature* of a family (also called factor, as in the file) has several *levels*, of which the first is the
+model's default. A *layout* is a strategy with the flags that the strategy needs. An *exclusion* says which levels
+cannot be combined.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +24,15 @@ from parakit.config.run import OptimizerName
 MATRIX_FILE = ROOT / "examples" / "matrix.yaml"
 _RELEASE = re.compile(r"\d+\.\d+")
 SAMPLES = 8
-"""In an iteration, unless a strategy has its own: the same for nearly all, which so share references."""
+"""Samples per iteration of a layout that sets no number. Layouts with equal samples share a reference."""
 
 
 class FlagList(tuple[str, ...]):
-    """Of a command line."""
+    """Flags and values of a command line."""
 
-    def __new__(cls, given: str | Sequence[str] = ()) -> FlagList:
-        """Of a text as a shell splits it, or words already."""
-        return super().__new__(cls, shlex.split(given) if isinstance(given, str) else given)
+    def __new__(cls, flags: str | Sequence[str] = ()) -> FlagList:
+        """Return the flags; a text is split as a shell would split it."""
+        return super().__new__(cls, shlex.split(flags) if isinstance(flags, str) else flags)
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,45 +41,48 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factor: str
     name: str
     flags: FlagList = FlagList()
-    """Megatron's, of strategy and reference."""
-    own: FlagList = FlagList()
-    """Of the strategy alone."""
+    """Megatron's flags for strategy and reference."""
+    strategy_flags: FlagList = msgspec.field(default=FlagList(), name="own")
+    """Megatron's flags for the strategy alone."""
     needs: tuple[str, ...] = msgspec.field(default=(), name="with")
-    """Names of levels of the family without which it is refused."""
+    """Names of levels of the family without which Megatron refuses this level."""
     micro_batches: int | None = None
-    """Of each rank in an iteration; None is what the strategy's samples are."""
+    """Micro batches per rank and iteration; None follows from the layout's samples."""
     optimizer: OptimizerName | None = None
     since: Version | None = None
     before: Version | None = None
     alone: bool = False
-    """In no cell with others: it cannot be trained here, and is tried for the sentence."""
+    """Whether the level is combined with no other level.
+
+    Such a level cannot be trained on CPU ranks. It is verified once, to record the sentence of the refusal.
+    """
 
     @property
     def path(self) -> str:
-        """`factor/name`."""
+        """Feature and level as `factor/name`."""
         return f"{self.factor}/{self.name}"
 
     def is_in(self, megatron: Version) -> bool:
-        """Whether that version has its flags."""
+        """Return True if this version of Megatron has the level's flags."""
         return (self.since is None or self.since <= megatron) and (
             self.before is None or megatron < self.before
         )
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A strategy, with what it asks of the model."""
+    """A strategy with its devices, and with the flags that the strategy needs."""
 
     name: str
     strategy: str
     devices: int = 2
     flags: FlagList = FlagList()
-    """Of strategy and reference."""
-    own: FlagList = FlagList()
-    """Of the strategy alone."""
+    """Flags for strategy and reference."""
+    strategy_flags: FlagList = msgspec.field(default=FlagList(), name="own")
+    """Flags for the strategy alone."""
     samples: int = msgspec.field(default=SAMPLES, name="global_batch")
-    """In an iteration."""
+    """Samples per iteration."""
     families: tuple[str, ...] = ()
-    """Those that it is for; empty is all."""
+    """Names of the families that are verified in this layout; empty means all."""
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,60 +91,64 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     model: str
     factors: dict[str, tuple[Level, ...]]
-    """Levels by feature; the first is the model as it is."""
+    """Levels by feature; the first level is the model's default."""
     base: FlagList = FlagList()
-    """Flags of all its cells."""
+    """Flags of all cells of the family."""
     fuzzed: dict[str, tuple[Level, ...]] = msgspec.field(default_factory=dict, name="fuzz")
-    """Further ones, which only a draw has."""
+    """Further levels by feature, which only `make verify-fuzz` draws."""
     smaller: tuple[FlagList, ...] = ()
-    """Flags that may make its model smaller, in the order in which they are tried."""
+    """Flags that may make the model smaller, in the order in which they are tried."""
     layouts: tuple[Layout, ...] = ()
 
     @property
     def features(self) -> dict[str, tuple[Level, ...]]:
-        """All levels by feature."""
+        """All levels by feature, with those that only `make verify-fuzz` draws."""
         return self.factors | self.fuzzed
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """All that are not a feature's first."""
+        """All levels that are not a feature's default."""
         return tuple(level for levels in self.features.values() for level in levels[1:])
 
-    def is_first(self, level: Level) -> bool:
-        """Whether it is the model as it is."""
+    def is_default(self, level: Level) -> bool:
+        """Return True if the level is its feature's first level, which the model has anyway."""
         return self.features[level.factor][0] == level
 
-    def row(self, levels: Iterable[Level], with_fuzzed: bool = False) -> tuple[Level, ...]:
-        """A level of each feature: these, and the first of the others."""
+    def fill_with_defaults(
+        self, levels: Iterable[Level], with_fuzzed: bool = False
+    ) -> tuple[Level, ...]:
+        """Return one level per feature: these levels, and the defaults of all other features."""
         chosen = {level.factor: level for level in levels}
         features = self.features if with_fuzzed else self.factors
-        return tuple(chosen.get(name, given[0]) for name, given in features.items())
+        return tuple(chosen.get(name, choices[0]) for name, choices in features.items())
 
-    def level(self, path: str) -> Level:
-        """By `factor/name`."""
+    def find_level(self, path: str) -> Level:
+        """Return the level of a path `factor/name`; the level must exist and be no default."""
         return next(level for level in self.levels if level.path == path)
 
-    def with_needs(self, levels: Iterable[Level]) -> tuple[Level, ...]:
-        """The levels and what they need, in the order of the features."""
+    def add_needed_levels(self, levels: Iterable[Level]) -> tuple[Level, ...]:
+        """Return the levels and the levels that they need, in the order of the features."""
         chosen = {level.factor: level for level in levels}
         for level in tuple(chosen.values()):
             for name in level.needs:
-                needed = next(one for one in self.levels if one.name == name)
+                needed = next(candidate for candidate in self.levels if candidate.name == name)
                 chosen.setdefault(needed.factor, needed)
         return tuple(level for level in self.levels if chosen.get(level.factor) == level)
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What is not drawn together: patterns of `family/factor/level`, and at most one of strategies."""
+    """Levels that cannot be combined, in all layouts or in some."""
 
     levels: tuple[str, ...]
+    """Patterns of `family/factor/level`, or of the end of it."""
     layout: str = ""
+    """Pattern of the layouts in which this holds; empty means all layouts."""
     release: str = ""
-    """`major.minor` of the only Megatron in which it is so; empty for all."""
+    """The only Megatron release in which this holds, as `major.minor`; empty means all releases."""
 
     def forbids(self, family: str, paths: Iterable[str], layout: str) -> bool:
-        """Whether these are some that it names."""
+        """Return True if the layout matches and every pattern matches one of the levels' paths."""
         if self.layout and not fnmatchcase(layout, self.layout):
             return False
         names = [f"{family}/{path}" for path in paths]
@@ -147,46 +159,60 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The whole file."""
+    """All families with their layouts, and all exclusions."""
 
     families: tuple[Family, ...]
-    apart: tuple[Exclusion, ...]
+    exclusions: tuple[Exclusion, ...]
 
-    def of(self, megatron: Version) -> Matrix:
-        """As it is for a version."""
+    def select_release(self, megatron: Version) -> Matrix:
+        """Return the matrix with only the exclusions that hold in this version of Megatron."""
         release = f"{megatron.major}.{megatron.minor}"
-        return replace(self, apart=tuple(one for one in self.apart if one.release in ("", release)))
+        exclusions = (
+            exclusion for exclusion in self.exclusions if exclusion.release in ("", release)
+        )
+        return replace(self, exclusions=tuple(exclusions))
 
-    def legal(self, family: Family, levels: Sequence[Level], layout: str = "") -> bool:
-        """Whether levels, one of each feature, may be drawn together in a strategy, or in any."""
+    def is_legal(self, family: Family, levels: Sequence[Level], layout: str = "") -> bool:
+        """Return True if no exclusion forbids the levels in a layout.
+
+        Without a layout, exclusions that hold in some layouts only are not considered.
+        """
         paths = [level.path for level in levels]
         return not any(
-            one.forbids(family.name, paths, layout)
-            for one in self.apart
-            if layout or not one.layout
+            exclusion.forbids(family.name, paths, layout)
+            for exclusion in self.exclusions
+            if layout or not exclusion.layout
         )
 
-    def fitting(self, family: Family, layout: Layout, levels: Iterable[Level]) -> tuple[Level, ...]:
-        """Those levels, with what they need, that may be drawn for a strategy with those before them."""
-        kept: tuple[Level, ...] = ()
+    def select_legal_levels(
+        self, family: Family, layout: Layout, levels: Iterable[Level]
+    ) -> tuple[Level, ...]:
+        """Return the levels, with those that they need, that are legal together in a layout.
+
+        Levels are tried in order: one that is illegal with the levels before it is left out.
+        """
+        legal_levels: tuple[Level, ...] = ()
         for level in levels:
-            tried = family.with_needs((*kept, level))
-            if self.legal(family, family.row(tried, with_fuzzed=True), layout.name):
-                kept = tried
-        return kept
+            candidates = family.add_needed_levels((*legal_levels, level))
+            choice = family.fill_with_defaults(candidates, with_fuzzed=True)
+            if self.is_legal(family, choice, layout.name):
+                legal_levels = candidates
+        return legal_levels
 
 
 class _MatrixFile(msgspec.Struct):
+    """The keys of `examples/matrix.yaml`."""
+
     families: dict[str, Family]
     layouts: dict[str, Layout]
     apart: list[list[str]]
 
 
 def load_matrix() -> Matrix:
-    """Read the file.
+    """Read `examples/matrix.yaml`.
 
     Raises:
-        LaunchError: A key is not known, or a value is not of its kind.
+        LaunchError: A key is unknown, a value has the wrong type, or an exclusion names no layout or two.
     """
     try:
         file = msgspec.convert(
@@ -196,44 +222,56 @@ def load_matrix() -> Matrix:
         raise LaunchError(f"{relative_to_root(MATRIX_FILE)}: {error}; correct it.") from None
     families = []
     for family in file.families.values():
-        suited = (
-            one for one in file.layouts.values() if not one.families or family.name in one.families
+        layouts = tuple(
+            layout
+            for layout in file.layouts.values()
+            if not layout.families or family.name in layout.families
         )
-        families.append(msgspec.structs.replace(family, layouts=tuple(suited)))
-    return Matrix(
-        tuple(families), tuple(_parse_exclusion(names, file.layouts) for names in file.apart)
-    )
+        families.append(msgspec.structs.replace(family, layouts=layouts))
+    exclusions = tuple(_parse_exclusion(names, file.layouts) for names in file.apart)
+    return Matrix(tuple(families), exclusions)
 
 
 def _add_names(file: dict[str, Any]) -> dict[str, Any]:
-    """The file with the names that its keys give."""
+    """Return the file's data with each family, layout and level named as its key."""
     families = {}
-    for name, one in file["families"].items():
+    for name, family in file["families"].items():
         features = {
-            key: {
-                factor: [_parse_level(factor, *given) for given in levels.items()]
-                for factor, levels in one[key].items()
-            }
-            for key in {"factors", "fuzz"} & one.keys()
+            key: _parse_features(family[key]) for key in ("factors", "fuzz") if key in family
         }
-        families[name] = {**one, **features, "name": name}
-    layouts = {name: {**one, "name": name} for name, one in file["layouts"].items()}
+        families[name] = {**family, **features, "name": name}
+    layouts = {name: {**layout, "name": name} for name, layout in file["layouts"].items()}
     return {**file, "families": families, "layouts": layouts}
 
 
-def _parse_level(factor: str, name: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """One that is a text is flags."""
-    fields = given if isinstance(given, dict) else {"flags": given}
+def _parse_features(
+    features: Mapping[str, Mapping[str, str | dict[str, Any]]],
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the fields of each level by feature."""
+    return {
+        factor: [_parse_level(factor, name, value) for name, value in levels.items()]
+        for factor, levels in features.items()
+    }
+
+
+def _parse_level(factor: str, name: str, value: str | dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a level; a value that is a text is the level's flags."""
+    fields = value if isinstance(value, dict) else {"flags": value}
     return {**fields, "factor": factor, "name": name}
 
 
 def _parse_exclusion(names: Sequence[str], layouts: Mapping[str, Layout]) -> Exclusion:
+    """Return an exclusion from its names: levels with a slash, a release as `0.19`, at most one layout.
+
+    Raises:
+        LaunchError: Two names, or one that matches no layout, are neither levels nor a release.
+    """
     levels = tuple(name for name in names if "/" in name)
     releases = [name for name in names if _RELEASE.fullmatch(name)]
-    of_layout = [name for name in names if "/" not in name and name not in releases]
-    matched = any(fnmatchcase(name, pattern) for pattern in of_layout for name in layouts)
-    if len(of_layout) > 1 or (of_layout and not matched):
+    patterns = [name for name in names if "/" not in name and name not in releases]
+    has_match = any(fnmatchcase(name, pattern) for pattern in patterns for name in layouts)
+    if len(patterns) > 1 or (patterns and not has_match):
         raise LaunchError(
             f"{relative_to_root(MATRIX_FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
         )
-    return Exclusion(levels, "".join(of_layout), "".join(releases[:1]))
+    return Exclusion(levels, layout="".join(patterns), release="".join(releases[:1]))

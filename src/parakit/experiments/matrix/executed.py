@@ -1,4 +1,7 @@
-"""`PATCH_FILE=` of a recording: notes the files of Megatron of which a rank executes any function."""
+"""Patch file (`PATCH_FILE=`) that records which files of Megatron a rank executes any function of.
+
+The rank appends the files to `<process id>.txt` in the folder that the variable EXECUTED names.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ _noted_files: set[str] = set()
 
 
 def _note_function(code: CodeType, _: int) -> object:
-    """Called once for each function: DISABLE ends its events, so that a step costs what it does."""
-    at = code.co_filename.rfind(MEGATRON_FOLDER)
-    if at >= 0 and code.co_filename not in _noted_files:
+    """Record the file of a function that starts, and return DISABLE.
+
+    DISABLE ends the events of this function, so that an iteration takes about as long as without the recording.
+    """
+    start = code.co_filename.rfind(MEGATRON_FOLDER)
+    if start >= 0 and code.co_filename not in _noted_files:
         _noted_files.add(code.co_filename)
-        mine = Path(os.environ[variables.EXECUTED]) / f"{os.getpid()}.txt"
-        with mine.open("a") as file:  # Ranks may end without a last word.
-            file.write(code.co_filename[at + 1 :] + "\n")
+        path = Path(os.environ[variables.EXECUTED]) / f"{os.getpid()}.txt"
+        with path.open("a") as file:  # At once: a rank may be killed before its exit handlers run.
+            file.write(code.co_filename[start + 1 :] + "\n")
     return sys.monitoring.DISABLE
 
 

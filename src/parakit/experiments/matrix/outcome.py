@@ -1,7 +1,7 @@
-"""What became of cells, draws and curves, and their files.
+"""Results of cells, draws and loss curves, and the files that store them.
 
-A cell that was verified is `<folder>/<id>.json`; what is kept beside the pages is
-`parity/<version>.jsonl`, and a file more for draws and for curves.
+`make verify-matrix` writes one `<id>.json` per cell into its folder of the runs folder. The results that the pages
+show are stored next to the pages, in `parity/`: the cells in `<version>.jsonl`, draws and curves in further files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parakit.verify import Judgement
 
 
 class CellStatus(StrEnum):
-    """What a cell comes to, the worst last."""
+    """Outcome of a cell, from the best to the worst."""
 
     HELD = "held"
     NOT_COMPARABLE = "not comparable"
@@ -30,13 +30,14 @@ class CellStatus(StrEnum):
     REFUSED = "refused"
     CRASHED = "crashed"
     NOT_JUDGED = "not judged"
-    """The kit itself failed."""
+    """The kit itself raised an error."""
     FLAKY = "flaky"
     DIFFERS = "differs"
 
 
 STATUS_ORDER = list(CellStatus)
 STORED, BF16 = "parity", "dtype/bf16"
+"""Folder of stored results next to the pages; path of the level that trains in bf16."""
 _EXCEPTION = re.compile(r"\b(\w+(?:Error|Exception|Exit))\b")
 _REFUSING_EXCEPTIONS = ("AssertionError", "ValueError", "NotImplementedError")
 _MISSING_SOFTWARE = re.compile(
@@ -50,23 +51,23 @@ _VERDICT_FIELDS = (
 
 @dataclass(frozen=True)
 class StageError:
-    """The largest of a stage."""
+    """The largest errors of a stage of the training step."""
 
     error: float
-    """Relative."""
+    """Relative error."""
     ratio: float
-    """Over its tolerance."""
+    """Error over its tolerance."""
 
 
 @dataclass(frozen=True)
 class CellRecord:
-    """What is kept of a cell."""
+    """Stored result of a cell."""
 
     id: str
     family: str
     layout: str
     levels: tuple[str, ...]
-    """`factor/level`, those that are not a feature's first."""
+    """Paths `factor/level` of the levels that are not a feature's default."""
     command: str
     status: CellStatus
     stage: str | None = None
@@ -76,42 +77,45 @@ class CellRecord:
     error: float | None = None
     tolerance: float | None = None
     worst_ratio: float | None = None
-    """Largest error over tolerance; None where it is infinite, or nothing was compared."""
+    """Largest error over tolerance; None if it is infinite, or if nothing was compared."""
     compared: int = 0
     seen: int = 0
     reason: str | None = None
-    """Why nothing was compared, or how two tries of a flaky cell differ."""
+    """Why nothing was compared, or how the two attempts of a flaky cell differ."""
     stages: Mapping[str, StageError] = field(default_factory=dict)
     seconds: float = 0.0
     date: str = ""
     megatron: str = ""
-    """Version, and commit of a checkout."""
+    """Version of Megatron, and the commit of a checkout."""
     kit: str = ""
-    """Commit."""
+    """Commit of the kit."""
     blamed: tuple[str, ...] | None = None
-    """The fewest levels that are as wrong; empty: the strategy by itself. None: not looked for."""
+    """Paths of the fewest levels that give the same status; empty if the layout alone does.
+
+    None means that these levels were not searched.
+    """
     smallest: str = ""
     """The command of the smallest cell that still differs."""
     finding: str = ""
-    """The known finding that this is."""
+    """Id of the known finding that explains the record; empty if none does."""
     more: tuple[str, ...] = ()
-    """Further flags, of a smaller model: no cell of the tables."""
+    """Flags that make the model smaller; a record with such flags is not shown in the tables."""
     patch: str = ""
-    """Patch files that cured known findings here."""
+    """Patch files that cured known findings in this cell."""
 
     @property
     def is_right(self) -> bool:
-        """Whether all was compared and held."""
+        """True if the cell was compared and held."""
         return self.status is CellStatus.HELD
 
     @property
     def is_wrong(self) -> bool:
-        """Whether tensors differ, each time or sometimes."""
+        """True if tensors differ, in every attempt or in one."""
         return self.status in (CellStatus.DIFFERS, CellStatus.FLAKY)
 
     @property
     def sentence(self) -> str:
-        """In a few words."""
+        """The outcome in a few words; empty if there is nothing to add to the status."""
         if self.status is CellStatus.DIFFERS:
             return f"{self.stage}, {self.module}: {self.kind}"
         if self.is_right:
@@ -120,110 +124,124 @@ class CellRecord:
 
 
 def classify_reason(reason: str) -> CellStatus:
-    """What a sentence means by which a run, or a comparison, did not happen."""
+    """Return the status of a cell in which nothing was compared, from the sentence that says why.
+
+    A run that ended early is *missing* if the sentence names software for GPUs, *refused* if it names an exception
+    by which Megatron refuses arguments, and else *crashed*.
+    """
     if "ended with" not in reason and "was not written" not in reason:
         return CellStatus.NOT_COMPARABLE
     if _MISSING_SOFTWARE.search(reason):
         return CellStatus.MISSING
-    named = _EXCEPTION.search(reason)
-    if named is None:
-        said = any(word in reason for word in (" error: ", "usage: "))
-        return CellStatus.REFUSED if said else CellStatus.CRASHED
-    return CellStatus.REFUSED if named[1] in _REFUSING_EXCEPTIONS else CellStatus.CRASHED
+    exception = _EXCEPTION.search(reason)
+    if exception is None:
+        is_refused = " error: " in reason or "usage: " in reason  # argparse refuses an argument.
+    else:
+        is_refused = exception[1] in _REFUSING_EXCEPTIONS
+    return CellStatus.REFUSED if is_refused else CellStatus.CRASHED
 
 
 def summarise_judgement(judgement: Judgement) -> dict[str, Any]:
-    """Fields of a record without a second try: the verdict's, infinite ones empty, and of each stage
-    the largest error that is finite."""
+    """Return the fields of a `CellRecord` that a judgement decides: status, first wrong tensor, errors by stage.
+
+    An infinite error becomes None; the largest errors of a stage are those of its finite ones.
+    """
     verdict = judgement.verdict
-    found = {name: getattr(verdict, name) for name in _VERDICT_FIELDS}
+    record_fields = {name: getattr(verdict, name) for name in _VERDICT_FIELDS}
     for name in ("error", "worst_ratio"):
-        value = found[name]
-        found[name] = value if value is not None and value < float("inf") else None
-    found["status"] = (
-        classify_reason(verdict.reason or "")
-        if verdict.verdict is VerifyOutcome.NOT_COMPARABLE
-        else CellStatus(verdict.verdict)
-    )
+        value = record_fields[name]
+        record_fields[name] = value if value is not None and value < float("inf") else None
+    if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
+        record_fields["status"] = classify_reason(verdict.reason or "")
+    else:
+        record_fields["status"] = CellStatus(verdict.verdict)
     stages: dict[str, StageError] = {}
-    for one in judgement.compared.comparisons if judgement.compared else ():
-        name = str(one.key[0])
-        before = stages.get(name, StageError(0.0, 0.0))
-        if np.isfinite(one.error) and np.isfinite(one.ratio):
-            stages[name] = StageError(max(before.error, one.error), max(before.ratio, one.ratio))
-    return {**found, "stages": stages}
+    for comparison in judgement.compared.comparisons if judgement.compared else ():
+        error, ratio = comparison.error, comparison.ratio
+        if np.isfinite(error) and np.isfinite(ratio):
+            name = str(comparison.key[0])
+            largest = stages.get(name, StageError(0.0, 0.0))
+            stages[name] = StageError(max(largest.error, error), max(largest.ratio, ratio))
+    return {**record_fields, "stages": stages}
 
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """What the draws of a seed came to."""
+    """Results of `make verify-fuzz` with one seed."""
 
     seed: int
     records: tuple[CellRecord, ...]
-    """Of all that was verified, the tries of shrinking among them."""
+    """Records of all verified cells, also of those that only the search for smaller cells verified."""
     found: tuple[CellRecord, ...]
-    """The least of each draw that differs."""
+    """The smallest cell that differs, for each draw that differs."""
 
 
 @dataclass(frozen=True)
 class CurveDistances:
-    """A strategy's losses against others, each as largest and mean of the absolute differences."""
+    """Distances between loss curves of a layout: largest and mean absolute difference of two curves."""
 
     layout: str
     fp32: tuple[float, float]
-    """From one rank's in fp32."""
+    """Layout in fp32 against one rank in fp32."""
     bf16: tuple[float, float]
-    """From one rank's in bf16."""
+    """Layout in bf16 against one rank in bf16."""
     cost: tuple[float, float]
-    """Of the strategy in bf16 from itself in fp32."""
+    """Layout in bf16 against the same layout in fp32."""
     last_fp32: float
     last_bf16: float
 
 
 def read_json_files[T](folder: Path, pattern: str, kind: type[T]) -> list[T]:
-    """What the files of a folder hold, one JSON each, by their names' order.
+    """Return the decoded JSON files of a folder that match a pattern, sorted by file name.
 
     Raises:
-        msgspec.ValidationError: One is not of this version of the kit.
+        msgspec.ValidationError: Another version of the kit wrote a file.
     """
     return [
         msgspec.json.decode(path.read_bytes(), type=kind) for path in sorted(folder.glob(pattern))
     ]
 
 
-def store_json(folder: Path, name: str, what: object) -> None:
-    """Keep a version's curves or draws beside its cells, in place of what was there."""
-    write_record(_make_stored_path(folder, name), what)
+def store_json(folder: Path, name: str, record: object) -> None:
+    """Write curves, draws or executed files of a version as JSON next to its cells, in place of an older file."""
+    write_record(_make_stored_path(folder, name), record)
 
 
 def store_cells(folder: Path, name: str, records: Iterable[CellRecord]) -> None:
-    """Keep the cells of a version, in place of those with the same id; not those of smaller models."""
+    """Add records to the file of a version, in place of records with the same id.
+
+    Records of smaller models are left out.
+    """
     path = _make_stored_path(folder, f"{name}.jsonl")
-    whole = (one for one in records if not one.more)
-    kept = {one.id: one for one in read_stored_cells(path)} | {one.id: one for one in whole}
-    lines = (msgspec.json.encode(_encode_record(kept[key])) + b"\n" for key in sorted(kept))
+    stored = {record.id: record for record in read_stored_cells(path)}
+    stored |= {record.id: record for record in records if not record.more}
+    lines = (msgspec.json.encode(_encode_record(stored[key])) + b"\n" for key in sorted(stored))
     write_atomically(path, b"".join(lines))
 
 
 def read_stored_cells(path: Path) -> list[CellRecord]:
-    """Cells of a version's file; none where it is not there."""
+    """Return the records in the file of a version; an empty list if there is no file."""
     lines = path.read_bytes().splitlines() if path.is_file() else ()
     return [msgspec.json.decode(line, type=CellRecord) for line in lines]
 
 
 def _make_stored_path(folder: Path, name: str) -> Path:
+    """Return the path of a stored file next to the pages, and make its folder."""
     (folder / STORED).mkdir(parents=True, exist_ok=True)
     return folder / STORED / name
 
 
 def _encode_record(record: CellRecord) -> dict[str, object]:
-    """What is not as it is by default; numbers with as many digits as are read."""
-    blank = {one.name: one.default for one in fields(CellRecord)} | {"stages": {}}
-    values = {name: getattr(record, name) for name in blank}
+    """Return the fields of a record that differ from their defaults; floats have four digits.
+
+    Errors by stage are only stored for cells in bf16, whose table shows them.
+    """
+    defaults = {field.name: field.default for field in fields(CellRecord)} | {"stages": {}}
+    values = {name: getattr(record, name) for name in defaults}
     if BF16 not in record.levels:
         del values["stages"]
     return {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in values.items()
-        if value != blank[name]
+        if value != defaults[name]
     }

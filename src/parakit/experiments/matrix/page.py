@@ -1,7 +1,7 @@
-"""`parity-matrix.md` and `parity-cells.html`: one table a version, what differs, and every cell.
+"""Write the pages `parity-matrix.md` and `parity-cells.html`: the tables of each version, and every cell.
 
-Both are templates over the cells that are kept beside them (`outcome.py`). Of those in `docs/` the matrix is
-committed. The page of cells is not: `make docs` writes it into the site.
+Both pages are templates, filled from the cells that are stored next to them (`outcome.py`). In `docs/` only the
+matrix is committed; `make docs` writes the page of cells into the site.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 
 _MAX_NAMED_KITS = 3
-"""Commits that a title names."""
+"""Commits of the kit that a version's summary lists; more are only counted."""
 
 
 @dataclass(frozen=True)
 class MatrixOfVersion:
-    """All cells of one Megatron."""
+    """All results of one version of Megatron."""
 
     name: str
     records: tuple[CellRecord, ...]
@@ -51,20 +51,20 @@ class MatrixOfVersion:
 
     @cached_property
     def tables(self) -> list[FamilyTable]:
-        """One a family."""
+        """Tables of features × layouts, one per family."""
         return make_tables(self.matrix, self.records)
 
     @property
     def when(self) -> str:
-        """The days on which its cells were verified."""
-        dates = sorted({one.date for one in self.records})
+        """Day on which the cells were verified, or the first and the last day."""
+        dates = sorted({record.date for record in self.records})
         return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
     @property
     def head(self) -> str:
-        """When, which Megatron and which kit."""
-        kits = sorted({one.kit for one in self.records if one.kit})
-        # A matrix may take days, and the kit change meanwhile; each cell's record has its own.
+        """Summary: version of Megatron, days, commits of the kit, and counts of the cells."""
+        kits = sorted({record.kit for record in self.records if record.kit})
+        # A matrix may take days, during which the kit changes; each record names its commit.
         kit = f"kit {', '.join(kits) or DASH}"
         if len(kits) > _MAX_NAMED_KITS:
             kit = f"{len(kits)} states of the kit"
@@ -73,73 +73,83 @@ class MatrixOfVersion:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many pairs of a level and a strategy came to what."""
-        found = [pair for table in self.tables for row in table.rows for pair in row.pairs]
-        pairs = [pair.status for pair in found if not pair.is_open]
+        """Number of pairs of a level and a layout by their status."""
+        pairs = [pair for table in self.tables for row in table.rows for pair in row.pairs]
+        statuses = [pair.status for pair in pairs if not pair.is_open]
         return {
-            "pairs": len(found),
-            **{str(status): pairs.count(status) for status in STATUS_ORDER},
-            "not known which level": len(found) - len(pairs),
-            "in no cell": pairs.count(None),
+            "pairs": len(pairs),
+            **{str(status): statuses.count(status) for status in STATUS_ORDER},
+            "not known which level": len(pairs) - len(statuses),
+            "in no cell": statuses.count(None),
         }
 
     @cached_property
     def known(self) -> list[tuple[Finding, list[CellRecord]]]:
-        """Findings that cells of this version show."""
-        shown = {one.finding for one in self.records if one.finding}
-        return [
-            (finding, [one for one in self.records if one.finding == finding.id])
-            for finding in list_findings()
-            if finding.id in shown
-        ]
+        """Known findings that cells of this version show, each with the records of these cells."""
+        findings = []
+        for finding in list_findings():
+            records = [record for record in self.records if record.finding == finding.id]
+            if records:
+                findings.append((finding, records))
+        return findings
 
     @cached_property
     def new(self) -> list[CellRecord]:
-        """Cells that differ and are no known finding: the smallest of each place and strategy."""
-        found = [one for one in self.records if one.is_wrong and not one.finding]
-        least: dict[tuple[object, ...], CellRecord] = {}
-        for one in sorted(found, key=lambda one: (len(one.levels), len(one.command))):
-            least.setdefault((one.layout, one.blamed or one.levels), one)
-        explained = [one for one in least.values() if one.blamed is not None or len(one.levels) < 2]
-        return explained or list(least.values())
+        """Records that differ and that no known finding explains.
+
+        They are the smallest cells per layout and blamed levels. Cells whose blamed levels are unknown are left
+        out, unless there are no others.
+        """
+        wrong = [record for record in self.records if record.is_wrong and not record.finding]
+        wrong.sort(key=lambda record: (len(record.levels), len(record.command)))
+        smallest: dict[tuple[object, ...], CellRecord] = {}
+        for record in wrong:
+            smallest.setdefault((record.layout, record.blamed or record.levels), record)
+        explained = [
+            record
+            for record in smallest.values()
+            if record.blamed is not None or len(record.levels) < 2
+        ]
+        return explained or list(smallest.values())
 
     @cached_property
     def sentences(self) -> list[tuple[str, list[CellRecord]]]:
-        """What was not compared: each sentence with the cells that it is about, fewest levels first."""
-        found: dict[str, list[CellRecord]] = {}
-        for one in sorted(self.records, key=lambda one: len(one.levels)):
-            if not (one.is_right or one.is_wrong):
-                found.setdefault(f"{one.status}: {one.reason}", []).append(one)
-        return sorted(found.items())
+        """Reasons why cells were not compared, each with the records of these cells, fewest levels first."""
+        records_by_reason: dict[str, list[CellRecord]] = {}
+        for record in sorted(self.records, key=lambda record: len(record.levels)):
+            if not (record.is_right or record.is_wrong):
+                reason = f"{record.status}: {record.reason}"
+                records_by_reason.setdefault(reason, []).append(record)
+        return sorted(records_by_reason.items())
 
     @cached_property
     def bf16(self) -> tuple[list[str], dict[str, list[float | None]]]:
-        """What bf16 costs by stage, for the strategies of the first family."""
+        """Layouts of the first family, and by stage the cost of bf16 in each (see `compute_bf16_costs`)."""
         first = self.tables[0]
-        own = [one for one in self.records if one.family == first.family.name]
-        return list(first.layouts), compute_bf16_costs(own, first.layouts)
+        records = [record for record in self.records if record.family == first.family.name]
+        return list(first.layouts), compute_bf16_costs(records, first.layouts)
 
 
 def format_counts(records: Sequence[CellRecord]) -> str:
-    """How many cells came to what: `3 held, 1 differs`."""
-    found = Counter(one.status for one in records)
-    return ", ".join(f"{found[status]} {status}" for status in STATUS_ORDER if found[status])
+    """Return the number of cells per status, such as `3 held, 1 differs`; empty without cells."""
+    counts = Counter(record.status for record in records)
+    return ", ".join(f"{counts[status]} {status}" for status in STATUS_ORDER if counts[status])
 
 
 def make_overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
-    """What the pairs of each version came to: a head and a row a version, without columns of zeros."""
-    kinds = [kind for one in versions[:1] for kind in one.counts]
-    kinds = [kind for kind in kinds if any(one.counts[kind] for one in versions)]
+    """Return the table of pairs per status: a header, and a row per version; columns of zeros are left out."""
+    kinds = list(versions[0].counts) if versions else []
+    kinds = [kind for kind in kinds if any(version.counts[kind] for version in versions)]
     rows = (
         [
-            one.name,
-            one.records[0].megatron,
-            one.when,
-            ", ".join(table.family.name for table in one.tables),
-            str(len(one.records)),
-            *(str(one.counts[kind]) for kind in kinds),
+            version.name,
+            version.records[0].megatron,
+            version.when,
+            ", ".join(table.family.name for table in version.tables),
+            str(len(version.records)),
+            *(str(version.counts[kind]) for kind in kinds),
         ]
-        for one in versions
+        for version in versions
     )
     return [["version", "Megatron", "verified", "families", "cells", *kinds], *rows]
 
@@ -182,24 +192,24 @@ def _read_versions(folder: Path, matrix: Matrix) -> list[MatrixOfVersion]:
 
 def _write_page(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path:
     """Render the template of a page and write the page into a folder; return its path."""
-    legend = [(status.replace(" ", "-"), *said) for status, said in LEGEND.items()]
+    legend = [(status.replace(" ", "-"), *texts) for status, texts in LEGEND.items()]
     order = list(FindingStatus)
-    judged = sorted(list_findings(), key=lambda one: order.index(one.verdict))
-    given = {
+    judged = sorted(list_findings(), key=lambda finding: order.index(finding.verdict))
+    values = {
         **_TEMPLATE_NAMES,
         "versions": versions,
         "legend": legend,
         "overview": make_overview(versions),
     }
     template = environment(_TEMPLATES).overlay(autoescape=name == HTML)
-    text = template.get_template(f"{name}.j2").render(**given, judged=judged)
+    text = template.get_template(f"{name}.j2").render(**values, judged=judged)
     path = folder / name
     write_atomically(path, text)
     return path
 
 
 def _parse_release(name: str) -> Version:
-    """A commit is before all releases."""
+    """Return the version of a file's name; a commit counts as older than all releases."""
     try:
         return Version(name)
     except InvalidVersion:
@@ -207,27 +217,32 @@ def _parse_release(name: str) -> Version:
 
 
 def _make_table_rows(version: MatrixOfVersion, table: FamilyTable) -> list[list[str]]:
-    """A table's rows in Markdown: a feature's name once, and each pair with a link to its cell."""
-    lines, before = [], ""
+    """Return the Markdown rows of a table: feature, level, and a text per layout.
+
+    Consecutive rows of one feature name the feature once. What is not right links to its cell on the HTML page.
+    """
+    rows, previous = [], ""
     for row in table.rows:
-        cells = (
-            pair.text
-            if pair.record is None or pair.record.is_right
-            else f"[{pair.text}]({HTML}#{version.name}.{pair.record.id})"
-            for pair in row.pairs
-        )
+        texts = []
+        for pair in row.pairs:
+            if pair.record is None or pair.record.is_right:
+                texts.append(pair.text)
+            else:
+                texts.append(f"[{pair.text}]({HTML}#{version.name}.{pair.record.id})")
         factor = row.level.factor
-        lines.append([factor if factor != before else "", row.level.name, *cells])
-        before = factor
-    return lines
+        rows.append([factor if factor != previous else "", row.level.name, *texts])
+        previous = factor
+    return rows
 
 
 def _format_layouts(records: Iterable[CellRecord]) -> str:
-    """Families with their strategies, each once."""
-    found: dict[str, dict[str, None]] = {}
-    for one in records:
-        found.setdefault(one.family, {})[one.layout] = None
-    return ", ".join(f"{family} in {', '.join(layouts)}" for family, layouts in found.items())
+    """Return the families of the records, each with its layouts: `dense in tp2, pp2`."""
+    layouts_by_family: dict[str, dict[str, None]] = {}
+    for record in records:
+        layouts_by_family.setdefault(record.family, {})[record.layout] = None
+    return ", ".join(
+        f"{family} in {', '.join(layouts)}" for family, layouts in layouts_by_family.items()
+    )
 
 
 _TEMPLATE_NAMES = {
@@ -241,4 +256,4 @@ _TEMPLATE_NAMES = {
     "counts_of": format_counts,
     "plain": str,
 }
-"""What the templates use."""
+"""Functions and constants that the templates use, by the name that the templates give them."""

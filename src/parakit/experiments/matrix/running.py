@@ -1,8 +1,8 @@
-"""Verify cells, leave one JSON each; what is wrong is shrunk, and the rest covered again.
+"""Verify cells of the parity matrix, store one JSON record per cell, and shrink the cells that are wrong.
 
-A cell that exists is not verified anew, so a matrix that was interrupted continues where it was. A cell
-that differs is verified twice. Of one that is not right the fewest levels are looked for that are as
-wrong; the cell is then verified again without each of them, so that no other level goes uncovered.
+A cell that has a record is not verified again, so an interrupted matrix continues where it stopped. A cell that
+differs is verified twice. For a cell that is not right, the fewest levels with the same outcome are searched: they
+are blamed. The cell is then verified without each blamed level, so that its other levels are covered, too.
 """
 
 from __future__ import annotations
@@ -33,70 +33,82 @@ from parakit.launch import Options, find_entry, read_kit_commit
 from parakit.verify import Finding, refuse_comparison
 
 VerifyCell = Callable[[MatrixCell], CellRecord]
-"""Verifies a cell once."""
-_REASON_LENGTH = 600
-_LOG = re.compile(r" The log is \S+$")
-"""Which is removed with the cell's tensors."""
+"""Function that verifies a cell and returns the cell's record."""
+_MAX_REASON_LENGTH = 600
+"""Characters of a reason that a record stores."""
+_LOG_PATH = re.compile(r" The log is \S+$")
+"""The end of a reason that names a log. The log is removed with the cell's tensors."""
 
 
 @dataclass
 class CellVerifier:
-    """Verifies cells of one Megatron."""
+    """Function that verifies a cell with one version of Megatron."""
 
     verifier: Verifier
     options: Options
     known: tuple[Finding, ...] = ()
-    """Bugs of this Megatron."""
-    _reference: tuple[object, ...] = field(default=(), init=False)
+    """Known bugs of this version of Megatron."""
+    _reference_key: tuple[object, ...] = field(default=(), init=False)
+    """Key of the reference that `verifier` stores."""
 
     def __call__(self, cell: MatrixCell) -> CellRecord:
-        """Verify a cell; one that differs twice, unless that is a known finding."""
+        """Verify a cell and return its record.
+
+        A crash is tried once more, because a rank may be killed under load. A difference that no known finding
+        explains is verified a second time: if the outcomes differ, the cell is flaky.
+        """
         began = time.monotonic()
-        record = self._once(cell)
+        record = self._verify_once(cell)
         if record.status is CellStatus.CRASHED:
-            record = self._once(cell)  # Under load a rank may be killed.
-        finding = self._finding(cell, record)
+            record = self._verify_once(cell)
+        finding = self._find_finding(cell, record)
         if record.status is CellStatus.DIFFERS and not finding:
-            self.verifier.forget()
-            again = self._once(cell)
-            places = [(one.status, one.stage, one.module) for one in (record, again)]
-            if places[0] != places[1]:
-                said = f"first {record.sentence}; then {again.status}: {again.sentence}"
-                record = replace(record, status=CellStatus.FLAKY, reason=said)
+            self.verifier.remove_references()
+            second = self._verify_once(cell)
+            if _summarise_outcome(record) != _summarise_outcome(second):
+                reason = f"first {record.sentence}; then {second.status}: {second.sentence}"
+                record = replace(record, status=CellStatus.FLAKY, reason=reason)
         return replace(record, seconds=round(time.monotonic() - began, 1), finding=finding)
 
-    def _finding(self, cell: MatrixCell, record: CellRecord) -> str:
-        """The known one that a cell without its patch shows; empty if there is none."""
+    def _find_finding(self, cell: MatrixCell, record: CellRecord) -> str:
+        """Return the id of the known finding that explains a record; empty if none does."""
         if record.status in (CellStatus.CRASHED, CellStatus.REFUSED):
-            ends = (one.id for one in self.known if one.fails and one.fails in str(record.reason))
-            return next(ends, "")
+            for finding in self.known:
+                if finding.fails and finding.fails in str(record.reason):
+                    return finding.id
+            return ""
         if record.status is not CellStatus.DIFFERS:
             return ""
-        shown = (one for one in find_uncured(cell, self.known) if not one.fails)
-        return next((one.id for one in shown if one.stage in (None, record.stage)), "")
+        for finding in find_uncured(cell, self.known):
+            if not finding.fails and finding.stage in (None, record.stage):
+                return finding.id
+        return ""
 
-    def _once(self, cell: MatrixCell) -> CellRecord:
-        if cell.reference != self._reference:
-            self.verifier.forget()
-            self._reference = cell.reference
+    def _verify_once(self, cell: MatrixCell) -> CellRecord:
+        """Verify a cell and return its record; the stored reference is used if the cell has the same."""
+        if cell.reference_key != self._reference_key:
+            self.verifier.remove_references()
+            self._reference_key = cell.reference_key
         try:
-            found = summarise_judgement(self.verifier.verify(cell.pair(self.options), both=True))
+            pair = cell.make_pair(self.options)
+            outcome = summarise_judgement(self.verifier.verify(pair, both=True))
         except LaunchError as error:
-            found = summarise_judgement(refuse_comparison(str(error)))
-        except Exception as error:  # One cell that cannot be judged does not stop the rest.
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-            found = {"status": CellStatus.NOT_JUDGED, "reason": said}
-        found["reason"] = _LOG.sub("", found["reason"] or "")[:_REASON_LENGTH] or None
+            outcome = summarise_judgement(refuse_comparison(str(error)))
+        except Exception as error:  # One cell that cannot be judged must not stop the matrix.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            source = f"{Path(frame.filename).name}:{frame.lineno}"
+            reason = f"{type(error).__name__}: {error} ({source})"
+            outcome = {"status": CellStatus.NOT_JUDGED, "reason": reason}
+        outcome["reason"] = _LOG_PATH.sub("", outcome["reason"] or "")[:_MAX_REASON_LENGTH] or None
         entry = find_entry(self.options.megatron_lm)
         commit = f" ({entry.megatron_commit})" if entry.megatron_commit else ""
         return CellRecord(
-            cell.id,
-            cell.family.name,
-            cell.layout.name,
-            tuple(level.path for level in cell.levels),
-            cell.command("<checkout>" if self.options.megatron_lm else ""),
-            **found,
+            id=cell.id,
+            family=cell.family.name,
+            layout=cell.layout.name,
+            levels=tuple(level.path for level in cell.levels),
+            command=cell.format_command("<checkout>" if self.options.megatron_lm else ""),
+            **outcome,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             megatron=f"{entry.megatron_version}{commit}",
             kit=read_kit_commit() or "",
@@ -105,127 +117,147 @@ class CellVerifier:
         )
 
 
+def _summarise_outcome(record: CellRecord) -> tuple[CellStatus, str | None, str | None]:
+    """Return a record's status, and stage and module of its first wrong tensor."""
+    return record.status, record.stage, record.module
+
+
 @dataclass
 class MatrixRun:
-    """Cells of one version, and the folder that keeps them."""
+    """The records of one version of Megatron, and the folder that stores them."""
 
     folder: Path
     verify: VerifyCell
     console: Console
     deadline: float | None = None
-    """`time.monotonic` after which no further cell is begun."""
+    """Value of `time.monotonic` after which no further cell is verified; None is no limit."""
     records: dict[str, CellRecord] = field(init=False)
+    """Records by the id of their cell."""
 
     def __post_init__(self) -> None:
+        """Read the records that the folder holds already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.records = {one.id: one for one in read_json_files(self.folder, "*.json", CellRecord)}
+        stored = read_json_files(self.folder, "*.json", CellRecord)
+        self.records = {record.id: record for record in stored}
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no time left."""
+        """True if the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def run(self, cells: Iterable[MatrixCell]) -> bool:
-        """Verify cells and what follows from them; False where the time was over before the end.
-
-        Those that need no explanation come first: every pair once, then the reasons.
-        """
-        wrong: list[MatrixCell] = []
-        left = iter(cells)
+        """Verify cells, then find out which levels make the wrong ones wrong; False if the time ended first."""
+        unexplained: list[MatrixCell] = []
+        to_verify = iter(cells)
         while not self.is_over:
-            cell = next(left, None)
+            cell = next(to_verify, None)
             if cell is not None:
-                record = self.record(cell)
+                record = self.get_record(cell)
                 if cell.levels and not record.is_right and not record.finding:
-                    wrong.append(cell)
-            elif wrong:
-                left = self._explained(wrong.pop(0))
+                    unexplained.append(cell)
+            elif unexplained:
+                to_verify = self._explain(unexplained.pop(0))
             else:
                 return True
         return False
 
-    def record(self, cell: MatrixCell) -> CellRecord:
-        """A cell's record: as it is kept, or verified now."""
+    def get_record(self, cell: MatrixCell) -> CellRecord:
+        """Return the record of a cell; a cell without a record is verified, stored and printed."""
         if cell.id in self.records:
             return self.records[cell.id]
-        record = self._keep(self.verify(cell))
+        record = self._store(self.verify(cell))
         style = {CellStatus.HELD: "green", CellStatus.DIFFERS: "red"}.get(record.status, "yellow")
         levels = " ".join(path.partition("/")[2] for path in record.levels) or "as it is"
         line = f"{record.status}: {record.layout} {record.family}, {levels}: {record.sentence}"
         say(self.console, f"{line} ({record.seconds:.0f} s)", style)
         return record
 
-    def draw(self, cells: Iterator[MatrixCell]) -> Iterator[CellRecord]:
-        """Verify draws until the time is over; gives the least of each that differs."""
+    def verify_draws(self, cells: Iterator[MatrixCell]) -> Iterator[CellRecord]:
+        """Verify cells until the time is over; yield, for each that differs, the smallest that differs, too."""
         while not self.is_over:
             cell = next(cells)
-            record = self.record(cell)
+            record = self.get_record(cell)
             if record.status is CellStatus.DIFFERS and not record.finding:
-                least = self.shrunk(cell.only(self.blamed(cell, record)))
-                yield replace(self.record(least), smallest=least.command())
+                blamed = self.find_blamed_levels(cell, record)
+                smallest = self.shrink_model(cell.keep_levels(blamed))
+                yield replace(self.get_record(smallest), smallest=smallest.format_command())
 
-    def _keep(self, record: CellRecord) -> CellRecord:
+    def _store(self, record: CellRecord) -> CellRecord:
+        """Write a record to the folder, in place of an older one, and return the record."""
         write_record(self.folder / f"{record.id}.json", record)
         self.records[record.id] = record
         return record
 
-    def _explained(self, cell: MatrixCell) -> Iterator[MatrixCell]:
-        """Look for the levels that make a cell wrong; gives the cells that cover the others again."""
-        record = self.record(cell)
+    def _explain(self, cell: MatrixCell) -> Iterator[MatrixCell]:
+        """Store the levels that make a cell wrong; yield the cell without each of them.
+
+        Nothing is stored or yielded if the time ends during the search.
+        """
+        record = self.get_record(cell)
         if record.blamed is None:
-            blamed = self.blamed(cell, record)
+            blamed = self.find_blamed_levels(cell, record)
             if self.is_over:
                 return
-            paths, least = tuple(level.path for level in blamed), ""
+            paths, smallest = tuple(level.path for level in blamed), ""
             if record.status is CellStatus.DIFFERS:
-                least = self.shrunk(cell.only(blamed)).command()
+                smallest = self.shrink_model(cell.keep_levels(blamed)).format_command()
                 if self.is_over:
                     return
-            record = self._keep(replace(record, blamed=paths, smallest=least))
+            record = self._store(replace(record, blamed=paths, smallest=smallest))
             self.console.print(f"  because of {', '.join(paths) or cell.layout.name}")
         for path in record.blamed or ():
-            yield cell.without(cell.family.level(path))
+            yield cell.remove_level(cell.family.find_level(path))
 
-    def blamed(self, cell: MatrixCell, record: CellRecord) -> tuple[Level, ...]:
-        """The fewest levels of a cell that come to the same."""
-        return minimize_parts(cell.levels, lambda levels: self._is_as(cell.only(levels), record))
+    def find_blamed_levels(self, cell: MatrixCell, record: CellRecord) -> tuple[Level, ...]:
+        """Return the fewest levels of a cell that give the record's status; empty if the layout alone does."""
+        return minimize_parts(
+            cell.levels, lambda levels: self._has_status(cell.keep_levels(levels), record.status)
+        )
 
-    def shrunk(self, cell: MatrixCell) -> MatrixCell:
-        """The smallest model and the fewest flags that differ as a cell does."""
-        record, least = self.record(cell), cell
+    def shrink_model(self, cell: MatrixCell) -> MatrixCell:
+        """Return the cell with all of its family's `smaller` flags under which the status stays the same."""
+        status, smallest = self.get_record(cell).status, cell
         for flags in cell.family.smaller:
-            smaller = replace(least, more=(*least.more, *flags))
-            least = smaller if self._is_as(smaller, record) else least
-        return least
+            smaller = replace(smallest, more=(*smallest.more, *flags))
+            if self._has_status(smaller, status):
+                smallest = smaller
+        return smallest
 
-    def _is_as(self, cell: MatrixCell, record: CellRecord) -> bool:
-        """Whether a cell comes to what a record says; not where there is no time to find out."""
-        return not self.is_over and self.record(cell).status is record.status
+    def _has_status(self, cell: MatrixCell, status: CellStatus) -> bool:
+        """Return True if a cell has this status; False if no time is left to verify it."""
+        return not self.is_over and self.get_record(cell).status is status
 
 
-def minimize_parts[T](parts: Sequence[T], shows: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """The parts of which none can be left out; all of them show it, and none of them alone may.
+def minimize_parts[T](
+    parts: Sequence[T], is_failing: Callable[[tuple[T, ...]], bool]
+) -> tuple[T, ...]:
+    """Return a minimal subset of `parts` that still fails: no single part of the result can be left out.
 
-    Zeller and Hildebrandt's ddmin (IEEE TSE 28, 2002): halves first, so that one guilty part of n is
-    found in about 2·log2(n) tries.
+    This is ddmin of Zeller and Hildebrandt (IEEE TSE 28, 2002). It tries halves first, so that one guilty part
+    among n is found in about 2·log2(n) tests. `parts` themselves are taken to fail.
     """
-    if not parts or shows(()):
+    if not parts or is_failing(()):
         return ()
-    kept, pieces = tuple(parts), 2
-    while len(kept) > 1:
-        size = -(-len(kept) // pieces)
-        chunks = [kept[at : at + size] for at in range(0, len(kept), size)]
-        smaller = next((chunk for chunk in chunks if len(chunk) < len(kept) and shows(chunk)), None)
-        if smaller is not None:
-            kept, pieces = smaller, 2
+    subset, num_chunks = tuple(parts), 2
+    while len(subset) > 1:
+        size = -(-len(subset) // num_chunks)
+        starts = range(0, len(subset), size)
+        chunks = [subset[start : start + size] for start in starts]
+        chunk = next(
+            (part for part in chunks if len(part) < len(subset) and is_failing(part)), None
+        )
+        if chunk is not None:
+            subset, num_chunks = chunk, 2
             continue
-        rests = ((*kept[:at], *kept[at + size :]) for at in range(0, len(kept), size))
-        # Of two halves each is the other's rest, and was tried.
-        rest = next((one for one in rests if one and len(chunks) > 2 and shows(one)), None)
-        if rest is not None:
-            kept, pieces = rest, max(pieces - 1, 2)
+        complement = None
+        # The complement of one of two halves is the other half, which was tested above.
+        if len(chunks) > 2:
+            complements = ((*subset[:start], *subset[start + size :]) for start in starts)
+            complement = next((part for part in complements if part and is_failing(part)), None)
+        if complement is not None:
+            subset, num_chunks = complement, max(num_chunks - 1, 2)
         elif size == 1:
             break
         else:
-            pieces = min(len(kept), 2 * pieces)
-    return kept
+            num_chunks = min(len(subset), 2 * num_chunks)
+    return subset

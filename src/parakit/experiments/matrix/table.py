@@ -1,4 +1,4 @@
-"""Features × strategies: for each pair of a level and a strategy what its cells say together."""
+"""Make the tables of features × layouts: for each pair of a level and a layout, what its cells show together."""
 
 from __future__ import annotations
 
@@ -13,48 +13,50 @@ from parakit.experiments.matrix.outcome import BF16, STATUS_ORDER, CellRecord, C
 
 @dataclass(frozen=True)
 class LevelResult:
-    """A level in a strategy."""
+    """Result of a level in a layout, over all cells that have both."""
 
     record: CellRecord | None = None
-    """The cell that says what it comes to; None: in no cell."""
+    """Record of the cell that decides the result; None if no cell has the pair."""
     ratio: float | None = None
-    """Of what held, the largest error over tolerance."""
-    beside: tuple[str, ...] = ()
-    """Levels with which alone it is wrong."""
+    """Largest error over tolerance among the cells that held; None if the result is not that they held."""
+    partners: tuple[str, ...] = ()
+    """Paths of the other levels that are blamed together with this one; empty if this level alone is."""
     is_open: bool = False
-    """Whether any level of the cell may be to blame: it was not found out yet."""
+    """Whether any level of the cell may be to blame, because the search has not been made yet."""
 
     @property
     def status(self) -> CellStatus | None:
-        """What it comes to; None: in no cell."""
+        """Status of the deciding cell; None if no cell has the pair."""
         return self.record.status if self.record else None
 
     @property
     def text(self) -> str:
-        """In a table's cell."""
+        """Text of the Markdown table's cell."""
         if self.record is None:
             return "–"
         if self.record.is_right:
             return f"✓{'ᵖ' if self.record.patch else ''} {self.ratio or 0:.2f}"
-        mark = LEGEND[self.record.status][0]
+        sign = LEGEND[self.record.status][0]
         if self.is_open:
-            return f"{mark}?"
-        names = ", ".join(path.partition("/")[2] for path in self.beside)
-        return f"{mark} with {names}" if names else mark
+            return f"{sign}?"
+        names = ", ".join(path.partition("/")[2] for path in self.partners)
+        return f"{sign} with {names}" if names else sign
 
     @property
     def short(self) -> str:
-        """Where columns are narrow."""
+        """Short text for the HTML table: the ratio of cells that held, such as `.42`, else the sign of the status."""
         if self.record and self.record.is_right:
             ratio = "0" if not self.ratio else f"{self.ratio:.2f}".lstrip("0")
             return f"{ratio}ᵖ" if self.record.patch else ratio
-        return f"{LEGEND[self.record.status][0]}*" if self.record and self.beside else self.text
+        if self.record and self.partners:
+            return f"{LEGEND[self.record.status][0]}*"
+        return self.text
 
     @property
     def sentence(self) -> str:
-        """All of it, where there is room."""
+        """Status and outcome in full."""
         if self.record is None:
-            return "not tried"
+            return "untested"
         return f"{self.record.status}: {self.record.sentence}"
 
 
@@ -68,12 +70,12 @@ LEGEND = {
     CellStatus.FLAKY: ("~", "not the same twice"),
     CellStatus.DIFFERS: ("✗", "differs"),
 }
-"""Each status' sign in a table, and what that means."""
+"""Sign of each status in a table, and its meaning."""
 
 
 @dataclass(frozen=True)
 class LevelRow:
-    """One level in all strategies."""
+    """One level with its results in all layouts."""
 
     level: Level
     pairs: tuple[LevelResult, ...]
@@ -81,7 +83,7 @@ class LevelRow:
 
 @dataclass(frozen=True)
 class FamilyTable:
-    """One family's features × strategies."""
+    """Table of one family: a row per level, a column per layout."""
 
     family: Family
     layouts: tuple[str, ...]
@@ -89,91 +91,95 @@ class FamilyTable:
 
 
 def make_tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTable]:
-    """A table a family of which something was verified; strategies that were.
+    """Return a table per family that has records, with the layouts that have records.
 
-    Of the levels those whose flags the records' Megatron knows.
+    Levels whose flags the records' version of Megatron does not have are left out.
     """
-    found = list(records)
-    megatron = Version(found[0].megatron.split()[0]) if found else Version("0")
-    made = []
+    all_records = list(records)
+    megatron = Version(all_records[0].megatron.split()[0]) if all_records else Version("0")
+    tables = []
     for family in matrix.families:
-        own = [one for one in found if one.family == family.name]
-        names = {one.layout for one in own}
-        layouts = tuple(one.name for one in family.layouts if one.name in names)
-        if layouts:
-            rows = (
-                LevelRow(
-                    level, tuple(judge_level(family, level, layout, own) for layout in layouts)
-                )
-                for levels in family.factors.values()
-                for level in levels
-                if level.is_in(megatron)
-            )
-            made.append(FamilyTable(family, layouts, tuple(rows)))
-    return made
+        family_records = [record for record in all_records if record.family == family.name]
+        names = {record.layout for record in family_records}
+        layouts = tuple(layout.name for layout in family.layouts if layout.name in names)
+        if not layouts:
+            continue
+        rows = []
+        for level in (level for levels in family.factors.values() for level in levels):
+            if level.is_in(megatron):
+                results = (judge_level(family, level, layout, family_records) for layout in layouts)
+                rows.append(LevelRow(level, tuple(results)))
+        tables.append(FamilyTable(family, layouts, tuple(rows)))
+    return tables
 
 
 def judge_level(
     family: Family, level: Level, layout: str, records: Iterable[CellRecord]
 ) -> LevelResult:
-    """What the cells of a strategy that have a level say of it.
+    """Return the result of a level in a layout, from the records of the cells that have both.
 
-    A wrong cell counts against the levels that are to blame for it; until these are known it counts
-    against none that is right in another cell.
+    A wrong cell counts against the levels that are blamed for it. As long as no level is blamed, it counts against
+    none that is right in another cell.
     """
-    first = family.is_first(level)
+    is_default = family.is_default(level)
 
-    def has(record: CellRecord) -> bool:
-        own = [path for path in record.levels if path.startswith(f"{level.factor}/")]
-        return record.layout == layout and own == ([] if first else [level.path])
+    def has_level(record: CellRecord) -> bool:
+        paths = [path for path in record.levels if path.startswith(f"{level.factor}/")]
+        return record.layout == layout and paths == ([] if is_default else [level.path])
 
-    having = [one for one in records if has(one)]
-    wrong = [one for one in having if not one.is_right]
-    blamed = [one for one in wrong if _is_to_blame(one, level, first)]
+    level_records = [record for record in records if has_level(record)]
+    right = [record for record in level_records if record.is_right]
+    wrong = [record for record in level_records if not record.is_right]
+    blamed = [record for record in wrong if _is_to_blame(record, level, is_default)]
     if blamed:
-        return LevelResult(max(blamed, key=lambda one: STATUS_ORDER.index(one.status)))
-    held = [one for one in having if one.is_right]
-    beside = [one for one in wrong if level.path in (one.blamed or ())]
-    if held and beside:
-        others = tuple(path for path in beside[0].blamed or () if path != level.path)
-        return LevelResult(beside[0], beside=others)
-    if held:
-        # A cell without a patch says more.
-        unpatched = [one for one in held if not one.patch] or held
-        ratio = max(one.worst_ratio or 0.0 for one in held)
-        return LevelResult(max(unpatched, key=lambda one: one.worst_ratio or 0.0), ratio)
-    unexplained = [one for one in wrong if one.blamed is None and not one.finding]
+        return LevelResult(max(blamed, key=lambda record: STATUS_ORDER.index(record.status)))
+    blamed_together = [record for record in wrong if level.path in (record.blamed or ())]
+    if right and blamed_together:
+        record = blamed_together[0]
+        partners = tuple(path for path in record.blamed or () if path != level.path)
+        return LevelResult(record, partners=partners)
+    if right:
+        # A cell that held without a patch shows more than one that needed a patch.
+        unpatched = [record for record in right if not record.patch] or right
+        ratio = max(record.worst_ratio or 0.0 for record in right)
+        return LevelResult(max(unpatched, key=lambda record: record.worst_ratio or 0.0), ratio)
+    unexplained = [record for record in wrong if record.blamed is None and not record.finding]
     if unexplained:
-        least = min(unexplained, key=lambda one: (len(one.levels), -STATUS_ORDER.index(one.status)))
-        return LevelResult(least, is_open=len(least.levels) > 1)
+        simplest = min(
+            unexplained,
+            key=lambda record: (len(record.levels), -STATUS_ORDER.index(record.status)),
+        )
+        return LevelResult(simplest, is_open=len(simplest.levels) > 1)
     return LevelResult()
 
 
-def _is_to_blame(record: CellRecord, level: Level, first: bool) -> bool:
-    """Whether the level alone, or the strategy as it is, is as wrong."""
+def _is_to_blame(record: CellRecord, level: Level, is_default: bool) -> bool:
+    """Return True if a wrong record is as wrong with this level alone, or with no level at all."""
     if record.blamed is not None:
         return record.blamed == (level.path,) or not record.blamed
-    # A known finding, or a level by itself: nothing else is there to blame.
-    return (
-        not first
-        and record.levels[-1:] == (level.path,)
-        and bool(record.finding or len(record.levels) == 1)
-    )
+    if is_default or record.levels[-1:] != (level.path,):
+        return False
+    # The cell of a known finding, and a cell with this level only, leave no other level to blame.
+    return bool(record.finding or len(record.levels) == 1)
 
 
 BF16_EPSILON = 2.0**-8
-"""bf16's rounding, half the distance from 1 to the next number: it keeps 8 bits."""
+"""Largest relative rounding error of bf16, which has 8 significant bits."""
 
 
 def compute_bf16_costs(
     records: Iterable[CellRecord], layouts: Sequence[str]
 ) -> dict[str, list[float | None]]:
-    """By stage and strategy the largest relative error of a family's cells in bf16 that held, over
-    `EPSILON`."""
-    found: dict[str, dict[str, float]] = {}
-    for one in records:
-        if one.is_right and BF16 in one.levels:
-            for stage, error in one.stages.items():
-                before = found.setdefault(stage, {}).get(one.layout, 0.0)
-                found[stage][one.layout] = max(before, error.error / BF16_EPSILON)
-    return {stage: [row.get(name) for name in layouts] for stage, row in found.items()}
+    """Return, by stage and in the order of `layouts`, the largest relative error over `BF16_EPSILON`.
+
+    Only records in bf16 that held count; None means that a layout has none with this stage.
+    """
+    costs: dict[str, dict[str, float]] = {}
+    for record in records:
+        if not record.is_right or BF16 not in record.levels:
+            continue
+        for stage, error in record.stages.items():
+            costs_by_layout = costs.setdefault(stage, {})
+            cost = error.error / BF16_EPSILON
+            costs_by_layout[record.layout] = max(costs_by_layout.get(record.layout, 0.0), cost)
+    return {stage: [row.get(name) for name in layouts] for stage, row in costs.items()}

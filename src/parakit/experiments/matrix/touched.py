@@ -1,7 +1,7 @@
-"""Which cells a change of Megatron can have touched: those that execute a file of it.
+"""Select the cells that a change of Megatron can affect: those that execute a changed file.
 
-What a strategy and a level execute is recorded once for all (`make verify-matrix ARGS=--executed`) and kept
-beside the cells of its version; a cell executes what its strategy and its levels do.
+`make verify-matrix ARGS=--executed` records once which files each layout and each level executes. The record is
+stored with the cells of the version. A cell executes the files of its family, its layout and its levels.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.launch import Options, read_patch_file
 
 ExecutedFiles = Mapping[str, frozenset[str]]
-"""Files from the folder that holds `megatron`, by `family/strategy` and `family/factor/level`; what all
-of a family execute, by `family`."""
+"""Executed files, relative to the folder that holds `megatron`, by component.
+
+Components are `family/layout` and `family/factor/level`. Files that all components of a family execute are stored
+once, under `family`.
+"""
 RECORDER = Path(__file__).with_name("executed.py")
 
 
 def list_component_names(cell: MatrixCell) -> list[str]:
-    """By which it is known what a cell executes."""
+    """Return the components of a cell, as named in `ExecutedFiles`: family, layout and levels."""
     parts = (cell.layout.name, *(level.path for level in cell.levels))
     return [cell.family.name, *(f"{cell.family.name}/{part}" for part in parts)]
 
@@ -37,91 +40,106 @@ def list_component_names(cell: MatrixCell) -> list[str]:
 def add_executed_files(
     executed: ExecutedFiles, name: str, files: frozenset[str]
 ) -> dict[str, frozenset[str]]:
-    """The same with one name more, and what all of its family execute once."""
+    """Return `executed` with one more component, `name`, which executes `files`.
+
+    Files that all components of its family execute are moved to the family's entry.
+    """
     family = name.partition("/")[0]
-    own = [one for one in executed if one.startswith(f"{family}/")]
-    whole = {one: executed[one] | executed[family] for one in own} | {name: files}
-    common = frozenset.intersection(*whole.values())
-    return {**executed, family: common, **{one: each - common for one, each in whole.items()}}
+    components = [component for component in executed if component.startswith(f"{family}/")]
+    all_files = {component: executed[component] | executed[family] for component in components}
+    all_files[name] = files
+    common = frozenset.intersection(*all_files.values())
+    remaining = {component: files - common for component, files in all_files.items()}
+    return {**executed, family: common, **remaining}
 
 
 def select_touched_cells(
     cells: Sequence[MatrixCell], changed: Sequence[str], executed: ExecutedFiles
 ) -> list[MatrixCell]:
-    """Cells that execute one of the files: those that execute most of them first, the unknown last.
+    """Return the cells that may execute a changed file, those that execute most of them first.
+
+    Cells with a component that was never recorded may execute anything: they come last.
 
     Args:
-        cells: In their order.
-        changed: Files, folders or patterns, from the folder that holds `megatron`.
-        executed: A cell of which a part was never recorded may execute anything.
+        cells: Cells in their order, which decides between equals.
+        changed: Files, folders or patterns, relative to the folder that holds `megatron`.
+        executed: Recorded files by component.
     """
 
     def is_changed(file: str) -> bool:
         return any(
-            fnmatchcase(file, one) or file.startswith(f"{one.rstrip('/')}/") for one in changed
+            fnmatchcase(file, pattern) or file.startswith(f"{pattern.rstrip('/')}/")
+            for pattern in changed
         )
 
-    known = [cell for cell in cells if executed.keys() >= {*list_component_names(cell)}]
-    hit = frozenset(filter(is_changed, frozenset().union(*executed.values())))
+    recorded_files: frozenset[str] = frozenset().union(*executed.values())
+    changed_files = frozenset(file for file in recorded_files if is_changed(file))
 
-    def count(cell: MatrixCell) -> int:
-        return len(
-            hit.intersection(
-                itertools.chain(*(executed[name] for name in list_component_names(cell)))
-            )
-        )
+    def count_changed_files(cell: MatrixCell) -> int:
+        files = itertools.chain(*(executed[name] for name in list_component_names(cell)))
+        return len(changed_files.intersection(files))
 
-    sure = sorted(filter(count, known), key=count, reverse=True)
-    return [*sure, *(cell for cell in cells if cell not in known)]
+    recorded = [cell for cell in cells if executed.keys() >= {*list_component_names(cell)}]
+    affected = [cell for cell in recorded if count_changed_files(cell)]
+    affected.sort(key=count_changed_files, reverse=True)
+    return [*affected, *(cell for cell in cells if cell not in recorded)]
 
 
-def list_changed_files(words: Sequence[str], checkout: Path | None) -> list[str]:
-    """CHANGED=: names as they are, and in the place of a range of commits the files that it changes.
+def list_changed_files(changes: Sequence[str], checkout: Path | None) -> list[str]:
+    """Return the files of CHANGED=: names are returned as they are, a range of commits as its changed files.
 
     Raises:
-        LaunchError: There is no such range, or no checkout to ask.
+        LaunchError: There is no such range, or no checkout of Megatron to ask for it.
     """
     files: list[str] = []
-    for word in words:
-        if ".." not in word:
-            files.append(word)
+    for change in changes:
+        if ".." not in change:
+            files.append(change)
             continue
-        command = ("git", "-C", str(checkout or "."), "diff", "--name-only", word)
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if checkout is None or ended.returncode:
+        command = ("git", "-C", str(checkout or "."), "diff", "--name-only", change)
+        git = subprocess.run(command, capture_output=True, text=True, check=False)
+        if checkout is None or git.returncode:
             raise LaunchError(
-                f"CHANGED={word} is no range of commits of MEGATRON_LM={checkout or ''}; name files, or "
+                f"CHANGED={change} is no range of commits of MEGATRON_LM={checkout or ''}; name files, or "
                 "a checkout that has both commits."
             )
-        files += ended.stdout.split()
+        files += git.stdout.split()
     return files
 
 
 def record_executed_files(
     matrix: Matrix, families: Iterable[Family], options: Options, ranks: ForkedRanks, folder: Path
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Train each strategy and each level once, for one iteration; what it executes, by its name.
+    """Train each layout and each level for one iteration; yield components with the files they executed.
 
-    What does not train here is left out: its cells are then taken for touched.
+    A component that cannot be trained on CPU ranks is left out, so that its cells count as affected by any change.
     """
     recorder = read_patch_file(relative_to_root(RECORDER))
     for family in families:
-        wanted = [(layout.name, MatrixCell(family, layout)) for layout in family.layouts]
-        for level in family.levels:
-            fitting = ((one, matrix.fitting(family, one, [level])) for one in family.layouts)
-            if found := next((each for each in fitting if level in each[1]), None):
-                wanted.append((level.path, MatrixCell(family, *found)))
-        for name, cell in wanted:
+        for name, cell in _list_recorded_cells(matrix, family):
             scratch = folder / f"{cell.id}-executed"
             scratch.mkdir()
-            pair = cell.pair(replace(options, runs=folder))
-            asked = replace(pair.job.options, iterations=1, patch_file=recorder)
-            verified = compose_pair(replace(pair, job=pair.job.with_options(asked)))
+            pair = cell.make_pair(replace(options, runs=folder))
+            recording = replace(pair.job.options, iterations=1, patch_file=recorder)
+            verification = compose_pair(replace(pair, job=pair.job.with_options(recording)))
             try:
-                ranks.ensure_start(verified.reference)
+                ranks.ensure_start(verification.reference)
             except LaunchError:
                 continue
-            also = {variables.EXECUTED: str(scratch)}
-            if not ranks.run(verified.strategy, folder / "executed.txt", also):
-                lines = (line for one in scratch.iterdir() for line in one.read_text().split())
+            variable = {variables.EXECUTED: str(scratch)}
+            failure = ranks.run(verification.strategy, folder / "executed.txt", variable)
+            if not failure:
+                lines = (line for path in scratch.iterdir() for line in path.read_text().split())
                 yield f"{family.name}/{name}", frozenset(lines)
+
+
+def _list_recorded_cells(matrix: Matrix, family: Family) -> list[tuple[str, MatrixCell]]:
+    """Return a cell per layout, and one per level in the first layout where the level is legal."""
+    cells = [(layout.name, MatrixCell(family, layout)) for layout in family.layouts]
+    for level in family.levels:
+        for layout in family.layouts:
+            levels = matrix.select_legal_levels(family, layout, [level])
+            if level in levels:
+                cells.append((level.path, MatrixCell(family, layout, levels)))
+                break
+    return cells

@@ -1,6 +1,7 @@
-"""What is said of measured runs, one module for each kind of comparison, over the report's rows.
+"""Tables and sentences on measured runs, one module per kind of comparison.
 
-What their pages say around the tables, and their sentences, are in `examples/experiments/`.
+Each module makes them from the rows of the report. The text around the tables, and the templates of the sentences,
+are in `examples/experiments/<kind>.yaml`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from parakit.experiments.load import read_experiment_file
 
 
 def format_page(kind: str, /, **parts: str) -> str:
-    """The page of a kind of table, the `page:` of the experiment of its name, with its parts."""
+    """Return the page of a kind of comparison: `page:` of its file, with `parts` filled in."""
     return _read_cached_file(kind).page.rstrip().format(**parts)
 
 
 def format_sentence(kind: str, name: str, /, **parts: object) -> str:
-    """One of the kind's `sentences:`, with its parts."""
+    """Return a sentence of a kind of comparison: `sentences:` of its file, with `parts` filled in."""
     return _read_cached_file(kind).sentences[name].format(**parts)
 
 
@@ -25,5 +26,5 @@ _read_cached_file = cache(read_experiment_file)
 
 
 def format_bullets(sentences: Iterable[str]) -> str:
-    """A list in Markdown."""
+    """Return the sentences as a Markdown list."""
     return "\n".join(f"- {format_sentence}" for format_sentence in sentences)

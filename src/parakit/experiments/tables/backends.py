@@ -1,4 +1,4 @@
-"""Megatron, plain PyTorch and DeepSpeed in one table, against forward and backward alone."""
+"""Compare Megatron, plain PyTorch and DeepSpeed, also with forward and backward passes alone (`bare`)."""
 
 from __future__ import annotations
 
@@ -19,34 +19,40 @@ _COMPARED_PAIRS = (
     (("megatron", "zero3"), ("native", "fsdp2")),
     (("megatron", "zero3"), ("deepspeed", "zero3")),
 )
-"""Runs that shard alike."""
+"""Pairs of backend and strategy that shard in the same way: the reference, and what is compared with it."""
 
 
 def render(model: str, rows: Sequence[Entry], left_out: Sequence[str] = ()) -> str:
-    """Markdown: the table, what it says of each backend, and what was left out."""
+    """Return the page in Markdown: the table, a sentence per pair, and the cells that were left out."""
     bare = next((row for row in rows if row.backend == Backend.BARE), None)
     table = markdown_table(Table(_make_columns(bare), tuple(rows)))
-    said = format_bullets((*describe_pairs(rows), *left_out))
-    return format_page("backends", model=model, table=table, verdicts=said)
+    sentences = format_bullets((*describe_pairs(rows), *left_out))
+    return format_page("backends", model=model, table=table, verdicts=sentences)
 
 
 def describe_pairs(rows: Sequence[Entry]) -> list[str]:
-    """What may be said of each pair that shards alike: faster, slower, or within noise."""
-    by_pair = {(row.backend, row.strategy): row for row in rows}
+    """Return a sentence per pair of `_COMPARED_PAIRS`: faster or slower, and whether that is within noise.
+
+    Pairs without times give no sentence.
+    """
+    rows_by_run = {(row.backend, row.strategy): row for row in rows}
     sentences = []
-    for reference, other in _COMPARED_PAIRS:
-        one, two = by_pair.get(reference), by_pair.get(other)
-        if one and two and one.estimate and two.estimate:
-            names = " against ".join(f"{row.backend} {row.strategy}" for row in (two, one))
-            over = compare_times(one.estimate, two.estimate)
-            speed = f"{abs(1 - 1 / over.ratio):.1%} {'faster' if over.ratio < 1 else 'slower'}"
-            end = " on this machine" if over.verdict.is_clear else f", which is {over.verdict}"
-            sentences.append(f"{names}: {speed}{end}.")
+    for reference_run, other_run in _COMPARED_PAIRS:
+        reference, other = rows_by_run.get(reference_run), rows_by_run.get(other_run)
+        if not (reference and other and reference.estimate and other.estimate):
+            continue
+        names = " against ".join(f"{row.backend} {row.strategy}" for row in (other, reference))
+        times = compare_times(reference.estimate, other.estimate)
+        speed = f"{abs(1 - 1 / times.ratio):.1%} {'faster' if times.ratio < 1 else 'slower'}"
+        end = " on this machine" if times.verdict.is_clear else f", which is {times.verdict}"
+        sentences.append(f"{names}: {speed}{end}.")
     return sentences
 
 
 def _make_columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
-    def against_bare(row: Entry) -> float | None:
+    """Return the table's columns; `bare` is the row of forward and backward alone, or None."""
+
+    def divide_by_bare(row: Entry) -> float | None:
         return None if bare is None or row is bare else divide_known(row.time_ms, bare.time_ms)
 
     return (
@@ -59,7 +65,7 @@ def _make_columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
             "Passes alone", lambda row: row.pass_seconds_without_communication, format_milliseconds
         ),
         Column("Overhead", lambda row: row.overhead, signed_percent),
-        Column("Against bare", against_bare, partial(change, decimals=1)),
+        Column("Against bare", divide_by_bare, partial(change, decimals=1)),
         Column("Samples/s", lambda row: row.samples_per_second, rounded),
         Column("Sent/iteration", lambda row: row.sent_bytes, megabytes),
         Column("Peak memory", lambda row: row.peak_bytes, megabytes),

@@ -1,8 +1,8 @@
-"""What `FUSED=` does to the loss curve, beside what another seed does to it.
+"""Compare what `FUSED=` does to the loss curve with what another seed does to it.
 
-Three runs: Megatron alone, Megatron alone from another seed, the patches from the first seed. Patches
-round elsewhere, and what rounds elsewhere diverges in the end, so a curve is not compared with a
-tolerance but with the scatter that is there anyway.
+There are three runs: Megatron, Megatron with another seed, and the patches with the first seed. The patches round
+differently, and runs that round differently diverge in the end. The curve with patches is therefore not compared
+with a tolerance, but with the scatter between seeds.
 """
 
 from __future__ import annotations
@@ -16,52 +16,58 @@ from parakit.experiments.engine import Output, Study
 from parakit.formatting.terminal import say
 
 WINDOW = 25
-"""Iterations. A single loss is its batch's more than its weights': of seeds that read different batches
-the mean over a window leaves what would move a curve."""
+"""Iterations of the moving mean.
+
+A single loss depends on its batch more than on the weights, and seeds read different batches. The mean over a
+window leaves the differences that would move a curve.
+"""
 
 
 def mean_curve_distance(
-    one: Mapping[int, float], other: Mapping[int, float], window: int = WINDOW
+    curve: Mapping[int, float], other: Mapping[int, float], window: int = WINDOW
 ) -> float:
-    """Mean absolute difference of the moving means of two curves, losses by iteration.
+    """Return the mean absolute difference of the moving means of two curves, which are losses by iteration.
 
-    Only iterations that both have count: fp16 leaves some out while its loss scale falls.
+    Only iterations that both curves have count: fp16 skips some while its loss scale falls.
 
     Raises:
-        LaunchError: They share fewer than a window.
+        LaunchError: The curves share fewer iterations than a window.
     """
-    both = sorted(set(one) & set(other))
-    if len(both) < window:
+    shared = sorted(set(curve) & set(other))
+    if len(shared) < window:
         raise LaunchError(
-            f"The curves share {len(both)} iterations and a window has {window}; set ITERS= higher."
+            f"The curves share {len(shared)} iterations and a window has {window}; set ITERS= higher."
         )
-    ends = range(window, len(both) + 1)
-    means = (
-        [statistics.fmean(curve[i] for i in both[end - window : end]) for end in ends]
-        for curve in (one, other)
-    )
-    return statistics.fmean(abs(left - right) for left, right in zip(*means, strict=True))
+    differences = []
+    for end in range(window, len(shared) + 1):
+        iterations = shared[end - window : end]
+        mean = statistics.fmean(curve[iteration] for iteration in iterations)
+        other_mean = statistics.fmean(other[iteration] for iteration in iterations)
+        differences.append(abs(mean - other_mean))
+    return statistics.fmean(differences)
 
 
 def compare_curves(study: Study) -> int:
-    """One sentence of both distances; 0 if the patches move the curve no further than a seed does.
+    """Print both distances; return 0 if the patches move the curve no further than another seed does.
 
     Raises:
         LaunchError: A run did not end well, or the curves share fewer iterations than a window.
     """
     study.refuse_failed()
-    alone, seed, patches = (row.losses for row in study.rows)
-    one, other, patched = (result.launch for result in study.results)
-    patched_by, seeds_by = mean_curve_distance(alone, patches), mean_curve_distance(alone, seed)
-    said = (
-        f"Losses over {WINDOW} iterations, mean distance to Megatron alone with SEED={one.spec.seed}: "
-        f"{patched_by:.2g} with FUSED={patched.environment[variables.FUSED]}, "
-        f"{seeds_by:.2g} with SEED={other.spec.seed}: "
+    curve, seed_curve, patched_curve = (row.losses for row in study.rows)
+    launch, seed_launch, patched_launch = (result.launch for result in study.results)
+    patch_distance = mean_curve_distance(curve, patched_curve)
+    seed_distance = mean_curve_distance(curve, seed_curve)
+    distances = (
+        f"Losses over {WINDOW} iterations, mean distance to Megatron alone with "
+        f"SEED={launch.spec.seed}: "
+        f"{patch_distance:.2g} with FUSED={patched_launch.environment[variables.FUSED]}, "
+        f"{seed_distance:.2g} with SEED={seed_launch.spec.seed}: "
     )
-    within = patched_by <= seeds_by
-    end = "within the scatter of seeds." if within else "the patches move the curve."
-    say(study.console, said + end)
-    return int(not within)
+    is_within = patch_distance <= seed_distance
+    verdict = "within the scatter of seeds." if is_within else "the patches move the curve."
+    say(study.console, distances + verdict)
+    return int(not is_within)
 
 
 OUTPUT = Output(compare_curves)

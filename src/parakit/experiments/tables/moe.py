@@ -1,18 +1,18 @@
-"""The Blueberry experiment's question, its setup corrected: Megatron or plain PyTorch on experts.
+"""Answer the question of the Blueberry experiment with a corrected setup: experts in Megatron or plain PyTorch.
 
-Both train the same mixture of experts from the same weights on the same batches under the same
-optimizer, sharded alike; Muon, which only one of the published paths had, is beside it. Repeats have
-seeds of their own: other weights, another order of samples.
+Both train the same mixture of experts from the same weights on the same batches, with the same optimizer and
+sharding. Muon, which only one of the published paths used, is compared as well. A *setup* is a backend, strategy,
+optimizer and activation; its repeats have different seeds, which means other weights and another order of samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,202 +38,253 @@ from parakit.reporting import (
 
 SOURCE = "000"
 LOSS_TOLERANCE = 1e-5
-"""Relative, of a loss, against the first kind of the same optimizer and seed."""
+"""Largest relative difference of a loss to that of the reference with the same seed."""
 
 SetupKey = tuple[str, str, str, str]
-"""Backend, strategy, optimizer, activation."""
+"""Backend, strategy, optimizer and activation."""
 SeedRuns = Sequence[Entry]
-"""Rows of one kind, a seed each."""
+"""Rows of one setup, one per seed."""
 
 
 @dataclass(frozen=True)
 class RoutedParity:
-    """How far losses are apart while the same tokens go to the same experts.
+    """Difference of losses to a reference, as long as both route the same tokens to the same experts.
 
-    A router decides: where two experts are all but equal, rounding decides which, and from that
-    iteration on two runs train on other sums. Megatron's own strategies diverge in the same way.
+    Where two experts have almost equal scores, rounding decides which one a router chooses. From that iteration on,
+    two runs train on different sums. Strategies of Megatron diverge among themselves in the same way.
     """
 
     difference: float
-    """Largest, relative."""
+    """Largest relative difference of a loss."""
     compared: int
-    """Iterations, over all seeds."""
+    """Number of compared iterations, over all seeds."""
     diverged: int | None
-    """The first iteration in which a token took another expert; None if none did."""
+    """First iteration in which a token took another expert; None if none did."""
 
     @property
     def held(self) -> bool:
-        """Nothing compared holds nothing."""
+        """True if losses were compared and all agree within `LOSS_TOLERANCE`."""
         return self.compared > 0 and self.difference <= LOSS_TOLERANCE
 
 
-def render(model: str, runs: SeedRuns, notes: Sequence[str]) -> str:
-    """Markdown; runs of one kind share a row, with the range over their seeds."""
-    kinds, found = _group_by_setup(runs), compare_setups(runs)
-    diverged = min((each.diverged for each in found if each.diverged is not None), default=None)
-    said = [
-        *_describe_speeds(kinds),
-        format_sentence(
-            "moe",
-            "parity",
-            held="parity held" if all(each.held for each in found) else "parity is broken",
-            worst=max(each.difference for each in found),
-            until=""
-            if diverged is None
-            else f" {format_sentence('moe', 'diverged', diverged=diverged)}",
-            tolerance=LOSS_TOLERANCE,
-        ),
-        *_describe_optimizers(runs),
-        *notes,
-        *describe_conditions(_collect_runs(runs)),
-    ]
-    rows = tuple(map(_SetupRow, kinds.values(), found))
-    published = load_published()
-    wrong = tuple(each for each in published.corrections if each.source == SOURCE)
-    figures = markdown_table(Table(_PUBLISHED_COLUMNS, published.figures_of(SOURCE)))
-    return format_page(
-        "moe",
-        model=model,
-        table=markdown_table(Table(_COLUMNS, rows)),
-        said=format_bullets(said),
-        published=f"{figures}\n\n{markdown_table(Table(_CORRECTION_COLUMNS, wrong))}",
-    )
+@dataclass(frozen=True)
+class _SetupRow:
+    """Row of the table: the runs of a setup, and their parity."""
 
-
-def compare_setups(runs: SeedRuns) -> list[RoutedParity]:
-    """Of every kind against the first of its optimizer and activation."""
-    groups = _group_by_setup(runs).values()
-    firsts: dict[tuple[str, str], SeedRuns] = {}
-    for group in groups:
-        firsts.setdefault(_get_optimizer(group), group)
-    return [compare_losses(group, firsts[_get_optimizer(group)]) for group in groups]
-
-
-def compare_losses(group: SeedRuns, reference: SeedRuns) -> RoutedParity:
-    """A kind's runs against the reference's of the same seeds."""
-    theirs = {_get_seed(row): row for row in reference}
-    differences, diverged = list[float](), list[int]()
-    for one in group:
-        two = theirs.get(_get_seed(one))
-        if two is None:
-            continue
-        first = find_routing_divergence(
-            one.routing, two.routing, one.spec.dtype if one.spec else ""
-        )
-        diverged += [] if first is None else [first]
-        common = [i for i in one.losses.keys() & two.losses.keys() if i < (first or math.inf)]
-        differences += [abs(one.losses[i] - two.losses[i]) / abs(two.losses[i]) for i in common]
-    worst = max(differences, default=0.0)
-    return RoutedParity(worst, len(differences), min(diverged, default=None))
-
-
-def is_evaluated(row: Entry) -> bool:
-    """It ended well and was evaluated."""
-    return row.status == Status.OK and row.validation_loss is not None
-
-
-class _SetupRow(NamedTuple):
     group: SeedRuns
     parity: RoutedParity
 
 
+def render(model: str, runs: SeedRuns, notes: Sequence[str]) -> str:
+    """Return the page in Markdown; runs of one setup share a row, with the range over their seeds.
+
+    Args:
+        model: Name of the model.
+        runs: Rows of the report.
+        notes: Further sentences for the page.
+    """
+    setups, parities = _group_by_setup(runs), compare_setups(runs)
+    sentences = [
+        *_describe_speeds(setups),
+        _describe_parity(parities),
+        *_describe_optimizers(runs),
+        *notes,
+        *describe_conditions(_collect_runs(runs)),
+    ]
+    rows = tuple(map(_SetupRow, setups.values(), parities))
+    published = load_published()
+    corrections = tuple(
+        correction for correction in published.corrections if correction.source == SOURCE
+    )
+    figures_table = markdown_table(Table(_PUBLISHED_COLUMNS, published.figures_of(SOURCE)))
+    corrections_table = markdown_table(Table(_CORRECTION_COLUMNS, corrections))
+    return format_page(
+        "moe",
+        model=model,
+        table=markdown_table(Table(_COLUMNS, rows)),
+        said=format_bullets(sentences),
+        published=f"{figures_table}\n\n{corrections_table}",
+    )
+
+
+def _describe_parity(parities: Sequence[RoutedParity]) -> str:
+    """Return the sentence on the parity of all setups, and on the iteration in which routing diverged."""
+    iterations = [parity.diverged for parity in parities if parity.diverged is not None]
+    until = ""
+    if iterations:
+        until = f" {format_sentence('moe', 'diverged', diverged=min(iterations))}"
+    all_held = all(parity.held for parity in parities)
+    return format_sentence(
+        "moe",
+        "parity",
+        held="parity held" if all_held else "parity is broken",
+        worst=max(parity.difference for parity in parities),
+        until=until,
+        tolerance=LOSS_TOLERANCE,
+    )
+
+
+def compare_setups(runs: SeedRuns) -> list[RoutedParity]:
+    """Return the parity of each setup with the first setup of the same optimizer and activation."""
+    groups = _group_by_setup(runs).values()
+    references: dict[tuple[str, str], SeedRuns] = {}
+    for group in groups:
+        references.setdefault(_get_optimizer(group), group)
+    return [compare_losses(group, references[_get_optimizer(group)]) for group in groups]
+
+
+def compare_losses(group: SeedRuns, reference: SeedRuns) -> RoutedParity:
+    """Return the parity of a setup's runs with the reference's runs of the same seeds.
+
+    Seeds that the reference lacks are left out.
+    """
+    references_by_seed = {_get_seed(run): run for run in reference}
+    differences, diverged = list[float](), list[int]()
+    for run in group:
+        reference_run = references_by_seed.get(_get_seed(run))
+        if reference_run is None:
+            continue
+        dtype = run.spec.dtype if run.spec else ""
+        first = find_routing_divergence(run.routing, reference_run.routing, dtype)
+        if first is not None:
+            diverged.append(first)
+        for iteration in run.losses.keys() & reference_run.losses.keys():
+            if iteration < (first or math.inf):
+                reference_loss = reference_run.losses[iteration]
+                difference = abs(run.losses[iteration] - reference_loss) / abs(reference_loss)
+                differences.append(difference)
+    largest = max(differences, default=0.0)
+    return RoutedParity(largest, len(differences), min(diverged, default=None))
+
+
+def is_evaluated(row: Entry) -> bool:
+    """Return True if the run ended well and has a validation loss."""
+    return row.status == Status.OK and row.validation_loss is not None
+
+
 def _format_run_count(row: _SetupRow) -> str:
-    well = sum(map(is_evaluated, row.group))
-    return f"{well} of {len(row.group)}" if well < len(row.group) else str(well)
+    """Return the number of evaluated runs, such as `3`, or `2 of 3` if some are not."""
+    evaluated = sum(map(is_evaluated, row.group))
+    total = len(row.group)
+    return f"{evaluated} of {total}" if evaluated < total else str(evaluated)
 
 
 def _format_loss_difference(row: _SetupRow) -> str:
+    """Return the largest relative difference of losses, and the last iteration that counts if routing diverged."""
     diverged = row.parity.diverged
     until = f" to iteration {diverged - 1}" if diverged else ""
     return f"{row.parity.difference:.1e}{until}"
 
 
 def _get_seed(row: Entry) -> int:
+    """Return the seed of a run; 0 if it is unknown."""
     return row.spec.seed if row.spec else 0
 
 
 def _get_optimizer(group: SeedRuns) -> tuple[str, str]:
+    """Return optimizer and activation of a setup."""
     return group[0].optimizer, group[0].activation
 
 
 def _collect_runs(group: SeedRuns) -> list[Run]:
+    """Return all runs behind the rows."""
     return [run for row in group for run in row.configuration.runs]
 
 
 def _group_by_setup(rows: SeedRuns) -> dict[SetupKey, list[Entry]]:
-    kinds: dict[SetupKey, list[Entry]] = {}
+    """Return the rows by setup, in the order of their first rows."""
+    groups: dict[SetupKey, list[Entry]] = {}
     for row in rows:
-        kind = row.backend, row.strategy, row.optimizer, row.activation
-        kinds.setdefault(kind, []).append(row)
-    return kinds
+        setup = row.backend, row.strategy, row.optimizer, row.activation
+        groups.setdefault(setup, []).append(row)
+    return groups
 
 
-def _format_rate(found: Estimate | None) -> str:
-    """Iterations a second."""
-    if found is None:
+def _format_rate(estimate: Estimate | None) -> str:
+    """Return iterations per second with their interval, from milliseconds per iteration."""
+    if estimate is None:
         return DASH
-    # A low end of 0 ms is no end of a rate.
-    if not found.low or not found.high:
-        return rounded(1000 / found.median)
-    return bracketed(1000 / found.median, 1000 / found.high, 1000 / found.low, ".2f")
+    # An interval that starts at 0 ms would end at an infinite rate.
+    if not estimate.low or not estimate.high:
+        return rounded(1000 / estimate.median)
+    return bracketed(1000 / estimate.median, 1000 / estimate.high, 1000 / estimate.low, ".2f")
 
 
-def _format_range(group: SeedRuns, value: Callable[[Entry], float | None], shape: str) -> str:
-    found = [one for run in group if (one := value(run)) is not None]
-    if not found:
+def _format_range(
+    group: SeedRuns, get_value: Callable[[Entry], float | None], template: str
+) -> str:
+    """Return the mean of a value over the seeds, with its range; runs without the value are left out."""
+    values = [value for value in map(get_value, group) if value is not None]
+    if not values:
         return DASH
-    text = shape.format(mean(found))
-    if len(found) == 1:
+    text = template.format(mean(values))
+    if len(values) == 1:
         return text
-    return f"{text} ({shape.format(min(found))} to {shape.format(max(found))})"
+    return f"{text} ({template.format(min(values))} to {template.format(max(values))})"
 
 
 def _compute_perplexity(row: Entry) -> float | None:
+    """Return the perplexity of the validation loss, at most exp(20) as Megatron prints it; None without a loss."""
     loss = row.validation_loss
     return None if loss is None else math.exp(min(20, loss))
 
 
-def _describe_speeds(kinds: Mapping[SetupKey, SeedRuns]) -> list[str]:
-    """Native against Megatron, for each strategy and optimizer that both have."""
+def _describe_speeds(setups: Mapping[SetupKey, SeedRuns]) -> list[str]:
+    """Return a sentence per setup that plain PyTorch and Megatron share: how fast PyTorch is against Megatron."""
     sentences = []
-    for (backend, strategy, optimizer, activation), group in kinds.items():
-        other = kinds.get(("native", strategy, optimizer, activation))
-        one, two = (
-            estimate_pooled_runs(_collect_runs(group)),
-            estimate_pooled_runs(_collect_runs(other or ())),
-        )
-        if backend != "megatron" or one is None or two is None:
+    for (backend, strategy, optimizer, activation), group in setups.items():
+        if backend != "megatron":
             continue
-        result = compare_times(one, two)
-        span = f", {result.span}" if result.span else ""
-        verdict = result.verdict.against("Megatron")
-        parts = {"strategy": strategy, "optimizer": optimizer, "verdict": verdict, "span": span}
-        sentences.append(format_sentence("moe", "speed", ratio=result.ratio, **parts))
+        native_group = setups.get(("native", strategy, optimizer, activation), ())
+        megatron = estimate_pooled_runs(_collect_runs(group))
+        native = estimate_pooled_runs(_collect_runs(native_group))
+        if megatron is None or native is None:
+            continue
+        times = compare_times(megatron, native)
+        sentence = format_sentence(
+            "moe",
+            "speed",
+            ratio=times.ratio,
+            strategy=strategy,
+            optimizer=optimizer,
+            verdict=times.verdict.against("Megatron"),
+            span=f", {times.span}" if times.span else "",
+        )
+        sentences.append(sentence)
     return sentences
 
 
 def _describe_optimizers(runs: SeedRuns) -> list[str]:
-    """Whether the optimizers differ by more than seeds and strategies do."""
-    ours, theirs = (
-        [
-            loss
-            for run in runs
-            if run.optimizer == name and (loss := run.validation_loss) is not None
-        ]
-        for name in ("AdamW", "Muon + AdamW")
-    )
-    if not ours or not theirs:
+    """Return a sentence on whether AdamW and Muon differ by more than seeds and strategies do.
+
+    The list is empty if one of the optimizers has no validation loss.
+    """
+    adamw_losses = _list_validation_losses(runs, "AdamW")
+    muon_losses = _list_validation_losses(runs, "Muon + AdamW")
+    if not adamw_losses or not muon_losses:
         return []
-    beyond = max(theirs) < min(ours) or max(ours) < min(theirs)
-    apart, scatter = mean(theirs) - mean(ours), max(ours) - min(ours)
-    where = "beyond" if beyond else "within"
-    return [format_sentence("moe", "scores", apart=apart, where=where, scatter=scatter)]
+    is_beyond = max(muon_losses) < min(adamw_losses) or max(adamw_losses) < min(muon_losses)
+    sentence = format_sentence(
+        "moe",
+        "scores",
+        apart=mean(muon_losses) - mean(adamw_losses),
+        where="beyond" if is_beyond else "within",
+        scatter=max(adamw_losses) - min(adamw_losses),
+    )
+    return [sentence]
+
+
+def _list_validation_losses(runs: Iterable[Entry], optimizer: str) -> list[float]:
+    """Return the validation losses of the runs with an optimizer."""
+    losses = (run.validation_loss for run in runs if run.optimizer == optimizer)
+    return [loss for loss in losses if loss is not None]
 
 
 def _make_range_column(
-    name: str, value: Callable[[Entry], float | None], shape: str
+    name: str, get_value: Callable[[Entry], float | None], template: str
 ) -> Column[_SetupRow]:
-    return Column(name, lambda row: _format_range(row.group, value, shape))
+    """Return the column of a value's mean and range over the seeds."""
+    return Column(name, lambda row: _format_range(row.group, get_value, template))
 
 
 _COLUMNS: tuple[Column[_SetupRow], ...] = (
@@ -263,52 +314,60 @@ _PUBLISHED_COLUMNS: tuple[Column[Figure], ...] = (
     Column("But", lambda figure: figure.caution),
 )
 _CORRECTION_COLUMNS = (
-    Column[Correction]("It says", lambda found: found.says),
-    Column[Correction]("Right", lambda found: found.right),
+    Column[Correction]("It says", lambda correction: correction.says),
+    Column[Correction]("Right", lambda correction: correction.right),
 )
-
 
 _HASH_BASE = 0x9E3779B97F4A7C15
 
 
 def count_shared_windows(prefix: Path, split: str, seq_length: int) -> dict[str, int]:
-    """How many windows of the validation documents are, at any offset, in the training documents too.
+    """Count the windows of the validation documents that occur in the training documents, at any offset.
 
-    A window of `length` tokens is a sample and its last label.
-    Windows are compared by a 64-bit hash: different hashes prove that windows differ, so none shared
-    is certain; a few shared may be one too many, once in 2^64 pairs.
+    A window is a sample and its last label: `seq_length` + 1 tokens. Windows are compared by a 64-bit hash. A count
+    of 0 is certain, because windows with different hashes differ; a higher count may be too high by a collision,
+    which happens once in 2^64 pairs.
+
+    Args:
+        prefix: Data set.
+        split: Megatron's `--split`.
+        seq_length: Tokens per sample.
+
+    Returns:
+        Number of `windows` in the validation documents, number of those that are `shared`, and their `length`.
 
     Raises:
-        DatasetError: The data set is not there or not whole.
+        DatasetError: The data set does not exist or is incomplete.
     """
     length = seq_length + 1
-    training, validation = (
-        _read_split_tokens(prefix, split, part) for part in (Split.TRAINING, Split.VALIDATION)
-    )
-    ours = hash_windows(validation, length)
-    shared = np.isin(ours, hash_windows(training, length))
-    return {"windows": len(ours), "shared": int(shared.sum()), "length": length}
+    training = _read_split_tokens(prefix, split, Split.TRAINING)
+    validation = _read_split_tokens(prefix, split, Split.VALIDATION)
+    hashes = hash_windows(validation, length)
+    is_shared = np.isin(hashes, hash_windows(training, length))
+    return {"windows": len(hashes), "shared": int(is_shared.sum()), "length": length}
 
 
 def hash_windows(tokens: NDArray[Any], length: int) -> NDArray[np.uint64]:
-    """A polynomial hash, modulo 2^64, of each window of so many tokens."""
+    """Return a polynomial hash, modulo 2^64, of each window of `length` consecutive tokens."""
     if len(tokens) < length:
         return np.empty(0, dtype=np.uint64)
     powers = _compute_powers(_HASH_BASE, len(tokens) + 1)
     sums = np.concatenate(([np.uint64(0)], np.cumsum((tokens.astype(np.uint64) + 1) * powers[:-1])))
-    # Each window's sum is divided by the power it starts with, so that its place does not count.
+    # A window's sum is divided by the power it starts with, so that equal windows at other offsets are equal.
     inverse = _compute_powers(pow(_HASH_BASE, -1, 2**64), len(tokens) - length + 1)
     hashes: NDArray[np.uint64] = (sums[length:] - sums[:-length]) * inverse
     return hashes
 
 
 def _compute_powers(base: int, count: int) -> NDArray[np.uint64]:
+    """Return the powers of `base`, modulo 2^64, with exponents from 0 to `count` - 1."""
     factors = np.full(count, base, dtype=np.uint64)
     factors[0] = 1
     return np.cumprod(factors, dtype=np.uint64)
 
 
 def _read_split_tokens(prefix: Path, split: str, part: Split) -> NDArray[Any]:
+    """Return all tokens of one part of a split data set, document after document."""
     dataset = open_dataset(prefix)
     bounds = np.array(split_bounds(split, dataset.sequences)[part : part + 2])
     begin, end = dataset.tokens_before(bounds)
@@ -316,28 +375,36 @@ def _read_split_tokens(prefix: Path, split: str, part: Split) -> NDArray[Any]:
 
 
 def most_common_token_fraction(prefix: Path, split: str) -> float:
-    """Share of the validation tokens that are the commonest one: the accuracy of saying it always."""
+    """Return the fraction of validation tokens that are the most common one.
+
+    It is the accuracy of a model that always predicts this token.
+    """
     counts = np.bincount(_read_split_tokens(prefix, split, Split.VALIDATION))
     return float(counts.max() / counts.sum())
 
 
 def _render_study(study: Study) -> str:
-    """With what the scores are measured on, and what a model that learned nothing would reach."""
+    """Return the page, with notes on the validation data and on the accuracy of a model that learned nothing.
+
+    The page is empty if no run exists.
+    """
     if not study.rows:
         return ""
     launch = study.results[0].launch
     prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
-    shared = count_shared_windows(prefix, split, launch.model.shape.seq_length)
+    windows = count_shared_windows(prefix, split, launch.model.shape.seq_length)
+    fraction = most_common_token_fraction(prefix, split)
     notes = (
-        format_sentence("moe", "shared", **shared),
-        format_sentence("moe", "commonest", share=most_common_token_fraction(prefix, split)),
+        format_sentence("moe", "shared", **windows),
+        format_sentence("moe", "commonest", share=fraction),
     )
     return render(study.model, study.rows, (*notes, *study.experiment.left_out))
 
 
 def _has_failed(study: Study) -> bool:
-    held = all(found.held for found in compare_setups(study.rows))
-    return not held or not all(map(is_evaluated, study.rows))
+    """Return True if losses differ, or if a run did not end well or has no validation loss."""
+    all_held = all(parity.held for parity in compare_setups(study.rows))
+    return not all_held or not all(map(is_evaluated, study.rows))
 
 
 OUTPUT = make_comparison(_render_study, _has_failed)

@@ -1,9 +1,12 @@
-"""Cells over model sizes, and where one backend or strategy overtakes another; never beyond the
-noise."""
+"""Find the model size at which one backend or strategy overtakes another, from the cells of a sweep.
+
+Only differences beyond the noise count. A *size* is a model of the sweep; the size of a crossover is its number of
+parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -17,194 +20,257 @@ from parakit.launch import Job
 from parakit.reporting import Entry, Estimate, TimeComparison, TimeVerdict, compare_times
 
 Devices = tuple[int, DeviceKind]
+"""Number of devices, and their kind."""
 
 
 @dataclass(frozen=True)
 class SweptCell:
-    """One cell of a sweep, with what was measured of its repeats together."""
+    """A cell of a sweep, with what all its repeats measured together."""
 
     result: CellResult
     row: Entry | None
+    """Row of the report; None if no run ended well."""
     estimate: Estimate | None
-    """Of an iteration, in milliseconds: by the clock, or of the processors, over all ranks."""
+    """Milliseconds per iteration: wall clock time, or processor time summed over all ranks."""
 
     @property
     def job(self) -> Job:
-        """What is trained, and where."""
+        """The cell's model, strategy and devices."""
         return self.result.cell.job
 
     @property
     def backend(self) -> Backend:
-        """Who trains it."""
+        """Program that trains the cell."""
         return self.job.options.backend
 
     @property
     def devices(self) -> Devices:
-        """How many, and of which kind."""
+        """Number of devices, and their kind."""
         return self.job.devices, self.job.device
 
     @cached_property
     def parameters(self) -> int:
-        """Of the model as it is trained."""
+        """Parameters of the model as it is trained."""
         return total_parameters(self.result.launch.model.shape)
 
     @property
     def tokens_per_iteration(self) -> int:
-        """Over all devices."""
+        """Tokens per iteration, over all devices."""
         return self.result.launch.spec.tokens_per_iteration
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all devices, at the median iteration."""
-        return self._rate(self.estimate.median) if self.estimate else None
+        """Tokens per second over all devices, at the median time; None without times."""
+        return self._convert_to_rate(self.estimate.median) if self.estimate else None
 
     @property
     def rate_interval(self) -> tuple[float, float] | None:
-        """95% interval of the same."""
-        found = self.estimate
-        if found is None or found.low is None or found.high is None:
+        """95% interval of the tokens per second; None if the time has no interval."""
+        estimate = self.estimate
+        if estimate is None or estimate.low is None or estimate.high is None:
             return None
-        return self._rate(found.high), self._rate(found.low)
+        return self._convert_to_rate(estimate.high), self._convert_to_rate(estimate.low)
 
-    def _rate(self, milliseconds: float) -> float:
+    def _convert_to_rate(self, milliseconds: float) -> float:
+        """Return tokens per second from milliseconds per iteration."""
         return self.tokens_per_iteration * 1000 / milliseconds
 
 
 @dataclass(frozen=True)
 class SizeComparison:
-    """Both sides at one size."""
+    """Comparison of two backends or strategies at one model size."""
 
     model: str
     parameters: int
-    found: TimeComparison
-    """The second side's time a token over the first's."""
+    time: TimeComparison
+    """Time per token of the second over that of the first."""
 
     @property
     def text(self) -> str:
-        """`gpt3-64m (63.8M)`."""
+        """Model and size, such as `gpt3-64m (63.8M)`."""
         return f"{self.model} ({parameters(self.parameters)})"
 
 
-def estimate_crossover(points: Sequence[SizeComparison]) -> tuple[float, float, float]:
-    """Parameters at which the ratio of two sides passes 1, with the 95% interval.
+def estimate_crossover(comparisons: Sequence[SizeComparison]) -> tuple[float, float, float]:
+    """Return the number of parameters at which the ratio of times passes 1, with the 95% interval.
 
-    At the first of the sizes one side is clearly faster, at the last one the other.
-
-    Ratio and both ends of its interval are interpolated between sizes, all in logarithms. Each of the
-    three passes 1, because the interval of neither end holds it.
+    The ratio and both ends of its interval are interpolated between sizes, all in logarithms. Each of the three
+    passes 1, because the interval of neither the first nor the last size contains 1.
 
     Args:
-        points: Both sizes and those between them, small to large.
+        comparisons: Sizes from small to large. At the first, one side is clearly faster, at the last the other.
     """
-    curves = [[getattr(point.found, end) for point in points] for end in ("ratio", "low", "high")]
-    at, *ends = (
-        _find_ratio_of_one([point.parameters for point in points], each) for each in curves
+    sizes = [comparison.parameters for comparison in comparisons]
+    ratio, low, high = (
+        _find_ratio_of_one(sizes, [getattr(comparison.time, name) for comparison in comparisons])
+        for name in ("ratio", "low", "high")
     )
-    return at, min(ends), max(ends)
+    return ratio, min(low, high), max(low, high)
 
 
 def _find_ratio_of_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
+    """Return the first size at which the interpolated ratio is 1; the ratios must pass 1."""
     logs = [log(ratio) for ratio in ratios]
-    for place, (one, two) in enumerate(pairwise(logs)):
-        if one * two <= 0 and one != two:
-            small, big = log(sizes[place]), log(sizes[place + 1])
-            return exp(small + (big - small) * one / (one - two))
+    for index, (before, after) in enumerate(pairwise(logs)):
+        if before * after <= 0 and before != after:
+            small, large = log(sizes[index]), log(sizes[index + 1])
+            return exp(small + (large - small) * before / (before - after))
     raise AssertionError("the ratio is on one side of 1")
 
 
 def compare_time_per_token(reference: SweptCell, other: SweptCell) -> TimeComparison | None:
-    """Time a token of the second over the first's; None where one has no times."""
+    """Compare the time per token of `other` with that of `reference`; None if one has no times."""
     if reference.estimate is None or other.estimate is None:
         return None
     weight = reference.tokens_per_iteration / other.tokens_per_iteration
     return compare_times(reference.estimate, other.estimate, weight)
 
 
-def select_fastest(results: Sequence[SweptCell]) -> dict[tuple[Devices, Backend], list[SweptCell]]:
-    """For each number of devices and backend its fastest strategy at every size, small ones first."""
-    lines: dict[tuple[Devices, Backend], dict[str, SweptCell]] = {}
-    for one in filter(lambda one: one.estimate, results):
-        line, name = lines.setdefault((one.devices, one.backend), {}), one.job.model.name
-        line[name] = max(line.get(name, one), one, key=lambda each: each.tokens_per_second or 0)
+def select_fastest(
+    results: Sequence[SweptCell],
+) -> dict[tuple[Devices, Backend], list[SweptCell]]:
+    """Return the fastest strategy at every size, by devices and backend, from small to large.
+
+    Cells without times are left out.
+    """
+    cells_by_series: dict[tuple[Devices, Backend], dict[str, SweptCell]] = {}
+    for cell in results:
+        if not cell.estimate:
+            continue
+        cells_by_model = cells_by_series.setdefault((cell.devices, cell.backend), {})
+        name = cell.job.model.name
+        fastest = cells_by_model.get(name, cell)
+        cells_by_model[name] = max(fastest, cell, key=lambda other: other.tokens_per_second or 0)
     return {
-        key: sorted(line.values(), key=lambda one: one.parameters) for key, line in lines.items()
+        series: sorted(cells_by_model.values(), key=lambda cell: cell.parameters)
+        for series, cells_by_model in cells_by_series.items()
     }
 
 
 def describe_sweep(results: Sequence[SweptCell]) -> list[str]:
-    """A sentence for each pair of backends, and of one backend's strategies, on each number of devices.
+    """Return a sentence per pair of backends, and per pair of a backend's strategies, on each number of devices.
 
-    Dense models and mixtures of experts are two axes of size.
+    Dense models and mixtures of experts are compared separately.
     """
     kinds = dict.fromkeys(map(_name_model_kind, results))
     sentences = []
-    for devices in dict.fromkeys(result.devices for result in results):
+    for devices in dict.fromkeys(cell.devices for cell in results):
         for kind in kinds:
-            own = [r for r in results if (r.devices, _name_model_kind(r)) == (devices, kind)]
+            cells = [
+                cell
+                for cell in results
+                if cell.devices == devices and _name_model_kind(cell) == kind
+            ]
             where = f"On {plural(devices[0], f'{devices[1].upper()} rank')}"
             where += f", {kind}:" if len(kinds) > 1 else ""
-            for (one, first), (two, second) in _list_pairs(own):
-                sentences.append(describe_pair(where, one, two, _compare_sizes(first, second)))
+            for (name, first), (other_name, second) in _list_pairs(cells):
+                comparisons = _compare_sizes(first, second)
+                sentences.append(describe_pair(where, name, other_name, comparisons))
     return sentences
 
 
-def _name_model_kind(result: SweptCell) -> str:
-    return "mixtures of experts" if result.job.model.shape.experts else "dense models"
+def _name_model_kind(cell: SweptCell) -> str:
+    """Return the kind of a cell's model in words."""
+    return "mixtures of experts" if cell.job.model.shape.experts else "dense models"
 
 
-def _list_pairs(results: Sequence[SweptCell]) -> Iterator[tuple[tuple[str, list[SweptCell]], ...]]:
-    """What is compared: backends by their fastest strategy, then the strategies of each backend."""
-    best = {backend: line for (_, backend), line in select_fastest(results).items()}
-    backends = list(dict.fromkeys(result.backend for result in results))
-    yield from combinations([(each.value, best.get(each, [])) for each in backends], 2)
+def _list_pairs(
+    results: Sequence[SweptCell],
+) -> Iterator[tuple[tuple[str, list[SweptCell]], ...]]:
+    """Yield the pairs to compare, each side with a name and its cells by size.
+
+    First come the backends, each with its fastest strategy, then the strategies of each backend.
+    """
+    fastest = {backend: cells for (_, backend), cells in select_fastest(results).items()}
+    backends = list(dict.fromkeys(cell.backend for cell in results))
+    yield from combinations([(backend.value, fastest.get(backend, [])) for backend in backends], 2)
     for backend in backends:
-        lines: dict[str, list[SweptCell]] = {}
-        for result in results:
-            if result.backend is backend:
-                lines.setdefault(f"{backend} {result.job.strategy}", []).append(result)
-        yield from combinations(lines.items(), 2)
+        cells_by_name: dict[str, list[SweptCell]] = {}
+        for cell in results:
+            if cell.backend is backend:
+                cells_by_name.setdefault(f"{backend} {cell.job.strategy}", []).append(cell)
+        yield from combinations(cells_by_name.items(), 2)
 
 
-def describe_pair(where: str, one: str, two: str, points: Sequence[SizeComparison]) -> str:
-    """What the sizes, small to large, allow to say of the pair."""
-    clear = [p for p in points if p.found.verdict.is_clear]
-    unclear = joined([p.text for p in points if p.found.verdict is TimeVerdict.NOISE])
-    unknown = joined([p.text for p in points if p.found.verdict is TimeVerdict.UNKNOWN])
-    few = f"too few samples at {unknown}" if unknown else ""
-    if not clear and not unclear:
-        return f"{where} nothing can be said of {two} against {one}: {few or 'no size has both'}."
-    tail = f"; {few}" if few else ""
+def describe_pair(
+    where: str, name: str, other_name: str, comparisons: Sequence[SizeComparison]
+) -> str:
+    """Return a sentence on a pair: where one overtakes the other, or which one is faster, or that noise hides it.
+
+    Args:
+        where: Begin of the sentence, with the devices.
+        name: The first side, whose time is the reference.
+        other_name: The second side.
+        comparisons: Sizes that both sides have, from small to large.
+    """
+    clear = [comparison for comparison in comparisons if comparison.time.verdict.is_clear]
+    noisy_sizes = _join_sizes_with(comparisons, TimeVerdict.NOISE)
+    unknown_sizes = _join_sizes_with(comparisons, TimeVerdict.UNKNOWN)
+    few_samples = f"too few samples at {unknown_sizes}" if unknown_sizes else ""
+    if not clear and not noisy_sizes:
+        reason = few_samples or "no size has both"
+        return f"{where} nothing can be said of {other_name} against {name}: {reason}."
+    tail = f"; {few_samples}" if few_samples else ""
     if not clear:
-        return f"{where} {two} is within noise of {one} at {unclear}{tail}: neither overtakes."
-    tail = f"; within noise of each other at {unclear}{tail}" if unclear else tail
-    crossings = []
-    for small, big in pairwise(clear):
-        if small.found.verdict is not big.found.verdict:
-            winner, loser = _order_by_speed(big, one, two)
-            known = [p for p in points if p.found.verdict is not TimeVerdict.UNKNOWN]
-            between = [p for p in known if small.parameters <= p.parameters <= big.parameters]
-            at, low, high = (parameters(round(value)) for value in estimate_crossover(between))
-            crossings.append(
-                f"{winner} overtakes {loser} at {at} parameters [{low}, {high}], between {small.text} "
-                f"and {big.text}"
-            )
+        return f"{where} {other_name} is within noise of {name} at {noisy_sizes}{tail}: neither overtakes."
+    if noisy_sizes:
+        tail = f"; within noise of each other at {noisy_sizes}{tail}"
+    crossings = [
+        _describe_crossing(small, large, name, other_name, comparisons)
+        for small, large in pairwise(clear)
+        if small.time.verdict is not large.time.verdict
+    ]
     if crossings:
         return f"{where} {' and '.join(crossings)}{tail}."
-    winner, loser = _order_by_speed(clear[0], one, two)
-    sizes = joined([point.text for point in clear])
+    winner, loser = _order_by_speed(clear[0], name, other_name)
+    sizes = joined([comparison.text for comparison in clear])
     return f"{where} {winner} is faster than {loser} at {sizes}{tail}: no crossover in the range."
 
 
-def _compare_sizes(one: Sequence[SweptCell], two: Sequence[SweptCell]) -> list[SizeComparison]:
-    others = {result.job.model.name: result for result in two}
-    return [
-        SizeComparison(name, result.parameters, found)
-        for result in one
-        if (other := others.get(name := result.job.model.name))
-        and (found := compare_time_per_token(result, other))
+def _join_sizes_with(comparisons: Iterable[SizeComparison], verdict: TimeVerdict) -> str:
+    """Return the sizes whose comparison has this verdict; empty if none has."""
+    return joined(
+        [comparison.text for comparison in comparisons if comparison.time.verdict is verdict]
+    )
+
+
+def _describe_crossing(
+    small: SizeComparison,
+    large: SizeComparison,
+    name: str,
+    other_name: str,
+    comparisons: Sequence[SizeComparison],
+) -> str:
+    """Return which side overtakes the other between two sizes, and at how many parameters."""
+    winner, loser = _order_by_speed(large, name, other_name)
+    between = [
+        comparison
+        for comparison in comparisons
+        if comparison.time.verdict is not TimeVerdict.UNKNOWN
+        and small.parameters <= comparison.parameters <= large.parameters
     ]
+    size, low, high = (parameters(round(value)) for value in estimate_crossover(between))
+    return (
+        f"{winner} overtakes {loser} at {size} parameters [{low}, {high}], between {small.text} "
+        f"and {large.text}"
+    )
 
 
-def _order_by_speed(point: SizeComparison, one: str, two: str) -> tuple[str, str]:
-    """The faster and the slower."""
-    return (two, one) if point.found.verdict is TimeVerdict.FASTER else (one, two)
+def _compare_sizes(first: Sequence[SweptCell], second: Sequence[SweptCell]) -> list[SizeComparison]:
+    """Return a comparison per size that both sides have, with times, in the order of `first`."""
+    cells_by_model = {cell.job.model.name: cell for cell in second}
+    comparisons = []
+    for cell in first:
+        name = cell.job.model.name
+        other = cells_by_model.get(name)
+        time = compare_time_per_token(cell, other) if other else None
+        if time:
+            comparisons.append(SizeComparison(name, cell.parameters, time))
+    return comparisons
+
+
+def _order_by_speed(comparison: SizeComparison, name: str, other_name: str) -> tuple[str, str]:
+    """Return the names of the faster and of the slower side."""
+    if comparison.time.verdict is TimeVerdict.FASTER:
+        return other_name, name
+    return name, other_name

@@ -1,4 +1,8 @@
-"""Pipelines with flushes and without: losses, versions of the weights, bubble, time and memory."""
+"""Compare pipelines with and without flushes: losses, weight versions, bubble, time and memory.
+
+A pipeline with flushes computes what one device computes. One without flushes (asynchronous, as PipeDream) computes
+with stale weights, of which each stage may hold several versions.
+"""
 
 from __future__ import annotations
 
@@ -14,70 +18,95 @@ from parakit.formatting.units import DASH, joined, known, megabytes, percent
 from parakit.reporting import Entry, format_time, ideal_bubble
 
 LOSS_TOLERANCE = 1e-3
-"""Losses of runs that compute the same differ by rounding, far less than this share."""
+"""Largest relative difference of losses that rounding explains, with a wide margin."""
 
 
 def render(model: str, rows: Sequence[Entry]) -> str:
-    """Markdown: the table, and what follows for the framework survey's claims on PipeDream."""
+    """Return the page in Markdown: the table, and a verdict on the framework survey's claims on PipeDream."""
     reference = next((row for row in rows if row.strategy == "baseline"), None)
     table = markdown_table(Table(_make_columns(reference), tuple(rows)))
-    return format_page(
-        "pipelines", model=model, table=table, claims=format_bullets(judge_claims(rows))
-    )
+    claims = format_bullets(judge_claims(rows))
+    return format_page("pipelines", model=model, table=table, claims=claims)
 
 
 def describe_wrong_losses(rows: Sequence[Entry]) -> list[str]:
-    """A sentence for every pipeline that flushes and does not have the reference's losses."""
-    reference, said = rows[0] if rows else None, []
+    """Return a sentence per pipeline with flushes whose losses are not those of the first row."""
+    reference = rows[0] if rows else None
+    sentences = []
     for row in rows:
-        apart = _relative_loss_difference(row, reference)
-        if not _get_schedule(row).is_asynchronous and (apart is None or apart > LOSS_TOLERANCE):
+        difference = _relative_loss_difference(row, reference)
+        is_wrong = difference is None or difference > LOSS_TOLERANCE
+        if is_wrong and not _get_schedule(row).is_asynchronous:
             parts = {"row": f"{row.backend} {row.strategy}", "reference": rows[0].strategy}
-            said.append(format_sentence("pipelines", "differs", **parts, apart=apart or 0))
-    return said
+            sentences.append(
+                format_sentence("pipelines", "differs", **parts, apart=difference or 0)
+            )
+    return sentences
 
 
 def judge_claims(rows: Sequence[Entry]) -> list[str]:
-    """The framework survey's statements on PipeDream, each confirmed or contradicted by these runs."""
-    found, said = {row.strategy: row for row in rows}, []
+    """Return a sentence per claim of the framework survey on PipeDream: confirmed or contradicted.
 
-    def judge(name: str, is_so: bool = True, **parts: object) -> None:
-        verdict = "confirmed" if is_so else "contradicted"
-        said.append(format_sentence("pipelines", name, verdict=verdict, **parts))
+    Claims whose runs or measurements are missing give no sentence. The first row is the reference of losses.
+    """
+    rows_by_strategy = {row.strategy: row for row in rows}
+    sentences: list[str] = []
 
-    if (stashed := found.get("pipedream2")) and (versions := _count_weight_versions(stashed)):
-        counts = " and ".join(f"{count:g}" for count in versions)
-        judge("versions", versions[0] > 1, versions=counts)
-    if stashed and (apart := _relative_loss_difference(stashed, rows[0])) is not None:
-        parts = {
-            "staleness": joined(_format_staleness(stashed).split()),
-            "reference": rows[0].strategy,
-        }
-        judge("asynchronous", apart > LOSS_TOLERANCE, apart=apart, **parts)
-    two, one = found.get("pipedream2bw"), found.get("pipedream-flush2")
-    if two and one and two.peak_bytes and one.peak_bytes:
-        held = {"without": megabytes(two.peak_bytes), "flushed": megabytes(one.peak_bytes)}
-        judge("memory", two.peak_bytes > one.peak_bytes, **held)
-    megatron = found.get("pp2")
+    def add_verdict(name: str, is_confirmed: bool = True, **parts: object) -> None:
+        verdict = "confirmed" if is_confirmed else "contradicted"
+        sentences.append(format_sentence("pipelines", name, verdict=verdict, **parts))
+
+    pipedream = rows_by_strategy.get("pipedream2")
+    if pipedream:
+        versions = _count_weight_versions(pipedream)
+        if versions:
+            counts = " and ".join(f"{count:g}" for count in versions)
+            add_verdict("versions", versions[0] > 1, versions=counts)
+        difference = _relative_loss_difference(pipedream, rows[0])
+        if difference is not None:
+            add_verdict(
+                "asynchronous",
+                difference > LOSS_TOLERANCE,
+                apart=difference,
+                staleness=joined(_format_staleness(pipedream).split()),
+                reference=rows[0].strategy,
+            )
+    without, flushed = (
+        rows_by_strategy.get("pipedream2bw"),
+        rows_by_strategy.get("pipedream-flush2"),
+    )
+    if without and flushed and without.peak_bytes and flushed.peak_bytes:
+        add_verdict(
+            "memory",
+            without.peak_bytes > flushed.peak_bytes,
+            without=megabytes(without.peak_bytes),
+            flushed=megabytes(flushed.peak_bytes),
+        )
+    megatron = rows_by_strategy.get("pp2")
     if megatron and megatron.spec and megatron.bubble is not None:
-        judge("bubble", ideal=percent(ideal_bubble(megatron.spec)))
-    return said
+        add_verdict("bubble", ideal=percent(ideal_bubble(megatron.spec)))
+    return sentences
 
 
 def _get_schedule(row: Entry) -> PipelineSchedule:
+    """Return the pipeline schedule of a row; Megatron's if the row has no specification."""
     return row.spec.parallelism.schedule if row.spec else PipelineSchedule.MEGATRON
 
 
 def _relative_loss_difference(row: Entry, reference: Entry | None) -> float | None:
-    """Largest difference of a loss to the reference's, as a share of it."""
-    theirs = reference.losses if reference else {}
-    both = theirs.keys() & row.losses.keys()
-    shares = [abs(row.losses[i] / theirs[i] - 1) for i in both if theirs[i]]
-    return max(shares, default=None)
+    """Return the largest relative difference of losses to the reference's; None if no iteration is shared."""
+    reference_losses = reference.losses if reference else {}
+    shared = reference_losses.keys() & row.losses.keys()
+    differences = [
+        abs(row.losses[iteration] / reference_losses[iteration] - 1)
+        for iteration in shared
+        if reference_losses[iteration]
+    ]
+    return max(differences, default=None)
 
 
 def _count_weight_versions(row: Entry) -> list[float]:
-    """How many times its parameters each stage holds; empty where that is not known."""
+    """Return, per stage, its bytes of weights over those of one version; empty if they are not known."""
     spec = row.spec
     if spec is None or len(row.weight_bytes) != spec.parallelism.pipeline:
         return []
@@ -88,34 +117,35 @@ def _count_weight_versions(row: Entry) -> list[float]:
 
 
 def _format_staleness(row: Entry) -> str:
-    stages = row.spec.parallelism.pipeline if row.spec else 0
-    return " ".join(str(_get_schedule(row).staleness(stages, stage)) for stage in range(stages))
+    """Return the staleness of each stage's weights in updates, such as `1 0`."""
+    num_stages = row.spec.parallelism.pipeline if row.spec else 0
+    schedule = _get_schedule(row)
+    return " ".join(str(schedule.staleness(num_stages, stage)) for stage in range(num_stages))
 
 
 def _format_weight_bytes(row: Entry) -> str:
-    each = zip(row.weight_bytes, _count_weight_versions(row), strict=False)
-    return " ".join(f"{megabytes(size)} (×{versions:g})" for size, versions in each) or DASH
+    """Return each stage's bytes of weights and number of versions, such as `12 MB (×2) 12 MB (×1)`."""
+    stages = zip(row.weight_bytes, _count_weight_versions(row), strict=False)
+    return " ".join(f"{megabytes(size)} (×{versions:g})" for size, versions in stages) or DASH
 
 
 def _format_bubble(row: Entry) -> str:
+    """Return the measured bubble and, in brackets, that of the schedule with equal stages."""
     if row.bubble is None or row.spec is None:
         return DASH
     return f"{percent(row.bubble)} ({percent(ideal_bubble(row.spec))})"
 
 
 def _make_columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
-    def losses(row: Entry) -> str:
-        apart = _relative_loss_difference(row, reference)
-        if apart is None or row is reference:
-            return DASH if apart is None else "reference"
-        judged = (
-            ""
-            if _get_schedule(row).is_asynchronous
-            else " held"
-            if apart <= LOSS_TOLERANCE
-            else " broken"
-        )
-        return f"{apart:.1e}{judged}"
+    """Return the table's columns; losses are compared with the reference's."""
+
+    def format_losses(row: Entry) -> str:
+        difference = _relative_loss_difference(row, reference)
+        if difference is None or row is reference:
+            return DASH if difference is None else "reference"
+        if _get_schedule(row).is_asynchronous:
+            return f"{difference:.1e}"
+        return f"{difference:.1e} {'held' if difference <= LOSS_TOLERANCE else 'broken'}"
 
     return (
         Column("Pipeline", lambda row: f"{row.backend} {row.strategy}"),
@@ -123,7 +153,7 @@ def _make_columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
             "Schedule", lambda row: DASH if row.bubble is None else _get_schedule(row).paper_name
         ),
         Column("Status", lambda row: row.status),
-        Column("Losses' distance", losses),
+        Column("Losses' distance", format_losses),
         Column("Final loss", lambda row: row.final_loss, known("{:.4f}")),
         Column("Staleness", _format_staleness),
         Column("Weights by stage", _format_weight_bytes),
@@ -134,11 +164,11 @@ def _make_columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
 
 
 def _print_wrong_losses(study: Study) -> bool:
-    """Whether those that flush do not hold the losses, which is said."""
-    broken = describe_wrong_losses(study.rows)
-    for text in broken:
-        say(study.console, text, "red")
-    return bool(broken)
+    """Print a sentence per pipeline with flushes whose losses are wrong; return True if there are any."""
+    sentences = describe_wrong_losses(study.rows)
+    for sentence in sentences:
+        say(study.console, sentence, "red")
+    return bool(sentences)
 
 
 OUTPUT = make_comparison(lambda study: render(study.model, study.rows), _print_wrong_losses)

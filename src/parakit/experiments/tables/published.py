@@ -1,4 +1,4 @@
-"""`make reproduce`: what is said before and after the six published runs."""
+"""Say what `make reproduce` is about to do, and how many of the six published runs are complete afterwards."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from parakit.formatting.units import MIB
 from parakit.launch import LOG_BYTES, Launch
 
 SKIPPED_ITERATIONS = 16
-"""fp16 lowers its loss scale first; until then no update is made and Adam's state is not there."""
+"""Iterations that fp16 skips at first to lower its loss scale: there is no update, and no state of Adam."""
 
 START_SECONDS = 60.0
-"""Of one published run, before its first iteration."""
+"""Seconds that a published run takes before its first iteration."""
 
 EVALUATION_FRACTION = 10 / 50 / 3
-"""Ten forward passes, a third of an iteration each, every fifty iterations."""
+"""Time of evaluations over that of training: ten forward passes of a third of an iteration, every 50 iterations."""
 
 
 def refuse_few_iterations(experiment: Experiment) -> None:
-    """Refuse to reproduce what ends before Adam's state exists.
+    """Refuse to reproduce with so few iterations that Adam has no state yet.
 
     Raises:
-        LaunchError: Too few iterations to say anything about memory or time.
+        LaunchError: There are too few iterations to say anything about memory or time.
     """
     iterations = experiment.options.iterations
     if iterations is not None and iterations <= SKIPPED_ITERATIONS + 1:
@@ -39,41 +39,49 @@ def refuse_few_iterations(experiment: Experiment) -> None:
 
 
 def announce_published(launches: Sequence[Launch]) -> str:
-    """What is about to happen: iterations, disk and minutes.
+    """Return what is about to happen: runs to make, iterations, minutes and disk.
 
-    As the published machine would take; an unpublished strategy takes what baseline does.
+    Minutes are those of the published hardware; a strategy without a published run counts as baseline.
     """
     figures = {figure.strategy: figure for figure in load_published().figures_of(MAIN_SOURCE)}
     runs = launches[0].job.options.runs
-    left = [launch for launch in launches if not find_finished_runs(launch)]
+    missing = [launch for launch in launches if not find_finished_runs(launch)]
     minutes = 0.0
-    for launch in left:
+    for launch in missing:
         figure = figures.get(launch.spec.name, figures["baseline"])
         seconds = launch.iterations * mean(figure.iteration_ms) / 1000
         minutes += (START_SECONDS + seconds * (1 + EVALUATION_FRACTION)) / 60
     return (
-        f"{len(left)} of the {len(launches)} published runs are to be made, {launches[0].iterations} "
+        f"{len(missing)} of the {len(launches)} published runs are to be made, {launches[0].iterations} "
         f"iterations each ({SKIPPED_ITERATIONS} were skipped by fp16 in the published ones): about "
         f"{minutes:.0f} minutes on the published hardware, and up to "
-        f"{len(left) * LOG_BYTES / MIB:.0f} MiB in {runs}. No checkpoints are written."
+        f"{len(missing) * LOG_BYTES / MIB:.0f} MiB in {runs}. No checkpoints are written."
     )
 
 
 def report_published(study: Study) -> int:
-    """The report, which shows the published figures too, and how many of the runs are there."""
-    code = study.report()
-    total, well = len(study.results), sum(result.complete for result in study.results)
-    say(
-        study.console,
-        f"{well} of {total} runs ended well; repeat 'make reproduce' for the others."
-        if well < total
-        else "All six runs ended well.",
-    )
+    """Write the report, which shows the published figures, too, and print how many runs are complete.
+
+    Returns:
+        The report's exit code.
+    """
+    code = study.write_report()
+    total = len(study.results)
+    num_complete = sum(result.is_complete for result in study.results)
+    if num_complete < total:
+        sentence = (
+            f"{num_complete} of {total} runs ended well; repeat 'make reproduce' for the others."
+        )
+    else:
+        sentence = "All six runs ended well."
+    say(study.console, sentence)
     return code
 
 
 OUTPUT = Output(
     report_published,
-    refuse_few_iterations,
-    lambda study: say(study.console, announce_published(list(study.planned.launches.values()))),
+    check=refuse_few_iterations,
+    announce=lambda study: say(
+        study.console, announce_published(list(study.planned.launches.values()))
+    ),
 )

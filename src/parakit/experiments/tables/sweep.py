@@ -1,4 +1,4 @@
-"""A sweep's report folder: `sweep.md`, `sweep.json`, `sweep.svg`, beside the cells it was made of."""
+"""Write the report of a sweep: `sweep.md`, `sweep.json` and `sweep.svg`, and `cells.json` with the sweep's cells."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 
 CELLS_FILE = "cells.json"
 _MARKERS = "osD^vPX*"
+"""Matplotlib's markers of the chart's lines."""
 _SWEEP_VARIABLES = ("REPEATS", "DRY_RUN", "RUN_FOLDER")
-"""Variables that say what the sweep does, not what a cell trains."""
+"""Variables that change what the sweep does, not what a cell trains."""
 TEXT_FILE, DATA_FILE, PICTURE_FILE = "sweep.md", "sweep.json", "sweep.svg"
 
 
 def write_cells(study: Study) -> None:
-    """Leave the cells beside the table.
+    """Write `cells.json` into the report's folder.
 
     Raises:
         LaunchError: No cell is legal here; nothing was trained.
@@ -58,54 +59,56 @@ def write_cells(study: Study) -> None:
 
 
 def encode_sweep_cells(planned: PlannedCells) -> str:
-    """`cells.json`: target and variables of each cell; the skipped ones with their rule.
+    """Return `cells.json`: name, target and variables of each cell, and the skipped cells with their rules.
 
-    A launcher of any kind can take them; a sweep that runs afterwards finds what it made.
+    Any launcher can run the cells from it. A sweep that runs afterwards finds these runs.
     """
-    cells = [
-        {
-            "name": cell.name,
-            "target": cell.job.target,
-            "variables": {
-                name: text
-                for name, text in cell.job.variables.items()
-                if name not in _SWEEP_VARIABLES
-            },
+    cells = []
+    for cell in planned.launches:
+        job_variables = {
+            name: text for name, text in cell.job.variables.items() if name not in _SWEEP_VARIABLES
         }
-        for cell in planned.launches
-    ]
+        cells.append({"name": cell.name, "target": cell.job.target, "variables": job_variables})
     skipped = [{"name": cell.name, "rule": rule} for cell, rule in planned.skipped.items()]
     data = msgspec.json.encode({"cells": cells, "skipped": skipped})
     return msgspec.json.format(data, indent=2).decode()
 
 
 def write_sweep(study: Study) -> int:
-    """Write what there is and say it; 0 if all is there."""
+    """Write and print the report of all cells that have runs; return 0 if every cell is complete."""
     rows = build_entries_from_folders([result.runs for result in study.results])
-    results = [
+    cells = [
         SweptCell(result, row, row.estimate if row else None)
         for result, row in zip(study.results, rows, strict=True)
     ]
-    folder, chart = study.folder, draw_sweep(results)
+    folder, chart = study.folder, draw_sweep(cells)
     if chart:
         (folder / PICTURE_FILE).write_text(chart.svg)
-    text = render(folder.name, results, study.planned.skipped, bool(chart))
+    text = render(folder.name, cells, study.planned.skipped, has_picture=bool(chart))
     (folder / TEXT_FILE).write_text(text + "\n")
-    write_record(folder / DATA_FILE, list(map(_encode_result, results)))
+    write_record(folder / DATA_FILE, list(map(_encode_result, cells)))
     say_markdown(study.console, text)
     say(study.console, f"Sweep: {folder / TEXT_FILE}")
-    return int(not study.all_well)
+    return int(not study.is_complete)
 
 
-OUTPUT = Output(write_sweep, begin=write_cells, shown=encode_sweep_cells, also_interrupted=True)
+OUTPUT = Output(
+    write_sweep,
+    announce=write_cells,
+    format_dry_run=encode_sweep_cells,
+    finishes_if_interrupted=True,
+)
 
 
 def render(
-    name: str, results: Sequence[SweptCell], skipped: Mapping[Cell, str], pictured: bool = False
+    name: str,
+    results: Sequence[SweptCell],
+    skipped: Mapping[Cell, str],
+    has_picture: bool = False,
 ) -> str:
-    """Markdown: the sentences first, then the picture, the table and what was skipped."""
+    """Return the report in Markdown: sentences first, then the picture, the table and the skipped cells."""
     parts = [f"# Sweep {markdown_text(name)}", format_bullets(_make_sentences(results))]
-    if pictured:
+    if has_picture:
         parts.append(f"![Tokens a second by model size]({PICTURE_FILE})")
     parts.append(markdown_table(Table(_make_columns(results), tuple(results))))
     if skipped:
@@ -114,98 +117,108 @@ def render(
 
 
 def _make_sentences(results: Sequence[SweptCell]) -> list[str]:
-    """Verdicts, and what they rest on."""
-    said = describe_sweep(results)
-    processor = [_use_processor_time(result) for result in results]
-    if any(result.estimate for result in processor):
-        said += [f"By processor time: {text}" for text in describe_sweep(processor)]
-    if any(result.job.device is DeviceKind.CPU for result in results):
-        said.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
-    if missing := sum(not one.result.complete for one in results):
-        said.append(
-            f"{missing} of {len(results)} cells are not complete; the same command resumes."
+    """Return who overtakes whom, by wall clock and by processor time, and what limits these statements."""
+    sentences = describe_sweep(results)
+    by_processor = [_use_processor_time(cell) for cell in results]
+    if any(cell.estimate for cell in by_processor):
+        sentences += [f"By processor time: {text}" for text in describe_sweep(by_processor)]
+    if any(cell.job.device is DeviceKind.CPU for cell in results):
+        sentences.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
+    incomplete = sum(not cell.result.is_complete for cell in results)
+    if incomplete:
+        sentences.append(
+            f"{incomplete} of {len(results)} cells are not complete; the same command resumes."
         )
-    rows = [result.row for result in results if result.row]
-    return [*said, *describe_conditions(run for row in rows for run in row.configuration.runs)]
+    rows = [cell.row for cell in results if cell.row]
+    conditions = describe_conditions(run for row in rows for run in row.configuration.runs)
+    return [*sentences, *conditions]
 
 
-def _use_processor_time(result: SweptCell) -> SweptCell:
-    """On CPU ranks the same cell by processor time, which other work on the machine hardly changes."""
-    known = result.row if result.job.device is DeviceKind.CPU else None
-    return replace(result, estimate=known.processor_ms if known else None)
+def _use_processor_time(cell: SweptCell) -> SweptCell:
+    """Return a cell with processor time, which other work on the machine hardly changes.
+
+    A cell on GPUs, or without runs, gets no time.
+    """
+    row = cell.row if cell.job.device is DeviceKind.CPU else None
+    return replace(cell, estimate=row.processor_ms if row else None)
 
 
-def _format_time(found: Estimate | None) -> str:
-    if found is None:
+def _format_time(estimate: Estimate | None) -> str:
+    """Return the median in milliseconds and, if known, the 95% interval; a dash for None."""
+    if estimate is None:
         return DASH
-    if found.low is None or found.high is None:
-        return number(found.median)
-    return f"{number(found.median)} [{interval(found.low, found.high)}]"
+    if estimate.low is None or estimate.high is None:
+        return number(estimate.median)
+    return f"{number(estimate.median)} [{interval(estimate.low, estimate.high)}]"
 
 
 def _make_columns(results: Sequence[SweptCell]) -> tuple[Column[SweptCell], ...]:
-    first = results[0].backend
-    references = {one.job.name: one for one in results[::-1] if one.backend is first}
+    """Return the table's columns; cells are compared with the same cell under the sweep's first backend."""
+    first_backend = results[0].backend
+    references: dict[str, SweptCell] = {}
+    for cell in results:
+        if cell.backend is first_backend:
+            references.setdefault(cell.job.name, cell)
 
-    def against(result: SweptCell) -> str:
-        """The same cell under the sweep's first backend."""
-        reference = references.get(result.job.name) if result.backend is not first else None
-        found = compare_time_per_token(reference, result) if reference else None
-        if found is None:
+    def compare_with_first(cell: SweptCell) -> str:
+        reference = references.get(cell.job.name) if cell.backend is not first_backend else None
+        time = compare_time_per_token(reference, cell) if reference else None
+        if time is None:
             return ""
-        span = f" [{found.low:.3f}–{found.high:.3f}]" if found.low and found.high else ""
-        return f"×{found.ratio:.3f}{span} the time: {found.verdict}"
+        span = f" [{time.low:.3f}–{time.high:.3f}]" if time.low and time.high else ""
+        return f"×{time.ratio:.3f}{span} the time: {time.verdict}"
 
     return (
-        Column("Model", lambda one: one.job.model.name),
-        Column("Parameters", lambda one: one.parameters, parameters),
-        Column("Devices", lambda one: one.job.device_suffix),
-        Column("Strategy", lambda one: one.job.strategy),
-        Column("Batch (micro/global)", lambda one: str(one.result.launch.spec.batch)),
-        Column("Backend", lambda one: one.backend),
-        Column("ms/iteration [95%]", lambda one: one.estimate, _format_time),
+        Column("Model", lambda cell: cell.job.model.name),
+        Column("Parameters", lambda cell: cell.parameters, parameters),
+        Column("Devices", lambda cell: cell.job.device_suffix),
+        Column("Strategy", lambda cell: cell.job.strategy),
+        Column("Batch (micro/global)", lambda cell: str(cell.result.launch.spec.batch)),
+        Column("Backend", lambda cell: cell.backend),
+        Column("ms/iteration [95%]", lambda cell: cell.estimate, _format_time),
         Column(
             "Processor ms, all ranks [95%]",
-            lambda one: _use_processor_time(one).estimate,
+            lambda cell: _use_processor_time(cell).estimate,
             _format_time,
         ),
-        Column("Tokens/s", lambda one: one.tokens_per_second, number),
-        Column("Against the first backend", against),
-        Column("Loss", lambda one: one.row and one.row.final_loss, loss),
-        Column("Runs", lambda one: len(one.result.runs), count),
-        Column("Notes", lambda one: one.result.failure),
+        Column("Tokens/s", lambda cell: cell.tokens_per_second, number),
+        Column("Against the first backend", compare_with_first),
+        Column("Loss", lambda cell: cell.row and cell.row.final_loss, loss),
+        Column("Runs", lambda cell: len(cell.result.runs), count),
+        Column("Notes", lambda cell: cell.result.failure),
     )
 
 
-def _encode_result(one: SweptCell) -> dict[str, object]:
-    job, found, result = one.job, one.estimate, one.result
-    batch, processor = result.launch.spec.batch, _use_processor_time(one).estimate
+def _encode_result(cell: SweptCell) -> dict[str, object]:
+    """Return a cell's entry of `sweep.json`; None where something was not measured."""
+    job, estimate, result = cell.job, cell.estimate, cell.result
+    batch, processor = result.launch.spec.batch, _use_processor_time(cell).estimate
     return {
         "model": job.model.name,
-        "parameters": one.parameters,
+        "parameters": cell.parameters,
         "strategy": job.strategy,
-        "backend": one.backend,
+        "backend": cell.backend,
         "devices": job.devices,
         "micro_batch": batch.micro_batch_size,
         "global_batch": batch.global_batch_size,
         "device": job.device,
-        "iteration_ms_median": found.median if found else None,
-        "iteration_ms_ci_low": found.low if found else None,
-        "iteration_ms_ci_high": found.high if found else None,
+        "iteration_ms_median": estimate.median if estimate else None,
+        "iteration_ms_ci_low": estimate.low if estimate else None,
+        "iteration_ms_ci_high": estimate.high if estimate else None,
         "processor_ms_median": processor.median if processor else None,
-        "samples": found.count if found else 0,
-        "tokens_per_iteration": one.tokens_per_iteration,
-        "tokens_per_second": one.tokens_per_second,
-        "final_loss": one.row and one.row.final_loss,
+        "samples": estimate.count if estimate else 0,
+        "tokens_per_iteration": cell.tokens_per_iteration,
+        "tokens_per_second": cell.tokens_per_second,
+        "final_loss": cell.row and cell.row.final_loss,
         "runs": [folder.name for folder in result.runs],
-        "complete": result.complete,
+        "complete": result.is_complete,
         "failure": result.failure or None,
     }
 
 
 def draw_sweep(results: Sequence[SweptCell]) -> Chart | None:
-    """The picture; None while nothing was measured."""
-    if not any(result.estimate for result in results):
+    """Draw tokens per second by model size; return None if nothing was measured."""
+    if not any(cell.estimate for cell in results):
         return None
     text = (
         "Tokens a second over all devices at the median iteration, with 95% intervals; where a "
@@ -217,31 +230,32 @@ def draw_sweep(results: Sequence[SweptCell]) -> Chart | None:
 
 
 def _paint_chart(figure: Figure, results: Sequence[SweptCell]) -> None:
+    """Paint a line with error bars per backend and number of devices into a figure."""
     figure.set_size_inches(WIDTH_INCHES, 4.0)
     axes = figure.add_subplot()
-    for place, ((devices, backend), line) in enumerate(select_fastest(results).items()):
-        rates = [one.tokens_per_second or 0.0 for one in line]
-        spans = [one.rate_interval or (rate, rate) for one, rate in zip(line, rates, strict=True)]
+    for index, ((devices, backend), cells) in enumerate(select_fastest(results).items()):
+        rates = [cell.tokens_per_second or 0.0 for cell in cells]
+        intervals = [
+            cell.rate_interval or (rate, rate) for cell, rate in zip(cells, rates, strict=True)
+        ]
+        below = [rate - low for rate, (low, _) in zip(rates, intervals, strict=True)]
+        above = [high - rate for rate, (_, high) in zip(rates, intervals, strict=True)]
         axes.errorbar(
-            [one.parameters for one in line],
+            [cell.parameters for cell in cells],
             rates,
-            yerr=[
-                [rate - low for rate, (low, _) in zip(rates, spans, strict=True)],
-                [high - rate for rate, (_, high) in zip(rates, spans, strict=True)],
-            ],
+            yerr=[below, above],
             label=f"{backend}, {devices[0]} {devices[1]}",
-            color=entry_colour(place),
-            marker=_MARKERS[place % len(_MARKERS)],
+            color=entry_colour(index),
+            marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,
             capsize=3,
             linewidth=1.4,
         )
-    sizes = {one.parameters: one.job.model.name for one in results if one.estimate}
+    sizes = {cell.parameters: cell.job.model.name for cell in results if cell.estimate}
+    labels = [f"{name}\n{parameters(size)}" for size, name in sizes.items()]
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(
-        list(sizes), [f"{name}\n{parameters(number)}" for number, name in sizes.items()]
-    )
+    axes.set_xticks(list(sizes), labels)
     axes.set_xticks([], minor=True)
     axes.set_ylabel("tokens a second")
     axes.legend()

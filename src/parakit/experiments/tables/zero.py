@@ -1,4 +1,7 @@
-"""The DeepSpeed report's tables, from measurement: data parallelism, a pipeline, ZeRO's three stages."""
+"""Measure the tables of the DeepSpeed report: data parallelism, a pipeline, and ZeRO's three stages.
+
+Most columns show the measured value, and the published one in brackets.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _BASELINE = "dp2"
 
 @dataclass(frozen=True)
 class _Method:
-    """A row, its published figure, and what both are compared with."""
+    """A method's measured row and published figure, and those of the baseline; None where there is none."""
 
     row: Entry
     figure: Figure | None
@@ -45,7 +48,7 @@ class _Method:
 
 
 def render(model: str, rows: Sequence[Entry]) -> str:
-    """Markdown: three tables, and what was measured."""
+    """Return the page in Markdown: tables of performance, time fractions and traffic, with verdicts."""
     published = load_published().figures_of(SOURCE)
     figures = {figure.strategy: figure for figure in published if figure.model == model}
     models = joined(list(dict.fromkeys(figure.model for figure in published)))
@@ -66,92 +69,109 @@ def render(model: str, rows: Sequence[Entry]) -> str:
 
 
 def describe_winners(rows: Sequence[Entry]) -> list[str]:
-    """The winner of each column, or those that are within noise of it, and which to use.
+    """Return sentences on the method with the least memory, least traffic and least time, and which to use.
 
-    Of methods within noise of the fastest the one with the least memory is to be used.
+    Among methods within noise of the fastest, the one with the least memory is to be used. Values that no row has
+    give no sentence.
     """
-    said = []
+    sentences = []
     for name, field in (("memory", "peak_bytes"), ("sent", "sent_bytes")):
-        if known := {_get_method_name(row): size for row in rows if (size := getattr(row, field))}:
-            method, size = min(known.items(), key=lambda each: each[1])
-            said.append(format_sentence("zero", name, method=method, amount=megabytes(size)))
-    timed = [(row, found) for row in rows if (found := row.estimate)]
+        sizes = {_get_method_name(row): getattr(row, field) for row in rows if getattr(row, field)}
+        if sizes:
+            method, size = min(sizes.items(), key=lambda item: item[1])
+            sentences.append(format_sentence("zero", name, method=method, amount=megabytes(size)))
+    timed = [(row, row.estimate) for row in rows if row.estimate]
     if not timed:
-        return said
-    fastest, best = min(timed, key=lambda each: each[1].median)
-    close = [row for row, found in timed if not compare_times(best, found).verdict.is_clear]
-    others = [_get_method_name(row) for row in close if row is not fastest]
-    weighed = [row for row in close if row.peak_bytes]
-    used = min(weighed, key=lambda row: row.peak_bytes or 0, default=fastest)
+        return sentences
+    fastest, best = min(timed, key=lambda pair: pair[1].median)
+    close = [row for row, estimate in timed if not compare_times(best, estimate).verdict.is_clear]
+    rivals = [_get_method_name(row) for row in close if row is not fastest]
+    with_memory = [row for row in close if row.peak_bytes]
+    to_use = min(with_memory, key=lambda row: row.peak_bytes or 0, default=fastest)
     parts = {
         "method": _get_method_name(fastest),
-        "others": joined(others),
-        "used": _get_method_name(used),
+        "others": joined(rivals),
+        "used": _get_method_name(to_use),
     }
-    names = ("close", "use one of the close") if others else ("fastest", "use")
-    return [*said, *(format_sentence("zero", name, **parts) for name in names)]
+    names = ("close", "use one of the close") if rivals else ("fastest", "use")
+    return [*sentences, *(format_sentence("zero", name, **parts) for name in names)]
 
 
 def divide_known(value: float | None, reference: float | None) -> float | None:
-    """None where either is missing."""
+    """Return the ratio of two values; None if one is missing or the reference is 0."""
     return value / reference if value is not None and reference else None
 
 
 def format_milliseconds(seconds: float | None) -> str:
-    """`157.8 ms`."""
+    """Return seconds as milliseconds, such as `157.8 ms`; a dash for None."""
     return DASH if seconds is None else f"{ms(seconds)} ms"
 
 
 def _get_method_name(row: Entry) -> str:
+    """Return the report's name of a row's method; the strategy if the report does not have it."""
     return _NAMES.get(row.strategy, row.strategy)
 
 
 def _get_published_peak(figure: Figure | None) -> float | None:
+    """Return the published peak memory in GB; None if none was published."""
     return figure.peak_memory_gb[0] if figure and figure.peak_memory_gb else None
 
 
 def _format_speedup(method: _Method) -> str:
-    """Over the baseline; said to be within noise where the statistic says so."""
+    """Return the speed over the baseline's, such as `1.20×`, and whether that is within noise."""
     row, baseline = method.row, method.baseline
-    one, two = baseline.estimate if baseline else None, row.estimate
-    if one is None or two is None:
+    baseline_estimate, estimate = baseline.estimate if baseline else None, row.estimate
+    if baseline_estimate is None or estimate is None:
         return DASH
-    found = compare_times(one, two)
-    text = times(1 / found.ratio)
-    return text if found.verdict.is_clear or row is baseline else f"{text}, {found.verdict}"
+    comparison = compare_times(baseline_estimate, estimate)
+    text = times(1 / comparison.ratio)
+    if comparison.verdict.is_clear or row is baseline:
+        return text
+    return f"{text}, {comparison.verdict}"
 
 
 def _format_memory_change(method: _Method) -> str:
+    """Return the change of peak memory against the baseline, with the published change in brackets."""
     baseline = method.baseline.peak_bytes if method.baseline else None
-    mine = divide_known(method.row.peak_bytes, baseline)
+    ratio = divide_known(method.row.peak_bytes, baseline)
     published = divide_known(
         _get_published_peak(method.figure), _get_published_peak(method.published_baseline)
     )
-    return change(mine) + (f" ({change(published)})" if published else "")
+    return change(ratio) + (f" ({change(published)})" if published else "")
 
 
 def _make_published_column(
     name: str,
-    measured: Callable[[_Method], str],
-    published: Callable[[Figure], float | None],
-    text: Callable[[float], str],
+    format_measured: Callable[[_Method], str],
+    get_published: Callable[[Figure], float | None],
+    format_published: Callable[[float], str],
 ) -> Column[_Method]:
-    """`measured (published)`."""
+    """Return a column `measured (published)`; without a published value the brackets are left out."""
 
-    def cell(method: _Method) -> str:
-        found = published(method.figure) if method.figure else None
-        return measured(method) + (f" ({text(found)})" if found is not None else "")
+    def format_cell(method: _Method) -> str:
+        published = get_published(method.figure) if method.figure else None
+        brackets = f" ({format_published(published)})" if published is not None else ""
+        return format_measured(method) + brackets
 
-    return Column(name, cell)
+    return Column(name, format_cell)
 
 
-def _make_fraction_column(name: str, place: int, phase: str) -> Column[_Method]:
-    def measured(method: _Method) -> str:
-        return percent(
-            method.row.published_fractions[place] if method.row.published_fractions else None
-        )
+def _make_fraction_column(name: str, index: int, phase: str) -> Column[_Method]:
+    """Return the column of a phase's fraction of the iteration.
 
-    return _make_published_column(name, measured, lambda figure: figure.shares.get(phase), percent)
+    Args:
+        name: Heading.
+        index: Position of the phase among a row's fractions.
+        phase: Key of the phase in the published figures.
+    """
+
+    def format_measured(method: _Method) -> str:
+        fractions = method.row.published_fractions
+        return percent(fractions[index] if fractions else None)
+
+    return _make_published_column(
+        name, format_measured, lambda figure: figure.shares.get(phase), percent
+    )
 
 
 _METHOD = Column[_Method]("Method", lambda method: _get_method_name(method.row))

@@ -1,10 +1,10 @@
-"""`make verify-<strategy>-<model>-<N>cpu`: the first tensor in which a strategy differs from a
-reference.
+"""Verify a strategy: train it and a reference, and find the first tensor in which the two differ.
 
-Trains the reference and the strategy from the same weights on the same batches up to one iteration,
-whose tensors both write (`megatron_patches.capture`); `parakit.verify` compares them. Where errors spread
-from module to module, the strategy runs again with the reference's tensors in the place of its own. All
-of it is in one folder of the runs folder: two run folders and `verify/<name>/`; the tensors are removed.
+This is `make verify-<strategy>-<model>-<N>cpu`. Strategy and reference train from the same weights on the same
+batches up to one iteration, in which both capture their tensors (`megatron_patches.capture`). `parakit.verify`
+compares the tensors. If errors may have spread from one module to others, the strategy runs again with the
+reference's tensors as inputs. A verification is one folder in the runs folder: the run folders of its parts, and
+`verify/<name>/` with the verdict. The captured tensors are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parakit.artifacts.run import Status, utc_stamp
-from parakit.artifacts.verdict import VERIFY_FOLDER, VerifyOutcome
+from parakit.artifacts.verdict import VERIFY_FOLDER, VerifyOutcome, VerifyVerdict
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
@@ -63,63 +63,83 @@ from parakit.verify import (
 )
 
 Train = Callable[[str, Launch], str]
-"""Trains a launch that is a part of a verification, and leaves its log beside the part's tensors
-(`LOG_FILE`); returns how it failed, empty if it did not."""
+"""Function that trains one part of a verification, given the part's name and its launch.
+
+It leaves the run's log next to the part's tensors (`LOG_FILE`), and returns why the run failed; empty if it ended
+well.
+"""
 
 ROUNDING_PROBES = 3
+"""Runs of the reference's iteration with inputs changed by rounding, which measure the tolerances."""
 DRIFT_RUNS = 2
-"""Runs of the reference by which it is measured how far earlier iterations' rounding carries."""
+"""Further runs of the reference that measure how rounding of earlier iterations carries over."""
 FIRST_DRIFT_ITERATION = 2
-"""The first iteration in which that is asked: before it no iteration has rounded a state or a weight."""
+"""First iteration for which drift is measured: before it, no iteration has rounded a state or a weight."""
 NEAR_SEEDS = 3
-"""Seeds in which an error near its tolerance is looked for, the seed that was asked for included."""
+"""Seeds with which an error near its tolerance is verified, the requested seed included."""
 FURTHER_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
-"""Beside the model's own, by the flags that switch them off."""
+"""Losses beside the model's own, by the flag whose value 0 switches each off."""
 _PART_NAMES = {"begun": "strategy with the reference's routing and weights"}
-"""What a part is called where it fails."""
+"""Names of parts in error messages, where a part's name alone is unclear."""
 
 
 @dataclass(frozen=True)
 class SharedReferences:
-    """Trains a reference once for all strategies that are compared with the same one."""
+    """Store of reference runs' tensors, so that strategies with an equal reference train it once."""
 
     folder: Path
-    """Takes the references' tensors, hundreds of megabytes each, until `forget`."""
+    """Folder of the tensors, hundreds of megabytes per reference, until `remove`."""
 
-    def around(self, train: Train, scratch: Path) -> Train:
-        """`train`, but for references that are here already; tensors are expected in `scratch`."""
+    def wrap(self, train: Train, scratch: Path) -> Train:
+        """Return a function that trains as `train` does, but takes stored references instead of training them.
 
-        def trained(part: str, launch: Launch) -> str:
+        Args:
+            train: Function that trains a part; its tensors are expected in `scratch`.
+            scratch: Folder in which a stored reference appears as a link.
+        """
+
+        def train_or_link(part: str, launch: Launch) -> str:
             if not part.startswith("reference"):
                 return train(part, launch)
-            # What its tensors follow from, as far as verifications of one command differ in it.
-            names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
-            values = (launch.environment.get(name, "") for name in names)
-            words = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
-            key = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-            kept = self.folder / f"{part}-{key}"
-            if not kept.is_dir():
-                if failure := train(part, launch):
+            stored = self.folder / f"{part}-{_hash_reference(launch)}"
+            if not stored.is_dir():
+                failure = train(part, launch)
+                if failure:
                     return failure
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(scratch / part, kept)
-            (scratch / part).symlink_to(kept)
+                stored.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(scratch / part, stored)
+            (scratch / part).symlink_to(stored)
             return ""
 
-        return trained
+        return train_or_link
 
-    def forget(self) -> None:
-        """Remove them."""
+    def remove(self) -> None:
+        """Remove all stored references."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _hash_reference(launch: Launch) -> str:
+    """Return a hash of all in a launch that its tensors depend on and that verifications of a command vary."""
+    names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
+    values = (launch.environment.get(name, "") for name in names)
+    parts = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def verify(
     target: str, given: Namespace, options: Options, console: Console, also: Path | None = None
 ) -> int:
-    """Run a verification; 0 held, 1 differs, 2 not comparable. `also` is a run folder for the results.
+    """Run the verification of a target; return 0 if it held, 1 if it differs, 2 if it is not comparable.
+
+    Args:
+        target: `verify-<strategy>-<model>-<N>cpu`.
+        given: Arguments that only verifications have, such as REFERENCE=.
+        options: Make variables.
+        console: Shows progress and verdict.
+        also: A run folder that gets a copy of the results, or None.
 
     Raises:
-        LaunchError: It cannot run here; nothing was written.
+        LaunchError: The verification cannot run here; nothing was written.
     """
     verification = compose_pair(parse_pair(target, given, options))
     if options.dry_run:
@@ -135,87 +155,101 @@ def run_verification(
     also: Path | None = None,
     shared: SharedReferences | None = None,
 ) -> Judgement:
-    """Say if another model is verified, check that it can run here, train, judge, print the verdict.
+    """Check that a verification can run here, train its runs, and write, print and return the judgement.
 
     Args:
-        folder: It gets the run folders and the verdict.
-        also: A run folder that gets the results as well.
-        shared: References of other strategies, of which this one's may be one.
+        verification: The composed strategy and reference.
+        console: Shows progress and verdict, and a notice if flags or variables changed the model.
+        folder: Folder for the run folders and the results.
+        also: A run folder that gets a copy of the results, or None.
+        shared: Stored references of other strategies, which this verification uses and extends.
 
     Raises:
-        LaunchError: It cannot run here; nothing was written.
+        LaunchError: The verification cannot run here; nothing was written.
     """
-    launches, pair = verification.launches, verification.pair
-    for sentence in (
-        describe_vocabulary_change(verification.strategy),
-        describe_chosen_split(verification.strategy),
-    ):
-        if sentence:
-            say(console, sentence, "yellow")
-    for launch in launches:
-        make_sample(launch.data, console)
-        check_launch(launch)
+    pair = verification.pair
+    _check_launches(verification, console)
     results = folder / VERIFY_FOLDER / pair.job.name
 
     with WarmPool() as pool:
-        verification = verification.forked(pool)
+        verification = verification.fork_from_pool(pool)
         for launch in verification.launches:
             ensure_initial_checkpoint(launch, console)
         with _make_scratch_folder(folder) as scratch:
 
-            def trained(part: str, launch: Launch) -> str:
-                """Train as any target does, in a run folder of the part's name."""
+            def train(part: str, launch: Launch) -> str:
+                """Train as other targets do, in a run folder with the part's name."""
                 run, status = execute_launch(launch, folder, console, part)
                 run.rename(folder / part)
                 keep_log(folder / part / LOG_FILE, scratch / part)
-                how = f"ended '{status.status}': {status.reason}"
-                return "" if status.status is Status.OK else how
+                if status.status is Status.OK:
+                    return ""
+                return f"ended '{status.status}': {status.reason}"
 
-            train = trained if shared is None else shared.around(trained, scratch)
-            judgement = train_and_judge(verification, scratch, train)
+            train_part = train if shared is None else shared.wrap(train, scratch)
+            judgement = train_and_judge(verification, scratch, train_part)
     verdict = replace(
         judgement.verdict,
-        reference=pair.other,
+        reference=pair.reference_strategy,
         layout=pair.job.strategy,
         mode=verification.mode,
         command=format_make_command(pair.target, pair.variables),
     )
     judgement = replace(judgement, verdict=verdict)
-    _write_results(results, judgement)  # Without the tensors there is room again.
+    # Only now, when the tensors are removed, a disk that they filled has room for the results.
+    _write_results(results, judgement)
     if also is not None:
         shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
     _print_verdict(judgement, results, console)
     return judgement
 
 
+def _check_launches(verification: Verification, console: Console) -> None:
+    """Print notices on a changed vocabulary or split, make missing sample data, and check each launch.
+
+    Raises:
+        LaunchError: A launch cannot run here.
+    """
+    for notice in (
+        describe_vocabulary_change(verification.strategy),
+        describe_chosen_split(verification.strategy),
+    ):
+        if notice:
+            say(console, notice, "yellow")
+    for launch in verification.launches:
+        make_sample(launch.data, console)
+        check_launch(launch)
+
+
 def keep_log(log: Path, tensors: Path) -> None:
-    """Copy a run's log beside the tensors that the run has captured, if it has captured any."""
+    """Copy a run's log next to the tensors that the run has captured; do nothing if it captured none."""
     if tensors.is_dir():
         shutil.copyfile(log, tensors / LOG_FILE)
 
 
 def train_and_judge(verification: Verification, scratch: Path, train: Train) -> Judgement:
-    """Train both with `train`, compare their tensors; where errors spread, train the strategy again.
+    """Train the parts of a verification with `train` in `scratch`, and return the judgement.
 
-    If all tensors held, what the logs print is compared. Where the iteration begins with wrong weights,
-    the one in which they became wrong is looked for. An error near its tolerance is looked for in other
-    seeds, too: rounding exceeds a measured tolerance in few of them, a fault in all.
+    If all tensors held, the values that the logs print are compared, too. If the iteration begins with wrong
+    weights, the judgement is on an earlier one: the first that differs, found by bisection. An error near its
+    tolerance is verified with other seeds, too: rounding exceeds a measured tolerance in few of them, a fault in all.
     """
     judgement = _IterationVerification(
         verification.iteration, verification, scratch, train
-    ).judged()
+    ).judge_iteration()
     if judgement.is_near_tolerance and verification.saving is None:
         return _count_wrong_seeds(judgement, verification, scratch, train)
-    right, wrong = 0, verification.iteration
-    while judgement.begins_before and verification.saving is None and wrong - right > 1:
-        tried = (right + wrong) // 2
-        earlier = _IterationVerification(tried, verification, scratch, train).judged()
-        if earlier.first is None and earlier.verdict.verdict is not VerifyOutcome.HELD:
-            break  # It could not be compared.
-        if earlier.first is None:
-            right = tried
+    last_right, first_wrong = 0, verification.iteration
+    while judgement.begins_before and verification.saving is None and first_wrong - last_right > 1:
+        middle = (last_right + first_wrong) // 2
+        earlier = _IterationVerification(middle, verification, scratch, train).judge_iteration()
+        differs = earlier.first is not None
+        if not differs and earlier.verdict.verdict is not VerifyOutcome.HELD:
+            break  # The earlier iteration could not be compared.
+        if differs:
+            judgement, first_wrong = earlier, middle
         else:
-            judgement, wrong = earlier, tried
+            last_right = middle
     return judgement
 
 
@@ -229,11 +263,11 @@ def _count_wrong_seeds(
     """
     num_wrong = num_seeds = 1
     for number in range(1, NEAR_SEEDS):
-        other = verification.with_other_batches(number)
+        other = verification.shift_seed(number)
         at_seed = _IterationVerification(
             verification.iteration, other, scratch, train, label=f"-seed-{number}"
         )
-        outcome = at_seed.judged().verdict.verdict
+        outcome = at_seed.judge_iteration().verdict.verdict
         num_seeds += outcome is not VerifyOutcome.NOT_COMPARABLE
         num_wrong += outcome is VerifyOutcome.DIFFERS
     return count_seeds(judgement, num_wrong, num_seeds)
@@ -241,25 +275,29 @@ def _count_wrong_seeds(
 
 @dataclass(frozen=True)
 class _IterationVerification:
-    """A verification by the tensors of one iteration."""
+    """Verification by the tensors of one iteration.
+
+    The iteration is trained in parts: `reference` and `strategy` always, the others only if they are needed. Each
+    part has a folder of tensors in `scratch`.
+    """
 
     iteration: int
     verification: Verification
     scratch: Path
     train: Train
     label: str = ""
-    """Ends the names of what is trained with another seed than is asked for."""
+    """End of the parts' names for another seed than the requested one; empty for the requested seed."""
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what is trained for another iteration or seed than is asked for."""
-        is_asked_for = self.iteration == self.verification.iteration
-        return self.label if is_asked_for else f"{self.label}-{self.iteration}"
+        """End of the parts' names; empty for the requested iteration and seed."""
+        is_requested = self.iteration == self.verification.iteration
+        return self.label if is_requested else f"{self.label}-{self.iteration}"
 
-    def judged(self) -> Judgement:
-        """The judgement on it."""
+    def judge_iteration(self) -> Judgement:
+        """Train the parts and return the judgement; a run that fails gives `not comparable` with the reason."""
         try:
-            return self._compare_logs(self._judged())
+            return self._compare_logs(self._judge_tensors())
         except VerifyError as error:
             return refuse_comparison(str(error))
         except OSError as error:
@@ -271,13 +309,13 @@ class _IterationVerification:
     def _compare_logs(self, judgement: Judgement) -> Judgement:
         """Return the judgement with what the logs print compared, if all tensors held.
 
-        They are compared once, of the iteration that is asked for and all before it.
+        The logs are compared once, for the iteration that was asked for and all iterations before it.
         """
         if judgement.verdict.verdict is not VerifyOutcome.HELD or self.suffix:
             return judgement
-        # A run from the reference's routing and weights prints what they give.
-        part = "begun" if self._tensors("begun").is_dir() else "strategy"
-        tensors, reference = self._tensors(part), self._tensors("reference")
+        # A run from the reference's routing and weights prints the values that these give.
+        part = "begun" if self._tensor_folder("begun").is_dir() else "strategy"
+        tensors, reference = self._tensor_folder(part), self._tensor_folder("reference")
         return compare_logs(
             judgement,
             tensors / LOG_FILE,
@@ -286,91 +324,141 @@ class _IterationVerification:
             same_backend=self.verification.may_drift,
         )
 
-    def _judged(self) -> Judgement:
-        verification, strategy = self.verification, self.verification.strategy
-        reference = self._captured("reference", verification.reference, ROUNDING_PROBES)
+    def _judge_tensors(self) -> Judgement:
+        """Train reference and strategy, and return the judgement on their tensors.
+
+        Further parts are trained if errors of earlier iterations carry over, if routing or initial weights differ, or
+        if errors may have spread from one module to others.
+
+        Raises:
+            VerifyError: A run failed, or the tensors cannot be compared.
+            OSError: Tensors could not be read or written.
+        """
+        verification = self.verification
+        reference = self._capture("reference", verification.reference, probes=ROUNDING_PROBES)
+        strategy = verification.strategy
         if verification.saving is not None:
-            checkpoint = self.scratch / "checkpoint"
-            saved = verification.saved(verification.saving, checkpoint)
-            if failure := self.train(f"saved{self.suffix}", saved):
-                raise VerifyError(f"The saved {failure}")
-            strategy = verification.resumed(strategy, checkpoint)
-        ours = self._captured("strategy", strategy)
-        whole = reassemble_to_one_rank(
+            strategy = self._train_saving_run(verification.saving)
+        ours = self._capture("strategy", strategy)
+        # The reference's tensors of all ranks, as one rank without parallelism would have them.
+        full = reassemble_to_one_rank(
             reference, ours, self.scratch / f"whole{self.suffix}" / "reference"
         )
-        drifted: Drift = {}
-        judgement = judge(whole, ours)
+        drift: Drift = {}
+        judgement = judge(full, ours)
         may_drift = verification.may_drift and self.iteration >= FIRST_DRIFT_ITERATION
         if may_drift and judgement.carries_earlier:
-            drifted = self._drift(reference)
-            judgement = judge(whole, ours, drifted)
+            drift = self._measure_drift(reference)
+            judgement = judge(full, ours, drift)
         if judgement.needs_same_start:
-            start = self._tensors("start")
-            write_forced(whole, ours, start, start_alone=True)
-            ours = self._captured("begun", strategy, forced=start)
-            judgement = judge(whole, ours, drifted)
-            if may_drift and judgement.carries_earlier and not drifted:
-                judgement = judge(whole, ours, self._drift(reference))
+            start = self._tensor_folder("start")
+            write_forced(full, ours, start, start_alone=True)
+            ours = self._capture("begun", strategy, forced=start)
+            judgement = judge(full, ours, drift)
+            if may_drift and judgement.carries_earlier and not drift:
+                judgement = judge(full, ours, self._measure_drift(reference))
         if judgement.may_have_spread:
-            write_forced(whole, ours, self._tensors("given"))
+            inputs = self._tensor_folder("given")
+            write_forced(full, ours, inputs)
             try:
-                ours = self._captured("forced", strategy, forced=self._tensors("given"))
-                judgement = confirm(judgement, whole, ours)
+                ours = self._capture("forced", strategy, forced=inputs)
+                judgement = confirm(judgement, full, ours)
             except VerifyError:
                 return judgement
         if verification.may_drift and len(reference.ranks) == 1 and needs_parts(judgement):
             with suppress(VerifyError):
-                return self._explained(judgement, reference, ours)
+                return self._explain_by_parts(judgement, reference, ours)
         return judgement
 
-    def _explained(self, judgement: Judgement, reference: Capture, ours: Capture) -> Judgement:
-        """With the part of a gradient that is wrong, where the whole does not say what is."""
-        launch, without = self.verification.reference, {}
-        given = self._tensors("given-to-reference")
-        write_forced(reference, reference, given)
+    def _train_saving_run(self, saving: Launch) -> Launch:
+        """Train the run that saves a checkpoint; return the strategy's launch that resumes from it.
+
+        Raises:
+            VerifyError: The run failed.
+        """
+        checkpoint = self.scratch / "checkpoint"
+        launch = self.verification.add_saving_flags(saving, checkpoint)
+        failure = self.train(f"saved{self.suffix}", launch)
+        if failure:
+            raise VerifyError(f"The saved {failure}")
+        return self.verification.add_resuming_flags(self.verification.strategy, checkpoint)
+
+    def _explain_by_parts(
+        self, judgement: Judgement, reference: Capture, ours: Capture
+    ) -> Judgement:
+        """Return the judgement with the part of a gradient that is wrong, if the gradient alone does not say.
+
+        The reference is trained again, with gradients by part, and once without each further loss.
+
+        Raises:
+            VerifyError: A run failed.
+        """
+        launch = self.verification.reference
+        captures_without_loss: dict[str, Capture] = {}
+        inputs = self._tensor_folder("given-to-reference")
+        write_forced(reference, reference, inputs)
         for name, flag in FURTHER_LOSSES.items():
             if launch.model.shape.experts and Flags(launch.flags).number(flag) > 0:
-                other = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
+                without_loss = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
                 part = f"reference-without-{flag.removeprefix('--')}"
-                without[name] = self._captured(part, other, forced=given)
-        parts = self._captured("reference-parts", launch, parts="1")
-        return explain_by_parts(judgement, ours, parts, without)
+                captures_without_loss[name] = self._capture(part, without_loss, forced=inputs)
+        parts = self._capture("reference-parts", launch, parts="1")
+        return explain_by_parts(judgement, ours, parts, captures_without_loss)
 
-    def _drift(self, reference: Capture) -> Drift:
-        names = (f"reference-drifted-{number}" for number in range(DRIFT_RUNS))
+    def _measure_drift(self, reference: Capture) -> Drift:
+        """Train the reference with rounding errors in earlier iterations; return how far its tensors move."""
         launch = self.verification.reference
-        return measure_drift(
-            reference, (self._captured(name, launch, drift=name) for name in names)
-        )
+        names = (f"reference-drifted-{number}" for number in range(DRIFT_RUNS))
+        captures = (self._capture(name, launch, drift=name) for name in names)
+        return measure_drift(reference, captures)
 
-    def _captured(
+    def _capture(
         self,
         part: str,
         launch: Launch,
-        seeds: int = 0,
+        probes: int = 0,
         forced: Path | None = None,
         drift: str = "",
         parts: str = "",
     ) -> Capture:
+        """Train a part and return the tensors that it captured.
+
+        Args:
+            part: Name of the part.
+            launch: The run.
+            probes: Number of rounding probes of the iteration.
+            forced: Folder of tensors that replace the run's own; None replaces nothing.
+            drift: Seed of the rounding changes of earlier iterations' weights; empty changes nothing.
+            parts: `1` captures gradients by part.
+
+        Raises:
+            VerifyError: The run failed.
+        """
         environment = {
-            variables.CAPTURE: relative_to_root(self._tensors(part)),
+            variables.CAPTURE: relative_to_root(self._tensor_folder(part)),
             variables.CAPTURE_ITERATION: str(self.iteration),
-            variables.CAPTURE_SEEDS: str(seeds),
+            variables.CAPTURE_SEEDS: str(probes),
             variables.CAPTURE_FORCED: relative_to_root(forced) if forced else "",
             variables.CAPTURE_DRIFT: drift,
             variables.CAPTURE_PARTS: parts,
         }
         launch = replace(launch, environment={**launch.environment, **environment})
-        if failure := self.train(f"{part}{self.suffix}", launch):
+        failure = self.train(f"{part}{self.suffix}", launch)
+        if failure:
             raise VerifyError(f"The {_PART_NAMES.get(part, part)} {failure}")
-        return read_capture(self._tensors(part))
+        return read_capture(self._tensor_folder(part))
 
-    def _tensors(self, part: str) -> Path:
+    def _tensor_folder(self, part: str) -> Path:
+        """Return the folder of a part's tensors."""
         return self.scratch / f"{part}{self.suffix}"
 
 
 def _write_results(results: Path, judgement: Judgement) -> None:
+    """Write the verdict and its page into a folder.
+
+    Raises:
+        LaunchError: The folder cannot be written; the message holds the verdict.
+    """
     try:
         write_verdict(results, judgement)
         write_page(results, judgement)
@@ -383,7 +471,11 @@ def _write_results(results: Path, judgement: Judgement) -> None:
 
 @contextmanager
 def _make_scratch_folder(folder: Path) -> Iterator[Path]:
-    """A folder for the tensors, which are many times the model's size; removed at the end."""
+    """Make a folder for the tensors, which take many times the model's size; remove it at the end.
+
+    Raises:
+        LaunchError: The folder cannot be made.
+    """
     scratch = folder / "tensors"
     try:
         scratch.mkdir(parents=True)
@@ -398,6 +490,7 @@ def _make_scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def _print_verdict(judgement: Judgement, results: Path, console: Console) -> None:
+    """Print the verdict, the first wrong tensor, what was and was not compared, and the page's path."""
     verdict = judgement.verdict
     verdict.show_outcome(console)
     if verdict.verdict is VerifyOutcome.HELD and verdict.routing_flips:
@@ -405,25 +498,33 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
     if verdict.verdict is VerifyOutcome.HELD and verdict.logged:
         say(console, f"the logs: {verdict.logged}")
     if verdict.verdict is VerifyOutcome.DIFFERS:
-        path, _, line = (verdict.source or "").rpartition(":")
-        if path and os.environ.get("GITHUB_ACTIONS"):  # On the pull request's line.
-            say(console, f"::error file={path},line={line}::{verdict.line}")
-        say(console, f"  iteration  {verdict.iteration}")
-        say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
-        say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
-        by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
-        say(console, f"  by itself  {by_itself[verdict.confirmed]}")
-        for line in verdict.also:
-            say(console, f"  also       {line}")
+        _print_difference(verdict, console)
     if verdict.mode:
         say(console, f"compared: {verdict.mode}")
     if verdict.seen:
-        own = f", and {verdict.initialised:,} own initial weights" if verdict.initialised else ""
-        of = f"{verdict.compared:,} of {verdict.seen:,} tensors"
-        say(console, f"compared {of} with {verdict.reference}'s{own}")
+        initial = (
+            f", and {verdict.initialised:,} own initial weights" if verdict.initialised else ""
+        )
+        counts = f"{verdict.compared:,} of {verdict.seen:,} tensors"
+        say(console, f"compared {counts} with {verdict.reference}'s{initial}")
     for line in verdict.not_aligned[:5]:
-        # Each name once for all layers; `verdict.json` has them all.
-        names, _, why = line.rpartition(": ")
-        shown = dict.fromkeys(re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names).split(" "))
-        say(console, f"not compared: {' '.join(shown)}: {why}")
+        # Layers and experts are shown as *, so that each name appears once; `verdict.json` has all of them.
+        names, _, reason = line.rpartition(": ")
+        pattern = r"\.(layers|local_experts)\.\d+"
+        shown = dict.fromkeys(re.sub(pattern, r".\1.*", names).split(" "))
+        say(console, f"not compared: {' '.join(shown)}: {reason}")
     say(console, f"→ {relative_to_root(results)}/verify.html")
+
+
+def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
+    """Print where a strategy first differs, and annotate the line of the pull request on GitHub."""
+    path, _, line_number = (verdict.source or "").rpartition(":")
+    if path and os.environ.get("GITHUB_ACTIONS"):
+        say(console, f"::error file={path},line={line_number}::{verdict.line}")
+    say(console, f"  iteration  {verdict.iteration}")
+    say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
+    say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
+    by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
+    say(console, f"  by itself  {by_itself[verdict.confirmed]}")
+    for line in verdict.also:
+        say(console, f"  also       {line}")

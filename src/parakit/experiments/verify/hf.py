@@ -1,8 +1,8 @@
-"""`make verify-hf`: an imported model computes what `transformers` computes, in every strategy.
+"""Prove that an imported model computes what `transformers` computes, in every strategy: `make verify-hf`.
 
-The model of `HF=`, or one of each family with random weights, is imported and exported again, bit for
-bit, compared with `transformers` tensor by tensor through strategies of Megatron (`REFERENCE=hf`), and
-trained beside it for some steps. All of it is in one folder of the runs folder.
+The model is HF=, or one per family with random weights. It is imported and exported again, bit for bit. Strategies
+of Megatron are compared with `transformers` tensor by tensor (`REFERENCE=hf`). Last, both are trained for some
+steps, and their losses are compared. All results are in one folder of the runs folder.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from parakit.launch import (
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
 STEPS, LOSS_TOLERANCE = 20, 1e-5
-"""Training beside transformers, and how far losses may be apart."""
+"""Training steps of Megatron and transformers, and the largest absolute difference of their losses."""
 LEARNING_RATE_FLAGS = (
     *("--lr", "1e-3", "--min-lr", "1e-3", "--lr-decay-style", "constant"),
     *("--lr-warmup-fraction", "0"),
 )
 _SEQUENCE = 64
-"""Tokens of a sample, where the model has more positions and EXTRA= does not say."""
+"""Tokens per sample, unless EXTRA= sets another number or the model has fewer positions."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
 _OUTCOME_BY_SUCCESS = {True: VerifyOutcome.HELD, False: VerifyOutcome.DIFFERS}
 
 
 @dataclass(frozen=True)
 class Proof:
-    """One thing that was shown of a model, or was not."""
+    """One property of a model that was proven, or was not."""
 
     model: str
-    what: str
+    claim: str
     outcome: VerifyOutcome
-    seen: str
+    detail: str
     """What was compared and how close it was, or what is wrong."""
 
 
@@ -70,116 +70,150 @@ def verify_hf(
     options: Options,
     console: Console,
 ) -> int:
-    """Prove it of every model; 0 held, 1 differs, 2 not comparable.
+    """Prove all properties of every model and print a table; return 0 if all held, 1 if one differs, 2 if not.
+
+    The code 2 means that something could not be compared.
+
+    Args:
+        hf: HF=, a folder or the name of a model of Hugging Face; None makes a random model per family.
+        strategies: STRATEGIES=, separated by spaces; None is `STRATEGIES`.
+        extra_b: EXTRA_B=, Megatron's flags for the strategies alone.
+        options: Make variables.
+        console: Shows progress and the table.
 
     Raises:
-        ValueError: It cannot run here, or the model cannot be converted.
+        ValueError: The proof cannot run here, or the model cannot be converted.
     """
-    laid = []
-    for strategy in (strategies or STRATEGIES).split():
-        try:
-            laid.append((strategy, count_devices(strategy)))
-            parse_strategy(*laid[-1])
-        except StrategyError as error:
-            raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
+    layouts = _parse_strategies(strategies or STRATEGIES)
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     folder = options.runs / f"{utc_stamp()}-verify-hf"
     shared = SharedReferences(folder / "references")
-    prover = _Prover(folder, laid, extra_b, options, console, shared)
+    prover = _Prover(folder, layouts, extra_b, options, console, shared)
     proofs: list[Proof] = []
     try:
         for source, name in _list_models(hf, folder / "sources"):
-            proofs += prover.proofs(source, name)
-            shared.forget()
+            proofs += prover.prove_model(source, name)
+            shared.remove()
     finally:
-        shared.forget()
+        shared.remove()
         shutil.rmtree(folder / "models", ignore_errors=True)
     console.print(rich_table(Table(_COLUMNS, tuple(proofs), "Against transformers"), console.width))
     console.print(f"→ {relative_to_root(folder)}", highlight=False)
     return max(EXIT_CODES[proof.outcome] for proof in proofs)
 
 
-def _list_models(given: str | None, made: Path) -> Iterator[tuple[Path, str]]:
-    """Folders of Hugging Face's, each with the model's name."""
+def _parse_strategies(strategies: str) -> list[tuple[str, int]]:
+    """Return each strategy with its number of devices.
+
+    Raises:
+        LaunchError: A word is no strategy.
+    """
+    layouts = []
+    for strategy in strategies.split():
+        try:
+            devices = count_devices(strategy)
+            parse_strategy(strategy, devices)
+        except StrategyError as error:
+            raise LaunchError(f"STRATEGIES= holds {strategy}: {error}") from None
+        layouts.append((strategy, devices))
+    return layouts
+
+
+def _list_models(hf: str | None, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield model folders in Hugging Face's format, each with the model's name.
+
+    Without HF= they are written into `folder`, with random weights, one per family.
+    """
     from parakit.convert import CONFIGS, write_model
 
-    if given is not None:
-        folder = fetch_model_folder(given)
-        yield folder, folder.resolve().name.lower()
+    if hf is not None:
+        source = fetch_model_folder(hf)
+        yield source, source.resolve().name.lower()
         return
     for family, config in CONFIGS.items():
-        yield write_model(made / family, config), f"random-{family}"
+        yield write_model(folder / family, config), f"random-{family}"
 
 
 @dataclass(frozen=True)
 class _Prover:
+    """Proves the properties of models, in one folder and with shared references."""
+
     folder: Path
     strategies: Sequence[tuple[str, int]]
-    """Strategies with their devices."""
+    """Strategies, each with its number of devices."""
     extra_b: tuple[str, ...]
     options: Options
     console: Console
     shared: SharedReferences
 
-    def proofs(self, source: Path, name: str) -> Iterator[Proof]:
-        """Of a folder of Hugging Face's, under a model's name."""
+    def prove_model(self, source: Path, name: str) -> Iterator[Proof]:
+        """Yield the proofs of a model: import and export, then each strategy, then training.
+
+        Args:
+            source: Model folder in Hugging Face's format.
+            name: Name of the imported model.
+        """
         from parakit.convert import ConversionProgress, import_model, read_source
 
-        found, hub = read_source(source), self.folder / "models"
-        import_model(found, name, ConversionProgress(self.console), hub)
-        yield _prove_round_trip(source, hub / name, self.folder / "exported" / name)
+        model, models = read_source(source), self.folder / "models"
+        import_model(model, name, ConversionProgress(self.console), models)
+        yield _prove_round_trip(source, models / name, self.folder / "exported" / name)
         data = self.options.data or _write_random_tokens(
-            self.folder / f"{name}_tokens", found.shape.vocabulary
+            self.folder / f"{name}_tokens", model.shape.vocabulary
         )
-        sequence = ("--seq-length", str(min(_SEQUENCE, found.shape.seq_length)))
+        sequence = ("--seq-length", str(min(_SEQUENCE, model.shape.seq_length)))
         options = replace(
             self.options,
             data=str(data),
             runs=self.folder,
             extra=(*sequence, *self.options.extra),
-            model=str(hub / name / f"{name}.args"),
+            model=str(models / name / f"{name}.args"),
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
-        for strategy in self.strategies:
-            pair = LaunchPair(job.with_strategy(*strategy), HF, self.extra_b)
-            verification, own = compose_pair(pair), self.folder / pair.job.name
-            self.console.print(f"{pair.job.name}: {verification.mode}", highlight=False)
-            verdict = run_verification(verification, self.console, own, shared=self.shared).verdict
-            seen = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
-            if verdict.seen:
-                seen += f"; {verdict.compared:,} tensors compared"
-            yield Proof(pair.job.model.name, pair.job.strategy, verdict.verdict, seen)
-        yield self._trained(job)
+        for strategy, devices in self.strategies:
+            yield self._prove_strategy(job.with_strategy(strategy, devices))
+        yield self._prove_training(job)
 
-    def _trained(self, job: Job) -> Proof:
-        """Losses of Megatron on one rank, and of transformers with PyTorch's AdamW."""
-        options = job.options
-        own = replace(
-            options,
+    def _prove_strategy(self, job: Job) -> Proof:
+        """Verify a strategy against transformers tensor by tensor; return the verdict as a proof."""
+        pair = LaunchPair(job, HF, self.extra_b)
+        verification, folder = compose_pair(pair), self.folder / job.name
+        self.console.print(f"{job.name}: {verification.mode}", highlight=False)
+        verdict = run_verification(verification, self.console, folder, shared=self.shared).verdict
+        detail = verdict.sentence.removeprefix("tensors ").removeprefix("held: ")
+        if verdict.seen:
+            detail += f"; {verdict.compared:,} tensors compared"
+        return Proof(job.model.name, job.strategy, verdict.verdict, detail)
+
+    def _prove_training(self, job: Job) -> Proof:
+        """Compare the losses of Megatron on one rank with those of transformers and PyTorch's AdamW."""
+        options = replace(
+            job.options,
             iterations=STEPS,
-            dropout=0.0 if options.dropout is None else options.dropout,
-            micro_batch_size=options.micro_batch_size or 2,
-            global_batch_size=options.global_batch_size or 4,
+            dropout=0.0 if job.options.dropout is None else job.options.dropout,
+            micro_batch_size=job.options.micro_batch_size or 2,
+            global_batch_size=job.options.global_batch_size or 4,
             ledger=False,
-            extra=(*LEARNING_RATE_FLAGS, *options.extra),
+            extra=(*LEARNING_RATE_FLAGS, *job.options.extra),
         )
-        name, steps, losses = job.model.name, f"{STEPS} steps", []
+        name, claim, curves = job.model.name, f"{STEPS} steps", []
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
-            launch = compose_job(job.with_options(replace(own, backend=backend)))
+            launch = compose_job(job.with_options(replace(options, backend=backend)))
             check_launch(launch)
-            run, status = execute_launch(launch, self.folder, self.console, f"{steps}, {backend}")
+            run, status = execute_launch(launch, self.folder, self.console, f"{claim}, {backend}")
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
-                return Proof(name, steps, VerifyOutcome.NOT_COMPARABLE, reason)
-            losses.append(read_losses(run / LOG_FILE))
-        apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
-        first, last = losses[0][0], losses[0][-1]
-        seen = f"losses {first:.4f} to {last:.4f}, at most {apart:.1e} apart"
-        return Proof(name, steps, _OUTCOME_BY_SUCCESS[apart <= LOSS_TOLERANCE], seen)
+                return Proof(name, claim, VerifyOutcome.NOT_COMPARABLE, reason)
+            curves.append(read_losses(run / LOG_FILE))
+        difference = max(abs(first - second) for first, second in zip(*curves, strict=True))
+        first, last = curves[0][0], curves[0][-1]
+        detail = f"losses {first:.4f} to {last:.4f}, at most {difference:.1e} apart"
+        return Proof(name, claim, _OUTCOME_BY_SUCCESS[difference <= LOSS_TOLERANCE], detail)
 
 
 def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
+    """Export an imported model to `target` and compare it with its source bit for bit; remove the export."""
     from parakit.convert import (
         ConversionProgress,
         TensorFolder,
@@ -190,15 +224,16 @@ def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
     model = find_model(str(imported / f"{imported.name}.args"))
     checkpoint = imported / "checkpoint" / "iter_0000001"
     export_model(checkpoint, model.flags, model.shape, imported, target, ConversionProgress())
-    ours, theirs = TensorFolder(target), TensorFolder(source)
-    wrong = list_differing_tensors(ours, theirs)
+    exported = TensorFolder(target)
+    differing = list_differing_tensors(exported, TensorFolder(source))
     shutil.rmtree(target)
-    seen = f"{len(ours.tensors)} tensors, the same bits" if not wrong else f"{wrong[0]} differs"
-    return Proof(model.name, "import and export", _OUTCOME_BY_SUCCESS[not wrong], seen)
+    same = f"{len(exported.tensors)} tensors, the same bits"
+    detail = f"{differing[0]} differs" if differing else same
+    return Proof(model.name, "import and export", _OUTCOME_BY_SUCCESS[not differing], detail)
 
 
 def _write_random_tokens(prefix: Path, vocabulary: int) -> Path:
-    """A data set of random tokens, in documents that every split gets some of."""
+    """Write a data set of random tokens, in enough documents for every split; return its prefix."""
     random = np.random.default_rng(1)
     tokens = random.integers(0, vocabulary, _DOCUMENTS * _DOCUMENT_TOKENS)
     dtype = token_dtype(vocabulary)
@@ -211,12 +246,12 @@ def _write_random_tokens(prefix: Path, vocabulary: int) -> Path:
 
 _COLUMNS = (
     Column[Proof]("model", lambda proof: proof.model, right=False),
-    Column[Proof]("shown", lambda proof: proof.what, right=False),
+    Column[Proof]("shown", lambda proof: proof.claim, right=False),
     Column[Proof](
         "verdict",
         lambda proof: proof.outcome.value,
         right=False,
         style=lambda proof: "green" if proof.outcome is VerifyOutcome.HELD else "red",
     ),
-    Column[Proof]("", lambda proof: proof.seen, right=False, wraps=True),
+    Column[Proof]("", lambda proof: proof.detail, right=False, wraps=True),
 )

@@ -1,10 +1,10 @@
-"""What a verification compares: a strategy and its reference, and in what else the two differ.
+"""Compose what a verification compares: a strategy and its reference.
 
-Both train the same model from the same weights on the same batches, up to one iteration. Beside the
-strategy they may differ in the Megatron that trains (a version, a fork), in flags of the strategy alone
-(recomputation, the micro batch), in that the strategy resumes from a checkpoint before that iteration,
-and in that the reference is the plain PyTorch backend. What would train something else is refused:
-another model, data or batch, or experts that are given other tokens.
+Both train the same model from the same weights on the same batches, up to one iteration. Besides the strategy they
+may differ in the Megatron that trains (a version, a fork), in flags of the strategy alone (recomputation, the micro
+batch), in a checkpoint from which the strategy resumes, and in the reference's backend (plain PyTorch or
+transformers). Whatever would train something else is refused: another model, data or batch, or experts that get
+other tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from parakit.launch import (
     Options,
     Saving,
     WarmPool,
+    attention_problems,
     compose_job,
     parse_target,
     saving_flags,
@@ -37,37 +38,42 @@ from parakit.native import PADDED
 
 PREFIX = "verify-"
 ITERATION = 2
-"""The first in which an update has been made: states are there, and weights have moved."""
+"""First iteration after an update: optimizer states exist, and weights have moved."""
 ITERATION_RESUMED = 3
-"""One more: the first update has a learning rate of 0, so weights move in the second."""
+"""One iteration more for a resumed run: the first update's learning rate is 0, so weights move in the second."""
 MICRO_BATCH, MICRO_BATCHES = 2, 3
-"""More than one of each, so that a wrong number of them shows, and no usual degree of parallelism."""
+"""Samples per micro batch, and micro batches per iteration.
+
+Both are above 1, and 3 is no usual degree of parallelism, so that a wrong number of either shows.
+"""
+LOG_EVERY_ITERATION = ("--log-interval", "1")
+"""Flags of every run: what the loss function reports is compared per iteration, as the log prints it."""
 NATIVE, HF = "native", "hf"
 REIMPLEMENTATIONS = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
-"""References that are the model written again by others, on one rank."""
+"""Backends of references that are another implementation of the model, on one rank, by the value of REFERENCE=."""
 _BALANCING, _CAPACITY = "--moe-router-load-balancing-type", "--moe-expert-capacity-factor"
 
 
 @dataclass(frozen=True)
 class LaunchPair:
-    """What is asked for: a job, and in what its reference differs beside the strategy."""
+    """Request of a verification: a job, and how its reference differs besides the strategy."""
 
     job: Job
-    """The strategy, with the variables that it was asked for under."""
+    """The strategy, with the make variables of the request."""
     reference: str = ""
-    """A strategy, `native` or `hf`; empty is baseline, of a resumed run its own strategy."""
+    """A strategy, `native` or `hf`; empty is baseline, or for a resumed run its own strategy."""
     flags: tuple[str, ...] = ()
-    """Megatron's, of the strategy alone."""
+    """Megatron's flags for the strategy alone."""
     megatron_lm: Path | None = None
-    """Checkout of the strategy alone."""
+    """Megatron checkout for the strategy alone; None is the same as the reference's."""
     resumed: str = ""
-    """The strategy that saved the checkpoint which the strategy resumes from; empty without one."""
+    """Strategy that saved the checkpoint from which the strategy resumes; `1` is its own, empty is none."""
     is_bf16: bool = False
-    """Whether both compute in bf16, not fp32."""
+    """Whether both compute in bf16 instead of fp32."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Make's, under which `target` verifies the same."""
+        """Make variables under which `target` is the same verification."""
         return {
             **self.job.variables,
             "DTYPE": "bf16" if self.is_bf16 else "",
@@ -79,117 +85,130 @@ class LaunchPair:
 
     @property
     def target(self) -> str:
-        """The make target."""
+        """Make target of the verification."""
         return f"{PREFIX}{self.job.name}"
 
     @property
-    def saving(self) -> str:
-        """The strategy that saves; `RESUMED=1` is the strategy's own."""
+    def saving_strategy(self) -> str:
+        """Strategy that saves the checkpoint; empty if the strategy does not resume."""
         return self.job.strategy if self.resumed == "1" else self.resumed
 
     @property
-    def other(self) -> str:
-        """What it is compared with: of a resumed run its own strategy undisturbed."""
+    def reference_strategy(self) -> str:
+        """Strategy of the reference, `native` or `hf`; for a resumed run its own strategy is the default."""
         return self.reference or (self.job.strategy if self.resumed else "baseline")
 
 
 def parse_pair(target: str, given: Namespace, options: Options) -> LaunchPair:
-    """The target, REFERENCE=, EXTRA_B=, --megatron-lm-b, RESUMED= and DTYPE=, where a command has them.
+    """Return the pair of a target and its arguments (REFERENCE=, EXTRA_B=, RESUMED=, DTYPE=, …).
+
+    Args:
+        target: `verify-<strategy>-<model>-<N>cpu`.
+        given: Arguments of the command; those that the command does not have count as unset.
+        options: Make variables of both runs.
 
     Raises:
         LaunchError: The target is not in the grammar.
     """
-    value = vars(given).get
+    get_argument = vars(given).get
     return LaunchPair(
         parse_target("train-" + target.removeprefix(PREFIX), options),
-        value("reference") or "",
-        value("extra_b") or (),
-        value("megatron_lm_b"),
-        value("resumed") or "",
-        value("dtype") == "bf16",
+        reference=get_argument("reference") or "",
+        flags=get_argument("extra_b") or (),
+        megatron_lm=get_argument("megatron_lm_b"),
+        resumed=get_argument("resumed") or "",
+        is_bf16=get_argument("dtype") == "bf16",
     )
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A pair, composed: what is trained."""
+    """The composed launches of a pair."""
 
     pair: LaunchPair
     strategy: Launch
     reference: Launch
     saving: Launch | None = None
-    """The run whose checkpoint, of the iteration before, the strategy resumes from."""
+    """Run that saves a checkpoint one iteration earlier, from which the strategy resumes; None without one."""
 
     @property
     def iteration(self) -> int:
-        """Whose tensors are compared."""
+        """Iteration whose tensors are compared."""
         return self.strategy.iterations
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """All that are trained."""
+        """All launches of the verification, the reference first."""
         saving = (self.saving,) if self.saving else ()
         return (self.reference, *saving, self.strategy)
 
-    def forked(self, pool: WarmPool) -> Verification:
-        """The same with ranks from a process that has imported Megatron: that is most of a short run."""
-        strategy, reference = (
-            self.strategy.fork_from_pool(pool),
-            self.reference.fork_from_pool(pool),
+    def fork_from_pool(self, pool: WarmPool) -> Verification:
+        """Return the verification with ranks that are forked from processes that have imported Megatron.
+
+        Importing Megatron takes most of the time of a short run.
+        """
+        return replace(
+            self,
+            strategy=self.strategy.fork_from_pool(pool),
+            reference=self.reference.fork_from_pool(pool),
+            saving=self.saving.fork_from_pool(pool) if self.saving else None,
         )
-        saving = self.saving.fork_from_pool(pool) if self.saving else None
-        return replace(self, strategy=strategy, reference=reference, saving=saving)
 
     @property
     def may_drift(self) -> bool:
-        """Whether the reference can be trained with weights off by rounding: if Megatron trains it."""
+        """True if the reference can train with weights changed by rounding, which only Megatron can."""
         return self.reference.spec.backend not in REIMPLEMENTATIONS.values()
 
     @property
     def mode(self) -> str | None:
-        """In what the two differ beside their strategies; None if in nothing."""
-        return "; ".join(self._differences()) or None
+        """Differences of the two runs besides their strategies, as a sentence; None without differences."""
+        return "; ".join(self._list_differences()) or None
 
-    def _differences(self) -> Iterator[str]:
-        ours, theirs = self.strategy, self.reference
-        sizes = [one.spec.batch.micro_batch_size for one in (ours, theirs)]
-        if sizes[0] != sizes[1]:
-            yield f"micro batches of {sizes[0]} against {sizes[1]} at one global batch"
-        if theirs.spec.backend is Backend.NATIVE:
+    def _list_differences(self) -> Iterator[str]:
+        """Yield the differences of the two runs besides their strategies."""
+        strategy, reference = self.strategy, self.reference
+        size, reference_size = (
+            launch.spec.batch.micro_batch_size for launch in (strategy, reference)
+        )
+        if size != reference_size:
+            yield f"micro batches of {size} against {reference_size} at one global batch"
+        if reference.spec.backend is Backend.NATIVE:
             yield "Megatron against plain PyTorch"
-        elif theirs.spec.backend is Backend.TRANSFORMERS:
-            rows = Flags(theirs.flags).integer(PADDED) - theirs.model.shape.vocabulary
+        elif reference.spec.backend is Backend.TRANSFORMERS:
+            rows = Flags(reference.flags).integer(PADDED) - reference.model.shape.vocabulary
             padding = f", with the strategy's {plural(rows, 'padding row')}" if rows > 0 else ""
             yield f"Megatron against transformers{padding}"
-        elif ours.entry != theirs.entry:
-            yield f"{_name_megatron(ours)} against {_name_megatron(theirs)}"
+        elif strategy.entry != reference.entry:
+            yield f"{_name_megatron(strategy)} against {_name_megatron(reference)}"
         if self.saving is not None:
             yield (
                 f"resumed after iteration {self.iteration - 1} from a checkpoint of "
                 f"{self.saving.spec.name} against undisturbed"
             )
 
-    def with_other_batches(self, number: int) -> Verification:
+    def shift_seed(self, number: int) -> Verification:
         """Return the verification from the same weights with a seed that is larger by `number`."""
 
-        def with_seed(launch: Launch) -> Launch:
+        def add_to_seed(launch: Launch) -> Launch:
             seed = Flags(launch.flags).integer("--seed") + number
             return replace(launch, flags=merge_flags(launch.flags, ("--seed", str(seed))))
 
-        return replace(self, strategy=with_seed(self.strategy), reference=with_seed(self.reference))
+        return replace(
+            self, strategy=add_to_seed(self.strategy), reference=add_to_seed(self.reference)
+        )
 
-    def saved(self, launch: Launch, folder: Path) -> Launch:
-        """The launch that ends with a checkpoint of the iteration before."""
-        before = self.iteration - 1
+    def add_saving_flags(self, launch: Launch, folder: Path) -> Launch:
+        """Return the launch, ended one iteration earlier with a checkpoint in `folder`."""
+        last_iteration = self.iteration - 1
         flags = merge_flags(
             launch.flags,
-            saving_flags(Saving(before), launch.spec.parallelism, launch.entry),
-            ("--exit-interval", str(before), "--save", relative_to_root(folder)),
+            saving_flags(Saving(last_iteration), launch.spec.parallelism, launch.entry),
+            ("--exit-interval", str(last_iteration), "--save", relative_to_root(folder)),
         )
-        return replace(launch, flags=flags, iterations=before)
+        return replace(launch, flags=flags, iterations=last_iteration)
 
-    def resumed(self, launch: Launch, folder: Path) -> Launch:
-        """The launch that begins with that checkpoint."""
+    def add_resuming_flags(self, launch: Launch, folder: Path) -> Launch:
+        """Return the launch, resumed from the checkpoint that `add_saving_flags` saves in `folder`."""
         saving = saving_flags(Saving(self.iteration), launch.spec.parallelism, launch.entry)
         flags = merge_flags(
             drop_flags(launch.flags, flags_with_role("start")),
@@ -199,7 +218,7 @@ class Verification:
 
 
 def compose_pair(pair: LaunchPair) -> Verification:
-    """Compose what is trained: same weights, same batches, and unless asked otherwise micro batches.
+    """Compose the launches of a pair: they share weights and batches, and micro batches unless flags differ.
 
     Raises:
         LaunchError: The strategy does not fit its devices, or the two would do different work.
@@ -209,47 +228,27 @@ def compose_pair(pair: LaunchPair) -> Verification:
         raise LaunchError(
             f"'{pair.target}' names GPUs, on which the same run does not give the same bits; use …cpu."
         )
-    iteration = options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
-    if pair.resumed and iteration < 2:
-        raise LaunchError(
-            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
-            "set ITERS=2 or more."
-        )
-    micro = options.micro_batch_size or MICRO_BATCH
-    dropout = options.dropout
-    if dropout is None and pair.other != job.strategy:
-        dropout = 0.0  # Other strategies draw other masks; EXTRA= still has its own.
-    # What torch FSDP2 needs; another strategy would have other weights without.
-    untied = (UNTIED,) if UNTIED in job.flags else ()
-    alike = job.with_options(
+    shared_job = job.with_options(_make_shared_options(pair))
+    strategy_job = shared_job.with_options(
         replace(
-            options,
-            dropout=dropout,
-            iterations=iteration,
-            micro_batch_size=micro,
-            global_batch_size=options.global_batch_size or micro * _choose_micro_batches(pair),
-            shared_start=True,
-            noisy_start=True,
-            ledger=False,
-            saving=None,
-            extra=(*untied, *(("--bf16",) if pair.is_bf16 else ()), *options.extra),
-        )
-    )
-    own = alike.with_options(
-        replace(
-            alike.options,
-            extra=(*alike.options.extra, *pair.flags),
+            shared_job.options,
+            extra=(*shared_job.options.extra, *pair.flags, *LOG_EVERY_ITERATION),
             megatron_lm=pair.megatron_lm or options.megatron_lm,
         )
     )
-    reference = _compose_reference(pair.other, alike)
-    strategy = _share_initial_weights(reference, compose_job(own))
+    reference = _compose_reference(pair.reference_strategy, shared_job)
+    strategy = _share_initial_weights(reference, compose_job(strategy_job))
     saving = None
-    if pair.saving:
-        there = own.with_strategy(pair.saving, _count_devices(pair.saving, job))
-        saving = _share_initial_weights(reference, compose_job(there))
-    verification = Verification(pair, strategy, _pad_vocabulary(strategy, reference), saving)
+    if pair.saving_strategy:
+        devices = _count_devices(pair.saving_strategy, job)
+        saving_job = strategy_job.with_strategy(pair.saving_strategy, devices)
+        saving = _share_initial_weights(reference, compose_job(saving_job))
+    verification = Verification(
+        pair, strategy, reference=_pad_vocabulary(strategy, reference), saving=saving
+    )
     for launch in verification.launches:
+        for problem in attention_problems(launch):
+            raise LaunchError(problem)
         degrees = launch.spec.parallelism
         if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
             raise LaunchError(
@@ -261,39 +260,82 @@ def compose_pair(pair: LaunchPair) -> Verification:
     return verification
 
 
+def _make_shared_options(pair: LaunchPair) -> Options:
+    """Return the options that strategy and reference share.
+
+    Raises:
+        LaunchError: A resumed run has no iteration before the one that is compared.
+    """
+    job, options = pair.job, pair.job.options
+    iteration = options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
+    if pair.resumed and iteration < 2:
+        raise LaunchError(
+            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
+            "set ITERS=2 or more."
+        )
+    micro_batch_size = options.micro_batch_size or MICRO_BATCH
+    dropout = options.dropout
+    if dropout is None and pair.reference_strategy != job.strategy:
+        dropout = (
+            0.0  # Different strategies draw different masks. Dropout set by EXTRA= still counts.
+        )
+    # torch FSDP2 needs untied weights; the other run would have other weights without the flag.
+    untied = (UNTIED,) if UNTIED in job.flags else ()
+    dtype = ("--bf16",) if pair.is_bf16 else ()
+    return replace(
+        options,
+        dropout=dropout,
+        iterations=iteration,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=options.global_batch_size
+        or micro_batch_size * _choose_micro_batches(pair),
+        shared_start=True,
+        noisy_start=True,
+        ledger=False,
+        saving=None,
+        extra=(*untied, *dtype, *options.extra, *LOG_EVERY_ITERATION),
+    )
+
+
 def _choose_micro_batches(pair: LaunchPair) -> int:
-    """How many micro batches suit the strategy and its reference: the least of all ranks together."""
-    both = [parse_strategy(pair.job.strategy, pair.job.devices)]
-    if pair.other not in REIMPLEMENTATIONS:
-        both.append(parse_strategy(pair.other, _count_devices(pair.other, pair.job)))
-    # The interleaved schedule takes multiples of the pipeline's stages.
-    interleaved = [2 * one.pipeline for one in both if one.virtual_stages > 1]
-    least = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
-    least = max(least, *(one.pipeline for one in both))
-    return math.lcm(*(one.data for one in both)) * least
+    """Return the smallest number of micro batches, over all ranks, that suits strategy and reference."""
+    all_degrees = [parse_strategy(pair.job.strategy, pair.job.devices)]
+    reference = pair.reference_strategy
+    if reference not in REIMPLEMENTATIONS:
+        all_degrees.append(parse_strategy(reference, _count_devices(reference, pair.job)))
+    # The interleaved schedule needs a multiple of the pipeline's stages.
+    interleaved = [2 * degrees.pipeline for degrees in all_degrees if degrees.virtual_stages > 1]
+    per_replica = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
+    per_replica = max(per_replica, *(degrees.pipeline for degrees in all_degrees))
+    return math.lcm(*(degrees.data for degrees in all_degrees)) * per_replica
 
 
-def _compose_reference(named: str, job: Job) -> Launch:
-    if named not in REIMPLEMENTATIONS:
-        launch = compose_job(job.with_strategy(named, _count_devices(named, job)))
+def _compose_reference(reference: str, job: Job) -> Launch:
+    """Return the launch of a reference: a strategy of Megatron, `native` or `hf`.
+
+    Raises:
+        LaunchError: Rounding cannot be measured in the strategy, or the backend has no bf16 of Megatron's kind.
+    """
+    if reference not in REIMPLEMENTATIONS:
+        launch = compose_job(job.with_strategy(reference, _count_devices(reference, job)))
         if launch.spec.parallelism.sharding.is_megatron_fsdp:
             raise LaunchError(
-                f"The reference {named} keeps its weights in flat buffers, where the response to a "
+                f"The reference {reference} keeps its weights in flat buffers, where the response to a "
                 "rounding error cannot be measured; set REFERENCE=baseline, or a strategy without zero2 "
                 "and zero3."
             )
         return launch
     if Flags(job.options.extra).has("--bf16"):
         raise LaunchError(
-            f"REFERENCE={named} keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
+            f"REFERENCE={reference} keeps fp32 weights under DTYPE=bf16, where Megatron rounds them; leave "
             "DTYPE= out."
         )
-    again = replace(job.options, backend=REIMPLEMENTATIONS[named], patch_file=None)
-    return compose_job(job.with_strategy("baseline", 1).with_options(again))
+    options = replace(job.options, backend=REIMPLEMENTATIONS[reference], patch_file=None)
+    return compose_job(job.with_strategy("baseline", 1).with_options(options))
 
 
 def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
-    """The reference; that of transformers with the rows that Megatron pads the vocabulary to."""
+    """Return the reference; one of transformers gets the rows to which Megatron pads the vocabulary."""
     if reference.spec.backend is not Backend.TRANSFORMERS:
         return reference
     multiple = Flags(strategy.flags).integer("--make-vocab-size-divisible-by")
@@ -303,19 +345,19 @@ def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
 
 
 def _count_devices(strategy: str, job: Job) -> int:
-    """Ranks of a strategy beside the job's: one for baseline."""
+    """Return the number of ranks of another strategy than the job's; baseline has one."""
     return 1 if strategy == "baseline" else count_devices(strategy, job.devices)
 
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
-    """The launch, from the reference's starting weights where its Megatron would make others."""
-    ours, theirs = launch.initial_checkpoint, reference.initial_checkpoint
-    if ours is None or theirs is None or launch.model.flags != reference.model.flags:
+    """Return the launch with the reference's initial checkpoint, if it would make one of its own."""
+    old_path, new_path = launch.initial_checkpoint, reference.initial_checkpoint
+    if old_path is None or new_path is None or launch.model.flags != reference.model.flags:
         return launch
-    old, new = relative_to_root(ours), relative_to_root(theirs)
+    old, new = relative_to_root(old_path), relative_to_root(new_path)
     return replace(
         launch,
-        initial_checkpoint=theirs,
+        initial_checkpoint=new_path,
         flags=tuple(new if word == old else word for word in launch.flags),
         environment={
             name: new if value == old else value for name, value in launch.environment.items()
@@ -324,81 +366,94 @@ def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
 
 
 def _name_megatron(launch: Launch) -> str:
+    """Return version and commit of the Megatron that a launch trains with."""
     commit = launch.entry.megatron_commit
     return f"Megatron {launch.entry.megatron_version}{f' ({commit})' if commit else ''}"
 
 
-def _refuse_other_work(ours: Launch, theirs: Launch) -> None:
-    """Refuse a strategy and a reference of different work before anything is trained."""
-    for name, mine, other in _list_shared_settings(ours, theirs):
-        if mine != other:
+def _refuse_other_work(strategy: Launch, reference: Launch) -> None:
+    """Raise LaunchError if strategy and reference would do different work."""
+    for name, value, reference_value in _list_shared_settings(strategy, reference):
+        if value != reference_value:
             raise LaunchError(
-                f"The two runs would do different work: {name} is {mine} in the strategy and {other} in "
-                "its reference; give it to both with EXTRA=."
+                f"The two runs would do different work: {name} is {value} in the strategy and "
+                f"{reference_value} in its reference; give it to both with EXTRA=."
             )
-    _refuse_other_balance(ours, theirs)
-    _refuse_other_tokens(ours, theirs)
+    _refuse_other_balance(strategy, reference)
+    _refuse_other_tokens(strategy, reference)
 
 
-def _refuse_other_balance(ours: Launch, theirs: Launch) -> None:
-    """Refuse a balancing loss that is defined on other tokens."""
-    flags = Flags(ours.flags)
-    if not (ours.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
+def _refuse_other_balance(strategy: Launch, reference: Launch) -> None:
+    """Raise LaunchError if the balancing loss of a model with experts is defined on different tokens."""
+    flags = Flags(strategy.flags)
+    if not (strategy.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
         return
-    kind = flags.text(_BALANCING)
-    name, batches = ours.model.name, [one.spec.batch.micro_batch_size for one in (ours, theirs)]
-    ranks = [one.spec.parallelism.data for one in (ours, theirs)]
+    kind, name = flags.text(_BALANCING), strategy.model.name
+    size, reference_size = (launch.spec.batch.micro_batch_size for launch in (strategy, reference))
     remedy = (
         'add EXTRA="--moe-aux-loss-coeff 0", or "--moe-router-load-balancing-type seq_aux_loss".'
     )
-    if kind == "aux_loss" and batches[0] != batches[1]:
+    if kind == "aux_loss" and size != reference_size:
         raise LaunchError(
             f"{name} balances its experts over each micro batch (aux_loss), so another micro batch "
             f"trains something else; {remedy}"
         )
-    samples = [batch * rank for batch, rank in zip(batches, ranks, strict=True)]
-    if kind == "global_aux_loss" and samples[0] != samples[1]:
+    samples = size * strategy.spec.parallelism.data
+    reference_samples = reference_size * reference.spec.parallelism.data
+    if kind == "global_aux_loss" and samples != reference_samples:
         raise LaunchError(
             f"{name} balances its experts over the micro batches of all data-parallel ranks so far "
-            f"(global_aux_loss): {samples[0]} samples at once against {samples[1]} train something "
+            f"(global_aux_loss): {samples} samples at once against {reference_samples} train something "
             f'else; choose EXTRA_B="--micro-batch-size N" so that both have as many, or {remedy}'
         )
 
 
-def _refuse_other_tokens(ours: Launch, theirs: Launch) -> None:
-    """Refuse experts that get or drop other tokens: each rank decides over those it routes."""
-    tokens, other = _count_routed_tokens(ours), _count_routed_tokens(theirs)
-    if tokens == other:
+def _refuse_other_tokens(strategy: Launch, reference: Launch) -> None:
+    """Raise LaunchError if experts would get or drop different tokens.
+
+    Each rank decides over the tokens that it routes, so ranks that route another number decide differently.
+    """
+    tokens, reference_tokens = _count_routed_tokens(strategy), _count_routed_tokens(reference)
+    if tokens == reference_tokens:
         return
     counts = (
-        f"{tokens} in the strategy and {other} in its reference, so the two train something else"
+        f"{tokens} in the strategy and {reference_tokens} in its reference, so the two train "
+        "something else"
     )
     remedy = "or compare strategies whose ranks route as many (REFERENCE=<a strategy>)."
-    if Flags(ours.flags).has(_CAPACITY):
+    flags, name = Flags(strategy.flags), strategy.model.name
+    if flags.has(_CAPACITY):
         raise LaunchError(
-            f"{ours.model.name} drops tokens beyond {_CAPACITY} of those that a rank routes, {counts}; "
+            f"{name} drops tokens beyond {_CAPACITY} of those that a rank routes, {counts}; "
             f"leave that flag out, {remedy}"
         )
-    if Flags(ours.flags).text(_BALANCING) == "sinkhorn":
+    if flags.text(_BALANCING) == "sinkhorn":
         raise LaunchError(
-            f"{ours.model.name} balances its experts by sinkhorn over the tokens that a rank routes, "
+            f"{name} balances its experts by sinkhorn over the tokens that a rank routes, "
             f"{counts}; choose another {_BALANCING}, {remedy}"
         )
 
 
 def _count_routed_tokens(launch: Launch) -> int:
-    """Of a micro batch, on one rank."""
+    """Return the tokens per micro batch that one rank routes."""
     degrees, batch = launch.spec.parallelism, launch.spec.batch
     parts = degrees.context * (degrees.tensor if degrees.sequence_parallel else 1)
     return batch.micro_batch_size * launch.model.shape.seq_length // parts
 
 
-def _list_shared_settings(ours: Launch, theirs: Launch) -> Iterator[tuple[str, object, object]]:
-    """What both must have alike: a name, the strategy's and the reference's."""
-    shapes = [asdict(launch.model.shape) for launch in (ours, theirs)]
-    yield from ((f"the model's {name}", mine, shapes[1][name]) for name, mine in shapes[0].items())
-    given = [Flags(launch.flags) for launch in (ours, theirs)]
-    alike = flags_with_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
-    for name in sorted(alike):
-        mine, other = (" ".join(flags.texts(name)) or flags.has(name) for flags in given)
-        yield name, mine, other
+def _list_shared_settings(
+    strategy: Launch, reference: Launch
+) -> Iterator[tuple[str, object, object]]:
+    """Yield each setting that both must share: its name, the strategy's value and the reference's."""
+    reference_shape = asdict(reference.model.shape)
+    for name, value in asdict(strategy.model.shape).items():
+        yield f"the model's {name}", value, reference_shape[name]
+    flags, reference_flags = Flags(strategy.flags), Flags(reference.flags)
+    names = flags_with_role("data", "precision") | {"--global-batch-size", "--clip-grad"}
+    for name in sorted(names):
+        yield name, _get_flag_value(flags, name), _get_flag_value(reference_flags, name)
+
+
+def _get_flag_value(flags: Flags, name: str) -> str | bool:
+    """Return the values of a flag as a text; for a flag without values, whether it is set."""
+    return " ".join(flags.texts(name)) or flags.has(name)

@@ -1,7 +1,7 @@
-"""Verifications one after another, on ranks forked from one process that has imported Megatron.
+"""Verify many pairs one after another, on ranks forked from one process that has imported Megatron.
 
-A reference is trained once for all strategies that are compared with the same one, so that a
-verification of a tiny model takes seconds. Nothing but references and logs is kept.
+A reference is trained once for all strategies that are compared with it, so a verification of a tiny model takes
+seconds. Only references and logs are stored.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from parakit.logs import diagnose_log, scrape_log
 from parakit.verify import Judgement
 
 RANK_ENVIRONMENT = {variables.DEVICE: "cpu", "HF_HUB_OFFLINE": "1", **CPU_RANK_ENVIRONMENT}
-"""What must be set before torch is imported."""
+"""Environment that must be set before torch is imported."""
 
 
 class ForkedRanks:
-    """Runs launches on CPU ranks of one Megatron, without a run folder."""
+    """Runs launches on CPU ranks that are forked from one imported Megatron, without run folders."""
 
     start_seconds, iteration_seconds = 300.0, 5.0
-    """Longer than these a run hangs."""
+    """Time limit of a run: seconds for its start, and seconds per iteration."""
 
     def __init__(self, options: Options | None = None) -> None:
-        """Of the Megatron that the options name; the installed one's without."""
+        """Import the Megatron that the options name, or the installed one."""
         options = options or Options()
         allowed = {variables.ALLOW_UNKNOWN_MEGATRON: "1"} if options.allow_unknown_megatron else {}
         self.warm = WarmMegatron(
@@ -47,15 +47,22 @@ class ForkedRanks:
         )
 
     def run(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> str:
-        """Train as `exit_code`; returns how it failed, empty if it did not."""
-        if code := self.exit_code(launch, log, also):
-            return f"ended with {code}: {diagnose_log(log, code, False).reason} The log is {log}"
-        return ""
+        """Train a launch; return how it failed, with the diagnosis of its log; empty if it ended well.
+
+        Args:
+            launch: The run.
+            log: File for what the ranks print.
+            also: Further environment variables.
+        """
+        code = self.exit_code(launch, log, also)
+        if not code:
+            return ""
+        return f"ended with {code}: {diagnose_log(log, code, False).reason} The log is {log}"
 
     def exit_code(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> int:
-        """Train a launch without what names its run folder, with `also` beside its variables.
+        """Train a launch and return its exit code; arguments are those of `run`.
 
-        What the ranks print is in the log.
+        Flags that name the run folder are left out, because there is none.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **RANK_ENVIRONMENT, **launch.environment, **(also or {})}
@@ -65,34 +72,39 @@ class ForkedRanks:
             return self.warm.run(launch.devices, arguments, environment, file, seconds)
 
     def ensure_start(self, launch: Launch) -> None:
-        """Write the weights that a launch starts from where they are not there yet.
+        """Write the initial checkpoint of a launch if it does not exist.
 
         Raises:
-            LaunchError: Megatron did not write them.
+            LaunchError: Megatron did not write it.
         """
         ensure_initial_checkpoint(launch, Console(quiet=True), self.exit_code)
 
     def close(self) -> None:
-        """End the process that forks."""
+        """End the process from which ranks are forked."""
         self.warm.close()
 
 
 def read_losses(log: Path) -> list[float]:
-    """Of each iteration of a log's run."""
-    return [one.lm_loss for one in scrape_log(log).iterations if one.lm_loss is not None]
+    """Return the loss of each iteration in a run's log; iterations without a loss are left out."""
+    iterations = scrape_log(log).iterations
+    return [iteration.lm_loss for iteration in iterations if iteration.lm_loss is not None]
 
 
 class Verifier:
-    """Verifies strategies of one Megatron."""
+    """Verifies pairs with one version of Megatron."""
 
     def __init__(self, folder: Path, ranks: ForkedRanks) -> None:
-        """The folder takes starting weights, references and logs."""
+        """Use a folder for initial checkpoints, references and logs."""
         self.folder = folder
         self.ranks = ranks
         self._references = SharedReferences(folder / "references")
 
     def verify(self, pair: LaunchPair, both: bool = False) -> Judgement:
-        """Verify a pair; a patch file is in the strategy alone, or with `both` in the reference as well.
+        """Verify a pair and return the judgement.
+
+        Args:
+            pair: Strategy and reference.
+            both: Whether a patch file applies to the reference, too, and not to the strategy alone.
 
         Raises:
             LaunchError: The two would do different work.
@@ -101,23 +113,28 @@ class Verifier:
         verification = compose_pair(replace(pair, job=job))
         self.ranks.ensure_start(verification.reference)
         if not both:
-            of_patch_files = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
-            reference = verification.reference
-            kept = {k: v for k, v in reference.environment.items() if k not in of_patch_files}
-            verification = replace(verification, reference=replace(reference, environment=kept))
+            reference = _remove_patch_file(verification.reference)
+            verification = replace(verification, reference=reference)
 
         with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
 
-            def trained(part: str, launch: Launch) -> str:
+            def train(part: str, launch: Launch) -> str:
                 kind = "reference" if part.startswith("reference") else "strategy"
                 log = self.folder / f"{kind}.txt"
                 failure = self.ranks.run(launch, log)
                 keep_log(log, Path(scratch, part))
                 return failure
 
-            train = self._references.around(trained, Path(scratch))
-            return train_and_judge(verification, Path(scratch), train)
+            train_part = self._references.wrap(train, Path(scratch))
+            return train_and_judge(verification, Path(scratch), train_part)
 
-    def forget(self) -> None:
-        """Remove the references: each is hundreds of megabytes."""
-        self._references.forget()
+    def remove_references(self) -> None:
+        """Remove the stored references, hundreds of megabytes each."""
+        self._references.remove()
+
+
+def _remove_patch_file(launch: Launch) -> Launch:
+    """Return the launch without its patch file."""
+    names = (variables.PATCH_FILE, variables.PATCH_FILE_SHA256)
+    environment = {name: value for name, value in launch.environment.items() if name not in names}
+    return replace(launch, environment=environment)

@@ -1,5 +1,6 @@
-"""How the launchers of a run on several machines find each other and learn of each other's end.
+"""Connect the launchers of a run on several machines, and tell each of them how the others ended.
 
-Over torch's `TCPStore`: `coordinator` is node 0's side, `worker` that of every other node, `messages`
-what they write into the store. Both sides are a `NodeGroup`, which is what `execute` sees.
+The launchers communicate over torch's `TCPStore`. `coordinator` is node 0's side, `worker` is the side of
+every other node, and `messages` defines what both write into the store. Both sides are a `NodeGroup`, which
+is all that `execute` knows of them.
 """

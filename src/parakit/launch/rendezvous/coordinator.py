@@ -1,4 +1,4 @@
-"""Node 0's side: waits for all nodes, checks that they run the same, and notices when one is lost."""
+"""Node 0's side: wait for all nodes, check that they run the same, and notice when one is lost."""
 
 from __future__ import annotations
 
@@ -20,57 +20,61 @@ from parakit.launch.supervise.interruption import raise_if_stop_requested
 from parakit.launch.supervise.warm import find_free_port
 
 STACK_SECONDS = 10.0
-"""For a node to collect its ranks' stacks."""
+"""Longest wait for the other nodes to collect their ranks' stacks."""
 
 END_SECONDS = 40.0
-"""For the others to end after this node has."""
+"""Longest wait for the other nodes to end after this one."""
 
 REFUSAL_SECONDS = 5.0
-"""For the others to read why there is no run."""
+"""Longest wait for the other nodes to read why there is no run."""
 
 _LOST = StatusRecord(Status.CRASHED, None, "it was lost: its launcher gives no sign.")
 
 
 class Coordinator(BackgroundThread, NodeGroup):
-    """Serves the store while the `with` block runs."""
+    """The node group of node 0, which serves the store during a `with` block."""
 
     stop_seconds = messages.ANSWER_SECONDS
 
     def __init__(
-        self, nodes: Nodes, own: NodeRecord, timeout: float = messages.TIMEOUT_SECONDS
+        self, nodes: Nodes, record: NodeRecord, timeout: float = messages.TIMEOUT_SECONDS
     ) -> None:
-        """Listen at once: other nodes may come from now on.
+        """Serve the store at once, so that other nodes can connect from now on.
 
         Raises:
             LaunchError: The port is taken, or torch is not installed.
         """
         self._nodes = nodes
-        self._own = replace(own, beat=time.time_ns())  # No two are the same.
+        # The time makes this record differ from that of any other node 0.
+        self._node_0_record = replace(record, beat=time.time_ns())
         self._timeout = timeout
         self._records: dict[int, NodeRecord] = {}
         self._silent_looks = dict.fromkeys(range(1, nodes.count), 0)
-        """Looks since a node's last heartbeat; of a store that is slow to answer there are few."""
+        """Checks since a node's last heartbeat. Checks are counted, because a slow store delays heartbeats
+        and checks alike."""
         self._files: NodeFiles | None = None
         self._state = RunState(nodes.count)
         try:
             self._store = messages.open_store("127.0.0.1", nodes.port, is_master=True)
         except RuntimeError as error:
-            why = str(error).rpartition("message: ")[2].splitlines()[0]
+            reason = str(error).rpartition("message: ")[2].splitlines()[0]
             raise LaunchError(
-                f"MASTER_PORT={nodes.port} cannot be listened on ({why}); end what uses it, or name "
+                f"MASTER_PORT={nodes.port} cannot be listened on ({reason}); end what uses it, or name "
                 "another, the same on all hosts."
             ) from None
-        self._store.set(node_key(0), encode(self._own))  # NODE_RANK=0 is taken.
+        # This key tells every other host that NODE_RANK=0 is taken.
+        self._store.set(node_key(0), encode(self._node_0_record))
         self._next_look = math.inf if messages.is_local_address(nodes.address) else 0.0
         for node in self._silent_looks:
             self._store.set(node_key(node), "")
-        self._store.set(messages.RUN_KEY, encode(self._state))  # The others wait for this.
+        # Other nodes wait for this key before they write anything.
+        self._store.set(messages.RUN_KEY, encode(self._state))
         super().__init__()
 
     def stop(self) -> None:
-        """As `BackgroundThread.stop`; no node can connect any more."""
+        """Stop the thread and close the store, so that no node can connect any more."""
         super().stop()
-        # It listens as long as it is referred to, such as by an error's traceback.
+        # The store listens while anything refers to it, and an error's traceback refers to this object.
         del self._store
 
     def _watch(self) -> None:
@@ -78,53 +82,60 @@ class Coordinator(BackgroundThread, NodeGroup):
         while not last:
             last = self.done.wait(messages.BEAT_SECONDS)
             store.set(messages.RUN_KEY, encode(self._state))
-            self._look(store.multi_get([node_key(node) for node in self._silent_looks]))
+            self._read_records(store.multi_get([node_key(node) for node in self._silent_looks]))
 
     def gather(self) -> Nodes:
-        """Wait for all others; the nodes with what is known of them now.
+        """Wait for all other nodes and return the nodes with hosts, port and network interface filled in.
 
         Raises:
-            LaunchError: One did not come, has something else than this node, or cannot run its share.
+            LaunchError: A node did not come, differs from this node, or cannot train.
         """
-        messages.wait_until(self._have_all_come, self._timeout)
+        messages.wait_until(self._have_all_joined, self._timeout)
         if missing := [node for node in self._silent_looks if node not in self._records]:
             self.refuse(
                 f"Node {', '.join(map(str, missing))} of {self._nodes.count} did not come to "
                 f"{self._nodes.address}, port {self._nodes.port}, within {self._timeout:.0f} s; start "
                 f"it there with NODE_RANK={missing[0]}, and see that the port is open between the hosts."
             )
-        own, others = self._own, [self._records[node] for node in self._silent_looks]
-        for node, other in self._records.items():
-            for name, value in own.has.items():
-                if (theirs := other.has.get(name)) != value:
-                    self.refuse(
-                        f"{self._name(node)} has {name} {theirs}, and node 0 ({own.host}) {value}; all "
-                        "nodes must have the same."
-                    )
-        hosts = (own.host, *(other.host for other in others))
-        reached = (other.reaches for other in others if messages.find_interface(other.reaches))
-        address = next(reached, None)
+        self._refuse_differences()
+        other_records = [self._records[node] for node in self._silent_looks]
+        hosts = (self._node_0_record.host, *(record.host for record in other_records))
+        local = (
+            record.reaches for record in other_records if messages.find_interface(record.reaches)
+        )
+        address = next(local, None)
         interface = messages.find_interface(address) if address else None
         port = find_free_port()
         self._state = replace(self._state, torchrun_port=port)
         joined = replace(self._nodes, hosts=hosts, port=port, interface=interface)
         return replace(joined, local_address=address)
 
+    def _refuse_differences(self) -> None:
+        """Stop all nodes with a LaunchError if a node has another value than node 0 of what must agree."""
+        for node, record in self._records.items():
+            for name, value in self._node_0_record.has.items():
+                node_value = record.has.get(name)
+                if node_value != value:
+                    self.refuse(
+                        f"{self._name_node(node)} has {name} {node_value}, and node 0 "
+                        f"({self._node_0_record.host}) {value}; all nodes must have the same."
+                    )
+
     def announce(self, folder: Path) -> None:
-        """Publish the run folder, and let all start once each has found it.
+        """Publish the run folder, and let all nodes start once each of them sees it.
 
         Raises:
-            LaunchError: One does not see it.
+            LaunchError: A node does not see the folder.
         """
         digest = messages.hash_if_present(folder / RUN_FILE)
         self._state = replace(self._state, folder=relative_to_root(folder), sha256=digest)
         self._wait_for_all(
-            lambda one: one.sees_folder or bool(one.problem), 2 * messages.ANSWER_SECONDS
+            lambda record: record.sees_folder or bool(record.problem), 2 * messages.ANSWER_SECONDS
         )
         for node, record in self._records.items():
             if not record.sees_folder:
                 problem = record.problem or "it gave no answer"
-                self.refuse(f"{self._name(node)} cannot start: {problem}.")
+                self.refuse(f"{self._name_node(node)} cannot start: {problem}.")
         self._files = NodeFiles(folder, tuple(self._records))
         self._state = replace(self._state, started=True)
 
@@ -135,30 +146,41 @@ class Coordinator(BackgroundThread, NodeGroup):
             LaunchError: Always, with the reason.
         """
         self._state = replace(self._state, refused=reason)
-        self._wait_for_all(lambda one: bool(one.problem), REFUSAL_SECONDS)
+        self._wait_for_all(lambda record: bool(record.problem), REFUSAL_SECONDS)
         raise LaunchError(reason)
 
     def find_failure(self) -> str | None:
-        """As `NodeGroup.find_failure`; also brings over what the others have logged."""
+        """Return how another node failed; None if none did. What the other nodes have logged is copied on the way."""
         if self._files is not None:
             self._files.append_new_output()
-        failed = {self._name(n): one for n, one in self._records.items() if one.exit_code}
+        failed = {
+            self._name_node(node): record
+            for node, record in self._records.items()
+            if record.exit_code
+        }
         for name, record in failed.items():
             if self.cause is None and record.cause is not None:
                 self.cause = replace(record.cause, reason=f"{name}: {record.cause.reason}")
         if self.cause is not None:
             return self.cause.reason
-        return next((f"{name} ended with {one.exit_code}." for name, one in failed.items()), None)
+        return next(
+            (f"{name} ended with {record.exit_code}." for name, record in failed.items()), None
+        )
 
     def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
-        """As `NodeGroup.wait_for_stacks`: asks the others, which then end."""
+        """Tell the other nodes that the run hangs, and return the stopped ranks of all nodes.
+
+        The other nodes collect their stacks, report their stopped ranks, and end.
+        """
         self._state = replace(self._state, hangs=True)
-        self._wait_for_all(lambda one: one.stopped_ranks is not None, STACK_SECONDS)
-        theirs = (record.stopped_ranks or () for record in self._records.values())
-        return sorted((*stopped_ranks, *(rank for ranks in theirs for rank in ranks)))
+        self._wait_for_all(lambda record: record.stopped_ranks is not None, STACK_SECONDS)
+        all_stopped = list(stopped_ranks)
+        for record in self._records.values():
+            all_stopped += record.stopped_ranks or ()
+        return sorted(all_stopped)
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
-        """As `NodeGroup.finish`; the first failure's exit code."""
+        """Tell the other nodes that this one has ended, and wait for them; return the first exit code that is not 0."""
         self._state = replace(self._state, exit_code=exit_code)
         self._wait_for_all(lambda _: False, END_SECONDS)
         self.find_failure()
@@ -167,8 +189,11 @@ class Coordinator(BackgroundThread, NodeGroup):
         codes = (record.exit_code for record in self._records.values())
         return exit_code or next(filter(None, codes), 0)
 
-    def _look(self, values: Sequence[bytes]) -> None:
-        """Take what the others have written; one that has ended, or was lost, writes no more."""
+    def _read_records(self, values: Sequence[bytes]) -> None:
+        """Store the records that the other nodes have written, and mark nodes without a heartbeat as lost.
+
+        A node that has ended, or was lost, keeps its last record.
+        """
         for node, data in zip(tuple(self._silent_looks), values, strict=True):
             known, record = self._records.get(node), decode(data, NodeRecord)
             if known is not None and known.exit_code is not None:
@@ -182,38 +207,47 @@ class Coordinator(BackgroundThread, NodeGroup):
                     lost = replace(known, exit_code=1, cause=_LOST)
                     self._records = {**self._records, node: lost}
 
-    def _have_all_come(self) -> bool:
+    def _have_all_joined(self) -> bool:
+        """Return True if every node has joined.
+
+        Raises:
+            LaunchError: A node cannot train or was lost, or another node 0 is at MASTER_ADDR=.
+        """
         raise_if_stop_requested()
-        self._give_way()
+        self._refuse_if_taken()
         for node, record in self._records.items():
             if record.problem:
-                self.refuse(f"{self._name(node)}: {record.problem}")
+                self.refuse(f"{self._name_node(node)}: {record.problem}")
             if record.exit_code is not None:
-                self.refuse(f"{self._name(node)} was lost before the run began; start all again.")
+                self.refuse(
+                    f"{self._name_node(node)} was lost before the run began; start all again."
+                )
         return len(self._records) == len(self._silent_looks)
 
-    def _give_way(self) -> None:
-        """End where MASTER_ADDR= is not this machine and another node 0 answers there."""
+    def _refuse_if_taken(self) -> None:
+        """Stop all nodes with a LaunchError if MASTER_ADDR= is another machine, on which another node 0 answers."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + messages.LOOK_SECONDS
-        there = messages.find_node_0(self._nodes.address, self._nodes.port)
-        if there == self._own:  # By an address that only others see.
+        node_0 = messages.find_node_0(self._nodes.address, self._nodes.port)
+        # This machine may have MASTER_ADDR= as an address that only other machines see.
+        if node_0 == self._node_0_record:
             self._next_look = math.inf
-        elif there is not None:
+        elif node_0 is not None:
             self.refuse(
-                f"NODE_RANK=0 is taken by host {there.host} at MASTER_ADDR={self._nodes.address}; give "
+                f"NODE_RANK=0 is taken by host {node_0.host} at MASTER_ADDR={self._nodes.address}; give "
                 "each host its own."
             )
 
     def _wait_for_all(self, condition: Callable[[NodeRecord], bool], seconds: float) -> None:
-        """Wait until it holds of each, or that one has ended."""
+        """Wait until each other node fulfils a condition or has ended, at most `seconds`."""
 
-        def holds() -> bool:
+        def is_done() -> bool:
             records = self._records.values()
-            return all(one.exit_code is not None or condition(one) for one in records)
+            return all(record.exit_code is not None or condition(record) for record in records)
 
-        messages.wait_until(holds, seconds)
+        messages.wait_until(is_done, seconds)
 
-    def _name(self, node: int) -> str:
+    def _name_node(self, node: int) -> str:
+        """Return the name of a node with its host, such as `Node 1 (gpu-b)`."""
         return f"Node {node} ({self._records[node].host})"

@@ -1,11 +1,11 @@
-"""What the launchers of a run's nodes write into the store that they share, and how they reach it.
+"""Define what the launchers of a run's nodes write into their shared store, and how they reach it.
 
-Node 0 serves a `TCPStore` on MASTER_PORT to the end of the run; torchrun gets a free port. Each node
-keeps one record in it and writes it again several times a second with another number: its heartbeat.
+Node 0 serves a `TCPStore` on MASTER_PORT until the run ends; torchrun gets a free port. Each node has one
+record in the store. As its heartbeat, it writes the record several times per second with another number.
 
-Other programs' bytes do no harm: the store drops what is not of its protocol. It has no
-authentication, as torchrun's own has none: whoever can reach the port can end a run. torch asks the
-resolver for the name of each host that connects, and serves no host meanwhile: nothing here takes a slow
+Bytes of other programs do no harm, because the store drops what is not in its protocol. The store has no
+authentication, and torchrun's own has none either: whoever can reach the port can end a run. torch asks the
+resolver for the name of each host that connects, and serves no host meanwhile. So nothing here takes a slow
 answer of the store for a lost node.
 """
 
@@ -31,65 +31,66 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 TIMEOUT_SECONDS = 300.0
-"""For the others to be started, one host after another, by hand."""
+"""Longest wait for the other nodes, which a user may start by hand, one host after another."""
 
 ANSWER_SECONDS = 30.0
-"""For a node to answer; also for a network file system to show what another node wrote."""
+"""Longest wait for a node's answer, and for a network file system to show what another node wrote."""
 
 BEAT_SECONDS = 0.2
-"""Between two heartbeats of a worker, and between two looks of node 0 at them."""
+"""Time between two heartbeats of a worker, and between two of node 0's checks of them."""
 
 SILENT_SECONDS = 10.0
-"""Without a heartbeat: the node is lost."""
+"""Time without a heartbeat after which a node counts as lost."""
 
 HERE_SECONDS = 60.0
-"""For node 0 to be started on the machine that a worker itself is on."""
+"""Longest wait for node 0 if MASTER_ADDR= is the worker's own machine."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks of a node 0 that is not at MASTER_ADDR= whether another is."""
+"""Time between two checks by which a node 0 that is not at MASTER_ADDR= looks for another node 0 there."""
 
 RUN_KEY = "kit/run"
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def node_key(node: int) -> str:
-    """Of a node's record."""
+    """Return the key of a node's record in the store."""
     return f"kit/node/{node}"
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node: what it has, and what it reports."""
+    """One node: the properties that all nodes must share, and its state."""
 
     host: str
     has: Mapping[str, str]
-    """What must be the same on all, by name."""
+    """Values that must be the same on all nodes, by name."""
     reaches: str = ""
-    """Node 0's address, as it is reached from there."""
+    """Address of node 0 as this node reaches it."""
     beat: int = 0
-    """Another one in each heartbeat."""
+    """A number that changes with each heartbeat."""
     problem: str | None = None
-    """Why it cannot run its share."""
+    """Why this node cannot train; None if it can."""
     sees_folder: bool = False
+    """Whether the node sees the run folder that node 0 made."""
     stopped_ranks: tuple[int, ...] | None = None
-    """Those that a signal had stopped; their stacks are collected."""
+    """Ranks of this node that a signal had stopped, once all stacks are collected; None before."""
     exit_code: int | None = None
-    """Not 0 also of a node that was lost."""
+    """Exit code of the node; None while it runs. A lost node has a code other than 0."""
     cause: StatusRecord | None = None
-    """How it ended, where no log says so."""
+    """How the node ended, if no log says it."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What node 0 reports to all."""
+    """The state of the run, which node 0 reports to all nodes."""
 
     nodes: int
     refused: str | None = None
-    """Why there is no run."""
+    """Why there is no run; None if there is one."""
     folder: str | None = None
-    """Of the run, from the repository root or absolute."""
+    """The run folder, relative to the repository root or absolute; None before it is made."""
     sha256: str = ""
-    """Of its `run.json`."""
+    """Hash of the run's `run.json`, by which a node recognizes the folder."""
     torchrun_port: int = 0
     started: bool = False
     hangs: bool = False
@@ -97,7 +98,7 @@ class RunState:
 
 
 def decode[Record](data: bytes, kind: type[Record]) -> Record | None:
-    """A record; None for what is none, which another program may have written."""
+    """Return the record in some bytes; None if another program wrote them."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -105,16 +106,16 @@ def decode[Record](data: bytes, kind: type[Record]) -> Record | None:
 
 
 def encode(record: object) -> str:
-    """A record as the store holds it."""
+    """Return a record as the store holds it."""
     return msgspec.json.encode(record).decode()
 
 
 def open_store(address: str, port: int, is_master: bool = False) -> TCPStore:
-    """The store at an address, or one that listens on all interfaces of this machine.
+    """Connect to the store at an address, or with `is_master` serve one on all interfaces of this machine.
 
     Raises:
         LaunchError: torch is not installed.
-        RuntimeError: Nothing listens there, or something else does; the port is taken.
+        RuntimeError: Nothing, or another program, listens at the address; or the port is taken.
     """
     load_torch()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -124,7 +125,7 @@ def open_store(address: str, port: int, is_master: bool = False) -> TCPStore:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether an address is one of this machine's."""
+    """Return True if an address belongs to this machine."""
     try:
         with socket.create_server((address, 0)):
             return True
@@ -133,7 +134,7 @@ def is_local_address(address: str) -> bool:
 
 
 def find_node_0(address: str, port: int) -> NodeRecord | None:
-    """What calls itself node 0 there; None where nothing answers."""
+    """Return the record of the node 0 that serves a store at an address; None if none answers."""
     try:
         socket.create_connection((address, port), timeout=LOOK_SECONDS).close()
         return decode(open_store(address, port).get(node_key(0)), NodeRecord)
@@ -142,10 +143,10 @@ def find_node_0(address: str, port: int) -> NodeRecord | None:
 
 
 def load_torch() -> None:
-    """Import torch, without its lines on connections that end or speak another protocol.
+    """Import torch with its log lines on broken connections and foreign protocols switched off.
 
     Raises:
-        LaunchError: It is not installed.
+        LaunchError: torch is not installed.
     """
     is_quiet = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, "FATAL")
@@ -153,7 +154,7 @@ def load_torch() -> None:
         import torch.distributed  # noqa: F401
     except ImportError:
         raise LaunchError(
-            "Several nodes find each other through torch, which is not installed here; run 'make setup'."
+            "Nodes find each other through torch, which is not installed here; run 'make setup'."
         ) from None
     finally:
         if not is_quiet:
@@ -161,24 +162,25 @@ def load_torch() -> None:
 
 
 def find_interface(address: str) -> str | None:
-    """The network interface that has an address."""
-    interfaces = psutil.net_if_addrs().items()
-    found = (name for name, has in interfaces if address in {one.address for one in has})
-    return next(found, None)
+    """Return the name of the network interface that has an address; None if no interface has it."""
+    for name, entries in psutil.net_if_addrs().items():
+        if address in {entry.address for entry in entries}:
+            return name
+    return None
 
 
 def hash_if_present(file: Path) -> str:
-    """sha256 of a file, or nothing while it is not there."""
+    """Return the sha256 of a file; empty while the file is missing."""
     try:
         return compute_sha256(file)
     except OSError:
         return ""
 
 
-def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
-    """Wait; whether it held in time."""
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds; return False if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
-    while not holds():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""What is noticed while a run trains, a killed launcher, a hang, a full disk, and how the run is ended.
+"""Start and end the processes of a run, and notice a killed launcher, a hang or a full disk.
 
-`ranks` starts and ends all processes of a run, through `supervisor`, which outlives a killed launcher,
-or forked from one that has imported Megatron (`warm`); `hang` finds ranks that wait for ever,
-`exit_status` says how the run ended. It lies below what composes and executes runs.
+`ranks` starts and ends all processes. They run below `supervisor`, which outlives a killed launcher; the
+ranks of `warm` are forked from a process that has imported Megatron. `hang` finds ranks that wait for ever,
+and `exit_status` decides how the run ended. Nothing here imports the modules that compose and execute runs.
 """

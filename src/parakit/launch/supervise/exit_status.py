@@ -1,4 +1,4 @@
-"""How a run ended, from its log and from what the machine reports, and the status in its folder."""
+"""Decide how a run ended, from its log and from what the machine reports, and write the status to its folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parakit.logs import NCCL_TIMEOUT, describe_log_end, diagnose_log, find_firs
 
 RESERVE_FILE = ".reserve"
 RESERVE_BYTES = 1 << 20
-"""Held while a run trains and given back at its end: its status can be written on a full disk too."""
+"""Bytes that are held while a run trains and freed at its end, so that its status fits on a full disk."""
 
 LOOK_SECONDS = 0.2
 _FULL_BYTES = 64 << 10
@@ -35,17 +35,17 @@ _SIGKILL = 137
 
 
 def reserve_room(folder: Path) -> None:
-    """Hold room for the status that is written at the end.
+    """Hold room on the disk for the status that is written at the end.
 
     Raises:
-        OSError: There is none.
+        OSError: The disk does not have the room.
     """
     with (folder / RESERVE_FILE).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
 
 def count_memory_kills() -> int | None:
-    """How often the kernel has killed a process for memory since it started; None: it does not say."""
+    """Return how many processes the kernel has killed for memory since it started; None if it does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def count_memory_kills() -> int | None:
 
 
 class DiskWatch(BackgroundThread):
-    """What a disk lacked at some time while the `with` block ran: at the end some may be free again."""
+    """A thread that notes what was used up on a disk during a `with` block, where it may be free again at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ class DiskWatch(BackgroundThread):
 
 
 def find_exhausted_resource(folder: Path) -> str:
-    """What is used up on a folder's disk: `space` or `inode`; empty if neither, or it does not say."""
+    """Return what is used up on a folder's disk, `space` or `inode`; empty if neither, or if it is unknown."""
     try:
         if shutil.disk_usage(folder).free < _FULL_BYTES:
             return "space"
@@ -83,100 +83,131 @@ def classify_exit(
     kills_before: int | None = None,
     lacked: str = "",
 ) -> StatusRecord:
-    """How a run ended.
+    """Return how a run ended.
 
     Args:
         folder: The run folder.
-        exit_code: The supervisor's; 128 + n if signal n ended torchrun itself, -n if the supervisor.
+        exit_code: The supervisor's exit code: 128 + n if signal n ended torchrun, -n if it ended the
+            supervisor; None if there is none.
         interrupted: Whether the launcher was asked to stop.
-        kills_before: What `memory_kills` said before it started.
-        lacked: What `DiskWatch` saw of the folder's disk while it ran.
+        kills_before: The result of `count_memory_kills` before the run started.
+        lacked: What `DiskWatch` saw used up on the folder's disk during the run.
     """
     status = diagnose_log(folder / records.LOG_FILE, exit_code, interrupted)
     if exit_code is not None and exit_code < 0 and not interrupted:
-        # The supervisor gives torchrun's signals as 128 + n. Its own end stops torchrun by SIGTERM.
-        by = signal.Signals(-exit_code).name
+        # The supervisor reports torchrun's signals as 128 + n, so this signal ended the supervisor itself.
+        # The kernel then ends torchrun by SIGTERM, which the log shows.
+        name = signal.Signals(-exit_code).name
         reason = (
-            f"The supervisor of torchrun was killed by {by}{_after(folder)}; all ranks were ended."
+            f"The supervisor of torchrun was killed by {name}{_after_last_iteration(folder)}; all ranks "
+            "were ended."
         )
         return replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
-    found, kind, lacks = None, "", find_exhausted_resource(folder)
-    if NCCL_TIMEOUT in status.reason:
-        found, kind = find_awaited_ranks(folder), records.HANG_REASON_PREFIX
-    elif exit_code:
-        found = find_mismatched_call(folder / records.STACKS_FOLDER, status.rank)
-        found = None if lacks else found  # On a full disk ranks leave no calls, or not all of them.
-    if found:
-        rank = found.culprits[0] if found.culprits else None
-        return replace(status, reason=f"{kind}{found.sentence} {status.reason}", rank=rank)
-    # What was full for a moment is blamed only for a log that could not say what happened.
-    if not lacks and lacked and find_first_error(scrape_log(folder / records.LOG_FILE)) is None:
-        lacks = lacked
-    if lacks:
-        reason = f"No {lacks} was left on the disk of {folder.name}; {_begin(status.reason)}"
+    exhausted = find_exhausted_resource(folder)
+    explained = _explain_by_calls(folder, status, exit_code, is_disk_full=bool(exhausted))
+    if explained is not None:
+        return explained
+    # A disk that was full for a moment is blamed only if the log does not say what happened.
+    if not exhausted and lacked and find_first_error(scrape_log(folder / records.LOG_FILE)) is None:
+        exhausted = lacked
+    if exhausted:
+        reason = (
+            f"No {exhausted} was left on the disk of {folder.name}; "
+            f"{_lower_first_letter(status.reason)}"
+        )
         return replace(status, status=Status.CRASHED, reason=reason)
     if exit_code == _SIGKILL:
-        # What ranks log when they lose torchrun is not the cause.
-        reason = f"torchrun was killed by SIGKILL{_after(folder)}; its ranks were ended."
+        # Ranks log errors when they lose torchrun, but those are a consequence and not the cause.
+        reason = (
+            f"torchrun was killed by SIGKILL{_after_last_iteration(folder)}; its ranks were ended."
+        )
         status = replace(status, status=Status.CRASHED, reason=reason, rank=None)
-    now = count_memory_kills()
-    if "SIGKILL" in status.reason and None not in (now, kills_before) and now != kills_before:
-        who = "torchrun" if status.rank is None else f"Rank {status.rank}"
-        reason = f"{who} was killed by the kernel, which had run out of memory{_after(folder)}."
+    kills_now = count_memory_kills()
+    was_counted = kills_now is not None and kills_before is not None
+    if "SIGKILL" in status.reason and was_counted and kills_now != kills_before:
+        process = "torchrun" if status.rank is None else f"Rank {status.rank}"
+        reason = (
+            f"{process} was killed by the kernel, which had run out of memory"
+            f"{_after_last_iteration(folder)}."
+        )
         return replace(status, status=Status.OUT_OF_MEMORY, reason=reason)
     return status
 
 
+def _explain_by_calls(
+    folder: Path, status: StatusRecord, exit_code: int | None, *, is_disk_full: bool
+) -> StatusRecord | None:
+    """Return the status with the rank to blame and the reason, if the ranks' recorded calls show them.
+
+    None means that the calls explain nothing. Stacks that explain nothing are removed unless NCCL's
+    watchdog ended the run.
+    """
+    prefix, verdict = "", None
+    if NCCL_TIMEOUT in status.reason:
+        prefix, verdict = records.HANG_REASON_PREFIX, find_awaited_ranks(folder)
+    elif exit_code:
+        verdict = find_mismatched_call(folder / records.STACKS_FOLDER, status.rank)
+        if is_disk_full:
+            verdict = None  # The calls are incomplete, because ranks could not write all of them.
+    if verdict is None:
+        return None
+    rank = verdict.culprits[0] if verdict.culprits else None
+    return replace(status, reason=f"{prefix}{verdict.sentence} {status.reason}", rank=rank)
+
+
 def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int) -> None:
-    """Name what ended a container, where that is no process in it; its processes are ended.
+    """Raise if something outside a container ended it, after ending the container's processes.
 
     Args:
-        folder: Of its log.
-        ranks: Its processes.
-        exit_code: The supervisor's.
+        folder: The folder of the run's log.
+        ranks: The container's processes.
+        exit_code: The supervisor's exit code.
 
     Raises:
-        EndedRunError: The engine or its client was lost, or somebody had the engine end it.
+        EndedRunError: Docker's engine or its client was lost, or somebody had the engine end the container.
     """
-    # A supervisor that was killed has a negative code, and its client is gone because of that.
+    # A negative code is a killed supervisor's, and Docker's client is gone because of that.
     end = ranks.read_container_end() if exit_code > 0 else None
-    if end is None or (
-        end.runs and find_exhausted_resource(folder)
-    ):  # The client has nowhere to write.
+    if end is None:
         return
-    after, seen = _after(folder), bool(ranks.find_by_rank())
+    # On a full disk the client ends because it cannot write.
+    if end.runs and find_exhausted_resource(folder):
+        return
+    after, ranks_are_visible = _after_last_iteration(folder), bool(ranks.find_by_rank())
     ranks.stop()
     status = Status.CRASHED
     if not end.engine_answers:
-        left = f"its ranks may train on, and 'docker rm --force {end.container[:12]}' ends them"
-        rest = "its ranks were ended" if seen else left
-        reason = f"Docker's engine was lost{after}; {rest}."
+        removal = f"its ranks may train on, and 'docker rm --force {end.container[:12]}' ends them"
+        consequence = "its ranks were ended" if ranks_are_visible else removal
+        reason = f"Docker's engine was lost{after}; {consequence}."
     elif end.runs:
-        by = signal.Signals(exit_code - 128).name if exit_code > 128 else f"code {exit_code}"
-        reason = f"Docker's client ended by {by}{after}; its container was ended."
+        cause = signal.Signals(exit_code - 128).name if exit_code > 128 else f"code {exit_code}"
+        reason = f"Docker's client ended by {cause}{after}; its container was ended."
     elif end.out_of_memory:
         status = Status.OUT_OF_MEMORY
         reason = f"The container was killed by the kernel, which had no more memory for it{after}."
     elif end.signals and exit_code > 128:
-        by = signal.Signals(end.signals[-1]).name
-        stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
-        status = Status.INTERRUPTED if stopped else status
-        reason = f"The container was ended by {by} through Docker's engine{after}."
+        cause = signal.Signals(end.signals[-1]).name
+        was_stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
+        status = Status.INTERRUPTED if was_stopped else status
+        reason = f"The container was ended by {cause} through Docker's engine{after}."
     else:
         return
     raise EndedRunError(reason, status)
 
 
 def make_killed_launcher_status(folder: Path) -> StatusRecord:
-    """The status of a run whose launcher can no longer write one."""
-    reason = f"The launcher was killed{_after(folder)}; all ranks were ended."
+    """Return the status of a run whose launcher was killed; the supervisor writes it in the launcher's place."""
+    reason = f"The launcher was killed{_after_last_iteration(folder)}; all ranks were ended."
     return StatusRecord(Status.INTERRUPTED, None, reason)
 
 
 def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) -> StatusRecord:
-    """Write how a run ended and what its ranks' ledgers hold; return what was written.
+    """Write how a run ended and what its ranks recorded; return the status as it was written.
+
+    Room that was held is freed, and empty or superfluous stacks are removed.
 
     Raises:
         OSError: The disk is full in spite of the room that was held.
@@ -189,7 +220,8 @@ def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) 
     (folder / RESERVE_FILE).unlink(missing_ok=True)
     if (folder / records.STATUS_FILE).exists():
         write_record(folder / records.STATUS_FILE, status)
-    # Ranks that are asked to end leave what they did, and NCCL some of those that end by themselves.
+    # Ranks that are asked to stop write their stacks, and NCCL writes its calls even if a run ends well.
+    # Neither explains anything then.
     if status.status in (Status.OK, Status.INTERRUPTED):
         shutil.rmtree(folder / records.STACKS_FOLDER, ignore_errors=True)
     remove_empty_stacks(folder / records.STACKS_FOLDER)
@@ -198,24 +230,31 @@ def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) 
 
 
 def format_outcome(folder: Path, status: StatusRecord) -> str:
-    """How a run ended and where to look, a line; of one that saved and did not end well also how it goes
-    on."""
+    """Return a line with the run's status, duration, reason and folder.
+
+    A second line names the command that resumes a failed run, if the run saved a checkpoint.
+    """
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
     reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
     line = f"{status.status} after {seconds}{reason} → {relative_to_root(folder)}"
     if status.status is Status.OK:
         return line
     stored = find_checkpoints(folder / records.CHECKPOINTS_FOLDER)  # Newest first.
-    saved = next((one.iteration for one in stored if one.is_finished), None)
-    if saved is None:
+    finished = [checkpoint.iteration for checkpoint in stored if checkpoint.is_finished]
+    if not finished:
         return line
-    return f"{line}\n'make resume RUN={relative_to_root(folder)}' goes on from what was saved at {saved}."
+    return (
+        f"{line}\n'make resume RUN={relative_to_root(folder)}' continues from the checkpoint of iteration "
+        f"{finished[0]}."
+    )
 
 
-def _after(folder: Path) -> str:
+def _after_last_iteration(folder: Path) -> str:
+    """Return ` after iteration N` for the log's last iteration; empty if it has none, as on most nodes."""
     log = scrape_log(folder / records.LOG_FILE)
     return describe_log_end(log) if log.iterations else ""  # They may be in another node's.
 
 
-def _begin(reason: str) -> str:
+def _lower_first_letter(reason: str) -> str:
+    """Return a reason to follow a semicolon: with a small first letter, or a default if it is empty."""
     return reason[:1].lower() + reason[1:] if reason else "the log does not say more."

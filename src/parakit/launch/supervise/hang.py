@@ -1,4 +1,4 @@
-"""A hang: the log has stopped growing. Finds the rank that is stuck, and collects the stacks of all."""
+"""Notice that a run's log has stopped growing, collect the stacks of all ranks, and find the stuck rank."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from parakit.hang import (
 )
 
 STACK_SECONDS = 6.0
-"""At most so long are stacks and calls waited for."""
+"""Longest wait for the ranks' stacks and recorded calls."""
 
 _C_LIBRARY = ctypes.CDLL(None)
 
 
 class EndedRunError(LaunchError):
-    """A run that was ended before it was done; the message is the reason in its status."""
+    """Error of a run that the launcher ended; its message is the reason in the run's status."""
 
     def __init__(self, message: str, status: Status, rank: int | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class EndedRunError(LaunchError):
 
 
 class HangWatch:
-    """Watches the size of the log; reports when it has not grown for too long."""
+    """A watch on the size of a log, which reports that the log has not grown for a timeout."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -59,7 +59,7 @@ class HangWatch:
         self._since = time.monotonic()
 
     def is_hanging(self, log: Path) -> bool:
-        """Whether the log has not grown for the timeout; one that was removed does not hang."""
+        """Return True if the log has not grown for the timeout; a log that was removed gives False."""
         try:
             size = log.stat().st_size
         except FileNotFoundError:
@@ -70,75 +70,85 @@ class HangWatch:
         return now - self._since >= self._timeout_seconds
 
     def error(self, stopped: Sequence[int], stacks: Path) -> EndedRunError:
-        """Name the rank that the others wait for, if what the ranks left shows it."""
-        where = why = ""
+        """Return the error that ends a hanging run. It names the rank that the others wait for, if that is known.
+
+        The ranks in `stopped`, which a signal had stopped, are written to STOPPED_FILE in `stacks`.
+        """
+        location = explanation = ""
         if stopped:
             (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
         rank = stopped[0] if stopped else None
         with suppress(UnreadableDumpError, FileNotFoundError):
-            found = judge_hang(gather_evidence([stacks]))
-            rank = found.culprits[0] if found.culprits else rank
-            why = f" {found.sentence}"
-            where = f" Where each rank was is in {stacks.name}/."
+            verdict = judge_hang(gather_evidence([stacks]))
+            rank = verdict.culprits[0] if verdict.culprits else rank
+            explanation = f" {verdict.sentence}"
+            location = f" Where each rank was is in {stacks.name}/."
         seconds = f"{self._timeout_seconds:g} s"
-        reason = f"{HANG_REASON_PREFIX}nothing was logged for {seconds}.{why}{where}"
+        reason = f"{HANG_REASON_PREFIX}nothing was logged for {seconds}.{explanation}{location}"
         return EndedRunError(reason, Status.CRASHED, rank)
 
 
 def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
-    """Of a run that failed: whose call did not fit the others', if what the ranks left shows one.
+    """Return the verdict on a failed run if a rank's call did not match the other ranks'; else None.
 
-    What shows none is removed: a rank that failed by itself is named by the log. Against that rank
-    counts only a call that differs from another's of its number: what came of it may fail anywhere.
+    Without such a call the stacks are removed, because the log names a rank that failed by itself. If the log
+    has `named` a rank, only a call that differs from another rank's call of the same number counts: its
+    consequences may fail on any rank.
     """
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
-        found = judge_hang(evidence)
-        if found.kind is HangKind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
-            return found
+        verdict = judge_hang(evidence)
+        if verdict.kind is HangKind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
+            return verdict
     shutil.rmtree(stacks, ignore_errors=True)
     return None
 
 
 def find_awaited_ranks(folder: Path) -> HangVerdict | None:
-    """Of a run that NCCL's watchdog ended: for whom its ranks waited, if what they left shows it."""
+    """Return the verdict on a run that NCCL's watchdog ended: for which rank the other ranks waited.
+
+    None means that the ranks' stacks and the log do not show it.
+    """
     with suppress(UnreadableDumpError, FileNotFoundError):
-        found = judge_hang(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
-        if found.verdict is HangOutcome.HANG:
-            return found
+        verdict = judge_hang(gather_evidence([folder / STACKS_FOLDER, folder / LOG_FILE]))
+        if verdict.verdict is HangOutcome.HANG:
+            return verdict
     return None
 
 
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
-    """Ask every rank of this machine for its stacks and wait until they are there.
+    """Ask every rank of this machine for its stacks, and wait until they are written or the time is over.
 
     Returns:
-        The ranks that a signal had stopped (SIGSTOP); they are continued, so that they answer.
+        The ranks that a signal had stopped (SIGSTOP). They are continued, because they could not answer.
     """
     stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
     deadline = time.monotonic() + STACK_SECONDS
-    # A stopped process answers once it is continued, and then the others go on too: it comes last.
-    for others in (ranks.keys() - stopped, stopped):
-        asked = [
-            stacks / f"rank{rank}{suffix}"
-            for rank in others
-            if _is_asked(ranks[rank])
-            for suffix in (".txt", CALLS_SUFFIX)
-        ]
-        while time.monotonic() < deadline and not all(_is_filled(path) for path in asked):
+    # Once a stopped process is continued, the ranks that waited for it continue too. So it is asked last,
+    # when the stacks of the waiting ranks are written.
+    for asked_ranks in (ranks.keys() - stopped, stopped):
+        files: list[Path] = []
+        for rank in asked_ranks:
+            if _ask_for_stacks(ranks[rank]):
+                files += [stacks / f"rank{rank}{suffix}" for suffix in (".txt", CALLS_SUFFIX)]
+        while time.monotonic() < deadline and not all(_is_filled(path) for path in files):
             time.sleep(0.05)
-        for path in filter(_is_filled, asked):
-            # A rank keeps its file open; in a network file system other machines see it after this.
+        for path in filter(_is_filled, files):
+            # The rank keeps the file open. On a network file system other machines see its content only
+            # after this call.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     return stopped
 
 
-def _is_asked(process: psutil.Process) -> bool:
-    """Ask a rank, if it lives and has a handler; its signal would end another process."""
+def _ask_for_stacks(process: psutil.Process) -> bool:
+    """Signal a rank to write its stacks; return False if the rank has ended or has no handler.
+
+    Without a handler the signal would end the process.
+    """
     with suppress(psutil.NoSuchProcess):
-        if _answers(process):
-            # To the main thread: a stopped one answers before it goes on from where it is.
+        if _handles_stacks_signal(process):
+            # tgkill signals the main thread, which answers before it continues from where it was stopped.
             _C_LIBRARY.tgkill(process.pid, process.pid, STACKS_SIGNAL)
             process.send_signal(signal.SIGCONT)
             return True
@@ -147,9 +157,10 @@ def _is_asked(process: psutil.Process) -> bool:
 
 @contextmanager
 def keep_filled_stacks(stacks: Path, clear_up: bool = True) -> Iterator[None]:
-    """The folder for stacks while ranks run: they open their files at once, only a hang fills them.
+    """Make the folder for stacks for the duration of the `with` block, and then remove empty files.
 
-    Nodes but the first leave it as it is: others may still write there.
+    Ranks open their files when they start, and only a hang fills them. `clear_up` is False on all nodes but the
+    first, because other nodes may still write.
     """
     stacks.mkdir(parents=True, exist_ok=True)
     try:
@@ -160,7 +171,7 @@ def keep_filled_stacks(stacks: Path, clear_up: bool = True) -> Iterator[None]:
 
 
 def remove_empty_stacks(stacks: Path) -> None:
-    """Remove files that nothing was written to, and the folder if none is left."""
+    """Remove the empty files in a folder, and the folder if no file is left."""
     if not stacks.is_dir():
         return
     for path in stacks.iterdir():
@@ -171,18 +182,20 @@ def remove_empty_stacks(stacks: Path) -> None:
 
 
 def _is_filled(path: Path) -> bool:
+    """Return True if the file exists and is not empty."""
     return path.is_file() and path.stat().st_size > 0
 
 
 def _is_stopped(process: psutil.Process) -> bool:
+    """Return True if a signal or a debugger has stopped the process."""
     try:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
         return False
 
 
-def _answers(process: psutil.Process) -> bool:
-    """Whether it handles the signal; one that does not, or not yet, would die of it."""
+def _handles_stacks_signal(process: psutil.Process) -> bool:
+    """Return True if the process has a handler for the signal; a process that starts has none yet."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):  # It has just died.

@@ -1,4 +1,4 @@
-"""A request to stop (Ctrl-C, SIGTERM, SIGUSR1), once and not while clearing up; processes' end."""
+"""Handle a request to stop (Ctrl-C, SIGTERM, SIGUSR1) once, and end processes."""
 
 from __future__ import annotations
 
@@ -11,50 +11,52 @@ from types import FrameType
 import psutil
 
 GRACE_SECONDS = 4.0
-"""From SIGTERM to SIGKILL, and after that; both together stay well under the promised 10 s."""
+"""Time from SIGTERM to SIGKILL, and from SIGKILL to giving up; twice this is well under the promised 10 s."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Slurm's `--signal=USR1@120` announces the end of a job's time."""
+"""Signals that ask a run to stop; Slurm's `--signal=USR1@120` announces the end of a job's time."""
 
 
 class Interrupted(BaseException):
-    """A request to stop; not an Exception, so that nothing on the way swallows it."""
+    """A request to stop. It is not an Exception, so that no handler for errors swallows it."""
 
 
 class _Request:
+    """The pending request to stop of this process."""
+
     deferring = 0
-    """Blocks in the middle of something; several, where nodes share a process while they are tested."""
+    """Number of `with` blocks that defer a request. There are several if nodes share a process, as in tests."""
     came = False
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn the first request to stop into `Interrupted`; later ones do not disturb the clearing up.
+    """Turn the first request to stop in the `with` block into `Interrupted`; later requests are ignored.
 
-    A handler runs wherever the main thread is, and Python drops what is raised in a finalizer or in a
+    A signal's handler runs wherever the main thread is. Python drops an exception from a finalizer or from the
     callback of a weak reference, of which every import makes one. So work that waits calls
-    `raise_if_asked`, which finds a request that was dropped.
+    `raise_if_stop_requested`, which raises a request that was dropped.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature
         for name in STOP_SIGNALS:
             signal.signal(name, signal.SIG_IGN)
-        _Request.came = True  # Still asked for where Python drops what is raised here.
+        _Request.came = True  # This remembers the request if Python drops the exception below.
         if not _Request.deferring:
             raise Interrupted
 
-    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    previous_handlers = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         _Request.came = False
 
 
 @contextmanager
 def defer_stop_requests() -> Iterator[None]:
-    """Let a request to stop wait for `raise_if_asked` in the block, or for the block's end.
+    """Hold a request to stop until `raise_if_stop_requested` is called in the `with` block, or until its end.
 
     Raises:
         Interrupted: At the end, if a request came and was not raised in the block.
@@ -69,10 +71,10 @@ def defer_stop_requests() -> Iterator[None]:
 
 
 def raise_if_stop_requested() -> None:
-    """Act on a request to stop that has come.
+    """Raise if a request to stop has come, and forget the request.
 
     Raises:
-        Interrupted: One has.
+        Interrupted: A request has come.
     """
     if _Request.came:
         _Request.came = False
@@ -82,9 +84,12 @@ def raise_if_stop_requested() -> None:
 def end_processes(
     find: Callable[[], Iterable[psutil.Process]], grace_seconds: float | None = None
 ) -> None:
-    """End processes: SIGTERM to all that a search finds, then SIGKILL to all that it still finds."""
+    """End all processes that `find` returns: SIGTERM first, and SIGKILL to those that it still finds after a while.
 
-    def signalled(number: signal.Signals) -> list[psutil.Process]:
+    `grace_seconds` is the time after each signal; None is GRACE_SECONDS.
+    """
+
+    def send_signal(number: signal.Signals) -> list[psutil.Process]:
         running = [process for process in find() if is_alive(process)]
         for process in running:
             with suppress(psutil.NoSuchProcess):
@@ -93,16 +98,17 @@ def end_processes(
 
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + (grace_seconds or GRACE_SECONDS)
-        running = signalled(number)
+        running = send_signal(number)
         while running and time.monotonic() < deadline:
             time.sleep(0.05)
             running = [process for process in running if is_alive(process)]
-            if not running and number is signal.SIGKILL:  # One may have begun another meanwhile.
-                running = signalled(number)
+            # A process may have started another one before SIGKILL ended it.
+            if not running and number is signal.SIGKILL:
+                running = send_signal(number)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process still runs; a zombie, which an init that does not reap leaves, does not."""
+    """Return True if a process still runs; a zombie, which some init processes never reap, does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The processes of a run: torchrun and its ranks under a supervisor; all are ended, whatever happens."""
+"""Start a run's torchrun and ranks under a supervisor, find them by rank, and end every one of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SUPERVISOR = (sys.executable, "-m", "parakit.launch.supervise.supervisor")
 
 
 class RankProcesses:
-    """torchrun with its ranks under a supervisor, in a session of their own, all output to one file."""
+    """torchrun with its ranks under a supervisor, in a session of their own, with all output in one log."""
 
     def __init__(
         self,
@@ -45,36 +45,41 @@ class RankProcesses:
         in_container: bool = False,
         warm: WarmMegatron | None = None,
     ) -> None:
-        """Start them; `command` is a `docker run` where they are in a container.
+        """Start the processes; with `in_container`, `command` is a `docker run`.
 
         Raises:
-            LaunchError: A container of an attempt before this one cannot be removed.
+            LaunchError: The container of an earlier attempt cannot be removed.
         """
         self._container = log.with_name(CONTAINER_FILE) if in_container else None
         if self._container is not None:
-            left = read_container_id(self._container)
-            if left is not None and not remove_container(self._container):
+            earlier = read_container_id(self._container)
+            if earlier is not None and not remove_container(self._container):
                 raise LaunchError(
-                    f"{relative_to_root(log.parent)} has a container of before, which may train, and Docker "
-                    "does not remove it; start the engine, or end it with 'docker rm --force "
-                    f"{left[:12]}'."
+                    f"The container of an earlier attempt in {relative_to_root(log.parent)} may still train, "
+                    "and Docker does not remove it; start Docker's engine, or end the container with "
+                    f"'docker rm --force {earlier[:12]}'."
                 )
             command = add_container_id_file(command, self._container.absolute())
         self._began = time.time()
         self._warm = warm
         self._log: BinaryIO = log.open("ab")
-        # Every process of the run inherits this lock with its output, and the last one gives it back.
-        _lock(self._log)
+        # Every process of the run inherits this lock with its output, so it is held until the last one ends.
+        _lock_log(self._log)
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        # Without what ranks are known by, which clusters may set here too.
-        own = {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
-        # Ranks write to the file themselves, so the log is whole even if the launcher is killed. The
-        # session keeps a terminal's Ctrl-C from reaching the ranks before the launcher decides.
+        # Ranks are found by the variable RANK. A cluster may have set it for this process too.
+        inherited = {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
+        # Ranks write to the file directly, so the log is complete even if the launcher is killed. Their own
+        # session keeps a terminal's Ctrl-C from them; the launcher decides what to do about it.
         self._supervisor = subprocess.Popen(
             (*_SUPERVISOR, str(log.parent.absolute()), "--", *command),
             cwd=ROOT,
-            env={**own, "PYTHONUNBUFFERED": "1", **environment, variables.RUN_MARK: self._mark},
-            # Never written to: its end shows the supervisor that this process is gone.
+            env={
+                **inherited,
+                "PYTHONUNBUFFERED": "1",
+                **environment,
+                variables.RUN_MARK: self._mark,
+            },
+            # Nothing is written to this pipe. When it closes, the supervisor knows that the launcher is gone.
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -91,70 +96,77 @@ class RankProcesses:
         self._log.close()
 
     def exit_code(self) -> int | None:
-        """torchrun's exit code, 128 + n if signal n ended it; None while anything runs."""
+        """Return torchrun's exit code, or 128 + n if signal n ended it; None while anything runs."""
         return self._supervisor.poll()
 
     def find_by_rank(self) -> dict[int, psutil.Process]:
-        """The rank processes that live now, by rank."""
-        found: dict[int, psutil.Process] = {}
-        for process in self._forked():
-            # Its environment is that of the process it was forked from; its name says what it is.
+        """Return the rank processes that live now, by rank."""
+        process_by_rank: dict[int, psutil.Process] = {}
+        for process in self._find_forked():
+            # A forked process has the environment of its parent. Its name holds its rank instead.
             with suppress(psutil.Error):
-                if named := _RANK.fullmatch(process.name()):
-                    found.setdefault(int(named[1]), process)
-        ranks = _children(self._supervisor.pid) if self._container is None else self._marked()
+                if match := _RANK.fullmatch(process.name()):
+                    process_by_rank.setdefault(int(match[1]), process)
+        ranks = (
+            _find_descendants(self._supervisor.pid)
+            if self._container is None
+            else self._find_marked()
+        )
         for process in ranks:
-            rank = _environment(process).get(_RANK_VARIABLE)
+            rank = _read_environment(process).get(_RANK_VARIABLE)
             if rank is not None:
-                found.setdefault(int(rank), process)
-        return found
+                process_by_rank.setdefault(int(rank), process)
+        return process_by_rank
 
     def stop(self) -> None:
         """End every process of the run: SIGTERM, then SIGKILL, then the container if there is one.
 
-        Ranks in a container are processes of this machine too, unless its engine is elsewhere; where
-        they are not, Docker's client passes SIGTERM on, and what SIGKILL leaves goes with the container.
+        The ranks of a container are processes of this machine too, unless Docker's engine is on another one. Then
+        Docker's client passes SIGTERM on, and SIGKILL is replaced by the removal of the container.
         """
-        end_processes(self._family)
+        end_processes(self._find_all)
         self._supervisor.wait()
         if self._container is not None:
             remove_container(self._container)
 
     def read_container_end(self) -> ContainerEnd | None:
-        """What the engine says of the container, once its client has ended; None without one."""
+        """Return what Docker's engine reports of the container after its client has ended; None without a container."""
         container = read_container_id(self._container) if self._container else None
         return query_container_end(container, self._began) if container else None
 
-    def _family(self) -> list[psutil.Process]:
-        """Every process that was started for this run, orphans too, by what they all inherit."""
-        # The supervisor by its number: while the kernel starts a program, its environment is empty.
+    def _find_all(self) -> list[psutil.Process]:
+        """Return every process that was started for this run, including orphans."""
+        # The supervisor is found by its process id, because a process has no environment while the kernel
+        # starts its program.
         supervisor = self._supervisor.pid if self._supervisor.poll() is None else None
-        own = (process for process in psutil.process_iter() if process.pid == supervisor)
-        return [*own, *self._marked(), *self._forked()]
+        supervisors = (process for process in psutil.process_iter() if process.pid == supervisor)
+        return [*supervisors, *self._find_marked(), *self._find_forked()]
 
-    def _marked(self) -> list[psutil.Process]:
-        """Those that have inherited this run's mark, in a container too."""
+    def _find_marked(self) -> list[psutil.Process]:
+        """Return the processes that have inherited this run's mark, in a container too."""
         return [
             process
             for process in psutil.process_iter()
-            if _environment(process).get(variables.RUN_MARK) == self._mark
+            if _read_environment(process).get(variables.RUN_MARK) == self._mark
         ]
 
-    def _forked(self) -> list[psutil.Process]:
-        """Ranks of a warm process, and their leader, which ends them when the supervisor has ended."""
-        return _children(self._warm.pid) if self._warm else []
+    def _find_forked(self) -> list[psutil.Process]:
+        """Return the ranks of a warm process, and their leader, which ends them after the supervisor has ended."""
+        return _find_descendants(self._warm.pid) if self._warm else []
 
 
-def _children(process: int) -> list[psutil.Process]:
-    """All below it, by its number."""
+def _find_descendants(process: int) -> list[psutil.Process]:
+    """Return all processes below the one with this process id; empty if it has ended."""
     try:
         return psutil.Process(process).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 
 
-def _lock(log: BinaryIO) -> None:
-    """Lock the log; who looks whether the run is on (`is_running`) holds it for an instant."""
+def _lock_log(log: BinaryIO) -> None:
+    """Lock the log, and try again for a second: a check whether the run is active (`is_running`) holds the lock for
+    an instant.
+    """
     for _ in range(20):
         try:
             return lock_file(log)
@@ -163,7 +175,8 @@ def _lock(log: BinaryIO) -> None:
     return lock_file(log)
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
+def _read_environment(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment; empty if it has ended or belongs to another user."""
     try:
         return process.environ()
     except psutil.Error:

@@ -1,11 +1,11 @@
-"""Between the launcher and torchrun: when either is gone, so are all ranks.
+"""Run torchrun for a launcher, so that no rank outlives either of them.
 
-python -m parakit.launch.supervise.supervisor FOLDER -- COMMAND…
+usage: python -m parakit.launch.supervise.supervisor FOLDER -- COMMAND…
 
-The launcher holds the other end of this process's standard input, so its death, of whatever, is an end
-of file here. Orphans of torchrun become children of this process (a child subreaper), so none is lost.
-The kernel signals torchrun when this process dies. What the launcher can no longer write, the status
-of the run, is written here.
+The launcher holds the other end of this process's standard input, so the launcher's death, for whatever
+reason, is an end of file here. Orphans of torchrun become children of this process (a child subreaper), so
+none is lost. The kernel signals torchrun when this process dies. If the launcher is gone, this process writes
+the run's final status.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(folder: Path, command: Sequence[str]) -> int:
-    """Run the command to its end, or to the launcher's; 128 + n if a signal ended it."""
-    # Handlers, not SIG_IGN: those would be inherited. This process goes when its child has gone.
+    """Run the command until it or the launcher ends, and end all its processes; return the exit code.
+
+    The code is 128 + n if signal n ended the command. If the launcher has ended first, the run's final status
+    is written to `folder`.
+    """
+    # torchrun would inherit SIG_IGN, but not these handlers. This process ends when its child has ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -61,11 +65,16 @@ def main(folder: Path, command: Sequence[str]) -> int:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Set an option of this process in the kernel.
+
+    Raises:
+        OSError: The kernel refuses the option.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}): {os.strerror(error)}")
 
 
 if __name__ == "__main__":
-    place, _, *argv = sys.argv[1:]
-    sys.exit(main(Path(place), argv))
+    folder_argument, _, *argv = sys.argv[1:]
+    sys.exit(main(Path(folder_argument), argv))

@@ -1,8 +1,9 @@
-"""Ranks of several runs forked from one process that has imported Megatron (`megatron_patches.warm`).
+"""Fork the ranks of several runs from one process that has imported Megatron (`megatron_patches.warm`).
 
-`WarmPool` has such processes for an experiment. In place of torchrun, the supervisor of a run starts
-`python -m parakit.launch.supervise.warm SOCKET RANKS -- ENTRY FLAGS…`, which asks for the run's ranks and
-waits for them; when it is ended, they are. `command.sh` shows torchrun, which prints the same.
+`WarmPool` starts such processes for an experiment. In place of torchrun, the supervisor of a run starts
+`python -m parakit.launch.supervise.warm SOCKET RANKS -- ENTRY FLAGS…`. That client asks for the run's ranks
+and waits for them, and when the client is ended, the ranks are. `command.sh` shows torchrun, which trains
+the same.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from parakit.config.files import ROOT
 
 FAILED = 1
 _UNASSIGNED = range(15000, 32768)
-"""Below Linux' `net.ipv4.ip_local_port_range`."""
+"""Ports below Linux' `net.ipv4.ip_local_port_range`, which the kernel assigns to no socket by itself."""
 
 
 class WarmMegatron:
-    """The process that forks; it ends with this one, or with `close`."""
+    """A process that has imported Megatron and forks ranks; it ends with this process, or with `close`."""
 
     module = "megatron_patches.warm"
 
@@ -36,7 +37,7 @@ class WarmMegatron:
         self.entry = entry
         self._folder = Path(tempfile.mkdtemp(prefix="kit-warm-"))
         self._socket = self._folder / "socket"
-        # Bound here, so that a request may come while Megatron is still being imported.
+        # The socket is bound here, so that a request may come while Megatron is still being imported.
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._socket))
         listener.listen()
@@ -46,7 +47,7 @@ class WarmMegatron:
             pass_fds=(listener.fileno(),),
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            stdin=subprocess.PIPE,  # Its end is this process's.
+            stdin=subprocess.PIPE,  # The process ends when this pipe closes, at the latest with this one.
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -55,11 +56,11 @@ class WarmMegatron:
 
     @property
     def pid(self) -> int:
-        """Of the process whose descendants are the ranks."""
+        """Id of the process whose descendants are the ranks."""
         return self._process.pid
 
     def command(self, ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
-        """What takes torchrun's place; `arguments` are the entry and its flags."""
+        """Return the command in torchrun's place; `arguments` are the entry script and its flags."""
         client = (sys.executable, "-m", "parakit.launch.supervise.warm")
         return (*client, str(self._socket), str(ranks), "--", *arguments)
 
@@ -71,7 +72,7 @@ class WarmMegatron:
         output: IO[bytes],
         seconds: float,
     ) -> int:
-        """Fork ranks that print to `output`; their exit status. After `seconds` they are ended."""
+        """Fork ranks that print to `output`, and return their exit status; after `seconds` they are ended."""
         address, printed = str(self._socket), output.fileno()
         return request_ranks(address, ranks, arguments, environment, printed, seconds)
 
@@ -85,25 +86,25 @@ class WarmMegatron:
 
 
 class WarmPool:
-    """A process for each entry and environment of its import, to the end of the `with` block."""
+    """The warm processes of a `with` block: one per entry script and environment at import."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], WarmMegatron] = {}
-        self._until = ExitStack()
+        self._process_by_key: dict[tuple[object, ...], WarmMegatron] = {}
+        self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._until.close()
+        self._closing.close()
 
     def get_process(self, entry: str, environment: Mapping[str, str]) -> WarmMegatron:
-        """The one that has imported an entry under these variables."""
-        kind = (entry, *sorted(environment.items()))
-        if kind not in self._made:
+        """Return the process that has imported an entry script under these variables; it is started if needed."""
+        key = (entry, *sorted(environment.items()))
+        if key not in self._process_by_key:
             warm = WarmMegatron(entry, environment)
-            self._made[kind] = self._until.enter_context(closing(warm))
-        return self._made[kind]
+            self._process_by_key[key] = self._closing.enter_context(closing(warm))
+        return self._process_by_key[key]
 
 
 def request_ranks(
@@ -114,9 +115,9 @@ def request_ranks(
     output: int = 1,
     seconds: float | None = None,
 ) -> int:
-    """Have ranks forked that print to a file descriptor; their exit status when they have ended.
+    """Have ranks forked that print to a file descriptor; return their exit status when they have ended.
 
-    They are ended where this process ends, or waits for more than `seconds`.
+    The ranks are ended if this process ends, or after `seconds`; None sets no limit.
     """
     request = {
         "ranks": ranks,
@@ -142,8 +143,11 @@ def request_ranks(
 
 
 def find_free_port() -> int:
-    """A port of this machine that nothing listens on now, and that the kernel gives to no socket that
-    names none: gloo's listen on such, and one of another run could take it before rank 0 does."""
+    """Return a port of this machine that nothing listens on now.
+
+    The kernel gives the port to no socket that asks for any port. gloo's sockets ask so, and one of another run
+    could take the port before rank 0 listens on it.
+    """
     for port in SystemRandom().sample(_UNASSIGNED, 100):
         with suppress(OSError), socket.create_server(("", port)):
             return port
@@ -151,5 +155,5 @@ def find_free_port() -> int:
 
 
 if __name__ == "__main__":
-    place, count, _, *argv = sys.argv[1:]
-    sys.exit(request_ranks(place, int(count), argv))
+    socket_path, num_ranks, _, *argv = sys.argv[1:]
+    sys.exit(request_ranks(socket_path, int(num_ranks), argv))

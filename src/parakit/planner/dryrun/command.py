@@ -1,5 +1,7 @@
-"""`python -m parakit dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8`: dry runs for people
-and as data, each figure beside its closed form."""
+"""The command `dryrun`: dry runs of some ranks as tables or JSON, each figure beside its closed form.
+
+Example: `python -m parakit dryrun --model gpt3-175b --tensor 8 --pipeline 16 --data 8`.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +40,22 @@ from parakit.planner.show import trained_vocabulary_sentence
 _gb, _gib = partial(gb, decimals=3), partial(gib, decimals=2)
 
 NOTES = (
-    "Attention is Megatron's own in both columns: it keeps its scores, which fused attention does not; "
-    "under CP the kit's, which keeps none either.",
-    "A peak is of live tensors: without context, workspaces, NCCL and the allocator's remainders.",
+    "Attention is Megatron's own in both columns. It stores its scores for backward, which fused attention "
+    "does not. Under CP it is the kit's, which stores none either.",
+    "A peak counts live tensors, without CUDA context, workspaces, NCCL and the allocator's remainders.",
     "Experts get equal shares of the tokens.",
 )
 
 
 def dryrun(given: Namespace) -> int:
-    """Dry-run the ranks that are named; 1 if one differs from its closed form.
+    """Dry-run the named ranks and print them; return 1 if a rank differs from its closed form, else 0.
 
     Raises:
-        ValueError: What is asked for cannot be; one sentence.
+        ValueError: The dry run is not possible; the message is one sentence.
     """
     model = find_model(given.model)
     refuse_misspelled_flags(model.flags)
-    spec = _spec(given, model)
+    spec = _build_spec(given, model)
     ranks = parse_ranks(given.ranks, spec)
     refuse_unsupported(spec)
     with DryRunner(verbose=given.verbose) as runner:
@@ -66,58 +68,65 @@ def dryrun(given: Namespace) -> int:
 
 
 def dryrun_arguments(parser: ArgumentParser) -> None:
-    """What no variable says."""
+    """Add the options of `dryrun` that no variable of make sets."""
     parser.add_argument("--verbose", action="store_true", help="also what Megatron prints")
 
 
-def _parallelism(given: Namespace, model: Model) -> Parallelism:
+def _parse_parallelism(arguments: Namespace, model: Model) -> Parallelism:
     """Return the strategy of STRATEGY=, or of the degrees that a command line names one by one.
 
     Raises:
-        DryRunError: Both are given.
+        DryRunError: Both are arguments.
         StrategyError: There is no such strategy.
     """
-    degrees = (given.dp, given.tp, given.pp, given.cp, given.ep, given.vpp)
-    if given.strategy:
-        if any(degree > 1 for degree in degrees) or given.sp or given.zero1:
+    degrees = (arguments.dp, arguments.tp, arguments.pp, arguments.cp, arguments.ep, arguments.vpp)
+    if arguments.strategy:
+        if any(degree > 1 for degree in degrees) or arguments.sp or arguments.zero1:
             raise DryRunError(
-                f"STRATEGY={given.strategy} names all degrees; leave --tensor and its like out."
+                f"STRATEGY={arguments.strategy} names all degrees; leave --tensor and its like out."
             )
-        named = parse_strategy(given.strategy, count_devices(given.strategy))
+        named = parse_strategy(arguments.strategy, count_devices(arguments.strategy))
         # Experts under TP need it.
         is_sequence_parallel = named.tensor > 1 and bool(model.shape.experts)
         return replace(named, sequence_parallel=named.sequence_parallel or is_sequence_parallel)
     return Parallelism(
-        data=given.dp,
-        tensor=given.tp,
-        pipeline=given.pp,
-        context=given.cp,
-        expert=given.ep,
-        virtual_stages=given.vpp,
+        data=arguments.dp,
+        tensor=arguments.tp,
+        pipeline=arguments.pp,
+        context=arguments.cp,
+        expert=arguments.ep,
+        virtual_stages=arguments.vpp,
         # Experts under TP need it; Megatron drops it where there is no TP.
-        sequence_parallel=given.tp > 1 and (given.sp or bool(model.shape.experts)),
-        sharding=Sharding.ZERO1 if given.zero1 else Sharding.NONE,
+        sequence_parallel=arguments.tp > 1 and (arguments.sp or bool(model.shape.experts)),
+        sharding=Sharding.ZERO1 if arguments.zero1 else Sharding.NONE,
     )
 
 
-def _spec(given: Namespace, model: Model) -> RunSpec:
-    parallelism = _parallelism(given, model)
-    dtype = given.dtype or model.dtype
+def _build_spec(arguments: Namespace, model: Model) -> RunSpec:
+    """Return the run that a command line describes, with defaults for what it leaves out.
+
+    Raises:
+        DryRunError: The dtype is not known, or both STRATEGY= and degrees are arguments.
+    """
+    parallelism = _parse_parallelism(arguments, model)
+    dtype = arguments.dtype or model.dtype
     if dtype not in PRECISIONS:
         raise DryRunError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
-    micro = given.micro_batch or model.batch.micro_batch_size
-    # Twice as many micro batches as stages: the schedule reaches its steady state.
-    whole = given.global_batch or micro * parallelism.data * 2 * parallelism.pipeline
-    plain = spec_from_model(model, parallelism, Batch(micro, whole))
+    micro_batch = arguments.micro_batch or model.batch.micro_batch_size
+    # With twice as many micro batches as stages the schedule reaches its steady state.
+    global_batch = arguments.global_batch or (
+        micro_batch * parallelism.data * 2 * parallelism.pipeline
+    )
+    plain = spec_from_model(model, parallelism, Batch(micro_batch, global_batch))
     return replace(
-        replace_sequence_length(plain, given.seq),
+        replace_sequence_length(plain, arguments.seq),
         dtype=dtype,
-        recompute=given.recompute or Recompute.NONE,
+        recompute=arguments.recompute or Recompute.NONE,
     )
 
 
 def encode_dry_run(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> dict[str, Any]:
-    """Everything, for `--json`; bytes and seconds."""
+    """Return the dry runs of a run's ranks as `dryrun --json` prints them: bytes and seconds."""
     return {
         "model": model.name,
         "strategy": strategy_name(spec.parallelism),
@@ -127,13 +136,13 @@ def encode_dry_run(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) 
         "microbatches": spec.microbatches,
         "dtype": spec.dtype,
         "seq_length": spec.shape.seq_length,
-        "ranks": [_rank_as_data(comparison) for comparison in comparisons],
+        "ranks": [_encode_rank(comparison) for comparison in comparisons],
         "notes": list(NOTES),
     }
 
 
 def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> None:
-    """A table of figures, then of each rank's calls."""
+    """Print the run, then per rank a table of figures, a table of calls, and whether the closed form holds."""
     console = wide_console()
     parallelism, batch = spec.parallelism, spec.batch
     console.print(
@@ -143,23 +152,24 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank
         f"{spec.dtype}.",
         highlight=False,
     )
-    if difference := trained_vocabulary_sentence(spec):
+    difference = trained_vocabulary_sentence(spec)
+    if difference:
         console.print(difference, highlight=False, style="bold yellow")
     for comparison in comparisons:
-        console.print(rich_table(_figures_table(comparison)))
-        console.print(rich_table(_calls_table(comparison).fitting(console.width)))
+        console.print(rich_table(_build_figures_table(comparison)))
+        console.print(rich_table(_build_calls_table(comparison).fitting(console.width)))
         console.print(comparison_sentence(comparison), highlight=False)
     for note in NOTES:
         console.print(f"[dim]{note}[/dim]", highlight=False)
 
 
-def _figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
-    """Parameters, bytes and micro batches of one rank: dry run, closed form."""
+def _build_figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
+    """Return a table of one rank's parameters, bytes and micro batches, by dry run and by closed form."""
     report = comparison.report
-    where = report.memory.peak_module.removeprefix("module.module.")
+    module = report.memory.peak_module.removeprefix("module.module.")
     title = (
         f"rank {report.rank}, stage {comparison.pipeline_rank}; its peak is in "
-        f"{report.memory.peak_phase}{f' ({where})' if where else ''}"
+        f"{report.memory.peak_phase}{f' ({module})' if module else ''}"
     )
     sent = report.communication.wire_bytes
     rows = [
@@ -180,7 +190,7 @@ def _figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
 
 
 def comparison_sentence(comparison: CheckedRank) -> str:
-    """Whether the closed form holds, or every difference by name."""
+    """Return that the closed form holds, or all differences, with the time and memory of the dry run."""
     report = comparison.report
     cost = f"({report.seconds:.1f} s, {gib(report.process_bytes, 2)} GiB of this machine)"
     if comparison.agrees:
@@ -189,7 +199,8 @@ def comparison_sentence(comparison: CheckedRank) -> str:
     return "\n".join(["The closed form differs:", *map(str, comparison.differences), cost])
 
 
-def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
+def _encode_rank(comparison: CheckedRank) -> dict[str, Any]:
+    """Return one rank's dry run and closed form as data for JSON."""
     report = comparison.report
     return {
         "rank": report.rank,
@@ -206,7 +217,7 @@ def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
         "in_flight": report.in_flight,
         "wire_bytes": report.communication.wire_bytes,
         "memory": msgspec.to_builtins(report.memory),
-        # How long a call that moves nothing took says nothing.
+        # Calls of a dry run move no bytes, so their seconds have no meaning.
         "calls": [
             {name: value for name, value in asdict(row).items() if not name.endswith("_seconds")}
             for row in report.communication.calls
@@ -216,14 +227,15 @@ def _rank_as_data(comparison: CheckedRank) -> dict[str, Any]:
     }
 
 
-def _calls_table(comparison: CheckedRank) -> Table[CallSummary]:
+def _build_calls_table(comparison: CheckedRank) -> Table[CallSummary]:
+    """Return a table of one rank's calls that send bytes, most bytes first."""
     columns = (
         Column[CallSummary]("group", lambda row: row.group, right=False),
         Column[CallSummary]("operation", lambda row: row.operation, right=False, rank=1),
         Column[CallSummary]("phase", lambda row: row.phase, right=False, rank=3),
         Column[CallSummary]("ranks", lambda row: row.ranks, rank=4),
         Column[CallSummary]("calls", lambda row: row.calls, count, rank=2),
-        Column[CallSummary]("bytes a call", lambda row: row.payload_bytes, count, rank=2),
+        Column[CallSummary]("bytes per call", lambda row: row.payload_bytes, count, rank=2),
         Column[CallSummary]("GB sent", lambda row: row.wire_bytes, _gb, rank=2),
     )
     calls = comparison.report.communication.calls
@@ -232,8 +244,12 @@ def _calls_table(comparison: CheckedRank) -> Table[CallSummary]:
 
 
 def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
-    """One table over all candidates, then what could not be run or differs."""
-    rows = [(item.candidate.strategy, one) for item in verified for one in item.comparisons]
+    """Print a table over all dry-run candidates, then what could not be run and what differs."""
+    rows = [
+        (item.candidate.strategy, comparison)
+        for item in verified
+        for comparison in item.comparisons
+    ]
     columns = tuple(replace(column, wraps=column.right) for column in _VERIFIED_COLUMNS)
     table = Table(columns, tuple(rows), "Closed form against Megatron's own code")
     console.print(rich_table(table, console.width))
@@ -241,9 +257,9 @@ def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
         if item.refusal:
             console.print(f"{item.candidate.strategy}: {item.refusal}", highlight=False)
     for strategy, comparison in rows:
-        name = f"{strategy}, rank {comparison.report.rank}"
+        rank_name = f"{strategy}, rank {comparison.report.rank}"
         for difference in comparison.differences:
-            console.print(f"{name}: {difference}.", highlight=False)
+            console.print(f"{rank_name}: {difference}.", highlight=False)
     console.print(
         "Both columns are Megatron without Transformer Engine: unfused attention, keys and values "
         "gathered under CP.",
@@ -252,12 +268,12 @@ def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
 
 
 def encode_verified(verified: list[VerifiedStrategy]) -> list[dict[str, object]]:
-    """The same for `--json`."""
+    """Return dry-run candidates as `plan --json` prints them."""
     return [
         {
             "strategy": item.candidate.strategy,
             "refusal": item.refusal,
-            "ranks": [_rank_as_data(comparison) for comparison in item.comparisons],
+            "ranks": [_encode_rank(comparison) for comparison in item.comparisons],
         }
         for item in verified
     ]

@@ -1,4 +1,4 @@
-"""A dry run beside the closed forms: parameters, every call, and bytes by category."""
+"""Comparison of a dry run with the closed forms: parameters, every call, and bytes by category."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from parakit.planner.dryrun.job import (
 )
 from parakit.planner.search import Candidate, Plan
 
-_SILENT = (Operation.RECEIVE, Operation.BARRIER)
-_Key = tuple[str, str, int]
+_UNCOUNTED_OPERATIONS = (Operation.RECEIVE, Operation.BARRIER)
+_CallKind = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class CallDifference:
-    """Calls of one kind whose number differs."""
+    """Calls of one kind whose number differs between dry run and closed form."""
 
     group: str
     operation: str
@@ -50,63 +50,68 @@ class CallDifference:
 
 @dataclass(frozen=True)
 class CheckedRank:
-    """One rank, counted and calculated."""
+    """A rank with its counts by the dry run, and its numbers by the closed forms."""
 
     report: RankReport
     pipeline_rank: int
     parameters: int
-    """Of the closed form, as is all that follows."""
+    """Parameters by the closed form, as all fields below."""
     wire_bytes: int
     in_flight: int
     memory: dict[str, tuple[int, int]]
-    """Bytes by what they are for: the dry run's, the closed form's."""
+    """Bytes by category: those of the dry run, and those of the closed form."""
     differences: tuple[CallDifference, ...]
 
     @property
     def agrees(self) -> bool:
-        """Whether parameters, every call and all bytes on the wire are equal."""
-        same = self.report.communication.wire_bytes == self.wire_bytes
-        return same and self.parameters == self.report.parameters and not self.differences
+        """True if parameters, every call and all bytes on the wire are equal."""
+        has_equal_bytes = self.report.communication.wire_bytes == self.wire_bytes
+        has_equal_parameters = self.parameters == self.report.parameters
+        return has_equal_bytes and has_equal_parameters and not self.differences
 
 
 def dry_run_ranks(
     runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
 ) -> list[CheckedRank]:
-    """Every rank's dry run beside its closed forms; raises as `DryRunner.run`."""
+    """Dry-run the ranks of a run and return each compared with its closed forms.
+
+    Raises:
+        DryRunError: Megatron refused a rank or failed.
+    """
     flags, world = encode_flags(model, spec), spec.parallelism.world_size
     reports = [runner.run(RankJob(flags, world, rank)) for rank in ranks]
     return [compare_rank(spec, report) for report in reports]
 
 
 def compare_rank(spec: RunSpec, report: RankReport) -> CheckedRank:
-    """Put the closed forms beside a rank's dry run."""
+    """Return a rank's dry run compared with the closed forms."""
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = drop_transformer_engine(spec)
     calls = rank_collectives(as_run, stage)
-    expected, found = Counter[_Key](), Counter[_Key]()
+    expected, counted = Counter[_CallKind](), Counter[_CallKind]()
     for call in calls:
         expected[call.group, call.operation, call.payload_bytes] += call.calls
     for row in report.communication.calls:
-        if row.ranks > 1 and row.operation not in _SILENT and row.payload_bytes:
-            found[row.group, row.operation, row.payload_bytes] += row.calls
+        if row.ranks > 1 and row.operation not in _UNCOUNTED_OPERATIONS and row.payload_bytes:
+            counted[row.group, row.operation, row.payload_bytes] += row.calls
     return CheckedRank(
         report=report,
         pipeline_rank=stage,
         parameters=rank_parameters(as_run, stage).total,
         wire_bytes=total_wire_bytes(calls),
         in_flight=chunks_in_flight(as_run, stage),
-        memory=_memory(as_run, report, stage),
+        memory=_pair_memory(as_run, report, stage),
         differences=tuple(
-            CallDifference(*key, dry_run=found[key], closed_form=expected[key])
-            for key in sorted(found | expected)
-            if found[key] != expected[key]
+            CallDifference(*key, dry_run=counted[key], closed_form=expected[key])
+            for key in sorted(counted | expected)
+            if counted[key] != expected[key]
         ),
     )
 
 
 @dataclass(frozen=True)
 class VerifiedStrategy:
-    """A candidate and its first and last rank's dry runs, or why there are none."""
+    """A candidate with dry runs of its first and last rank, or with the reason why there are none."""
 
     candidate: Candidate
     comparisons: tuple[CheckedRank, ...]
@@ -114,9 +119,9 @@ class VerifiedStrategy:
 
 
 def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
-    """Dry-run the first and last rank of the `count` best candidates that a dry run can show.
+    """Dry-run the first and last rank of the `count` best candidates for which that is possible.
 
-    Those passed over are in the list with their refusal.
+    Candidates that are passed over are in the list too, with the reason.
     """
     verified: list[VerifiedStrategy] = []
     with DryRunner() as runner:
@@ -134,20 +139,21 @@ def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
     return verified
 
 
-def _memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
-    held = report.memory.categories
+def _pair_memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes of a pipeline stage by category: those of the dry run, and those of the closed form."""
+    counted = report.memory.categories
     closed = estimate_rank_memory(spec, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)
     return {
-        "weights": (held[MemoryCategory.WEIGHTS], closed.weights),
-        "gradients": (held[MemoryCategory.GRADIENTS], closed.gradients),
+        "weights": (counted[MemoryCategory.WEIGHTS], closed.weights),
+        "gradients": (counted[MemoryCategory.GRADIENTS], closed.gradients),
         "optimizer": (
-            held[MemoryCategory.OPTIMIZER_STATE],
+            counted[MemoryCategory.OPTIMIZER_STATE],
             closed.main_parameters + closed.optimizer_state,
         ),
-        "activations": (held[MemoryCategory.ACTIVATIONS], closed.activations),
+        "activations": (counted[MemoryCategory.ACTIVATIONS], closed.activations),
         "logits and temporaries": (
-            sum(held[category] for category in short_lived),
+            sum(counted[category] for category in short_lived),
             closed.temporaries + closed.communication,
         ),
         "peak": (report.memory.peak_bytes, closed.live),

@@ -1,6 +1,6 @@
-"""Jobs of a dry run: which can be run, their flags, and the process `parakit.dryrun` that runs them.
+"""Jobs of a dry run: which runs are possible, their flags, and the process `parakit.dryrun` that runs them.
 
-No torch here: only that process loads it.
+Only that process loads torch.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _WITHOUT_DEVICES = format_flags(
         "--tokenizer-type": "NullTokenizer",
     }
 )
-"""Megatron has the fake group as a flag of its own; `external` lets the data come from the dry run."""
+"""Flags of Megatron for a run without devices; `external` lets the dry run provide the data."""
 
 
 class DryRunError(ValueError):
-    """A dry run that cannot be, or that Megatron refused; the message says which and why."""
+    """Error of a dry run that is not possible, or that Megatron refused; the message says why."""
 
 
 def drop_transformer_engine(spec: RunSpec) -> RunSpec:
-    """The run as it is without Transformer Engine.
+    """Return a run as Megatron runs it without Transformer Engine.
 
-    Megatron's own attention keeps its scores. Under context parallelism the kit's gathers K and V,
-    which sends the ring's bytes in other calls, and keeps no scores.
+    Megatron's own attention stores its scores for backward. Under context parallelism the kit's attention replaces it:
+    it gathers K and V, which sends the ring's bytes in other calls, and stores no scores.
     """
-    gathered = spec.parallelism.context > 1
-    return replace(spec, fused_attention=gathered, fused_norms=False, cp_comm_type="all_gather")
+    has_context = spec.parallelism.context > 1
+    return replace(spec, fused_attention=has_context, fused_norms=False, cp_comm_type="all_gather")
 
 
 def refuse_unsupported(spec: RunSpec) -> None:
-    """Refuse what a dry run cannot show.
+    """Raise an error if a dry run cannot run this run.
 
     Raises:
-        DryRunError: One sentence for each reason.
+        DryRunError: It cannot; the message has one sentence per reason.
     """
     parallelism = spec.parallelism
     problems = list(find_violations(drop_transformer_engine(spec)))
@@ -76,16 +76,16 @@ def refuse_unsupported(spec: RunSpec) -> None:
 
 
 def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
-    """Megatron's arguments for a run, as `make train-…` would give them to CPU ranks.
+    """Return Megatron's arguments for a run, as `make train-…` would give them to CPU ranks.
 
-    Precision is the run's own, because it decides bytes.
+    The precision is that of the run, because it decides bytes.
     """
     shape = spec.shape
-    on_host = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
+    cpu_flags = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
     return merge_flags(
         merge_training_flags(model, in_half=False),
         flags_from_spec(replace(spec, cp_comm_type="p2p")),
-        on_host,
+        cpu_flags,
         ("--seq-length", str(shape.seq_length)),
         ("--max-position-embeddings", str(max(shape.positions, shape.seq_length))),
         ("--vocab-size", str(shape.vocabulary)),
@@ -95,18 +95,20 @@ def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str, spec: RunSpec) -> tuple[int, ...]:
-    """Global ranks from `first,middle,last` (of the pipeline's stages) or numbers.
+    """Return the global ranks of a text such as `first,last` or `0,7`, each once.
+
+    `first`, `middle` and `last` are ranks of these pipeline stages.
 
     Raises:
-        DryRunError: A word that is neither, or a rank outside the world.
+        DryRunError: A part of the text is neither a name nor a number, or a rank is outside the world.
     """
     world, pipeline = spec.parallelism.world_size, spec.parallelism.pipeline
-    named = {"first": 0, "middle": pipeline // 2 * (world // pipeline), "last": world - 1}
+    rank_by_name = {"first": 0, "middle": pipeline // 2 * (world // pipeline), "last": world - 1}
     ranks = []
-    for word in text.split(","):
-        if word not in named and not word.isdecimal():
-            raise DryRunError(f"There is no rank '{word}'; use first, middle, last or a number.")
-        rank = named[word] if word in named else int(word)
+    for part in text.split(","):
+        if part not in rank_by_name and not part.isdecimal():
+            raise DryRunError(f"There is no rank '{part}'; use first, middle, last or a number.")
+        rank = rank_by_name[part] if part in rank_by_name else int(part)
         if rank >= world:
             raise DryRunError(f"Rank {rank} is outside the world of {world}; use 0 to {world - 1}.")
         ranks.append(rank)
@@ -120,7 +122,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # What Megatron asks for with TP, and no JIT: it would compile.
+    # Megatron asks for one connection with tensor parallelism. A JIT would compile kernels that nobody runs.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -128,19 +130,21 @@ _ENVIRONMENT = {
 
 
 class DryRunner:
-    """Runs jobs one after another in a process of its own, for as long as the `with` block."""
+    """Process that runs jobs one after another, for as long as the `with` block."""
 
     def __init__(self, *, verbose: bool = False) -> None:
-        """`verbose` lets Megatron's own lines through to stderr."""
+        """Create a runner; `verbose` prints Megatron's own lines to stderr."""
         self._verbose = verbose
 
     def __enter__(self) -> Self:
-        # What would start a real run's ledger or weights is not handed on.
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("KIT_")}
+        # Variables of the kit would start a real run's communication log or load its weights.
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("KIT_")
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "parakit.dryrun"],
             cwd=ROOT,
-            env={**kept, **_ENVIRONMENT},
+            env={**inherited, **_ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if self._verbose else subprocess.DEVNULL,
@@ -148,16 +152,16 @@ class DryRunner:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # Closing its input ends the process; after an error it may be in the middle of a job.
+        # Closing its input ends the process, unless an error left it in the middle of a job.
         if kind is not None:
             self._process.kill()
         self._process.communicate()
 
     def run(self, job: RankJob) -> RankReport:
-        """One rank.
+        """Run one rank and return its report.
 
         Raises:
-            DryRunError: Megatron refused or failed; the message is its last one.
+            DryRunError: Megatron refused or failed; the message is Megatron's last one.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None

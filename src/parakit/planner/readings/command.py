@@ -1,4 +1,4 @@
-"""`python -m parakit validate`: every reading predicted, tables of the errors, what was refused."""
+"""The command `validate`: predict every published measurement, and print tables of the errors."""
 
 from __future__ import annotations
 
@@ -40,15 +40,23 @@ from parakit.planner.readings.summary import (
 )
 from parakit.planner.readings.table import MEASUREMENTS_FILE, MeasurementsError, read_measurements
 
-_WORST = 15
-_NAMED_LINES = 6
+_NUM_LARGEST = 15
+_NUM_SHOWN_LINES = 6
 
 
 def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool) -> None:
-    """Print how far measurements are predicted off; or fit the constants anew.
+    """Print the errors of predictions of a file's measurements, or fit the constants anew.
+
+    For the kit's own file, `errors.csv`, the page and the picture are written too.
+
+    Args:
+        readings: File of measurements; None takes the kit's own file.
+        leave_out: Source without which the constants are fitted; None leaves out each measurement's own source.
+        json: True prints JSON.
+        fit: True fits the constants, which takes minutes, and prints no errors.
 
     Raises:
-        MeasurementsError: The file has no readings, or no such source.
+        MeasurementsError: The file has no measurements, or there is no such source.
     """
     if fit:
         from tests.planner.readings.fit import refit
@@ -56,135 +64,163 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
         refit()
         return
     path = readings or MEASUREMENTS_FILE
-    found, unreadable = read_measurements(path)
+    is_own_file = path != MEASUREMENTS_FILE
+    measurements, unreadable = read_measurements(path)
     if leave_out is not None:
-        # Constants were fitted without a public source, whichever file they are tried on.
-        public = () if path == MEASUREMENTS_FILE else read_measurements()[0]
-        leave_out = _source(leave_out, {measurement.source for measurement in (*found, *public)})
-    here = () if path == MEASUREMENTS_FILE else (partial(load_device_calibration, ROOT / "runs"),)
-    predicted = compute_residuals(found, unreadable, leave_out, *here)
+        # The constants were fitted without a public source, also if they are tried on another file.
+        public = read_measurements()[0] if is_own_file else ()
+        leave_out = _find_source(leave_out, {item.source for item in (*measurements, *public)})
+    calibrate = (partial(load_device_calibration, ROOT / "runs"),) if is_own_file else ()
+    predicted = compute_residuals(measurements, unreadable, leave_out, *calibrate)
     errors = collect_errors(predicted)
-    if path != MEASUREMENTS_FILE:
-        errors = errors.beside(load_public_errors())
+    if is_own_file:
+        errors = errors.merge(load_public_errors())
     if json:
         print(dumps(encode_summary(predicted, errors), indent=1))
         return
     console = wide_console()
-    _print(predicted, errors, console)
+    _print_errors(predicted, errors, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
-        write_atomically(ERRORS_FILE, errors.table())
+        write_atomically(ERRORS_FILE, errors.to_csv())
         page, picture = write_page(predicted, errors)
         console.print(
-            f"{relative_to_root(page)} and {relative_to_root(picture)} show every reading."
+            f"{relative_to_root(page)} and {relative_to_root(picture)} show every measurement."
         )
 
 
 def validate_arguments(parser: ArgumentParser) -> None:
-    """What no variable says."""
+    """Add the options of `validate` that no variable of make sets."""
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, minutes")
 
 
-def _source(name: str, known: set[str]) -> str:
-    """The source of a name, or of the only one that holds it."""
-    found = [source for source in sorted(known) if name.lower() in source.lower()]
-    if name in known or len(found) == 1:
-        return name if name in known else found[0]
-    near = ", ".join(found or sorted(known))
+def _find_source(name: str, sources: set[str]) -> str:
+    """Return the source with a name, or the only one that contains it.
+
+    Raises:
+        MeasurementsError: No source contains the name, or several do; the message lists them.
+    """
+    matches = [source for source in sorted(sources) if name.lower() in source.lower()]
+    if name in sources:
+        return name
+    if len(matches) == 1:
+        return matches[0]
+    near = ", ".join(matches or sorted(sources))
     raise MeasurementsError(f"There is no one source '{name}' to leave out; name one of {near}.")
 
 
-def _print(found: Residuals, errors: PredictionErrors, console: Console) -> None:
-    if found.predicted:
+def _print_errors(residuals: Residuals, errors: PredictionErrors, console: Console) -> None:
+    """Print errors by group, the largest errors, what intervals cover, regrets, and what was refused."""
+    if residuals.predicted:
         console.print(_MEANING, highlight=False)
-    kinds = [*group_by_kind(found), *group_by_split(found)]
+    kinds = [*group_by_kind(residuals), *group_by_split(residuals)]
     tables = (
-        ("By source", group_by_source(found)),
-        ("By GPU", group_by_gpu(found)),
+        ("By source", group_by_source(residuals)),
+        ("By GPU", group_by_gpu(residuals)),
         ("By kind of run", kinds),
     )
     for title, groups in tables:
         if groups:
-            console.print(rich_table(_table(title, groups), console.width))
-    if found.predicted:
-        console.print(readable_table(_worst_table(largest_residuals(found, _WORST)), console.width))
-        columns = (
-            Column[IntervalCoverage](
-                "Inside their intervals", lambda c: c.name, right=False, wraps=True
-            ),
-            Column[IntervalCoverage]("n", lambda kind: kind.readings),
-            Column[IntervalCoverage]("of 80%", lambda kind: kind.shares[0.80], percent),
-            Column[IntervalCoverage]("of 95%", lambda kind: kind.shares[0.95], percent),
-            Column[IntervalCoverage]("by others 80%", lambda kind: kind.elsewhere[0.80], percent),
-            Column[IntervalCoverage]("by others 95%", lambda kind: kind.elsewhere[0.95], percent),
-        )
-        console.print(
-            rich_table(Table(columns, tuple(group_by_coverage(found, errors))), console.width)
-        )
-    _print_regrets(evaluate_choices(found), evaluate_choices(found, across_releases=True), console)
-    total = len(found.predicted) + len(found.refused)
-    rest = " Not predicted:" if found.refused else ""
-    console.print(f"{len(found.predicted)} of {total} measurements are predicted.{rest}")
-    for source, reason, lines in group_refusals(found.refused):
-        named = ", ".join(map(str, lines[:_NAMED_LINES]))
-        more = ", …" if len(lines) > _NAMED_LINES else ""
-        say(console, f"  {len(lines):3}  {source}: {reason} (row {named}{more})")
+            console.print(rich_table(_build_group_table(title, groups), console.width))
+    if residuals.predicted:
+        largest = largest_residuals(residuals, _NUM_LARGEST)
+        console.print(readable_table(_build_largest_table(largest), console.width))
+        coverages = tuple(group_by_coverage(residuals, errors))
+        console.print(rich_table(Table(_COVERAGE_COLUMNS, coverages), console.width))
+    choices = evaluate_choices(residuals)
+    _print_regrets(choices, evaluate_choices(residuals, across_releases=True), console)
+    _print_refused(residuals, console)
+
+
+_COVERAGE_COLUMNS = (
+    Column[IntervalCoverage]("Inside their intervals", lambda c: c.name, right=False, wraps=True),
+    Column[IntervalCoverage]("n", lambda c: c.readings),
+    Column[IntervalCoverage]("of 80%", lambda c: c.shares[0.80], percent),
+    Column[IntervalCoverage]("of 95%", lambda c: c.shares[0.95], percent),
+    Column[IntervalCoverage]("by others 80%", lambda c: c.elsewhere[0.80], percent),
+    Column[IntervalCoverage]("by others 95%", lambda c: c.elsewhere[0.95], percent),
+)
+
+
+def _print_refused(residuals: Residuals, console: Console) -> None:
+    """Print how many measurements are predicted, and the lines and reasons of the others by source."""
+    total = len(residuals.predicted) + len(residuals.refused)
+    ending = " Not predicted:" if residuals.refused else ""
+    console.print(f"{len(residuals.predicted)} of {total} measurements are predicted.{ending}")
+    for source, reason, lines in group_refusals(residuals.refused):
+        shown = ", ".join(map(str, lines[:_NUM_SHOWN_LINES]))
+        more = ", …" if len(lines) > _NUM_SHOWN_LINES else ""
+        say(console, f"  {len(lines):3}  {source}: {reason} (row {shown}{more})")
 
 
 def _print_regrets(
-    found: list[StrategyChoice], mixed: list[StrategyChoice], console: Console
+    choices: list[StrategyChoice], across_releases: list[StrategyChoice], console: Console
 ) -> None:
-    regrets = [choice.regret for choice in found]
+    """Print how much slower the strategies that a plan takes are than the fastest measured ones.
+
+    Nothing is printed without choices. `across_releases` are the choices among different releases of the software.
+    """
+    regrets = [choice.regret for choice in choices]
     if not regrets:
         return
     sentences = [
         f"Of {len(regrets)} groups of measurements that differ in strategy alone, what a plan takes "
-        f"loses {_lost(regrets)} over the fastest measured one."
+        f"loses {_format_regrets(regrets)} over the fastest measured one."
     ]
-    known = [choice.regret for choice in found if choice.decidable]
-    if known and len(known) < len(regrets):
+    decidable = [choice.regret for choice in choices if choice.decidable]
+    if decidable and len(decidable) < len(regrets):
         sentences.append(
-            f"In {len(regrets) - len(known)} of them that is less than repeated runs of one strategy "
-            f"differ by; over the other {len(known)} it is {_lost(known)}."
+            f"In {len(regrets) - len(decidable)} of them that is less than repeated runs of one strategy "
+            f"differ by; over the other {len(decidable)} it is {_format_regrets(decidable)}."
         )
-    more = [choice.regret for choice in mixed]
-    if len(more) > len(regrets):
+    all_regrets = [choice.regret for choice in across_releases]
+    if len(all_regrets) > len(regrets):
         sentences.append(
-            f"With {len(more) - len(regrets)} more groups whose strategies were run by different "
-            f"releases of the software it is {_lost(more)}."
+            f"With {len(all_regrets) - len(regrets)} more groups whose strategies were run by different "
+            f"releases of the software it is {_format_regrets(all_regrets)}."
         )
     for sentence in (*sentences, "By source:"):
         console.print(sentence, soft_wrap=True)
-    for source in sorted({choice.chosen.measurement.source for choice in found}):
-        of_it = [choice for choice in found if choice.chosen.measurement.source == source]
-        own = [choice.regret for choice in of_it]
-        sentence = f"  {len(own):3}  {source}: {mean(own):.1%}, at worst {max(own):.1%}"
-        if apart := [share for choice in of_it for share in choice.apart]:
-            sentence += (
-                f"; times of one strategy lie {median(apart):.1%} apart in the median of {len(apart)}, "
-                f"{max(apart):.1%} at most"
-            )
-        say(console, sentence)
+    for source in sorted({choice.chosen.measurement.source for choice in choices}):
+        of_source = [choice for choice in choices if choice.chosen.measurement.source == source]
+        say(console, _describe_regrets(source, of_source))
 
 
-def _lost(regrets: list[float]) -> str:
-    return f"{mean(regrets):.1%} in the mean and {max(regrets):.1%} at worst"
+def _describe_regrets(source: str, choices: list[StrategyChoice]) -> str:
+    """Return the regrets of one source's choices, with the differences of repeated measurements, as a line."""
+    regrets = [choice.regret for choice in choices]
+    line = f"  {len(regrets):3}  {source}: {mean(regrets):.1%}, at worst {max(regrets):.1%}"
+    spreads = [spread for choice in choices for spread in choice.repeat_spreads]
+    if spreads:
+        line += (
+            f"; repeated times of one strategy differ by {median(spreads):.1%} in the median of "
+            f"{len(spreads)}, {max(spreads):.1%} at most"
+        )
+    return line
 
 
-def _table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
-    """Narrow enough for 80 columns, with the words of `_MEANING`."""
+def _format_regrets(regrets: list[float]) -> str:
+    """Return average and worst regret as a phrase."""
+    return f"{mean(regrets):.1%} on average and {max(regrets):.1%} at worst"
+
+
+def _build_group_table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
+    """Return a table with a row per group that fits 80 columns; `_MEANING` explains its headings."""
     names = ("median", "mean", "bias", "p90", "≤10%", "≤15%")
-    shares = (replace(each, name=name) for each, name in zip(ERROR_COLUMNS, names, strict=True))
-    name = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
+    figures = (
+        replace(column, name=name) for column, name in zip(ERROR_COLUMNS, names, strict=True)
+    )
+    name_column = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
 
-    def counted(group: ErrorGroup) -> str:
+    def count(group: ErrorGroup) -> str:
+        """Return the number of predicted measurements, and of all if it differs."""
         predicted = len(group.errors)
         return str(predicted) if predicted == group.readings else f"{predicted}/{group.readings}"
 
-    return Table((name, Column[ErrorGroup]("n", counted), *shares), tuple(groups))
+    return Table((name_column, Column[ErrorGroup]("n", count), *figures), tuple(groups))
 
 
-def _worst_table(items: list[Residual]) -> TextTable:
-    """The first cell heads a paragraph where the columns do not fit."""
+def _build_largest_table(items: list[Residual]) -> TextTable:
+    """Return a table of measurements with large errors; its first cell is a heading where the columns do not fit."""
     header = "measurement, GPUs, strategy, metric, published, predicted, error, mostly"
     lines = tuple(
         (
@@ -204,6 +240,6 @@ def _worst_table(items: list[Residual]) -> TextTable:
 
 _MEANING = (
     "n is the number of measurements (predicted/all). An error is predicted over published time or "
-    "memory, less 1: median, mean and p90 (nine of ten are below) of its size, bias its median with "
-    "its sign; ≤10% and ≤15% are the shares missed by no more."
+    "memory, less 1. Median, mean and p90 (nine of ten are below) are of its size; bias is the median "
+    "with its sign. ≤10% and ≤15% are the fractions of measurements with an error up to that."
 )

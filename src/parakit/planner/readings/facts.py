@@ -1,4 +1,7 @@
-"""What is known of a source's trainer and of a model by name, beside a reading's own columns."""
+"""Facts about the trainer of a source and about a model, where the columns of a published measurement lack them.
+
+The facts stand in `sources.yaml` and `models.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -16,60 +19,76 @@ _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 
 
 def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
-    """How a reading's run was trained where its table does not say, from `sources.yaml`: of its source,
-    and of the last of the source's cases that fits it."""
-    facts = _usual_facts(measurement.source)
+    """Return how a measurement's run was trained, by name of the fact, from `sources.yaml`.
+
+    Facts of the source's cases that apply to the measurement replace those of the source, later cases first.
+    """
+    facts = _read_source(measurement.source)
     release = container_release(measurement, facts)
     for case in facts.get("cases", ()):
-        # Of `gpt2.md@9e64ede:390` the line of its page; some cases are of those between two.
-        line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
-        if (
-            any(measurement.model.startswith(name) for name in case.get("model", [""]))
-            and measurement.gpu in case.get("gpus", [measurement.gpu])
-            and measurement.dtype in case.get("bits", [measurement.dtype])
-            and release >= case.get("since", 0)
-            and case.get("noted", "") in measurement.notes
-            and (not last or (line.isdecimal() and first <= int(line) <= last))
-        ):
+        if _case_applies(case, measurement, release):
             facts |= {name: value for name, value in case.items() if name not in _CONDITIONS}
     return facts
 
 
+def _case_applies(
+    case: Mapping[str, Any], measurement: PublishedMeasurement, release: float
+) -> bool:
+    """Return True if a measurement of a container's `release` meets all conditions of a case."""
+    # The last part of `gpt2.md@9e64ede:390` is a line of the page; some cases apply to a range of lines.
+    line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
+    has_model = any(measurement.model.startswith(name) for name in case.get("model", [""]))
+    has_line = not last or (line.isdecimal() and first <= int(line) <= last)
+    return (
+        has_model
+        and measurement.gpu in case.get("gpus", [measurement.gpu])
+        and measurement.dtype in case.get("bits", [measurement.dtype])
+        and release >= case.get("since", 0)
+        and case.get("noted", "") in measurement.notes
+        and has_line
+    )
+
+
 def facts_for_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that set a field of a data class, by its name; of two the later."""
+    """Return the facts that are named as fields of the data class `kind`; later facts replace earlier ones."""
     names = {field.name for field in fields(kind)}
-    return {name: value for each in facts for name, value in each.items() if name in names}
+    selected: dict[str, Any] = {}
+    for known in facts:
+        selected |= {name: value for name, value in known.items() if name in names}
+    return selected
 
 
 def origin_of_source(source: str) -> str:
-    """What a fit leaves out with a source: the other name under which its figures are published."""
-    return str(_usual_facts(source).get("origin", source))
+    """Return the name under which a source's figures were first published; a fit without one leaves out both."""
+    return str(_read_source(source).get("origin", source))
 
 
 def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any]) -> float:
-    """Of NVIDIA's container, as its notes say (26.06) or its path implies; 0 where neither does."""
-    found = re.search(r"release (\d+\.\d+)", measurement.notes)
-    if found:
-        return float(found[1])
-    implied: dict[str, float] = facts.get("released", {})
-    return next((release for part, release in implied.items() if part in measurement.where), 0.0)
+    """Return the release of NVIDIA's container, such as 26.06, from the notes or the path; 0 if neither has it."""
+    noted = re.search(r"release (\d+\.\d+)", measurement.notes)
+    if noted:
+        return float(noted[1])
+    releases: dict[str, float] = facts.get("released", {})
+    return next((release for part, release in releases.items() if part in measurement.where), 0.0)
 
 
 @cache
 def model_facts(model: str) -> dict[str, Any]:
-    """What is known of a model by its name, from `models.yaml`; empty if it is not there."""
+    """Return the facts about a model from `models.yaml`, by the longest name that fits; empty if none does."""
     name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
-    known = _known("models")
-    fits = [key for key in known if name.startswith(key)]
-    return known[max(fits, key=len)] if fits else {}
+    models = _read_facts("models")
+    matches = [key for key in models if name.startswith(key)]
+    return models[max(matches, key=len)] if matches else {}
 
 
-def _usual_facts(source: str) -> dict[str, Any]:
-    known = _known("sources")
-    longest = max((name for name in known if source.startswith(name)), key=len)
-    return {**known[""], **known[longest]}
+def _read_source(source: str) -> dict[str, Any]:
+    """Return the facts of a source by the longest name that fits, with those of all sources as defaults."""
+    sources = _read_facts("sources")
+    longest = max((name for name in sources if source.startswith(name)), key=len)
+    return {**sources[""], **sources[longest]}
 
 
 @cache
-def _known(what: str) -> dict[str, dict[str, Any]]:
-    return dict(read_yaml(Path(__file__).with_name(f"{what}.yaml"))[what])
+def _read_facts(table: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of `models.yaml` or `sources.yaml`, by name."""
+    return dict(read_yaml(Path(__file__).with_name(f"{table}.yaml"))[table])

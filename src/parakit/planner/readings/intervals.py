@@ -1,11 +1,12 @@
-"""Intervals of predictions at a stated level, from the errors of the nearest measurements.
+"""Intervals of predictions at a stated level, from the errors of similar measurements.
 
-Each measurement is predicted with constants fitted without its source; its interval is made of the
-errors of other layouts alone, so that what it covers is a test. A source counts with the root of its
-measurements: figures of one lab have more in common than figures of several. Ends are by split conformal
-prediction (Lei et al., JASA 113, 2018): of n errors the next is at each of n + 1 places as likely.
+Each published measurement is predicted with constants that were fitted without its source. The interval of a
+measurement comes from errors of other configurations alone, so that the fraction of intervals that hold their
+measurement is a test. A source with n errors counts with weight √n, because figures of one lab have more in common
+than figures of several. The ends follow split conformal prediction (Lei et al., JASA 113, 2018): the next error is at
+each of n + 1 positions among n sorted errors with the same probability.
 
-`errors.csv` has what the public ones were missed by, as `make validate` wrote it.
+`errors.csv` holds the errors of the public measurements, as `make validate` wrote them.
 """
 
 from __future__ import annotations
@@ -25,26 +26,28 @@ from parakit.planner.time.cluster import Cluster
 
 LEVELS = (0.50, 0.60, 0.70, 0.80, 0.90, 0.95)
 ERRORS_FILE = Path(__file__).with_name("errors.csv")
-_NEAREST = 60
-"""Errors that an interval is made of, and all that are as near as the last of them."""
-_LESS = 1.5
-"""How much less each thing of a place tells than the one before it."""
-_OTHER_DEVICE, _DOUBLED = 2.0, 0.5
-"""Distance of two devices of a generation, and of twice the parameters or devices; the last thing of a
-place has 1. These, the ratio above and the number of the nearest were chosen by what intervals cover:
-of 36 choices near them the best, where 72 to 88 and 90 to 98% of each kind were wanted."""
-_FAR = _LESS**7
-"""Distance of busy devices from waiting ones, and less than that of another generation: no interval is
-made of what is as far."""
-_STRETCHED = 2.0
-"""Of normal errors 95% are within 1.5 times the interval of 80%."""
-_ENOUGH = 20
-"""Errors that an interval is made of at least."""
+_NUM_NEAREST = 60
+"""Errors from which an interval is made; errors as near as the last of them are added."""
+_KIND_RATIO = 1.5
+"""Ratio of the distances of two neighbouring words of a kind: each word tells more than the next one."""
+_DEVICE_DISTANCE, _DOUBLING_DISTANCE = 2.0, 0.5
+"""Distance of two devices of a generation, and of twice the parameters or devices. The last word of a kind has distance
+1. These numbers, the ratio above and the number of the nearest errors were chosen by what the intervals cover: the best
+of 36 choices near them, where 72 to 88% and 90 to 98% of each kind were wanted."""
+_MOST_DISTANCE = _KIND_RATIO**7
+"""Distance at which errors are no longer similar: that of busy devices from waiting ones, less than that of another
+generation."""
+_MOST_STRETCH = 2.0
+"""Most width of an interval above 80%, relative to that of 80%. For normal errors the 95% interval is 1.5 times as
+wide."""
+_FEWEST_ERRORS = 20
+"""Fewest errors from which an interval is made."""
 _COLUMNS = ("kind", "device", "parameters_log2", "devices_log2", "source", "errors")
-_BUSY = 0.15
-"""Share of the dense 16-bit peak; functional tests and toy models reach less, and miss by more."""
+_BUSY_MFU = 0.15
+"""Fraction of the dense 16-bit peak above which devices count as busy. Functional tests and toy models reach less, and
+their predictions have larger errors."""
 _BRIEF_SECONDS = 1.0
-"""Of an iteration. In less of it, what no formula knows weighs more; 1.25 covers the same."""
+"""Seconds of an iteration below which effects outside the formulas weigh more; 1.25 covers as much."""
 
 Interval = tuple[float, float]
 """Least and largest logarithm of predicted over published seconds, or bytes."""
@@ -52,180 +55,222 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class ErrorFeatures:
-    """What an error depends on."""
+    """Features of a run on which the error of its prediction depends."""
 
     kind: tuple[str, ...]
-    """Words, the most telling first."""
+    """Words for the kind of run, the most telling first."""
     device: str
     parameters: float
-    """Logarithm to base 2, as of devices."""
+    """Logarithm to base 2 of the number of parameters."""
     devices: float
+    """Logarithm to base 2 of the number of devices."""
 
 
 @dataclass(frozen=True)
 class _Error:
+    """The error of one prediction."""
+
     value: float
+    """Logarithm of predicted over published."""
     source: str
-    layout: int = 0
-    """Hash of the run; 0 of what the file has."""
+    configuration: int = 0
+    """Hash of the run; 0 for errors from the file."""
 
 
 class PredictionErrors:
-    """Errors by their places, and intervals that follow from the nearest."""
+    """Errors of predictions by the features of their runs, and the intervals that follow from them."""
 
-    def __init__(self, at: Mapping[ErrorFeatures, list[_Error]]) -> None:
-        self._at = at
+    def __init__(self, errors_by_features: Mapping[ErrorFeatures, list[_Error]]) -> None:
+        self._errors = errors_by_features
         self._by_distance: dict[ErrorFeatures, list[tuple[float, ErrorFeatures]]] = {}
-        self._found: dict[tuple[ErrorFeatures, int, str], dict[float, Interval]] = {}
+        self._intervals: dict[tuple[ErrorFeatures, int, str], dict[float, Interval]] = {}
 
     @staticmethod
-    def of(predicted: Iterable[Residual]) -> PredictionErrors:
-        """Of any residuals."""
-        at: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
+    def collect(predicted: Iterable[Residual]) -> PredictionErrors:
+        """Return the errors of predicted measurements."""
+        errors: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
         for item in predicted:
-            error = _Error(
-                log(1 + item.error), item.measurement.source, hash(item.measured_run.spec)
-            )
-            at[_place_of(item)].append(error)
-        return PredictionErrors(at)
+            configuration = hash(item.measured_run.spec)
+            error = _Error(log(1 + item.error), item.measurement.source, configuration)
+            errors[_features_of_residual(item)].append(error)
+        return PredictionErrors(errors)
 
-    def beside(self, others: PredictionErrors) -> PredictionErrors:
-        """These and others."""
-        both = self._at.keys() | others._at.keys()
+    def merge(self, other: PredictionErrors) -> PredictionErrors:
+        """Return these errors together with other errors."""
+        features = self._errors.keys() | other._errors.keys()
         return PredictionErrors(
-            {at: [*self._at.get(at, ()), *others._at.get(at, ())] for at in both}
+            {
+                feature: [*self._errors.get(feature, ()), *other._errors.get(feature, ())]
+                for feature in features
+            }
         )
 
     def interval(self, item: Residual, level: float) -> tuple[float, float]:
-        """Least and most that may have been published, in the figure's own unit; what its source leaves
-        out may have been anything that fits."""
-        low, high = self._levels(item)[level]
-        if item.seconds is None or item.measurement.metric == "step_time_s":
-            low, high = -high, -low  # Not a rate: more is slower, or more memory.
-        least, most = item.ranged or (item.predicted, item.predicted)
-        return least * exp(low), most * exp(high)
+        """Return least and most of what may have been published, in the figure's own unit.
+
+        If the source leaves out a size, every run that fits is included.
+        """
+        low, high = self._intervals_of(item)[level]
+        is_rate = item.seconds is not None and item.measurement.metric != "step_time_s"
+        if not is_rate:
+            low, high = -high, -low
+        smallest_value, largest = item.ranged or (item.predicted, item.predicted)
+        return smallest_value * exp(low), largest * exp(high)
 
     def covers(self, item: Residual, level: float, elsewhere: bool = False) -> bool:
-        """Whether what was published lies inside; `elsewhere` if other sources alone make it."""
-        low, high = self._levels(item, elsewhere)[level]
+        """Return True if the published figure lies inside its interval.
+
+        If `elsewhere` is True, the interval is made from errors of other sources alone.
+        """
+        low, high = self._intervals_of(item, elsewhere)[level]
         return low <= log(1 + item.error) <= high
 
     def expected(self, spec: RunSpec, cluster: Cluster, seconds: float) -> TimeInterval | None:
-        """Of the predicted time of an iteration; None where too few like it were measured."""
-        near = self._near(_place(spec, cluster, seconds), lambda _: True)
-        return TimeInterval(len(near), _quantiles(near)) if near else None
+        """Return the interval for a predicted time per iteration; None if too few similar runs were measured."""
+        near = self._nearest_errors(_compute_features(spec, cluster, seconds), lambda _: True)
+        return TimeInterval(len(near), _compute_intervals(near)) if near else None
 
-    def table(self) -> str:
-        """`errors.csv`: a line for each place and source."""
+    def to_csv(self) -> str:
+        """Return the text of `errors.csv`: a line per features and source."""
         lines = []
-        for at, errors in self._at.items():
-            by_source = defaultdict[str, list[float]](list)
+        for features, errors in self._errors.items():
+            values_by_source = defaultdict[str, list[float]](list)
             for error in errors:
-                by_source[error.source].append(error.value)
-            words = ("|".join(at.kind), at.device, f"{at.parameters:g}", f"{at.devices:g}")
-            for source, values in by_source.items():
+                values_by_source[error.source].append(error.value)
+            cells = (
+                "|".join(features.kind),
+                features.device,
+                f"{features.parameters:g}",
+                f"{features.devices:g}",
+            )
+            for source, values in values_by_source.items():
                 texts = " ".join(f"{value:.4f}" for value in sorted(values))
-                lines.append(f"{','.join(words)},{source.replace(',', ';')},{texts}")
+                lines.append(f"{','.join(cells)},{source.replace(',', ';')},{texts}")
         return "\n".join([",".join(_COLUMNS), *sorted(lines), ""])
 
-    def _levels(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
-        key = (
-            _place_of(item),
-            hash(item.measured_run.spec),
-            item.measurement.source if elsewhere else "",
-        )
-        if key not in self._found:
-            place, layout, source = key
-            near = self._near(place, lambda one: one.layout != layout and one.source != source)
-            unknown = dict.fromkeys(LEVELS, (-log(2), log(2)))
-            self._found[key] = _quantiles(near) if near else unknown
-        return self._found[key]
+    def _intervals_of(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
+        """Return the intervals of a measurement by level, without errors of its own configuration.
 
-    def _near(self, place: ErrorFeatures, keep: Callable[[_Error], bool]) -> list[_Error]:
-        """The nearest, and all that are as near as the last of them; none where they are too few."""
-        if place not in self._by_distance:
-            away = ((_distance(place, other), other) for other in self._at)
-            near = (each for each in away if each[0] < _FAR)
-            self._by_distance[place] = sorted(near, key=lambda each: each[0])
-        found, last = list[_Error](), 0.0
-        for distance, at in self._by_distance[place]:
-            if len(found) >= _NEAREST and distance > last:
+        If `elsewhere` is True, all errors of its source are left out. With too few similar errors, all intervals are
+        from half to twice the prediction.
+        """
+        features, configuration = _features_of_residual(item), hash(item.measured_run.spec)
+        left_out_source = item.measurement.source if elsewhere else ""
+        key = (features, configuration, left_out_source)
+        if key not in self._intervals:
+            near = self._nearest_errors(
+                features,
+                lambda error: (
+                    error.configuration != configuration and error.source != left_out_source
+                ),
+            )
+            unknown = dict.fromkeys(LEVELS, (-log(2), log(2)))
+            self._intervals[key] = _compute_intervals(near) if near else unknown
+        return self._intervals[key]
+
+    def _nearest_errors(
+        self, features: ErrorFeatures, keep: Callable[[_Error], bool]
+    ) -> list[_Error]:
+        """Return the nearest errors for which `keep` is True, and all that are as near as the last of them.
+
+        The list is empty if there are fewer than `_FEWEST_ERRORS`.
+        """
+        if features not in self._by_distance:
+            distances = ((_distance(features, other), other) for other in self._errors)
+            near = (pair for pair in distances if pair[0] < _MOST_DISTANCE)
+            self._by_distance[features] = sorted(near, key=lambda pair: pair[0])
+        errors, last_distance = list[_Error](), 0.0
+        for distance, other in self._by_distance[features]:
+            if len(errors) >= _NUM_NEAREST and distance > last_distance:
                 break
-            found += filter(keep, self._at[at])
-            last = distance
-        return found if len(found) >= _ENOUGH else []
+            errors += filter(keep, self._errors[other])
+            last_distance = distance
+        return errors if len(errors) >= _FEWEST_ERRORS else []
 
 
 @dataclass(frozen=True)
 class TimeInterval:
-    """How far times like one were missed."""
+    """Errors of similar predictions, as intervals by level."""
 
     measurements: int
     errors: Mapping[float, Interval]
-    """By level."""
 
     def seconds(self, predicted: float, level: float) -> tuple[float, float]:
-        """Least and most that are to be expected."""
+        """Return least and most seconds to expect of a predicted time at a level."""
         low, high = self.errors[level]
         return predicted * exp(-high), predicted * exp(-low)
 
 
 @cache
 def load_public_errors() -> PredictionErrors:
-    """Those of `errors.csv`."""
-    at: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
+    """Return the errors of the published measurements from `errors.csv`."""
+    errors: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
     with ERRORS_FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             kind, device, parameters, devices, source, values = (row[name] for name in _COLUMNS)
-            place = ErrorFeatures(tuple(kind.split("|")), device, float(parameters), float(devices))
-            at[place] += [_Error(float(value), source) for value in values.split()]
-    return PredictionErrors(at)
+            kind_words = tuple(kind.split("|"))
+            features = ErrorFeatures(kind_words, device, float(parameters), float(devices))
+            errors[features] += [_Error(float(value), source) for value in values.split()]
+    return PredictionErrors(errors)
 
 
-def _quantiles(errors: list[_Error]) -> dict[float, Interval]:
-    """Of so few errors the ends of the highest levels would be single ones: they are no further from the
-    median than `_STRETCHED` times those of 80%."""
-    sources = Counter(error.source for error in errors)
-    weighed = sorted((error.value, sources[error.source] ** -0.5) for error in errors)
-    whole = sum(weight for _, weight in weighed)
-    count = whole**2 / sum(weight**2 for _, weight in weighed)  # Kish's effective number.
-    middle, found = _quantile(weighed, whole / 2), dict[float, Interval]()
+def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
+    """Return the intervals that hold weighted fractions of errors, by level.
+
+    Ends of levels above 80% are at most `_MOST_STRETCH` times as far from the median as those of 80%, because of so few
+    errors they would be single errors.
+    """
+    num_by_source = Counter(error.source for error in errors)
+    weighted = sorted((error.value, num_by_source[error.source] ** -0.5) for error in errors)
+    total = sum(weight for _, weight in weighted)
+    # Kish's effective number of errors.
+    effective = total**2 / sum(weight**2 for _, weight in weighted)
+    median = _weighted_quantile(weighted, total / 2)
+    intervals = dict[float, Interval]()
     for level in LEVELS:
-        inside = min(1.0, (1 + level) / 2 * (count + 1) / count)
-        low, high = (_quantile(weighed, side * whole) for side in (1 - inside, inside))
+        upper = min(1.0, (1 + level) / 2 * (effective + 1) / effective)
+        low, high = (_weighted_quantile(weighted, side * total) for side in (1 - upper, upper))
         if level > 0.80:
-            least, most = (middle + _STRETCHED * (end - middle) for end in found[0.80])
-            low, high = max(low, least), min(high, most)
-        found[level] = (low, high)
-    return found
+            smallest_value, largest = (
+                median + _MOST_STRETCH * (end - median) for end in intervals[0.80]
+            )
+            low, high = max(low, smallest_value), min(high, largest)
+        intervals[level] = (low, high)
+    return intervals
 
 
-def _quantile(weighed: list[tuple[float, float]], rest: float) -> float:
-    """The value, of some in order, up to which that much of the weight lies."""
-    for value, weight in weighed:
-        rest -= weight
-        if rest <= 0:
+def _weighted_quantile(weighted: list[tuple[float, float]], weight_below: float) -> float:
+    """Return the value up to which `weight_below` of the weight lies; `weighted` has values in order and weights."""
+    remaining = weight_below
+    for value, weight in weighted:
+        remaining -= weight
+        if remaining <= 0:
             return value
-    return weighed[-1][0]
+    return weighted[-1][0]
 
 
-def _place_of(item: Residual) -> ErrorFeatures:
-    return _place(item.measured_run.spec, item.measured_run.cluster, item.seconds)
+def _features_of_residual(item: Residual) -> ErrorFeatures:
+    """Return the features of a measurement's run."""
+    return _compute_features(item.measured_run.spec, item.measured_run.cluster, item.seconds)
 
 
 @lru_cache(4096)
-def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> ErrorFeatures:
+def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) -> ErrorFeatures:
+    """Return the features of a run and its predicted seconds per iteration; None as seconds is for memory."""
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
-    # Devices are busy that are said to do more than wait for their host and for one another.
+    is_sharded = layers == "dense" and spec.parallelism.sharding.shards_weights
+    # Devices count as busy if the prediction says that they do more than wait for their host and for one another.
     peak = device.peak_flops("bf16") or device.peak_flops("fp16")
     flops = model_flops(shape, spec.batch.global_batch_size)
-    is_busy = peak and seconds is not None and mfu(flops, seconds, cluster.devices, peak) >= _BUSY
+    is_busy = False
+    if peak and seconds is not None:
+        is_busy = mfu(flops, seconds, cluster.devices, peak) >= _BUSY_MFU
     is_brief = seconds is not None and seconds < _BRIEF_SECONDS
     return ErrorFeatures(
         (
             "time" if seconds else "memory",
-            "sharded" if layers == "dense" and spec.parallelism.sharding.shards_weights else layers,
+            "sharded" if is_sharded else layers,
             device.generation,
             "busy" if is_busy else "waiting",
             "brief" if is_brief else "",
@@ -242,13 +287,18 @@ def _place(spec: RunSpec, cluster: Cluster, seconds: float | None) -> ErrorFeatu
     )
 
 
-def _distance(one: ErrorFeatures, other: ErrorFeatures) -> float:
-    apart = _apart(one.kind, other.kind) + (_OTHER_DEVICE if one.device != other.device else 0.0)
-    doubled = abs(one.parameters - other.parameters) + abs(one.devices - other.devices)
-    return apart + _DOUBLED * doubled
+def _distance(features: ErrorFeatures, other: ErrorFeatures) -> float:
+    """Return the distance of two runs: how much less an error of one tells about the other."""
+    device = _DEVICE_DISTANCE if features.device != other.device else 0.0
+    doublings = abs(features.parameters - other.parameters) + abs(features.devices - other.devices)
+    return _kind_distance(features.kind, other.kind) + device + _DOUBLING_DISTANCE * doublings
 
 
 @cache
-def _apart(kind: tuple[str, ...], other: tuple[str, ...]) -> float:
-    words = enumerate(zip(reversed(kind), reversed(other), strict=True))
-    return sum(_LESS**place for place, (word, others) in words if word != others)
+def _kind_distance(kind: tuple[str, ...], other: tuple[str, ...]) -> float:
+    """Return the distance of two kinds of runs, in which earlier words that differ count for more."""
+    distance = 0.0
+    for index, (word, other_word) in enumerate(zip(reversed(kind), reversed(other), strict=True)):
+        if word != other_word:
+            distance += _KIND_RATIO**index
+    return distance

@@ -1,8 +1,8 @@
-"""One's own readings: runs that were measured here, as rows with the columns of the public ones.
+"""The user's own measurements: rows with the columns of the public file, and the corrections that follow.
 
-`make report` writes `readings/mine.csv`, a row for each configuration. What the public columns do not
-say is in two more, `flags` and `fused`: what trained it. `OwnRuns` are those on one kind of device,
-predicted with the constants of what is asked: what they were missed by corrects the next prediction.
+`make report` writes `readings/mine.csv`, a row per configuration. Two more columns, `flags` and `fused`, say what was
+trained where the public columns do not. `OwnRuns` are the measurements on one kind of device with their predictions;
+the errors of these predictions correct the next prediction.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ MeasurementRow = dict[str, str]
 def build_measurement_row(
     spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float
 ) -> MeasurementRow:
-    """A measured run as a row of the file.
+    """Return a measured run as a row of the file of the user's own measurements.
 
     Args:
-        spec: What was trained.
-        argv: Megatron's flags, all of them.
-        device: What each rank ran on.
-        run: The run folder's name.
-        seconds: Of an iteration, the median.
+        spec: The run that was trained.
+        argv: All flags of Megatron.
+        device: Device of each rank.
+        run: Name of the run folder.
+        seconds: Median seconds per iteration.
 
     Raises:
-        RefusedError: The flags that a row keeps do not give the same run again.
+        RefusedError: The flags that a row keeps describe another run than `spec`.
     """
     split, shape = spec.parallelism, spec.shape
-    told = SHAPE_FLAGS | flags_planned_as("counted")
-    flags = merge_flags(pick_flags(argv, told), flags_from_spec(spec))
-    again = spec_from_flags(flags, split.world_size, spec.device, spec.model)
-    if _measured(replace(again, fused=spec.fused)) != _measured(spec):
+    kept_flags = SHAPE_FLAGS | flags_planned_as("counted")
+    flags = merge_flags(pick_flags(argv, kept_flags), flags_from_spec(spec))
+    described = spec_from_flags(flags, split.world_size, spec.device, spec.model)
+    if _drop_unmeasured(replace(described, fused=spec.fused)) != _drop_unmeasured(spec):
         raise RefusedError(f"{run}: its flags alone do not say what was trained")
-    known: dict[str, object] = {
+    values: dict[str, object] = {
         "source": SOURCE,
         "url_or_path": f"{platform.node()}:{run}",
         "model": spec.model,
@@ -94,144 +94,163 @@ def build_measurement_row(
         "flags": shlex.join(flags),
         "fused": ",".join(spec.fused),
     }
-    return {name: str(known[name]) for name in _COLUMNS}
+    return {name: str(values[name]) for name in _COLUMNS}
 
 
 def add_rows(path: Path, rows: Iterable[MeasurementRow]) -> int:
-    """Add rows to a file, each in place of the one that it measures again; others stay as they are.
+    """Add rows to a file, and replace the rows of configurations that they measure once more.
+
+    The file and its folder are created if they do not exist.
 
     Returns:
-        How many configurations the file did not have.
+        The number of configurations that are new in the file.
 
     Raises:
-        OSError: The folder cannot be written, or another process kept the file for ten seconds.
-        MeasurementsError: The file is there and no table of readings; it stays as it is.
+        OSError: The folder cannot be written, or another process has locked the file for ten seconds.
+        MeasurementsError: The file exists and is no table of measurements; it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_name(f".{path.name}.lock")):
-        columns, old = _table(path)
-        kept = {_configuration(row): row for row in old}
-        before = len(kept)
-        kept |= {_configuration(row): row for row in rows}
+    with _lock_path(path.with_name(f".{path.name}.lock")):
+        columns, old_rows = _read_own_rows(path)
+        rows_by_configuration = {_configuration_key(row): row for row in old_rows}
+        num_before = len(rows_by_configuration)
+        rows_by_configuration |= {_configuration_key(row): row for row in rows}
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(kept.values())
+        writer.writerows(rows_by_configuration.values())
         write_atomically(path, text.getvalue())
-    return len(kept) - before
+    return len(rows_by_configuration) - num_before
 
 
 @dataclass(frozen=True)
 class OwnRuns:
-    """One's own readings on one kind of device, beside their predictions."""
+    """The user's own measurements on one kind of device, with their predictions."""
 
     residuals: tuple[Residual, ...] = ()
 
     def bias(self, spec: RunSpec) -> float:
-        """Logarithm of predicted over true time that they let one expect of a run.
+        """Return the logarithm of predicted over true time to expect of a run; 0 without measurements.
 
-        The best linear estimate from their own, which have a part that all runs here share and one
-        that runs have the more in common the more alike they are (kriging, or a Gaussian process):
-        0 without any, one's own error where the same was measured, the mean far away from all.
+        It is the best linear estimate from the logarithms of the measurements' errors (kriging, or a Gaussian process).
+        Errors have a part that all runs here share, and a part that similar runs share. The estimate is the run's own
+        error where the same run was measured, and the mean of all errors for a run that resembles none.
         """
-        return self._expected(spec, self.residuals)
+        return self._estimate_bias(spec, self.residuals)
 
     def remaining(self) -> tuple[float, ...]:
-        """Errors that are left of each once the others correct it; empty below three."""
-        if len(self.residuals) < _ENOUGH:
+        """Return the error of each measurement after the others have corrected it; empty for fewer than three."""
+        if len(self.residuals) < _FEWEST_RUNS:
             return ()
-        left = []
-        for place, item in enumerate(self.residuals):
-            others = (*self.residuals[:place], *self.residuals[place + 1 :])
-            rest = log(1 + item.error) - self._expected(item.measured_run.spec, others)
-            left.append(exp(rest) - 1)
-        return tuple(left)
+        errors = []
+        for index, item in enumerate(self.residuals):
+            other_residuals = (*self.residuals[:index], *self.residuals[index + 1 :])
+            bias = self._estimate_bias(item.measured_run.spec, other_residuals)
+            errors.append(exp(log(1 + item.error) - bias) - 1)
+        return tuple(errors)
 
     def without(self, spec: RunSpec) -> OwnRuns:
-        """The same but for the readings of one run: it says nothing of how well it is predicted."""
-        own, wanted = self.residuals, _measured(spec)
-        return OwnRuns(tuple(run for run in own if _measured(run.measured_run.spec) != wanted))
+        """Return the measurements of other runs than `spec`, so that a prediction of the run can be tested."""
+        left_out = _drop_unmeasured(spec)
+        return OwnRuns(
+            tuple(
+                item
+                for item in self.residuals
+                if _drop_unmeasured(item.measured_run.spec) != left_out
+            )
+        )
 
-    def _expected(self, spec: RunSpec, known: Sequence[Residual]) -> float:
+    def _estimate_bias(self, spec: RunSpec, known: Sequence[Residual]) -> float:
+        """Return the bias to expect of a run from the errors of the `known` measurements."""
         if not known:
             return 0.0
-        import numpy as np  # Not in the browser, where nobody has runs of their own.
+        # The planner in the browser has no NumPy; nobody has runs of their own there.
+        import numpy as np
 
         specs = [item.measured_run.spec for item in known]
-        among = np.array([[_covariance(one, two) for one in specs] for two in specs])
-        noisy = among + _NOISE**2 * np.eye(len(specs))
-        weights = np.linalg.solve(noisy, [_covariance(spec, each) for each in specs])
+        covariances = np.array([[_covariance(a, b) for a in specs] for b in specs])
+        noisy = covariances + _NOISE**2 * np.eye(len(specs))
+        weights = np.linalg.solve(noisy, [_covariance(spec, other) for other in specs])
         return float(weights @ [log(1 + item.error) for item in known])
 
 
-_ENOUGH = 3
-_SHARED, _ALIKE, _NOISE = 0.3, 0.15, 0.05
-"""Standard deviations of the logarithm: of what all runs of a machine share, of what alike ones do,
-and of one measurement. README, "One's own runs", has what they do on published measurements."""
-_REACH = 4.0
-"""Doublings over which likeness falls to a third."""
+_FEWEST_RUNS = 3
+_SHARED, _SIMILAR, _NOISE = 0.3, 0.15, 0.05
+"""Standard deviations of the error's logarithm: of the part that all runs of a machine share, of the part that similar
+runs share, and of one measurement. The README, "One's own runs", shows their effect on published measurements."""
+_SIMILARITY_DOUBLINGS = 4.0
+"""Doublings between two runs over which their similarity falls to a third."""
 
 
 def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
-    """The rows of a file on the cluster's kind of device, predicted with its constants and cores.
+    """Return the user's own measurements on the cluster's kind of device, predicted with the cluster's constants.
 
-    CPU ranks count on this machine alone, whose cores they were. A file that is not there has none.
+    Measurements on CPU ranks count only if they were made on this machine. The result is empty if `path` is None or
+    does not exist. Rows that cannot be predicted are left out.
 
     Raises:
         MeasurementsError: The file is no table of measurements.
     """
     if path is None or not path.is_file():
         return OwnRuns()
-    found = []
+    residuals = []
     for measurement in read_measurements(path)[0]:
-        timed = measurement.metric in ("step_time_s", "tokens_per_s_per_gpu")
-        here = measurement.where.startswith(f"{platform.node()}:")
-        if not timed or (cluster.device.key == "cpu" and not here):
+        is_timed = measurement.metric in ("step_time_s", "tokens_per_s_per_gpu")
+        is_from_here = measurement.where.startswith(f"{platform.node()}:")
+        if not is_timed or (cluster.device.key == "cpu" and not is_from_here):
             continue
         try:
-            measured_run = convert_measurement(measurement)
-            if measured_run.cluster.device.key != cluster.device.key:
+            run = convert_measurement(measurement)
+            if run.cluster.device.key != cluster.device.key:
                 continue
             measured_here = replace(
-                measured_run.cluster, calibration=cluster.calibration, cores=cluster.cores
+                run.cluster, calibration=cluster.calibration, cores=cluster.cores
             )
-            found.append(compute_residual(replace(measured_run, cluster=measured_here)))
+            residuals.append(compute_residual(replace(run, cluster=measured_here)))
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
-    return OwnRuns(tuple(found))
+    return OwnRuns(tuple(residuals))
 
 
-def _measured(spec: RunSpec) -> RunSpec:
-    """What a row keeps of a run: no seed, no patch file."""
+def _drop_unmeasured(spec: RunSpec) -> RunSpec:
+    """Return a run without what a row does not keep: its seed and its patch file."""
     return replace(spec, seed=0, patch_file=None)
 
 
-def _covariance(one: RunSpec, two: RunSpec) -> float:
-    """By doublings over all that differs; a choice that is another counts as one."""
-    (sizes, choices), (others, other_choices) = _features(one), _features(two)
-    unlike = sum(abs(log2(a / b)) for a, b in zip(sizes, others, strict=True))
-    unlike += sum(a != b for a, b in zip(choices, other_choices, strict=True))
-    return _SHARED**2 + _ALIKE**2 * exp(-unlike / _REACH)
+def _covariance(spec: RunSpec, other: RunSpec) -> float:
+    """Return the covariance of two runs' errors.
+
+    It falls with the doublings between their sizes; a choice that differs counts as one doubling.
+    """
+    (sizes, choices), (other_sizes, other_choices) = _features(spec), _features(other)
+    differences = sum(abs(log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True))
+    differences += sum(a != b for a, b in zip(choices, other_choices, strict=True))
+    return _SHARED**2 + _SIMILAR**2 * exp(-differences / _SIMILARITY_DOUBLINGS)
 
 
 def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
-    """Sizes and choices of a run."""
+    """Return the sizes of a run, all above 0, and its other choices."""
     split, shape = spec.parallelism, spec.shape
     degrees = (split.tensor, split.pipeline, split.virtual_stages, split.context, split.expert)
     sizes = (spec.batch.micro_batch_size, shape.seq_length)
-    numbers = (spec.dtype, spec.fused_attention, spec.fp8_recipe, spec.fused)
-    choices = (split.sharding, split.sequence_parallel, spec.recompute, *numbers)
+    numerics = (spec.dtype, spec.fused_attention, spec.fp8_recipe, spec.fused)
+    choices = (split.sharding, split.sequence_parallel, spec.recompute, *numerics)
     return (total_parameters(shape), split.world_size, *degrees, *sizes), choices
 
 
-def _configuration(row: MeasurementRow) -> tuple[str, ...]:
-    """What makes a row another one: all but what it measured, and in which run."""
-    said = (row.get(name) or "" for name in _COLUMNS if name not in ("url_or_path", "value"))
-    return (row.get("url_or_path", "").partition(":")[0], *said)
+def _configuration_key(row: MeasurementRow) -> tuple[str, ...]:
+    """Return the cells by which a row is another configuration: all but the figure and the run's name."""
+    columns = [name for name in _COLUMNS if name not in ("url_or_path", "value")]
+    machine = row.get("url_or_path", "").partition(":")[0]
+    return (machine, *(row.get(name) or "" for name in columns))
 
 
-def _table(path: Path) -> tuple[list[str], list[MeasurementRow]]:
-    """Columns and rows of a file; those of an empty one where it is not there."""
+def _read_own_rows(path: Path) -> tuple[list[str], list[MeasurementRow]]:
+    """Return columns and rows of a file; a file that does not exist has all columns and no rows.
+
+    Raises:
+        MeasurementsError: The file is no table of measurements.
+    """
     if not path.is_file():
         return list(_COLUMNS), []
     try:
@@ -240,12 +259,17 @@ def _table(path: Path) -> tuple[list[str], list[MeasurementRow]]:
         raise MeasurementsError(
             f"{path} is no table of measurements; name another file with READINGS= ({error})"
         ) from None
-    more = [name for name in OWN_COLUMNS if name not in columns]
-    return [*columns, *more], [row for _, row in rows]
+    missing = [name for name in OWN_COLUMNS if name not in columns]
+    return [*columns, *missing], [row for _, row in rows]
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_path(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created if it does not exist, for the `with` block.
+
+    Raises:
+        BlockingIOError: Another process has held the lock for `_LOCK_SECONDS`.
+    """
     with path.open("ab") as file:
         end = time.monotonic() + _LOCK_SECONDS
         while True:

@@ -1,8 +1,8 @@
-"""How far a predicted time is to be trusted: what measurements like it were missed by, public and one's
-own.
+"""The error to expect of a predicted time, from measurements of similar runs.
 
-Published measurements are predicted with their own source left out of the fit. One's own correct the
-time and then give its interval by what is left of each when the others correct it.
+Published measurements are predicted with constants that were fitted without their own source. The user's own
+measurements correct a predicted time. They also give its interval: the errors that remain of each when the others
+correct it.
 """
 
 from __future__ import annotations
@@ -30,181 +30,239 @@ from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError
 
-_LIKE = 8
-"""Readings that are looked at."""
-_FAR = 6.0
-"""Doublings, over parameters, devices, degrees and sequence together, beyond which nothing is alike."""
-_MIXTURE = 2.0
-"""Doublings that a dense model and a mixture of experts are apart."""
+_MOST_NEIGHBOURS = 8
+"""Published measurements that a prediction is compared with."""
+_MOST_DISTANCE = 6.0
+"""Doublings, over parameters, devices, parallel sizes and sequence together, beyond which a run is not similar."""
+_EXPERTS_DISTANCE = 2.0
+"""Doublings between a dense model and a mixture of experts."""
 _LEVELS = (0.80, 0.95)
-_TIMED = ("step_time_s", "tokens_per_s_per_gpu")
+_TIMED_METRICS = ("step_time_s", "tokens_per_s_per_gpu")
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """What is known of a prediction's error."""
+    """A predicted time with the error to expect of it."""
 
     device: str
     seconds: float
-    """Predicted, corrected by one's own runs."""
+    """Predicted seconds per iteration, corrected by the user's own runs."""
     bias: float = 0.0
-    """Logarithm of uncorrected over corrected."""
-    own: tuple[float, ...] = ()
-    """Errors that are left of one's own runs; empty where they are too few for an interval."""
-    own_runs: int = 0
-    public: tuple[tuple[float, Residual], ...] = ()
+    """Logarithm of uncorrected over corrected seconds."""
+    own_errors: tuple[float, ...] = ()
+    """Errors of the user's own runs, each corrected by the others; empty if they are too few for an interval."""
+    num_own_runs: int = 0
+    neighbours: tuple[tuple[float, Residual], ...] = ()
     """The nearest published measurements with their distance, nearest first."""
-    expected: TimeInterval | None = None
-    """How far public times of its kind were missed."""
+    similar: TimeInterval | None = None
+    """Interval from the errors of similar published measurements; None if there are too few."""
 
     def interval(self, level: float = 0.80) -> tuple[float, float] | None:
-        """Least and most seconds: by one's own runs, whatever the level, else by the time's kind."""
-        if self.own:
-            return self.seconds / (1 + max(self.own)), self.seconds / (1 + min(self.own))
-        return self.expected.seconds(self.seconds, level) if self.expected else None
+        """Return least and most seconds per iteration, or None if too few similar runs were measured.
+
+        The interval of the user's own runs holds all their errors, whatever the level. Without them it holds the
+        fraction `level` of similar published measurements.
+        """
+        if self.own_errors:
+            smallest_value = self.seconds / (1 + max(self.own_errors))
+            return smallest_value, self.seconds / (1 + min(self.own_errors))
+        return self.similar.seconds(self.seconds, level) if self.similar else None
 
     @property
     def warning(self) -> str:
-        """What is to be said before a prediction that lies outside of its own interval; else empty."""
-        found = self.interval(_LEVELS[0])
-        if found is None or found[0] <= self.seconds <= found[1]:
+        """Sentence about a prediction that lies outside its own 80% interval; empty if it lies inside.
+
+        The sentence is empty too if the prediction and an end of the interval are printed alike.
+        """
+        interval = self.interval(_LEVELS[0])
+        if interval is None or interval[0] <= self.seconds <= interval[1]:
             return ""
-        *ends, predicted = map(duration, (*found, self.seconds))
-        if predicted in ends:
+        smallest_value, largest = interval
+        predicted = duration(self.seconds)
+        if predicted in (duration(smallest_value), duration(largest)):
             return ""
-        longer = found[0] > self.seconds
+        comparison = "longer" if smallest_value > self.seconds else "less"
         return (
-            f"Four of five measurements of this kind took {'longer' if longer else 'less'} than was "
-            f"predicted: expect {' to '.join(ends)} in place of the {predicted} below."
+            f"Four of five measurements of this kind took {comparison} than was predicted: expect "
+            f"{duration(smallest_value)} to {duration(largest)} in place of the {predicted} below."
         )
+
+    @property
+    def summary(self) -> str:
+        """One or two sentences: the correction by the user's own runs, and the interval to expect."""
+        sentences = [self._own_runs_sentence()] if self.num_own_runs else []
+        if self.similar is not None:
+            sentences.append(self._interval_sentence(self.similar))
+        elif not self.neighbours:
+            end = "." if self.own_errors else ", so its time has no interval."
+            sentences.append(f"No published measurement on {self.device} is near this{end}")
+        elif not self.own_errors:
+            sentences.append("Too few similar runs were measured, so its time has no interval.")
+        return " ".join(sentences)
+
+    @property
+    def neighbours_sentence(self) -> str:
+        """Sentence with the two nearest published measurements and their errors; empty if none is near."""
+        nearest = joined([_describe_neighbour(item) for _, item in self.neighbours[:2]])
+        return f"The nearest measurements are {nearest}." if nearest else ""
 
     def __str__(self) -> str:
-        if not self.own_runs:
-            return self._public_sentence()
-        left, way = "", _missed(exp(self.bias) - 1)
-        if self.own:
-            ends = (f"{ratio:+.0%}".replace("-", "−") for ratio in (min(self.own), max(self.own)))
-            left = f"; corrected by the others, their errors are {'…'.join(ends)}"
-        say = "says" if self.own_runs == 1 else "say"
+        return " ".join(filter(None, (self.summary, self.neighbours_sentence)))
+
+    def _own_runs_sentence(self) -> str:
+        """Return how the user's own runs correct the prediction, and which errors remain."""
+        remaining = ""
+        if self.own_errors:
+            smallest_value, largest = (
+                f"{error:+.0%}".replace("-", "−")
+                for error in (min(self.own_errors), max(self.own_errors))
+            )
+            remaining = (
+                f"; corrected, your runs are predicted with errors of {smallest_value} to {largest}"
+            )
+        error = _describe_error(exp(self.bias) - 1)
         return (
-            f"Corrected by {plural(self.own_runs, 'run')} of your own on {self.device}, which {say} it "
-            f"is predicted {way}{left}. {self._public_sentence()}"
+            f"Corrected by {plural(self.num_own_runs, 'run')} of your own on {self.device}, without "
+            f"which the prediction would be {error}{remaining}."
         )
 
-    def _public_sentence(self) -> str:
-        nearest = joined([_measured(item) for _, item in self.public[:2]])
-        near = f"measured near this: {nearest}." if nearest else "none was near this."
-        if self.expected is None:
-            if nearest:
-                return f"Too few measurements of its kind for an interval; {near}"
-            end = "." if self.own else ", so its time has no interval."
-            return f"No published measurement on {self.device} is near this{end}"
-        inside, most = (
-            " to ".join(map(duration, self.expected.seconds(self.seconds, level)))
-            for level in _LEVELS
+    def _interval_sentence(self, similar: TimeInterval) -> str:
+        """Return the interval of 80% and that of 95%."""
+        inside, largest = (
+            " to ".join(map(duration, similar.seconds(self.seconds, level))) for level in _LEVELS
         )
         return (
-            f"Expect {inside} (80%; 95%: {most}), by {self.expected.measurements:,} published "
-            f"measurements of its kind; {near}"
+            f"Expect {inside} per iteration with 80% probability, or {largest} with 95%, by the errors of "
+            f"{similar.measurements:,} similar published measurements."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as data: errors are ratios, `distance` is in doublings."""
+        """Return the uncertainty as data for JSON: errors are ratios less 1, `distance` is in doublings."""
         nearest = [
             {
-                "source": i.measurement.source,
-                "line": i.measurement.line,
-                "distance": d,
-                "held_out_error": i.error,
+                "source": residual.measurement.source,
+                "line": residual.measurement.line,
+                "distance": distance,
+                "held_out_error": residual.error,
             }
-            for d, i in self.public
+            for distance, residual in self.neighbours
         ]
         return {
             "interval_80": self.interval(0.80),
             "interval_95": self.interval(0.95),
             "warning": self.warning,
             "nearest": nearest,
-            "own_runs": self.own_runs,
+            "own_runs": self.num_own_runs,
             "own_bias": exp(self.bias) - 1,
-            "own_errors": list(self.own),
+            "own_errors": list(self.own_errors),
         }
 
 
-def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own: OwnRuns) -> Uncertainty:
-    """The error to expect of a predicted time; one's own runs are of the cluster's device, or none."""
-    seconds = iteration_seconds(spec, cluster).total / exp(bias := own.bias(spec))
-    known = (own.remaining(), len(own.residuals), tuple(find_near_residuals(spec, cluster)))
-    kind = load_public_errors().expected(spec, cluster, seconds)
-    return Uncertainty(cluster.device.name, seconds, bias, *known, kind)
+def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> Uncertainty:
+    """Return a run's predicted time with the error to expect of it.
+
+    Args:
+        spec: The run.
+        cluster: Its cluster.
+        own: The user's own runs on the cluster's device; may be empty.
+    """
+    bias = own_runs.bias(spec)
+    seconds = iteration_seconds(spec, cluster).total / exp(bias)
+    return Uncertainty(
+        cluster.device.name,
+        seconds,
+        bias,
+        own_errors=own_runs.remaining(),
+        num_own_runs=len(own_runs.residuals),
+        neighbours=tuple(find_near_residuals(spec, cluster)),
+        similar=load_public_errors().expected(spec, cluster, seconds),
+    )
 
 
 def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
-    """The nearest timed readings on the same device with their held-out residuals, nearest first."""
-    gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
-    placed = [
-        (distance, measurement.line, place)
-        for place, (measurement, _) in enumerate(_readings())
-        if measurement.gpu.lower().split("-")[0] == gpu
-        and (distance := _distance(measurement, spec, cluster, parameters)) is not None
-    ]
-    found: list[tuple[float, Residual]] = []
-    layouts: set[tuple[object, ...]] = set()
-    for distance, _, place in sorted(placed):
-        if distance > _FAR or len(found) == _LIKE:
+    """Return the nearest timed measurements on the same device with their distance, nearest first.
+
+    Each is predicted with constants that were fitted without its source. Of repeated measurements of one
+    configuration only the nearest counts. At most `_MOST_NEIGHBOURS` are returned, none further than
+    `_MOST_DISTANCE`.
+    """
+    near: list[tuple[float, Residual]] = []
+    configurations: set[tuple[object, ...]] = set()
+    for distance, index in _order_by_distance(spec, cluster):
+        if distance > _MOST_DISTANCE or len(near) == _MOST_NEIGHBOURS:
             break
-        measurement, known = _readings()[place]
-        # What later releases measure again: one of them is enough.
-        degrees = (
-            measurement.gpus,
-            measurement.tp,
-            measurement.pp,
-            measurement.vpp,
-            measurement.cp,
-            measurement.ep,
-        )
-        batch = (
-            measurement.mbs,
-            measurement.gbs,
-            measurement.seq,
-            measurement.dtype,
-            known and place,
-        )
-        layout = (*degrees, *batch, measurement.source, measurement.model, measurement.gpu)
-        # What another trainer takes, or a host that waits for every kernel, says nothing of a plan.
+        measurement, run = _timed_measurements()[index]
+        configuration = (*_configuration_key(measurement), run and index)
+        # Other trainers, and hosts that wait for every kernel, say nothing about runs of Megatron.
         facts = source_facts(measurement)
-        if layout in layouts or "trainer" in facts or facts["blocking"]:
+        is_other_software = "trainer" in facts or facts["blocking"]
+        if configuration in configurations or is_other_software:
             continue
         try:
-            near = compute_residual(
-                use_constants_without_source(
-                    known or convert_measurement(measurement), measurement.source
-                )
+            held_out = use_constants_without_source(
+                run or convert_measurement(measurement), measurement.source
             )
+            residual = compute_residual(held_out)
         except (RefusedError, UnevenSplitError, NoPeakError):
             continue
-        found.append((distance, near))
-        layouts.add(layout)
-    return found
+        near.append((distance, residual))
+        configurations.add(configuration)
+    return near
+
+
+def _order_by_distance(spec: RunSpec, cluster: Cluster) -> list[tuple[float, int]]:
+    """Return distance and index of the timed measurements on the cluster's kind of GPU, nearest first."""
+    gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
+    ordered = []
+    for index, (measurement, _) in enumerate(_timed_measurements()):
+        if measurement.gpu.lower().split("-")[0] != gpu:
+            continue
+        distance = _distance_in_doublings(measurement, spec, cluster, parameters)
+        if distance is not None:
+            ordered.append((distance, measurement.line, index))
+    return [(distance, index) for distance, _, index in sorted(ordered)]
+
+
+def _configuration_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
+    """Return what is equal in two measurements of one configuration, such as by two releases."""
+    degrees = (
+        measurement.gpus,
+        measurement.tp,
+        measurement.pp,
+        measurement.vpp,
+        measurement.cp,
+        measurement.ep,
+    )
+    batch = (measurement.mbs, measurement.gbs, measurement.seq, measurement.dtype)
+    return (*degrees, *batch, measurement.source, measurement.model, measurement.gpu)
 
 
 @cache
-def _readings() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
-    """Timed readings of the file and the published runs of the kit, which are expressed already."""
+def _timed_measurements() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
+    """Return the timed measurements of the file, and the published runs of the kit.
+
+    The second value is the run of the kit's measurements; None for those of the file, which are not converted yet.
+    """
     timed = [
         (measurement, None)
         for measurement in read_measurements()[0]
-        if measurement.metric in _TIMED
+        if measurement.metric in _TIMED_METRICS
     ]
     return (*timed, *((run.measurement, run) for run in kit_runs()))
 
 
-def _distance(
+def _distance_in_doublings(
     measurement: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int
 ) -> float | None:
+    """Return the distance of a measurement from a run with so many `parameters`.
+
+    It adds up the doublings between their sizes, 1 for another dtype, and `_EXPERTS_DISTANCE` for dense against
+    experts. None if the measurement states no parameters or no number of GPUs.
+    """
     split, shape = spec.parallelism, spec.shape
     if measurement.params_b is None or measurement.gpus is None:
         return None
-    pairs = (
+    sizes = (
         (measurement.params_b * 1e9, parameters),
         (measurement.gpus, cluster.devices),
         (measurement.tp or 1, split.tensor),
@@ -213,23 +271,29 @@ def _distance(
         (measurement.ep or 1, split.expert),
         (measurement.seq or shape.seq_length, shape.seq_length),
     )
-    fewer = "8" in measurement.dtype or "4" in measurement.dtype
-    as_wide = spec.dtype in ("fp16", "bf16") and fewer == bool(spec.fp8_recipe)
-    routed = bool(measurement.expert_ffn or model_facts(measurement.model).get("experts"))
-    other_kind = _MIXTURE if routed != bool(shape.experts) else 0.0
-    return sum(abs(log2(one / two)) for one, two in pairs) + (0 if as_wide else 1) + other_kind
+    has_fewer_bits = "8" in measurement.dtype or "4" in measurement.dtype
+    is_half = spec.dtype in ("fp16", "bf16")
+    is_same_dtype = is_half and has_fewer_bits == bool(spec.fp8_recipe)
+    has_experts = bool(measurement.expert_ffn or model_facts(measurement.model).get("experts"))
+    experts = _EXPERTS_DISTANCE if has_experts != bool(shape.experts) else 0.0
+    doublings = sum(abs(log2(measured / planned)) for measured, planned in sizes)
+    return doublings + (0 if is_same_dtype else 1) + experts
 
 
-def _measured(item: Residual) -> str:
+def _describe_neighbour(item: Residual) -> str:
+    """Return size, devices, strategy, figure and error of a measurement, such as
+    `0.77B on 2 H200: 0.4372 s (predicted 2% too slow)`."""
     measurement = item.measurement
     degrees = ((name.upper(), getattr(measurement, name) or 1) for name in ("tp", "pp", "cp"))
-    layout = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
-    where = f"{measurement.gpus:,} {measurement.gpu}" + (f", {layout}" if layout else "")
-    unit = "s" if measurement.metric == "step_time_s" else "tokens/s a GPU"
-    value = f"{measurement.value:,.0f}" if measurement.value >= 1000 else f"{measurement.value:.4g}"
-    off = "within 1%" if abs(item.error) < 0.01 else _missed(item.error)
-    return f"{measurement.params_b:g}B, {where}: {value} {unit} (predicted {off})"
+    strategy = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
+    devices = f"{measurement.gpus:,} {measurement.gpu}" + (f" as {strategy}" if strategy else "")
+    unit = "s" if measurement.metric == "step_time_s" else "tokens/s per GPU"
+    value = measurement.value
+    figure = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    error = "within 1%" if abs(item.error) < 0.01 else _describe_error(item.error)
+    return f"{measurement.params_b:g}B on {devices}: {figure} {unit} (predicted {error})"
 
 
-def _missed(ratio: float) -> str:
+def _describe_error(ratio: float) -> str:
+    """Return an error of a time in words, such as `2% too slow`."""
     return f"{abs(ratio):.0%} too {'slow' if ratio > 0 else 'fast'}"

@@ -1,4 +1,4 @@
-"""Residuals as a page that needs no network, and as one SVG: a point a measurement.
+"""Errors of all predictions as an HTML page that needs no network, and as an SVG picture with a point per measurement.
 
 `docs/residuals.svg` is committed. The page is not: `make docs` writes it into the site.
 """
@@ -40,10 +40,13 @@ FOLDER = ROOT / "docs"
 def write_page(
     residuals: Residuals, stated: PredictionErrors, folder: Path = FOLDER
 ) -> tuple[Path, Path]:
-    """Write `residuals.html` and `residuals.svg`; intervals are made of `stated`."""
+    """Write `residuals.html` and `residuals.svg` into a folder and return their paths.
+
+    `stated` are the errors from which intervals are made.
+    """
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"
-    _draw(drop_matrix_products(residuals), group_by_coverage(residuals, stated), picture)
+    _draw_residuals(drop_matrix_products(residuals), group_by_coverage(residuals, stated), picture)
     return page, picture
 
 
@@ -64,7 +67,7 @@ def _write_html(residuals: Residuals, folder: Path) -> Path:
         "rows": [[column.value(item) for column in _COLUMNS] for item in plotted],
     }
     errors = Table((*_GROUP, *ERROR_COLUMNS), tuple(group_by_source(residuals)))
-    # "<" never stands in a script element's text but as the start of a tag.
+    # A browser reads "<" in a script element's text as the start of a tag.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = environment(Path(__file__).parent).get_template("residuals.html.j2")
     text = template.render(
@@ -86,6 +89,7 @@ _GROUP = (
 
 
 def _degree_column(name: str, degree: str) -> Column[Residual]:
+    """Return a column with one parallel size of a run."""
     return Column(name, lambda item: getattr(item.measured_run.spec.parallelism, degree))
 
 
@@ -113,7 +117,7 @@ _COLUMNS = (
 
 
 def _values(item: Residual) -> tuple[float, float]:
-    """Published and predicted seconds an iteration, or bytes."""
+    """Return published and predicted seconds per iteration, or bytes."""
     metric = item.measurement.metric
     if item.seconds is not None:
         return item.published_seconds, item.seconds
@@ -121,7 +125,8 @@ def _values(item: Residual) -> tuple[float, float]:
     return item.measurement.value * unit, item.predicted * unit
 
 
-def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> None:
+def _draw_residuals(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> None:
+    """Write the picture: times, memory, and what intervals cover."""
     generations = sorted({item.measured_run.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
         *panels, reliability = figure.subplots(1, 3)
@@ -139,21 +144,21 @@ def _draw(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> N
             axes.set(xscale="log", yscale="log", xlabel="published", ylabel="predicted")
             ends = axes.get_xlim()
             axes.plot(ends, ends, linewidth=0.8, color="#555555")
-            axes.set_title("seconds an iteration" if kind == TIME else "bytes")
+            axes.set_title("seconds per iteration" if kind == TIME else "bytes")
         figure.axes[0].legend(frameon=False, markerscale=2)
         _draw_reliability(reliability, kinds)
 
 
 def _draw_reliability(axes: Axes, kinds: list[IntervalCoverage]) -> None:
-    """What intervals cover against what they state: a grey line a kind, coloured ones for all."""
+    """Draw the fraction of measurements inside intervals against the level, with a grey line per kind of run."""
     colours = iter(COLOURS)
     for kind in kinds:
-        levels, shares = zip(*kind.shares.items(), strict=True)
+        levels, fractions = zip(*kind.shares.items(), strict=True)
         if kind.name.startswith("all "):
-            axes.plot(levels, shares, color=next(colours), marker="o", label=kind.name)
+            axes.plot(levels, fractions, color=next(colours), marker="o", label=kind.name)
         else:
-            axes.plot(levels, shares, color="#AAAAAA", linewidth=0.8)
+            axes.plot(levels, fractions, color="#AAAAAA", linewidth=0.8)
     axes.plot((LEVELS[0], 1), (LEVELS[0], 1), linewidth=0.8, color="#555555", linestyle="--")
-    axes.set(xlabel="stated level", ylabel="share of measurements inside", ylim=(0.4, 1.02))
+    axes.set(xlabel="stated level", ylabel="fraction of measurements inside", ylim=(0.4, 1.02))
     axes.set_title("intervals")
     axes.legend(frameon=False, loc="lower right")

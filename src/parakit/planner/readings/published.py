@@ -1,4 +1,4 @@
-"""The published runs that the kit reproduces, as the planner's own and as readings beside the file's."""
+"""The published runs that the kit reproduces, in the form of the other published measurements."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from parakit.planner.readings.table import PublishedMeasurement
 from parakit.planner.time.cluster import Cluster
 
 KIT = "examples/gpt3/published.yaml"
-"""Their source, as `constants.yaml` names it."""
+"""Source of the runs, as `constants.yaml` names it."""
 
 
 def h200_figures() -> tuple[Figure, ...]:
-    """The published gpt2-large runs."""
+    """Return the figures of the published gpt2-large runs on H200."""
     return load_published().figures_of(MAIN_SOURCE)
 
 
 def h200_spec(strategy: str) -> RunSpec:
-    """A published gpt2-large run."""
+    """Return the published gpt2-large run of a strategy."""
     model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
     return spec_from_model(model, split, scale_batch(model.batch, split))
 
 
 def usual_cluster(gpu: str, devices: int) -> Cluster:
-    """Nodes of eight, with the device's own links."""
+    """Return a cluster of nodes with eight devices and the device's usual links; `gpu` is the device's key."""
     device = device_by_key(gpu)
     return Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
 
 
 def kit_runs() -> list[MeasuredRun]:
-    """The six gpt2-large runs on H200."""
-    found = []
+    """Return the six published gpt2-large runs on H200."""
+    runs = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
         cluster, spec = usual_cluster("h200", figure.devices), h200_spec(figure.strategy)
-        found.append(build_measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
-    return found
+        runs.append(build_measured_run(KIT, spec, cluster, figure.mean_iteration_ms / 1e3))
+    return runs
 
 
 def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> MeasuredRun:
-    """A run whose iterations took so long, beside the reading that says it."""
+    """Return a run with a measurement of `seconds` per iteration."""
     split = spec.parallelism
     measurement = PublishedMeasurement(
         line=0,

@@ -1,4 +1,4 @@
-"""A reading as what the planner's formulas take: a run, its cluster and how it was executed."""
+"""Conversion of a published measurement to what the planner's formulas take: a run, its cluster and its execution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -55,96 +55,150 @@ _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
 _GATED_COLUMNS = 64
 _DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4")
 _RECOMPUTED = ("none", "full", "selective", "per-op")
-"""What a recomputation begins with that is no list of modules."""
+"""Beginnings of a recompute cell that is no list of modules."""
 _SHORT_MODULES = {"norm": "layernorm", "act": "moe_act"}
-"""As one source's tables call them; its launch scripts have Megatron's names."""
-_UNLAID = "{} has layers of several kinds, and PP or CP"
+"""Megatron's names of modules, by the names in one source's tables."""
+_BLOCKS_ON_STAGES = "{} has layers of several kinds, and PP or CP"
 MICRO, VIRTUAL = "micro batch", "virtual stages"
-_MICRO_BATCHES = 8
-"""The largest of a row that states none."""
+_LARGEST_MICRO_BATCH = 8
+"""Largest micro batch that is tried for a row that states none."""
 
 
 class RefusedError(ValueError):
-    """A reading that cannot be predicted; the message says why."""
+    """Error of a measurement that cannot be predicted; the message says why."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A reading in the planner's terms."""
+    """A published measurement with the run and the cluster that it measured."""
 
     measurement: PublishedMeasurement
     spec: RunSpec
     cluster: Cluster
     unstated: tuple[str, ...] = ()
-    """What a time depends on and the source leaves out: `MICRO`, `VIRTUAL`; in `spec` it is 1."""
+    """Sizes that the source leaves out although times depend on them: `MICRO`, `VIRTUAL`. In `spec` they are 1."""
 
     def candidate_runs(self) -> Iterator[MeasuredRun]:
-        """The runs that it may have been, each as if all of it were stated."""
-        spec, split, whole = self.spec, self.spec.parallelism, self.measurement.gbs
-        sizes, layers = [spec.batch.micro_batch_size], spec.shape.layers
-        if MICRO in self.unstated:
-            sizes = divisors(whole // split.data, _MICRO_BATCHES) if whole else sizes
-        ways = [(split.virtual_stages, spec.stages)]
-        if VIRTUAL in self.unstated:
-            is_even = layers % split.pipeline == 0
-            each = range(1, -(-layers // split.pipeline) + 1)
-            degrees = virtual_degrees(EVEN_SPLIT, layers, split.pipeline) if is_even else each
-            ways = [(v, _stages_of_recipe(spec.shape, split.pipeline * v)) for v in degrees]
-        for size, (virtual, stages) in product(sizes, ways):
+        """Yield the runs that may have been measured, one for each value of the unstated sizes."""
+        spec, split = self.spec, self.spec.parallelism
+        for size, (virtual, stages) in product(
+            self._possible_micro_batches(), self._possible_schedules()
+        ):
             batch = Batch(size, spec.batch.global_batch_size)
             parallelism = replace(split, virtual_stages=virtual)
-            laid = replace(spec, batch=batch, parallelism=parallelism, stages=stages)
-            if virtual == 1 or laid.microbatches % split.pipeline == 0:
-                yield replace(self, spec=laid, unstated=())
+            run = replace(spec, batch=batch, parallelism=parallelism, stages=stages)
+            if virtual == 1 or run.microbatches % split.pipeline == 0:
+                yield replace(self, spec=run, unstated=())
+
+    def _possible_micro_batches(self) -> list[int]:
+        """Return the stated micro batch, or all that divide the samples of a data-parallel rank."""
+        global_batch = self.measurement.gbs
+        if MICRO in self.unstated and global_batch:
+            return divisors(global_batch // self.spec.parallelism.data, _LARGEST_MICRO_BATCH)
+        return [self.spec.batch.micro_batch_size]
+
+    def _possible_schedules(self) -> list[tuple[int, StageSplit]]:
+        """Return the stated number of virtual stages with its layers per stage, or all legal ones."""
+        spec, split = self.spec, self.spec.parallelism
+        if VIRTUAL not in self.unstated:
+            return [(split.virtual_stages, spec.stages)]
+        layers = spec.shape.layers
+        degrees: Iterable[int] = range(1, -(-layers // split.pipeline) + 1)
+        if layers % split.pipeline == 0:
+            degrees = virtual_degrees(EVEN_SPLIT, layers, split.pipeline)
+        return [
+            (degree, _stages_of_recipe(spec.shape, split.pipeline * degree)) for degree in degrees
+        ]
 
 
 def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
-    """The run that a reading measured.
+    """Return the run and the cluster of a published measurement.
+
+    The run comes from the measurement's own flags, from the flags of a test case of Megatron, or else from its columns
+    and the facts of its source.
 
     Raises:
         RefusedError: The source states too little, contradicts itself, or trains what no formula knows.
     """
     if measurement.metric == "matmul_tflops":
-        shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
-        spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=measurement.dtype.lower() or "bf16")
-        return MeasuredRun(measurement, spec, _cluster(measurement.gpu, 1))
+        return _matrix_product_run(measurement)
     source = source_facts(measurement)
-    if refused := source.get("refused"):
+    _refuse_unpredictable(measurement, source)
+    try:
+        own_flags = shlex.split(measurement.flags)
+    except ValueError as error:
+        raise RefusedError(f"its flags cannot be read: {error}") from None
+    golden = _CASE.search(measurement.where)
+    case = _read_cases().get(golden[1], "").split() if golden and not own_flags else []
+    complete = _complete_measurement(measurement, source)
+    if case:
+        spec, execution = _golden_spec(measurement, case), parse_execution(Flags(case))
+    elif own_flags:
+        spec = _spec_of_flags(measurement, own_flags)
+        execution = parse_execution(Flags(own_flags))
+    else:
+        spec, execution = _stated_spec(complete, source), _stated_execution(complete, source)
+    if not case:
+        _refuse_illegal(spec)
+    cluster = _build_cluster(
+        measurement.gpu,
+        measurement.gpus or 1,
+        source.get("network_gb_per_second"),
+        source.get("per_node"),
+        execution,
+    )
+    unstated: list[str] = []
+    if not own_flags and not case:
+        if not complete.mbs:
+            unstated.append(MICRO)
+        states_virtual = complete.vpp or source["says_virtual"]
+        if spec.parallelism.pipeline > 1 and not states_virtual:
+            unstated.append(VIRTUAL)
+    return MeasuredRun(measurement, spec, cluster, tuple(unstated))
+
+
+def _matrix_product_run(measurement: PublishedMeasurement) -> MeasuredRun:
+    """Return the run of a measured rate of one matrix product, which has only dtype and device."""
+    shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
+    spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=measurement.dtype.lower() or "bf16")
+    return MeasuredRun(measurement, spec, _build_cluster(measurement.gpu, 1))
+
+
+def _refuse_unpredictable(measurement: PublishedMeasurement, source: dict[str, Any]) -> None:
+    """Raise an error if the source's facts refuse the measurement, or if its notes hold flags.
+
+    Raises:
+        RefusedError: One of both is so.
+    """
+    refused = source.get("refused")
+    if refused:
         raise RefusedError(f"{measurement.model}: {refused}")
     if measurement.notes.startswith("flags: "):
         raise RefusedError(
             "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
             "writes it anew"
         )
-    try:
-        own = shlex.split(measurement.flags)
-    except ValueError as error:
-        raise RefusedError(f"its flags cannot be read: {error}") from None
-    golden = _CASE.search(measurement.where)
-    case = _cases().get(golden[1], "").split() if golden and not own else []
-    ran = _complete_measurement(measurement, source)
-    if own or case:
-        execution = parse_execution(Flags(own or case))
-        spec = _golden_spec(measurement, case) if case else _spec_of_flags(measurement, own)
-    else:
-        spec, execution = _stated_spec(ran, source), _stated_execution(ran, source)
-    # What a test of Megatron's ran is possible, by flags that its case does not list here. The rules
-    # are those of every Megatron, and today's gives experts biases.
+
+
+def _refuse_illegal(spec: RunSpec) -> None:
+    """Raise an error if the newest Megatron refuses a run.
+
+    Test cases of Megatron are not checked, because they ran with flags that their case does not list.
+
+    Raises:
+        RefusedError: Megatron refuses the run; the message is its first reason.
+    """
+    # Today's Megatron gives experts biases, which not every published run had.
     bias = spec.shape.bias and not spec.shape.experts
     unbiased = replace(spec, shape=replace(spec.shape, bias=bias))
-    if not case and (problems := find_violations(unbiased, NEWEST)):
+    problems = find_violations(unbiased, NEWEST)
+    if problems:
         raise RefusedError(problems[0])
-    links = (source.get("network_gb_per_second"), source.get("per_node"))
-    cluster = _cluster(measurement.gpu, measurement.gpus or 1, *links, execution)
-    interleaves = spec.parallelism.pipeline > 1 and not (ran.vpp or source["says_virtual"])
-    blanks = ((MICRO, not ran.mbs), (VIRTUAL, interleaves))
-    unstated = () if own or case else tuple(name for name, is_blank in blanks if is_blank)
-    return MeasuredRun(measurement, spec, cluster, unstated)
 
 
 @cache
-def _cases() -> dict[str, str]:
-    """Megatron's functional tests by name, with the flags of each (core_v0.19 line, d98e8a64dd)."""
+def _read_cases() -> dict[str, str]:
+    """Return the flags of Megatron's functional tests by name of the test (core_v0.19 line, d98e8a64dd)."""
     packed = Path(__file__).with_name("megatron_cases.json.gz").read_bytes()
     return dict(json.loads(gzip.decompress(packed)))
 
@@ -152,23 +206,30 @@ def _cases() -> dict[str, str]:
 def _complete_measurement(
     measurement: PublishedMeasurement, source: dict[str, Any]
 ) -> PublishedMeasurement:
-    """With its model's sizes where it states none, and the degrees that its source says it had."""
+    """Return a measurement with the sizes of its model where it states none, and the degrees of its source."""
     sizes = facts_for_fields(PublishedMeasurement, model_facts(measurement.model))
-    lacking = {name: size for name, size in sizes.items() if getattr(measurement, name) is None}
+    missing = {name: size for name, size in sizes.items() if getattr(measurement, name) is None}
     degrees = ("tp", "pp", "vpp", "ep", "mbs")
     return replace(
-        measurement, **lacking, **{name: source[name] for name in degrees if name in source}
+        measurement, **missing, **{name: source[name] for name in degrees if name in source}
     )
 
 
 @cache
-def _cluster(
+def _build_cluster(
     gpu: str,
     gpus: int,
     network: float | None = None,
     per_node: int | None = None,
     execution: Execution = Execution(),  # noqa: B008  frozen
 ) -> Cluster:
+    """Return the cluster of a source's GPU by name, with its usual links and nodes unless they are given.
+
+    `network` is in GB per second between nodes.
+
+    Raises:
+        RefusedError: There is no such GPU.
+    """
     try:
         device = device_by_key(_WORDS_IN_BRACKETS.sub("", gpu).replace(" ", "-").replace("_", "-"))
     except UnknownHardwareError as error:
@@ -181,21 +242,27 @@ def _cluster(
 
 
 def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> RunSpec:
-    shape, facts = _shape(measurement, source), model_facts(measurement.model)
-    parallelism, batch = _layout(measurement, source)
-    groups, taken = source.get("groups") or facts.get("groups", (1, 1))
+    """Return the run that a measurement's columns and its source's facts describe.
+
+    Raises:
+        RefusedError: The columns state too little or contradict one another.
+    """
+    shape, facts = _build_shape(measurement, source), model_facts(measurement.model)
+    parallelism, batch = _stated_strategy(measurement, source)
+    groups, groups_per_token = source.get("groups") or facts.get("groups", (1, 1))
     capacity = source["capacity"] or None
     dtype = measurement.dtype.lower()
     if dtype and not any(known in dtype for known in _DTYPES):
         raise RefusedError(f"its dtype '{measurement.dtype}' is none of {', '.join(_DTYPES)}")
-    said, fp8_recipe = facts_for_fields(RunSpec, source), _fp8_recipe(measurement.dtype, source)
-    said["recompute"] = _recompute(
-        measurement.recompute or said["recompute"], said["fused_attention"]
+    stated = facts_for_fields(RunSpec, source)
+    fp8_recipe = _parse_fp8_recipe(measurement.dtype, source)
+    stated["recompute"] = _parse_recompute(
+        measurement.recompute or stated["recompute"], stated["fused_attention"]
     )
     if shape.blocks and (parallelism.pipeline > 1 or parallelism.context > 1):
-        raise RefusedError(_UNLAID.format(measurement.model))
+        raise RefusedError(_BLOCKS_ON_STAGES.format(measurement.model))
     return RunSpec(
-        **said,
+        **stated,
         shape=shape,
         parallelism=parallelism,
         batch=batch,
@@ -209,26 +276,32 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
             capacity=capacity,
             pads_to_capacity=capacity is not None,
             groups=groups,
-            groups_per_token=taken,
+            groups_per_token=groups_per_token,
         ),
-        token_dispatcher=_dispatcher(measurement, source),
+        token_dispatcher=_choose_dispatcher(measurement, source),
         model=measurement.model,
     )
 
 
-def _dispatcher(measurement: PublishedMeasurement, source: dict[str, Any]) -> TokenDispatcher:
-    """Of those that send a token once to a rank, HybridEP where a row says so or NVLink joins more than
-    DeepEP knows, else DeepEP."""
+def _choose_dispatcher(
+    measurement: PublishedMeasurement, source: dict[str, Any]
+) -> TokenDispatcher:
+    """Return the token dispatcher of a measurement.
+
+    For sources whose dispatcher sends a token once per rank it is HybridEP if the notes say so or if NVLink joins more
+    devices than DeepEP knows, else DeepEP.
+    """
     if not source["deduplicated"] or measurement.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
     is_hybrid = (
-        _cluster(measurement.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS
+        _build_cluster(measurement.gpu, 1).per_node > DEEP_EP_NVLINK_PEERS
         or "HybridEP" in measurement.notes
     )
     return TokenDispatcher.HYBRID_EP if is_hybrid else TokenDispatcher.DEEP_EP
 
 
 def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
+    """Return the dtypes of gradients and optimizer states that a source states."""
     gradients = "bf16" if source["half_gradients"] else ""
     if not sharding:
         return StateTypes(gradients)
@@ -237,89 +310,76 @@ def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
-    """How layers are laid where a source does not say: with depths of multi-token prediction as in
-    Megatron-Bridge's recipe of DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`)."""
+    """Return the layers per stage where a source does not state them.
+
+    With multi-token prediction they are those of Megatron-Bridge's recipe of DeepSeek V3
+    (`recipes/deepseek/deepseek_v3.py: layout_map`).
+    """
     if shape.mtp_layers and stages > 1:
         return front_loaded_layout(shape.layers, stages, shape.mtp_layers)
     return even_layout(shape.layers, stages) if shape.layers % stages else EVEN_SPLIT
 
 
-def _shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
+def _build_shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
+    """Return the model of a measurement from its columns and the facts about the model.
+
+    Raises:
+        RefusedError: A size is missing, or the facts refuse the model.
+    """
     facts = model_facts(measurement.model)
-    if refused := facts.get("refused"):
+    refused = facts.get("refused")
+    if refused:
         raise RefusedError(f"{measurement.model} {refused}")
     sizes = {name: getattr(measurement, name) for name in ("layers", "hidden", "heads", "seq")}
     if "blocks" in facts:
         sizes["layers"] = facts.get("layers", 1)  # Repetitions of the blocks.
-    if missing := [name for name, value in sizes.items() if value is None]:
+    missing = [name for name, value in sizes.items() if value is None]
+    if missing:
         raise RefusedError(f"the source does not state {', '.join(missing)}")
     if measurement.expert_ffn and "experts" not in facts:
         raise RefusedError(f"how many experts {measurement.model} has is not known")
     seq, hidden, heads = sizes.pop("seq"), sizes["hidden"], sizes["heads"]
-    gated = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS
-    usual = {
+    gated_ffn = int(4 * hidden * 2 / 3) // _GATED_COLUMNS * _GATED_COLUMNS
+    defaults = {
         "query_groups": heads,
         "head_width": hidden // heads,
-        "ffn_hidden": measurement.ffn or (gated if facts.get("gated") else 4 * hidden),
+        "ffn_hidden": measurement.ffn or (gated_ffn if facts.get("gated") else 4 * hidden),
         "seq_length": seq,
         "positions": 0 if facts.get("rotary") else seq,
         "vocabulary": measurement.vocab or source.get("vocab") or GPT2_VOCABULARY,
         "expert_ffn_hidden": measurement.expert_ffn or 0,
     }
-    return msgspec.convert(usual | facts_for_fields(ModelShape, facts, source) | sizes, ModelShape)
+    return msgspec.convert(
+        defaults | facts_for_fields(ModelShape, facts, source) | sizes, ModelShape
+    )
 
 
-def _layout(measurement: PublishedMeasurement, source: dict[str, Any]) -> tuple[Parallelism, Batch]:
+def _stated_strategy(
+    measurement: PublishedMeasurement, source: dict[str, Any]
+) -> tuple[Parallelism, Batch]:
+    """Return the strategy and the batch that a measurement's columns and its source's facts state.
+
+    Raises:
+        RefusedError: A size is missing, or sizes contradict the number of GPUs or the global batch.
+    """
     gpus = measurement.gpus
     if gpus is None:
         raise RefusedError("the source does not state the number of GPUs")
-    tensor: Any = measurement.tp
-    pipeline: Any = measurement.pp
-    context = measurement.cp or 1
-    pipeline = source.get("misprinted_pipeline", {}).get(
-        f"{measurement.where} {pipeline}", pipeline
-    )
     sharding = Sharding(source["sharding"])
     if re.search(r"FSDP=[1-9]|FSDP on|MaxText FSDP", measurement.notes):
         sharding = Sharding.ZERO3
-    if sharding.shards_weights:
-        tensor, pipeline = tensor or 1, pipeline or 1
-    missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
-    if missing:
-        raise RefusedError(f"the source does not state {' and '.join(missing)}")
+    tensor, pipeline = _stated_tensor_and_pipeline(measurement, source, sharding)
+    context, expert = measurement.cp or 1, measurement.ep or 1
     ranks = tensor * pipeline * context
     if gpus % ranks:
         raise RefusedError(
             f"TP {tensor} x PP {pipeline} x CP {context} does not divide {gpus} GPUs: wrong as published"
         )
-    data, expert = gpus // ranks, measurement.ep or 1
-    if (
-        measurement.dp is not None
-        and not {"tp", "pp"} & source.keys()
-        and measurement.dp * ranks != gpus
-        and measurement.dp * ranks * expert != gpus
-    ):
-        raise RefusedError(
-            f"TP {tensor} x PP {pipeline} x CP {context} x DP {measurement.dp} is not {gpus} GPUs: "
-            "wrong as published"
-        )
-    micro = measurement.mbs or 1
-    batch = measurement.gbs
-    if batch is None:
-        if pipeline > 1:
-            raise RefusedError("the source does not state the global batch of a pipeline")
-        if measurement.metric == "step_time_s":
-            raise RefusedError(
-                "the source does not state the global batch that a step's time is of"
-            )
-        batch = micro * data
-    if batch % (micro * data):
-        if measurement.mbs or batch % data:
-            raise RefusedError(
-                f"a global batch of {batch} is no multiple of micro batch {micro} x DP {data}"
-            )
-        micro = 1
-    virtual = measurement.vpp or 1
+    data = gpus // ranks
+    if not {"tp", "pp"} & source.keys():
+        _refuse_wrong_data(measurement, gpus, tensor, pipeline)
+    batch = _stated_batch(measurement, data, pipeline)
+    virtual_stages = measurement.vpp or 1
     expert_tensor = source.get("expert_tensor", 1 if expert > 1 else tensor)
     parallelism = Parallelism(
         data=data,
@@ -327,69 +387,137 @@ def _layout(measurement: PublishedMeasurement, source: dict[str, Any]) -> tuple[
         pipeline=pipeline,
         context=context,
         expert=expert,
-        virtual_stages=virtual if pipeline > 1 else 1,
+        virtual_stages=virtual_stages if pipeline > 1 else 1,
         sequence_parallel=bool(source["sequence_parallel"]) and tensor > 1,
         sharding=sharding if data * context > 1 else Sharding.NONE,
     )
-    return parallelism.with_expert_tensor(expert_tensor), Batch(micro, batch)
+    return parallelism.with_expert_tensor(expert_tensor), batch
 
 
-def _recompute(stated: str, fused: bool) -> Recompute:
-    """Lists of modules are Megatron's; operators that another trainer selects are not predicted."""
-    words = stated.lower()
-    modules = [_SHORT_MODULES.get(word, word) for word in words.replace(",", " ").split()]
+def _refuse_wrong_data(
+    measurement: PublishedMeasurement, gpus: int, tensor: int, pipeline: int
+) -> None:
+    """Raise an error if the stated data parallelism does not multiply to the GPUs.
+
+    Some sources count the ranks of expert parallelism in it, others do not. Nothing is checked if it is not stated.
+
+    Raises:
+        RefusedError: It does neither with expert parallelism nor without.
+    """
+    if measurement.dp is None:
+        return
+    context = measurement.cp or 1
+    devices = tensor * pipeline * context * measurement.dp
+    if gpus not in (devices, devices * (measurement.ep or 1)):
+        raise RefusedError(
+            f"TP {tensor} x PP {pipeline} x CP {context} x DP {measurement.dp} is not {gpus} GPUs: "
+            "wrong as published"
+        )
+
+
+def _stated_tensor_and_pipeline(
+    measurement: PublishedMeasurement, source: dict[str, Any], sharding: Sharding
+) -> tuple[int, int]:
+    """Return tensor and pipeline parallel sizes; missing ones are 1 if weights are sharded.
+
+    Raises:
+        RefusedError: The source does not state them.
+    """
+    tensor, pipeline = measurement.tp, measurement.pp
+    misprints = source.get("misprinted_pipeline", {})
+    pipeline = misprints.get(f"{measurement.where} {pipeline}", pipeline)
+    if sharding.shards_weights:
+        tensor, pipeline = tensor or 1, pipeline or 1
+    missing = [name for name, value in (("TP", tensor), ("PP", pipeline)) if value is None]
+    if tensor is None or pipeline is None:
+        raise RefusedError(f"the source does not state {' and '.join(missing)}")
+    return tensor, pipeline
+
+
+def _stated_batch(measurement: PublishedMeasurement, data: int, pipeline: int) -> Batch:
+    """Return the batch of a measurement; a missing micro batch is 1.
+
+    Raises:
+        RefusedError: The global batch is missing and does not follow, or is no multiple of the micro batches.
+    """
+    micro, global_batch = measurement.mbs or 1, measurement.gbs
+    if global_batch is None:
+        if pipeline > 1:
+            raise RefusedError("the source does not state the global batch of a pipeline")
+        if measurement.metric == "step_time_s":
+            raise RefusedError(
+                "the source does not state the global batch that a step's time is of"
+            )
+        global_batch = micro * data
+    if global_batch % (micro * data):
+        if measurement.mbs or global_batch % data:
+            raise RefusedError(
+                f"a global batch of {global_batch} is no multiple of micro batch {micro} x DP {data}"
+            )
+        micro = 1
+    return Batch(micro, global_batch)
+
+
+def _parse_recompute(stated: str, fused: bool) -> Recompute:
+    """Return the recomputation that a cell states; `fused` is True for fused attention.
+
+    Lists of modules are Megatron's. Operators that another trainer selects are not predicted.
+
+    Raises:
+        RefusedError: The cell is none of the known recomputations.
+    """
+    text = stated.lower()
+    modules = [_SHORT_MODULES.get(name, name) for name in text.replace(",", " ").split()]
     if modules and RECOMPUTED_MODULES.issuperset(modules):
         return Recompute(frozenset(modules))
-    if words and not words.startswith(_RECOMPUTED):
+    if text and not text.startswith(_RECOMPUTED):
         known = ", ".join((*_RECOMPUTED, *sorted(RECOMPUTED_MODULES)))
         raise RefusedError(f"its recompute '{stated}' is none of {known}")
-    if words.startswith("full"):
+    if text.startswith("full"):
         with suppress(ValueError):
-            return Recompute.parse(words)
+            return Recompute.parse(text)
         raise RefusedError(
             f"its recompute '{stated}' is neither full nor full uniform 2 or full block 2"
         )
-    return Recompute.SELECTIVE if words == "selective" and not fused else Recompute.NONE
+    return Recompute.SELECTIVE if text == "selective" and not fused else Recompute.NONE
 
 
-def _fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
-    words = (dtype or source["unstated_bits"]).lower()
-    if "fp4" in words:
+def _parse_fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
+    """Return the fp8 recipe of a dtype's cell; an empty cell takes the source's."""
+    text = (dtype or source["unstated_bits"]).lower()
+    if "fp4" in text:
         return Fp8Recipe.NVFP4
-    if "fp8" not in words:
+    if "fp8" not in text:
         return Fp8Recipe.NONE
-    if "mx" in words and "cs" not in words:
+    if "mx" in text and "cs" not in text:
         return Fp8Recipe.MXFP8
-    if "block" in words or "rowwise" in words:
+    if "block" in text or "rowwise" in text:
         return Fp8Recipe.BLOCKWISE
-    tensorwise = "cs" in words or "tensorwise" in words
-    return Fp8Recipe.TENSORWISE if tensorwise else Fp8Recipe(source["fp8"])
+    is_tensorwise = "cs" in text or "tensorwise" in text
+    return Fp8Recipe.TENSORWISE if is_tensorwise else Fp8Recipe(source["fp8"])
 
 
 def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any]) -> Execution:
-    stated, eager, notes = (
-        facts_for_fields(Execution, source),
-        source["eager"],
-        measurement.notes.lower(),
-    )
-    return Execution(
-        **stated
-        | {
-            "overlap_gradients": source["overlap"],
-            "overlap_parameters": source["overlap"],
-            "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
-            "graphs": container_release(measurement, source) >= source["graphs_since"]
-            and model_facts(measurement.model).get("whole_graph", True),
-            "frozen": "lora" in notes or re.search(r"[/ ]peft", measurement.where) is not None,
-            "portable_attention": eager,
-            "unfused": eager and "compile" not in measurement.notes,
-            "deduplicated": stated["deduplicated"] and not measurement.notes.startswith("A2A"),
-        }
-    )
+    """Return how a run without flags was executed, from its source's facts and its notes."""
+    stated, is_eager = facts_for_fields(Execution, source), source["eager"]
+    notes = measurement.notes.lower()
+    has_graphs = container_release(measurement, source) >= source["graphs_since"]
+    is_adapter = "lora" in notes or re.search(r"[/ ]peft", measurement.where) is not None
+    switches = {
+        "overlap_gradients": source["overlap"],
+        "overlap_parameters": source["overlap"],
+        "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
+        "graphs": has_graphs and model_facts(measurement.model).get("whole_graph", True),
+        "frozen": is_adapter,
+        "portable_attention": is_eager,
+        "unfused": is_eager and "compile" not in measurement.notes,
+        "deduplicated": stated["deduplicated"] and not measurement.notes.startswith("A2A"),
+    }
+    return Execution(**stated | switches)
 
 
-def _spec_of_flags(measurement: PublishedMeasurement, words: list[str]) -> RunSpec:
-    """The run that flags train, and nothing else says.
+def _spec_of_flags(measurement: PublishedMeasurement, arguments: list[str]) -> RunSpec:
+    """Return the run that flags of Megatron train on the measurement's devices.
 
     Raises:
         RefusedError: The number of devices is not stated, or the flags give no run on them.
@@ -398,16 +526,21 @@ def _spec_of_flags(measurement: PublishedMeasurement, words: list[str]) -> RunSp
         raise RefusedError("the source does not state the number of GPUs")
     kind = DeviceKind.CPU if measurement.gpu == "cpu" else DeviceKind.GPU
     try:
-        spec = spec_from_flags(words, measurement.gpus, kind, measurement.model)
+        spec = spec_from_flags(arguments, measurement.gpus, kind, measurement.model)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     return replace(spec, fused=tuple(filter(None, measurement.fused.split(","))))
 
 
 def _golden_spec(measurement: PublishedMeasurement, case: list[str]) -> RunSpec:
+    """Return the run of a functional test of Megatron; `case` has the test's flags.
+
+    Raises:
+        RefusedError: The test trains what no formula knows.
+    """
     flags = Flags(case)
     pattern = flags.text("--hybrid-layer-pattern")
-    for flag, what in (
+    for flag, description in (
         *(() if pattern else (("--spec", "layers of its own"),)),
         ("--experimental-attention-variant", "an experimental attention"),
         ("--linear-attention-freq", "linear attention layers"),
@@ -415,30 +548,32 @@ def _golden_spec(measurement: PublishedMeasurement, case: list[str]) -> RunSpec:
         ("--use-checkpoint-args", "a shape that only its checkpoint states"),
     ):
         if flags.has(flag):
-            raise RefusedError(f"{measurement.model} has {what}")
+            raise RefusedError(f"{measurement.model} has {description}")
     if measurement.model.startswith("bert"):
         raise RefusedError(f"{measurement.model} is BERT: two kinds of loss, no causal mask")
     spec = _spec_of_flags(measurement, case)
     if pattern and max(spec.parallelism.pipeline, spec.parallelism.context) > 1:
-        raise RefusedError(_UNLAID.format(measurement.model))
-    local = flags.text("--transformer-impl") == "local"
-    unfused = local or flags.text("--attention-backend") == "unfused"
+        raise RefusedError(_BLOCKS_ON_STAGES.format(measurement.model))
+    is_local = flags.text("--transformer-impl") == "local"
+    is_unfused = is_local or flags.text("--attention-backend") == "unfused"
     batch = spec.batch
     if batch.global_batch_size % (batch.micro_batch_size * spec.parallelism.data):
         raise RefusedError(
             f"its global batch of {batch.global_batch_size} is no multiple of its steps"
         )
-    return replace(spec, fused_attention=not unfused)
+    return replace(spec, fused_attention=not is_unfused)
 
 
 def parse_execution(flags: Flags) -> Execution:
-    """How Megatron's flags let a run be executed."""
-    switched = dict.fromkeys((each.field for each in flags_in_group("execution")), False)
-    for each in flags_in_group("execution"):
-        switched[each.field] |= flags.has(each.name) and flags.text(each.name) != "none"
+    """Return how a run with these flags of Megatron is executed."""
+    execution_flags = flags_in_group("execution")
+    switches = dict.fromkeys((flag.field for flag in execution_flags), False)
+    for flag in execution_flags:
+        switches[flag.field] |= flags.has(flag.name) and flags.text(flag.name) != "none"
     # Megatron's own layers take Apex's norms if they can, and PyTorch's only without persistent kernels.
-    bare = flags.text("--transformer-impl") == "local" and flags.has("--no-persist-layer-norm")
-    # Megatron-FSDP's own passes over gradients are counted with what it sends.
+    is_local = flags.text("--transformer-impl") == "local"
+    uses_torch_kernels = is_local and flags.has("--no-persist-layer-norm")
     if flags.has("--use-megatron-fsdp"):
-        switched["unfused_gradients"] = False
-    return Execution(**switched, torch_kernels=bare)
+        # Megatron-FSDP's own passes over gradients are counted with its communication.
+        switches["unfused_gradients"] = False
+    return Execution(**switches, torch_kernels=uses_torch_kernels)

@@ -1,4 +1,7 @@
-"""Every reading predicted, and by how much each prediction misses it."""
+"""Prediction of published measurements, and the errors of the predictions.
+
+A "residual" is a measurement with its prediction and the error of the prediction.
+"""
 
 from __future__ import annotations
 
@@ -30,34 +33,34 @@ from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError, compute_device_rates
 from parakit.planner.verdict import leaves_reserve
 
-_LEAST_USE = 1e-8
-"""Of the peak; what is slower is no training, or a figure in another unit."""
+_LEAST_MFU = 1e-8
+"""Fraction of the peak below which a figure is no training, or has another unit."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A reading beside its prediction, both in the reading's unit."""
+    """A published measurement with its prediction, both in the measurement's unit."""
 
     measured_run: MeasuredRun
     predicted: float
     error: float
-    """A ratio less 1. Of time, also where the figure is a rate: positive is predicted too slow. Of
-    memory: positive is predicted too much."""
+    """Predicted over published, less 1. For a rate it is the error of the time: positive means predicted too slow.
+    For memory, positive means predicted too much."""
     seconds: float | None = None
-    """Predicted, of an iteration; None of memory."""
+    """Predicted seconds per iteration; None for memory and for rates of single products."""
     unstated: tuple[str, ...] = ()
-    """What its source leaves out: the fastest run that fits is taken for it."""
+    """Sizes that the source leaves out. The prediction is that of the fastest run that fits."""
     ranged: tuple[float, float] | None = None
-    """Then least and most of those predicted that fit, in the reading's unit."""
+    """Least and most prediction of all runs that fit, if a size is unstated; else None."""
 
     @property
     def measurement(self) -> PublishedMeasurement:
-        """What was published."""
+        """Published measurement that the prediction is compared with."""
         return self.measured_run.measurement
 
     @property
     def published_seconds(self) -> float:
-        """Of an iteration, as its figure has it; 0 of memory."""
+        """Published seconds per iteration, computed from the figure; 0 for memory."""
         if self.measurement.metric == "step_time_s":
             return self.measurement.value
         return (self.seconds or 0.0) / (1 + self.error)
@@ -65,182 +68,217 @@ class Residual:
 
 @dataclass(frozen=True)
 class Residuals:
-    """All readings of a file, in its order."""
+    """All measurements of a file in its order: those that are predicted, and those that cannot be."""
 
     predicted: tuple[Residual, ...]
     refused: tuple[Refusal, ...]
 
 
 def compute_residuals(
-    readings: Iterable[PublishedMeasurement],
+    measurements: Iterable[PublishedMeasurement],
     unreadable: Iterable[Refusal] = (),
     without: str | None = None,
-    measured: Callable[[Device], Calibration] = lambda device: Calibration(),
+    calibrate: Callable[[Device], Calibration] = lambda device: Calibration(),
 ) -> Residuals:
-    """Predict every reading that can be expressed.
+    """Predict all measurements, and return those that cannot be predicted with the reason.
 
     Args:
-        readings: Of a file.
-        unreadable: Its rows that are none.
-        without: The source that is left out of the fit of the constants; None leaves each measurement's
-            own out.
-        measured: Constants of this machine's devices, for readings that were made on it.
+        measurements: Measurements of a file.
+        unreadable: Rows of the file that cannot be read. They are added to the refused ones.
+        without: Source that is left out of the fit of the constants. None leaves out each measurement's own source.
+        calibrate: Function that returns this machine's constants of a device, for measurements that were made here.
     """
-    readings = tuple(readings)
-    flops = _stated_flops(readings)
-    found: list[Residual] = []
+    measurements = tuple(measurements)
+    flops_by_run = _stated_flops_per_token(measurements)
+    predicted: list[Residual] = []
     refused = list(unreadable)
-    for measurement in readings:
+    for measurement in measurements:
+        source = measurement.source if without is None else without
         try:
-            measured_run = use_constants_without_source(
-                convert_measurement(measurement), measurement.source if without is None else without
-            )
-            if (found_here := measured(measured_run.cluster.device)) != Calibration():
-                cluster = replace(measured_run.cluster, calibration=found_here)
-                measured_run = replace(measured_run, cluster=cluster)
-            found.append(compute_residual(measured_run, flops.get(_run(measurement))))
+            run = use_constants_without_source(convert_measurement(measurement), source)
+            calibration = calibrate(run.cluster.device)
+            if calibration != Calibration():
+                run = replace(run, cluster=replace(run.cluster, calibration=calibration))
+            predicted.append(compute_residual(run, flops_by_run.get(_run_key(measurement))))
         except (RefusedError, UnevenSplitError, NoPeakError) as error:
             refused.append(Refusal(measurement.line, measurement.source, str(error)))
-    return Residuals(tuple(found), tuple(sorted(refused, key=lambda item: item.line)))
+    return Residuals(tuple(predicted), tuple(sorted(refused, key=lambda item: item.line)))
 
 
-def use_constants_without_source(measured_run: MeasuredRun, source: str) -> MeasuredRun:
-    """The same on a cluster whose constants were fitted without a source."""
-    return replace(measured_run, cluster=_without(measured_run.cluster, origin_of_source(source)))
+def use_constants_without_source(run: MeasuredRun, source: str) -> MeasuredRun:
+    """Return a measured run on a cluster whose constants were fitted without a source."""
+    return replace(run, cluster=_refit_cluster(run.cluster, origin_of_source(source)))
 
 
 @lru_cache(maxsize=4096)
-def _without(cluster: Cluster, source: str) -> Cluster:
+def _refit_cluster(cluster: Cluster, without: str) -> Cluster:
+    """Return a cluster with the constants that were fitted without a source, or the cluster if they are the same."""
     generation = cluster.device.generation
-    constants, own = load_constants(generation, source), load_constants(generation)
-    return cluster if constants == own else replace_constants(cluster, constants)
+    constants, full_fit = load_constants(generation, without), load_constants(generation)
+    return cluster if constants == full_fit else replace_constants(cluster, constants)
 
 
 def replace_constants(cluster: Cluster, constants: Constants) -> Cluster:
-    """The cluster with these constants in place of its generation's."""
+    """Return a cluster with these constants in place of those of its generation."""
     return replace(cluster, calibration=Calibration(**asdict(constants)))
 
 
-def compute_residual(measured_run: MeasuredRun, flops_a_token: float | None = None) -> Residual:
-    """One reading beside its prediction, with its source's FLOPs a token where it also prints the run's
-    tokens, else those of the closed form.
+def compute_residual(run: MeasuredRun, flops_per_token: float | None = None) -> Residual:
+    """Return one measurement with its prediction and error.
+
+    Args:
+        run: The measured run.
+        flops_per_token: FLOPs per token of a source that prints both tokens and FLOPs; None takes the closed form.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
         NoPeakError: The device has no rate in the run's dtype.
         RefusedError: No device can have run so fast, or nobody trains so slowly.
     """
-    if measured_run.unstated:
-        # What is published is tuned: of the rows that state both, the fastest that fits is the one.
-        every = [
-            (compute_residual(one, flops_a_token), one) for one in measured_run.candidate_runs()
-        ]
-        fitting = [found for found, one in every if _fits(one)] or [found for found, _ in every]
-        chosen = min(
-            fitting, key=lambda found: _seconds(found.measured_run.spec, measured_run.cluster)
-        )
-        ends = sorted(found.predicted for found in fitting)
-        return replace(chosen, unstated=measured_run.unstated, ranged=(ends[0], ends[-1]))
-    measurement, spec, cluster = measured_run.measurement, measured_run.spec, measured_run.cluster
+    if run.unstated:
+        return _residual_of_fastest(run, flops_per_token)
+    measurement, spec, cluster = run.measurement, run.spec, run.cluster
     metric, value = measurement.metric, measurement.value
     if "memory" in metric:
-        predicted = _memory(spec, cluster, metric)
-        return Residual(measured_run, predicted, predicted / value - 1)
+        predicted = _predict_memory_figure(spec, cluster, metric)
+        return Residual(run, predicted, predicted / value - 1)
     if metric == "matmul_tflops":
         predicted = compute_device_rates(cluster, spec.dtype).flops / 1e12
-        return Residual(measured_run, predicted, value / predicted - 1)
-    predicted, measured = (seconds := _seconds(spec, cluster)), value
+        return Residual(run, predicted, value / predicted - 1)
+    seconds = _seconds_per_iteration(spec, cluster)
+    predicted, measured_seconds = seconds, value
     if metric != "step_time_s":
-        predicted = _rate(measured_run, seconds, flops_a_token)
-        measured = seconds * predicted / value
+        predicted = _predict_rate(run, seconds, flops_per_token)
+        measured_seconds = seconds * predicted / value
+    _refuse_impossible_rate(spec, cluster, measured_seconds)
+    return Residual(run, predicted, seconds / measured_seconds - 1, seconds)
+
+
+def _residual_of_fastest(run: MeasuredRun, flops_per_token: float | None) -> Residual:
+    """Return the residual of the fastest run that fits, over all values of the sizes that a source leaves out.
+
+    Published runs are tuned: where sources state these sizes, they are those of the fastest run that fits. If no run
+    fits, all of them count.
+    """
+    candidates = [
+        (compute_residual(candidate, flops_per_token), candidate)
+        for candidate in run.candidate_runs()
+    ]
+    fitting = [residual for residual, candidate in candidates if _fits(candidate)]
+    residuals = fitting or [residual for residual, _ in candidates]
+    fastest = min(
+        residuals, key=lambda item: _seconds_per_iteration(item.measured_run.spec, run.cluster)
+    )
+    predictions = sorted(residual.predicted for residual in residuals)
+    return replace(fastest, unstated=run.unstated, ranged=(predictions[0], predictions[-1]))
+
+
+def _refuse_impossible_rate(spec: RunSpec, cluster: Cluster, seconds: float) -> None:
+    """Raise an error if a run of `seconds` per iteration exceeds the device's peak, or is far too slow.
+
+    Raises:
+        RefusedError: It does or is. CPU cores have no datasheet, so their runs are never refused.
+    """
+    if cluster.device.key == "cpu":
+        return
     peak = cluster.devices * max(cluster.device.peak_tflops.values()) * 1e12
-    used = model_flops(spec.shape, spec.batch.global_batch_size) / peak / max(measured, 1e-30)
-    # CPU cores have no datasheet, so that their peak bounds nothing.
-    if cluster.device.key != "cpu" and not _LEAST_USE < used <= 1:
-        raise RefusedError(f"its value would be {used:.3g} of the peak of {cluster.device.name}")
-    return Residual(measured_run, predicted, seconds / measured - 1, seconds)
+    flops = model_flops(spec.shape, spec.batch.global_batch_size)
+    fraction = flops / peak / max(seconds, 1e-30)
+    if not _LEAST_MFU < fraction <= 1:
+        raise RefusedError(
+            f"its value would be {fraction:.3g} of the peak of {cluster.device.name}"
+        )
 
 
-def _fits(measured_run: MeasuredRun) -> bool:
-    memory = find_peak_rank(measured_run.spec)[1]
-    return leaves_reserve(measured_run.spec, memory, measured_run.cluster)
+def _fits(run: MeasuredRun) -> bool:
+    """Return True if a run leaves the reserve of its device free."""
+    memory = find_peak_rank(run.spec)[1]
+    return leaves_reserve(run.spec, memory, run.cluster)
 
 
-def _rate(measured_run: MeasuredRun, seconds: float, flops_a_token: float | None) -> float:
-    """Tokens, FLOP or the share of peak, a second and device."""
-    measurement, spec, cluster = measured_run.measurement, measured_run.spec, measured_run.cluster
+def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | None) -> float:
+    """Return the predicted rate per device in a measurement's unit: tokens/s, TFLOP/s, or percent of the peak.
+
+    None as FLOPs per token counts them as the source does.
+    """
+    measurement, spec, cluster = run.measurement, run.spec, run.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
     if measurement.metric == "tokens_per_s_per_gpu":
         return tokens
-    of_hardware = measurement.metric == "hardware_tflops_per_gpu"
-    if flops_a_token is None or of_hardware:  # What a source prints beside tokens is the model's.
+    is_hardware_flops = measurement.metric == "hardware_tflops_per_gpu"
+    # The FLOPs that a source prints beside tokens are the model's, without recomputation.
+    if flops_per_token is None or is_hardware_flops:
         counts = set((measurement.counts or source_facts(measurement)["counts"]).split())
-        if of_hardware:
+        if is_hardware_flops:
             counts.add(WITH_RECOMPUTE)
-        flops_a_token = flops_by_convention(spec, counts)
+        flops_per_token = flops_by_convention(spec, counts)
     if measurement.metric == "mfu_percent":
-        return 100 * tokens * flops_a_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
-    return tokens * flops_a_token / 1e12
+        return 100 * tokens * flops_per_token / (cluster.device.peak_flops(spec.dtype) or 1.0)
+    return tokens * flops_per_token / 1e12
 
 
 @lru_cache(maxsize=4096)
 def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
-    """Of the rank that a metric is read on: Megatron logs the last one's bytes, others the fullest's."""
+    """Return the memory of the rank on which a metric is read.
+
+    Megatron logs the bytes of the last rank; other metrics are those of the rank with the peak memory.
+    """
     if metric.endswith("_bytes"):
         return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
     return find_peak_rank(spec)[1]
 
 
-def _memory(spec: RunSpec, cluster: Cluster, metric: str) -> float:
+def _predict_memory_figure(spec: RunSpec, cluster: Cluster, metric: str) -> float:
+    """Return the predicted memory in the unit of a metric: bytes, GiB or GB."""
     execution, generation = cluster.execution, cluster.device.generation
-    grouped = bool(spec.shape.experts) and execution.grouped_experts
-    workspaces = workspace_bytes(generation, execution.deterministic, grouped)
-    held, split = predicted_memory(spec, metric), spec.parallelism
-    kept = placeholder_bytes(spec, split.pipeline - 1)
+    has_grouped_experts = bool(spec.shape.experts) and execution.grouped_experts
+    workspaces = workspace_bytes(generation, execution.deterministic, has_grouped_experts)
+    memory, split = predicted_memory(spec, metric), spec.parallelism
+    placeholders = placeholder_bytes(spec, split.pipeline - 1)
     if execution.unfused_gradients:
-        held, kept = replace(held, temporaries=held.temporaries - kept), 0
+        memory = replace(memory, temporaries=memory.temporaries - placeholders)
+        placeholders = 0
     if metric == "memory_allocated_bytes":
-        # Each virtual stage still has its last input when the iteration is logged
-        # (`transformer_block.py: set_input_tensor`), and that input its gradient.
+        # When Megatron logs an iteration, each virtual stage still has its last input
+        # (`transformer_block.py: set_input_tensor`) with its gradient.
         inputs = 2 * (split.virtual_stages - 1) * residual_bytes(spec)
-        messages = held.communication + inputs if split.pipeline > 1 else 0
-        return held.state + messages + kept + workspaces
+        messages = memory.communication + inputs if split.pipeline > 1 else 0
+        return memory.state + messages + placeholders + workspaces
     if metric == "peak_memory_allocated_bytes":
-        return held.live + workspaces
+        return memory.live + workspaces
     if metric == "peak_memory_gib":
-        return (held.live + workspaces) / GIB
-    return held.total / 1e9
+        return (memory.live + workspaces) / GIB
+    return memory.total / 1e9
 
 
 @lru_cache(maxsize=4096)
-def _seconds(spec: RunSpec, cluster: Cluster) -> float:
+def _seconds_per_iteration(spec: RunSpec, cluster: Cluster) -> float:
+    """Return the predicted seconds per iteration."""
     return iteration_seconds(spec, cluster).total
 
 
-def _stated_flops(readings: Iterable[PublishedMeasurement]) -> dict[tuple[object, ...], float]:
-    """FLOPs a token of runs whose rate is printed both in FLOPs and in tokens or steps."""
+def _stated_flops_per_token(
+    measurements: Iterable[PublishedMeasurement],
+) -> dict[tuple[object, ...], float]:
+    """Return the FLOPs per token of runs whose rate is published both in FLOPs and in tokens or steps, by run."""
     tokens: dict[tuple[object, ...], float] = {}
     flops: dict[tuple[object, ...], float] = {}
-    for measurement in readings:
-        if measurement.metric == "tokens_per_s_per_gpu":
-            tokens[_run(measurement)] = measurement.value
-        elif (
-            measurement.metric == "step_time_s"
-            and measurement.gbs
-            and measurement.seq
-            and measurement.gpus
-        ):
-            tokens[_run(measurement)] = (
-                measurement.gbs * measurement.seq / measurement.value / measurement.gpus
-            )
-        elif measurement.metric == "model_tflops_per_gpu":
-            flops[_run(measurement)] = 1e12 * measurement.value
+    for item in measurements:
+        run = _run_key(item)
+        if item.metric == "tokens_per_s_per_gpu":
+            tokens[run] = item.value
+        elif item.metric == "step_time_s" and item.gbs and item.seq and item.gpus:
+            tokens[run] = item.gbs * item.seq / item.value / item.gpus
+        elif item.metric == "model_tflops_per_gpu":
+            flops[run] = 1e12 * item.value
     return {run: flops[run] / tokens[run] for run in flops.keys() & tokens.keys()}
 
 
-def _run(measurement: PublishedMeasurement) -> tuple[object, ...]:
-    """What two figures of one run have in common."""
-    layout = (
+def _run_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
+    """Return what two figures of one run have in common."""
+    origin = (measurement.source, measurement.where, measurement.notes)
+    job = (measurement.model, measurement.gpu, measurement.gpus)
+    degrees = (
         measurement.tp,
         measurement.pp,
         measurement.vpp,
@@ -249,12 +287,4 @@ def _run(measurement: PublishedMeasurement) -> tuple[object, ...]:
         measurement.ep,
     )
     batch = (measurement.mbs, measurement.gbs, measurement.seq, measurement.dtype)
-    what = (
-        measurement.source,
-        measurement.where,
-        measurement.model,
-        measurement.gpu,
-        measurement.gpus,
-        measurement.notes,
-    )
-    return (*what, *layout, *batch)
+    return (*origin, *job, *degrees, *batch)

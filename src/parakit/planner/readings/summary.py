@@ -1,4 +1,4 @@
-"""Residuals in figures: by source, by GPU, the worst and why, what was refused."""
+"""Errors of predictions in figures: by source, GPU and kind of run, the largest errors, and what was refused."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ MEMORY, TIME = "memory", "time"
 
 @dataclass(frozen=True)
 class ErrorGroup:
-    """Errors of the readings that have something in common."""
+    """Errors of the measurements of one source, GPU or kind of run."""
 
     name: str
     metric: str
-    """As in the file; several metrics are joined by `+`."""
+    """Metric as in the file; several metrics are joined by `+`."""
     readings: int
+    """Number of measurements, predicted or not."""
     errors: tuple[float, ...]
-    """Of those predicted."""
+    """Errors of the predicted measurements."""
 
     @property
     def figures(self) -> dict[str, float]:
-        """Of the errors' sizes; the median's sign shows the bias. Empty where nothing is predicted."""
+        """Mean, median, 90th percentile and fractions of the errors' sizes, and the median with its sign, by name.
+
+        The result is empty if nothing is predicted.
+        """
         sizes = sorted(map(abs, self.errors))
         if not sizes:
             return {}
@@ -51,29 +55,32 @@ class ErrorGroup:
 
 
 def metric_kind(metric: str) -> str:
-    """Time or memory."""
+    """Return `MEMORY` for a metric of memory, else `TIME`."""
     return MEMORY if "memory" in metric else TIME
 
 
 def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
-    """A group for each source; memory is a group of its own where the source also has times, and so is
-    what is predicted without a fact that the source does not state."""
+    """Return a group per source.
+
+    Memory is a group of its own if the source also has times. Measurements with an unstated size are a group too.
+    """
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
         kinds[item.measurement.source].add(metric_kind(item.measurement.metric))
 
     def name(residual: Residual) -> str:
+        """Return the name of a measurement's group."""
         source, kind = residual.measurement.source, metric_kind(residual.measurement.metric)
         if residual.unstated:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
 
-    return _groups(residuals.predicted, name, residuals.refused)
+    return _build_groups(residuals.predicted, name, residuals.refused)
 
 
 def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
-    """A group for each device, times and memory apart."""
-    return _groups(
+    """Return two groups per device, one of times and one of memory."""
+    return _build_groups(
         residuals.predicted,
         lambda item: (
             f"{item.measured_run.cluster.device.name}, {metric_kind(item.measurement.metric)}"
@@ -82,9 +89,12 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
 
 
 def group_by_kind(residuals: Residuals) -> list[ErrorGroup]:
-    """A group for each kind of run that the README names, times in seconds or tokens and bytes."""
-    found = _groups(filter(_kind_of_run, residuals.predicted), _kind_of_run)
-    groups = {group.name: group for group in found}
+    """Return a group per kind of run that the README names, in the README's order.
+
+    Times count where they are published in seconds or tokens, and memory where it is published in bytes.
+    """
+    with_kind = filter(_kind_of_run, residuals.predicted)
+    groups = {group.name: group for group in _build_groups(with_kind, _kind_of_run)}
     return [groups[kind] for kind in _KINDS if kind in groups]
 
 
@@ -111,8 +121,8 @@ _KINDS: dict[str, tuple[str, ...]] = {
         f"Zero Bubble (arXiv:2401.10241) Table {number}" for number in (4, 6)
     ),
 }
-"""In the README's order, with sources of one kind alone; of Megatron's tests the metrics."""
-_KIND_OF = {known: kind for kind, found in _KINDS.items() for known in found}
+"""Sources that have one kind of run alone, by kind, in the README's order; for Megatron's tests the metrics."""
+_KIND_BY_SOURCE = {source: kind for kind, sources in _KINDS.items() for source in sources}
 _NOT_FITTED = ("", "vTrain 2-8", "MLPerf, dense", "Zero Bubble, 8-32 A100")
 _TESTS = "NVIDIA/Megatron-LM golden values"
 _RECIPES = ("NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/dgxc-benchmarking")
@@ -121,192 +131,220 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
 def _kind_of_run(item: Residual) -> str:
-    """Empty where the README names none."""
+    """Return the kind of run of a measurement; empty if the README names none."""
     measurement = item.measurement
-    of_tests = measurement.source == _TESTS
-    if measurement.metric not in _DIRECT and not of_tests:
+    is_test = measurement.source == _TESTS
+    if measurement.metric not in _DIRECT and not is_test:
         return ""
     if measurement.source not in _RECIPES:
-        return _KIND_OF.get(measurement.metric if of_tests else measurement.source, "")
+        return _KIND_BY_SOURCE.get(measurement.metric if is_test else measurement.source, "")
     device, spec = item.measured_run.cluster.device, item.measured_run.spec
-    hopper = device.generation == "hopper"
+    is_hopper = device.generation == "hopper"
     if spec.shape.blocks:
         return "layers of several kinds"
     if spec.shape.experts:
-        return "MoE, H100" if hopper else "MoE, Blackwell"
-    if hopper:
+        return "MoE, H100" if is_hopper else "MoE, Blackwell"
+    if is_hopper:
         return "H100 FP8 recipes" if spec.fp8_recipe else "H100 BF16 recipes"
     return "B300, GB300 dense" if "B300" in device.name else "B200, GB200 dense"
 
 
 def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
-    """Of the kinds that constants are fitted to: the third that fits do not use, and the others."""
+    """Return two groups of the kinds to which constants are fitted: held out of the fit, and used by the fit."""
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
-    names = ("the other two thirds", "kept back from the fit")
-    return _groups(fitted, lambda item: names[item.measurement.is_held_out])
+    used, held_out = "the other two thirds", "held out of the fit"
+    return _build_groups(fitted, lambda item: held_out if item.measurement.is_held_out else used)
 
 
 def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
-    """Those that are missed most."""
+    """Return the `count` measurements with the largest errors, largest first."""
     return sorted(residuals.predicted, key=lambda item: -abs(item.error))[:count]
 
 
 def describe_largest_parts(residual: Residual) -> str:
-    """The largest parts of a predicted time, or of a predicted memory."""
+    """Return the three largest parts of a predicted time or memory with their fractions; empty for single products."""
     measurement = residual.measurement
     if measurement.metric == "matmul_tflops":
         return ""
     spec, cluster = residual.measured_run.spec, residual.measured_run.cluster
     if metric_kind(measurement.metric) == MEMORY:
-        held = predicted_memory(spec, measurement.metric)
+        memory = predicted_memory(spec, measurement.metric)
         live = (name for name in COMPONENTS if name != "allocator")
-        parts = {name: getattr(held, name) / held.live for name in live}
+        parts = {name: getattr(memory, name) / memory.live for name in live}
     else:
         seconds = iteration_seconds(spec, cluster)
         parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest)
+    return ", ".join(f"{name.replace('_', ' ')} {fraction:.0%}" for name, fraction in largest)
 
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """Readings that differ in strategy alone, and the one that the planner would take."""
+    """Measurements that differ in strategy alone, and the one that the planner would take."""
 
     readings: int
+    """Number of measurements."""
     chosen: Residual
     regret: float
-    """Time lost by it over the fastest that was measured, as a share."""
-    apart: tuple[float, ...] = ()
-    """Of each strategy that was measured more than once, the slowest over the fastest time, less 1: no
-    choice can be known better than that."""
+    """Measured time of the chosen strategy over that of the fastest one, less 1."""
+    repeat_spreads: tuple[float, ...] = ()
+    """Slowest over fastest time, less 1, of each strategy that was measured more than once. No choice can be judged
+    more precisely than that."""
 
     @property
     def decidable(self) -> bool:
-        """Whether the readings can tell the strategies apart: what repeats of one strategy of the group
-        lie apart is less than the loss, no strategy was repeated, or nothing is lost."""
-        return not 0 < self.regret <= max(self.apart, default=0.0)
+        """True if the measurements can judge the choice.
+
+        They cannot if the regret is above 0 and at most as large as the differences of repeated measurements.
+        """
+        return not 0 < self.regret <= max(self.repeat_spreads, default=0.0)
 
 
 def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> list[StrategyChoice]:
-    """Every group of two or more strategies of one model, batch, device and source, and, unless it may
-    lie `across_releases`, of one release of a container; what was measured more than once counts with
-    its median."""
+    """Return the planner's choice in every group of two or more strategies of one job.
+
+    Measurements are of one job if they have the same source, model, devices, batch, recomputation and software. If
+    `across_releases` is True, the release of the container may differ. A strategy that was measured more than once
+    counts with its median.
+    """
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
-        measurement, spec = item.measurement, item.measured_run.spec
-        if item.seconds is None or measurement.metric in _DERIVED:
-            continue
-        # Readings of other software differ in more than strategy: another variant, trainer or release.
-        variant, *others = measurement.notes.split(";")
-        facts = source_facts(measurement)
-        software = [variant, facts.get("trainer", "")]
-        software += [part for part in others if "not Megatron" in part]
-        if not across_releases:
-            software.append(str(container_release(measurement, facts)))
-        batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.fp8_recipe)
-        what = (
-            measurement.source,
-            measurement.model,
-            measurement.gpu,
-            measurement.gpus,
-            " ".join(software),
-        )
-        groups[*what, *batch, spec.recompute].append(item)
-    found = []
+        if item.seconds is not None and item.measurement.metric not in _DERIVED:
+            groups[_job_key(item, across_releases)].append(item)
+    choices = []
     for items in groups.values():
-        times: dict[RunSpec, list[float]] = defaultdict(list)
-        for item in items:
-            times[item.measured_run.spec].append(item.published_seconds)
-        if len(times) < 2:
-            continue
-        seconds = {item.measured_run.spec: item.seconds or 0.0 for item in items}
-        spec = choose_preferred(seconds, lambda spec: find_peak_rank(spec)[1].total)
-        chosen = next(item for item in items if item.measured_run.spec == spec)
-        medians = {spec: statistics.median(measured) for spec, measured in times.items()}
-        regret = medians[spec] / min(medians.values()) - 1
-        apart = (max(measured) / min(measured) - 1 for measured in times.values() if measured[1:])
-        found.append(StrategyChoice(len(items), chosen, regret, tuple(apart)))
-    return found
+        choice = _evaluate_group(items)
+        if choice is not None:
+            choices.append(choice)
+    return choices
 
 
-def format_signed_percent(share: float | None) -> str:
-    """A share of 1 with its sign."""
-    return DASH if share is None else f"{share:+.1%}"
+def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
+    """Return what is equal in measurements of one job that differ in strategy alone."""
+    measurement, spec = item.measurement, item.measured_run.spec
+    # The notes begin with the variant. Later parts may name another trainer.
+    variant, *notes = measurement.notes.split(";")
+    facts = source_facts(measurement)
+    software = [variant, facts.get("trainer", "")]
+    software += [note for note in notes if "not Megatron" in note]
+    if not across_releases:
+        software.append(str(container_release(measurement, facts)))
+    devices = (measurement.gpu, measurement.gpus)
+    batch = (spec.shape, spec.batch.global_batch_size, spec.dtype, spec.fp8_recipe)
+    job = (measurement.source, measurement.model, *devices, " ".join(software))
+    return (*job, *batch, spec.recompute)
 
 
-def _whole(share: float | None) -> str:
-    return DASH if share is None else f"{share:.0%}"
+def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
+    """Return the planner's choice among measurements of one job; None if they have one strategy alone."""
+    times: dict[RunSpec, list[float]] = defaultdict(list)
+    for item in items:
+        times[item.measured_run.spec].append(item.published_seconds)
+    if len(times) < 2:
+        return None
+    predicted = {item.measured_run.spec: item.seconds or 0.0 for item in items}
+    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1].total)
+    chosen = next(item for item in items if item.measured_run.spec == preferred)
+    medians = {spec: statistics.median(measured) for spec, measured in times.items()}
+    regret = medians[preferred] / min(medians.values()) - 1
+    spreads = [
+        max(measured) / min(measured) - 1 for measured in times.values() if len(measured) > 1
+    ]
+    return StrategyChoice(len(items), chosen, regret, tuple(spreads))
 
 
-def _errors(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorGroup]:
+def format_signed_percent(fraction: float | None) -> str:
+    """Return a fraction as a percentage with its sign, or a dash for None."""
+    return DASH if fraction is None else f"{fraction:+.1%}"
+
+
+def _format_full_percent(fraction: float | None) -> str:
+    """Return a fraction as a percentage without decimals, or a dash for None."""
+    return DASH if fraction is None else f"{fraction:.0%}"
+
+
+def _build_error_column(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorGroup]:
+    """Return a column with one figure of error groups."""
     return Column(name, lambda group: group.figures.get(figure), text)
 
 
 ERROR_COLUMNS = (
-    _errors("median |error|", "median_abs_error", percent),
-    _errors("mean |error|", "mean_abs_error", percent),
-    _errors("median error", "median_error", format_signed_percent),
-    _errors("p90 |error|", "p90_abs_error", percent),
-    _errors("within 10%", "within_10%", _whole),
-    _errors("within 15%", "within_15%", _whole),
+    _build_error_column("median |error|", "median_abs_error", percent),
+    _build_error_column("mean |error|", "mean_abs_error", percent),
+    _build_error_column("median error", "median_error", format_signed_percent),
+    _build_error_column("p90 |error|", "p90_abs_error", percent),
+    _build_error_column("within 10%", "within_10%", _format_full_percent),
+    _build_error_column("within 15%", "within_15%", _format_full_percent),
 )
-"""How far a group is predicted off."""
+"""Columns with the errors of a group."""
 
 
 def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
-    """Source, reason and lines of what is not predicted, most lines first."""
+    """Return source, reason and lines of rows that are not predicted, most lines first."""
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for item in refused:
         lines[item.source, item.reason].append(item.line)
     ordered = sorted(lines.items(), key=lambda item: -len(item[1]))
-    return [(source, reason, found) for (source, reason), found in ordered]
+    return [(source, reason, numbers) for (source, reason), numbers in ordered]
 
 
 def collect_errors(residuals: Residuals) -> PredictionErrors:
-    """Of all times and all memory."""
-    return PredictionErrors.of(drop_matrix_products(residuals))
+    """Return the errors of all predicted times and memory."""
+    return PredictionErrors.collect(drop_matrix_products(residuals))
 
 
 def drop_matrix_products(residuals: Residuals) -> list[Residual]:
-    """All but single matrix products."""
+    """Return the predicted measurements without those of single matrix products."""
     return [item for item in residuals.predicted if item.measurement.metric != "matmul_tflops"]
 
 
 def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[IntervalCoverage]:
-    """What intervals cover, of the kinds of `by_kind`, of all times and of all memory."""
-    found = []
+    """Return how often intervals hold their measurement, per kind of run, for all times and for all memory."""
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in drop_matrix_products(residuals):
-        for name in filter(
-            None, (_kind_of_run(item), f"all {metric_kind(item.measurement.metric)}")
-        ):
-            members[name].append(item)
-    for name in filter(members.__contains__, (*_KINDS, f"all {TIME}", f"all {MEMORY}")):
-        own, others = (
-            {
-                level: statistics.mean(errors.covers(i, level, elsewhere) for i in members[name])
-                for level in LEVELS
-            }
-            for elsewhere in (False, True)
-        )
-        found.append(IntervalCoverage(name, len(members[name]), own, others))
-    return found
+        kind = _kind_of_run(item)
+        if kind:
+            members[kind].append(item)
+        members[f"all {metric_kind(item.measurement.metric)}"].append(item)
+    coverages = []
+    for name in (*_KINDS, f"all {TIME}", f"all {MEMORY}"):
+        if name in members:
+            items = members[name]
+            shares = _compute_coverage(items, errors, elsewhere=False)
+            elsewhere = _compute_coverage(items, errors, elsewhere=True)
+            coverages.append(IntervalCoverage(name, len(items), shares, elsewhere))
+    return coverages
+
+
+def _compute_coverage(
+    items: list[Residual], errors: PredictionErrors, elsewhere: bool
+) -> dict[float, float]:
+    """Return the fraction of measurements inside their intervals, by level.
+
+    If `elsewhere` is True, intervals are made from errors of other sources alone.
+    """
+    return {
+        level: statistics.mean(errors.covers(item, level, elsewhere) for item in items)
+        for level in LEVELS
+    }
 
 
 @dataclass(frozen=True)
 class IntervalCoverage:
-    """Of a kind's published figures, the share inside their intervals."""
+    """Fractions of a kind's measurements that lie inside their intervals."""
 
     name: str
     readings: int
+    """Number of measurements."""
     shares: dict[float, float]
-    """By the intervals' level."""
+    """Fractions by the intervals' level."""
     elsewhere: dict[float, float]
-    """Of intervals that other sources alone make."""
+    """Fractions for intervals that are made from errors of other sources alone."""
 
 
-def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
+def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
+    """Return a measurement with prediction, verdict on its memory and intervals as data for JSON."""
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.measurement)["unjudged"]
@@ -325,38 +363,43 @@ def _row(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
     }
 
 
-_SAID = ("mean_abs_error", "median_error", "p90_abs_error")
+_ENCODED_FIGURES = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
 def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, Any]:
-    """The contract of `validate --json`."""
+    """Return the predictions of all measurements as `validate --json` prints them."""
     return {
         "sources": {
             group.name: {
                 "metric": group.metric,
                 "readings": group.readings,
                 "predicted": len(group.errors),
-                **{name: group.figures.get(name) for name in _SAID},
+                **{name: group.figures.get(name) for name in _ENCODED_FIGURES},
             }
             for group in group_by_source(residuals)
         },
-        "rows": [_row(item, errors) for item in residuals.predicted],
+        "rows": [_encode_residual(item, errors) for item in residuals.predicted],
         "refused": [{"line": item.line, "reason": item.reason} for item in residuals.refused],
     }
 
 
-def _groups(
+def _build_groups(
     predicted: Iterable[Residual],
     name: Callable[[Residual], str],
     refused: Iterable[Refusal] = (),
 ) -> list[ErrorGroup]:
-    lacking = Counter(item.source for item in refused)
-    members: dict[str, list[Residual]] = {source: [] for source in lacking}
+    """Return groups of measurements with the same `name`, sorted by name.
+
+    Refused rows count in the group of their source.
+    """
+    num_refused = Counter(item.source for item in refused)
+    members: dict[str, list[Residual]] = {source: [] for source in num_refused}
     for item in predicted:
         members.setdefault(name(item), []).append(item)
     groups = []
     for title, items in sorted(members.items()):
         metrics = dict.fromkeys(item.measurement.metric for item in items)
-        errors, readings = tuple(item.error for item in items), len(items) + lacking[title]
-        groups.append(ErrorGroup(title, "+".join(metrics), readings, errors))
+        errors = tuple(item.error for item in items)
+        num_measurements = len(items) + num_refused[title]
+        groups.append(ErrorGroup(title, "+".join(metrics), num_measurements, errors))
     return groups

@@ -1,7 +1,7 @@
-"""The file of readings: one published figure a line, with its source, strategy and batch.
+"""The file of published measurements: one figure per line, with its source, strategy and batch.
 
-`readings.csv.gz` holds facts from public repositories and papers, collected 2026-11-21 and 23;
-`README.md` says what each column means. A file of one's own has the same columns, compressed or not.
+`readings.csv.gz` holds facts from public repositories and papers, collected on 2026-11-21 and 23; `README.md` says what
+each column means. A file of the user's own measurements has the same columns, compressed or not.
 """
 
 from __future__ import annotations
@@ -19,12 +19,25 @@ from parakit.costs import FLOP_CONVENTIONS
 
 MEASUREMENTS_FILE = Path(__file__).with_name("readings.csv.gz")
 
-_WORDS = ("source", "url_or_path", "model", "gpu", "dtype", "recompute", "metric", "notes")
-_WHOLE = ("layers", "hidden", "heads", "seq", "vocab", "gpus", "tp", "pp", "vpp", "cp", "dp", "ep")
-_BATCH = ("mbs", "gbs")
-COLUMNS = (*_WORDS, *_WHOLE, *_BATCH, "params_b", "value", "ffn")
+_TEXT_COLUMNS = ("source", "url_or_path", "model", "gpu", "dtype", "recompute", "metric", "notes")
+_WHOLE_COLUMNS = (
+    "layers",
+    "hidden",
+    "heads",
+    "seq",
+    "vocab",
+    "gpus",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "dp",
+    "ep",
+)
+_BATCH_COLUMNS = ("mbs", "gbs")
+COLUMNS = (*_TEXT_COLUMNS, *_WHOLE_COLUMNS, *_BATCH_COLUMNS, "params_b", "value", "ffn")
 OWN_COLUMNS = ("flags", "fused")
-"""Columns that a file may lack; `make report` writes them."""
+"""Columns of the user's own measurements, which `make report` writes. Other files may lack them."""
 OPTIONAL_COLUMNS = (*OWN_COLUMNS, "counts")
 
 METRICS = (
@@ -40,25 +53,25 @@ METRICS = (
     "peak_memory_gb",
     "device_memory_gb",
 )
-"""What a figure is; the unit is part of the name."""
+"""Kinds of figures; the unit is part of the name."""
 
-_LONGEST = 18
-"""Digits of a whole number."""
+_MOST_DIGITS = 18
+"""Most digits of a whole number."""
 
-_ADDED = ("added 2026-11-23", "added 2026-11-26")
-"""How the notes of rows end that were added after the constants had been fitted."""
+_ADDED_NOTES = ("added 2026-11-23", "added 2026-11-26")
+"""Ends of the notes of rows that were added after the constants had been fitted."""
 
 
 class MeasurementsError(ValueError):
-    """A file that is no table of measurements; the message names file, row and column."""
+    """Error of a file that is no table of measurements; the message names file, row and column."""
 
 
 @dataclass(frozen=True)
 class PublishedMeasurement:
-    """One published figure; None is what its source does not state."""
+    """One published figure with its run; None stands for what the source does not state."""
 
     line: int
-    """In the file; the header is line 1."""
+    """Line in the file; the header is line 1."""
     source: str
     metric: str
     value: float
@@ -70,7 +83,7 @@ class PublishedMeasurement:
     heads: int | None = None
     ffn: int | None = None
     expert_ffn: int | None = None
-    """Columns of one expert, where the source states those (`1536/expert`)."""
+    """FFN hidden size of one expert, where the source states it (`1536/expert`)."""
     seq: int | None = None
     vocab: int | None = None
     gpu: str = ""
@@ -87,20 +100,21 @@ class PublishedMeasurement:
     recompute: str = ""
     notes: str = ""
     flags: str = ""
-    """Megatron's, all that give the run again: they say more than the other columns."""
+    """Flags of Megatron that describe the run in full; they say more than the other columns."""
     fused: str = ""
-    """The kit's patches of its kernels, as `FUSED=` names them."""
+    """Patches of the kit that fuse kernels, as `FUSED=` names them."""
     counts: str = ""
-    """How its FLOP/s are counted, in words of `src/parakit/costs/flops.py: COUNTS`; empty takes its source's."""
+    """Operations that the figure counts as FLOPs, in words of `src/parakit/costs/flops.py: COUNTS`. If empty, they are
+    those of the source."""
 
     @property
     def is_held_out(self) -> bool:
-        """Whether no fit uses it: one of the third kept back since 2026-11-23, or a row added since.
+        """True if no fit uses the measurement: a third of all since 2026-11-23, and rows that were added since.
 
-        The third by a hash of what ran and not of its figure: all readings of a strategy are on one
-        side. What was added was predicted once before anything was chosen with it in sight.
+        The third is chosen by a hash of the run without its figure, so that all measurements of a strategy are on one
+        side. Added rows were predicted once before any choice was made with them in sight.
         """
-        if self.notes.endswith(_ADDED):
+        if self.notes.endswith(_ADDED_NOTES):
             return True
         degrees = (self.gpus, self.tp, self.pp, self.vpp, self.cp, self.dp, self.ep)
         batch = (self.mbs, self.gbs, self.seq, self.dtype, self.recompute)
@@ -109,7 +123,7 @@ class PublishedMeasurement:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row that is not predicted, and why."""
+    """A row that is not predicted, with the reason."""
 
     line: int
     source: str
@@ -119,32 +133,32 @@ class Refusal:
 def read_measurements(
     path: Path = MEASUREMENTS_FILE,
 ) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
-    """Every row of a file of readings, in order, and those that cannot be read.
+    """Return the measurements of a file in order, and its rows that cannot be read.
 
     Raises:
-        MeasurementsError: It cannot be read, lacks a column, or has no row that can be read.
+        MeasurementsError: The file cannot be read, lacks a column, or has no row that can be read.
     """
-    found: list[PublishedMeasurement] = []
+    measurements: list[PublishedMeasurement] = []
     unreadable: list[Refusal] = []
     for line, row in read_rows(path)[1]:
         try:
-            found.append(_reading(line, row))
+            measurements.append(_parse_row(line, row))
         except MeasurementsError as error:
             unreadable.append(Refusal(line, row["source"].strip(), str(error)))
-    if unreadable and not found:
+    if unreadable and not measurements:
         raise MeasurementsError(f"{path}: {unreadable[0].reason}")
-    if not found:
+    if not measurements:
         raise MeasurementsError(
             f"{path} holds no measurement; add one a line below the names of the columns."
         )
-    return tuple(found), tuple(unreadable)
+    return tuple(measurements), tuple(unreadable)
 
 
 def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """Columns of a file of readings, and its rows by column, each with its line in the file.
+    """Return the columns of a file of measurements, and its rows: line in the file, and cells by column.
 
     Raises:
-        MeasurementsError: It cannot be read, or lacks a column or names one twice.
+        MeasurementsError: The file cannot be read, or lacks a column or names one twice.
     """
     try:
         rows = list(read_csv_rows(read_text(path), path))
@@ -157,9 +171,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
             f"{path}: row 1 lacks {', '.join(missing)}; the first line names the columns, "
             "as in src/parakit/planner/readings/README.md."
         )
-    if twice := [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if columns.count(name) > 1]:
+    known_columns = (*COLUMNS, *OPTIONAL_COLUMNS)
+    repeated = [name for name in known_columns if columns.count(name) > 1]
+    if repeated:
         raise MeasurementsError(
-            f"{path}: row 1 names the column {twice[0]} twice; leave one of them out."
+            f"{path}: row 1 names the column {repeated[0]} twice; leave one of them out."
         )
     blank = dict.fromkeys((*columns, *OPTIONAL_COLUMNS), "")
     return columns, [
@@ -167,52 +183,82 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     ]
 
 
-def _reading(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
-    cells = {name: row[name].strip() for name in (*COLUMNS, *OPTIONAL_COLUMNS)}
+def _parse_row(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
+    """Return the measurement of a row; `line` is the row's line in the file.
 
-    def wrong(column: str, wanted: str) -> MeasurementsError:
-        return MeasurementsError(
-            f"row {line}, column {column}: '{cells[column]:.40}' is not {wanted}; correct the cell, or "
-            "leave it empty where it is not known"
-        )
-
-    def whole(column: str, text: str) -> int | None:
-        if not text:
-            return None
-        text = text.removesuffix(".0")  # As pandas writes whole numbers beside empty cells.
-        if not text.isdecimal() or len(text) > _LONGEST or int(text) < 1:
-            raise wrong(column, "a whole number above 0")
-        return int(text)
-
-    def number(column: str) -> float | None:
-        if not cells[column]:
-            return None
-        with suppress(ValueError):
-            if 0 < (value := float(cells[column])) < math.inf:
-                return value
-        raise wrong(column, "a number above 0")
-
-    if (value := number("value")) is None:
+    Raises:
+        MeasurementsError: A cell cannot be read.
+    """
+    cells = _RowCells(line, {name: row[name].strip() for name in (*COLUMNS, *OPTIONAL_COLUMNS)})
+    value = cells.number("value")
+    if value is None:
         raise MeasurementsError(
             f"row {line}, column value: it is empty; name the figure, or leave the row out"
         )
-    if cells["metric"] not in METRICS:
-        raise wrong("metric", f"one of {', '.join(METRICS)}")
-    ffn, _, of_experts = cells["ffn"].partition("/")
-    columns = whole("ffn", ffn)
-    if unknown := sorted(set(cells["counts"].split()) - set(FLOP_CONVENTIONS)):
-        raise wrong(
+    if cells.texts["metric"] not in METRICS:
+        raise cells.error("metric", f"one of {', '.join(METRICS)}")
+    ffn, _, is_per_expert = cells.texts["ffn"].partition("/")
+    ffn_hidden = cells.whole("ffn", ffn)
+    unknown = sorted(set(cells.texts["counts"].split()) - set(FLOP_CONVENTIONS))
+    if unknown:
+        raise cells.error(
             "counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}"
         )
-    words: Any = {name: cells[name] for name in (*_WORDS, *OPTIONAL_COLUMNS)}
-    wholes: Any = {name: whole(name, cells[name]) for name in (*_WHOLE, *_BATCH)}
+    texts: Any = {name: cells.texts[name] for name in (*_TEXT_COLUMNS, *OPTIONAL_COLUMNS)}
+    numbers: Any = {
+        name: cells.whole(name, cells.texts[name]) for name in (*_WHOLE_COLUMNS, *_BATCH_COLUMNS)
+    }
     return PublishedMeasurement(
         line=line,
-        where=words.pop("url_or_path"),
-        params_b=number("params_b"),
+        where=texts.pop("url_or_path"),
+        params_b=cells.number("params_b"),
         value=value,
-        ffn=None if of_experts else columns,
-        expert_ffn=columns if of_experts else None,
-        **words,
-        **wholes,
+        ffn=None if is_per_expert else ffn_hidden,
+        expert_ffn=ffn_hidden if is_per_expert else None,
+        **texts,
+        **numbers,
     )
+
+
+@dataclass(frozen=True)
+class _RowCells:
+    """Cells of a row by column, and their numbers."""
+
+    line: int
+    texts: Mapping[str, str]
+
+    def error(self, column: str, expected: str) -> MeasurementsError:
+        """Return the error of a cell that is not what is expected."""
+        return MeasurementsError(
+            f"row {self.line}, column {column}: '{self.texts[column]:.40}' is not {expected}; correct the "
+            "cell, or leave it empty where it is not known"
+        )
+
+    def whole(self, column: str, text: str) -> int | None:
+        """Return a whole number above 0, or None for an empty text.
+
+        Raises:
+            MeasurementsError: The text is no such number.
+        """
+        if not text:
+            return None
+        # pandas writes whole numbers beside empty cells with a decimal point.
+        text = text.removesuffix(".0")
+        if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
+            raise self.error(column, "a whole number above 0")
+        return int(text)
+
+    def number(self, column: str) -> float | None:
+        """Return a column's number above 0, or None for an empty cell.
+
+        Raises:
+            MeasurementsError: The cell is no such number.
+        """
+        text = self.texts[column]
+        if not text:
+            return None
+        with suppress(ValueError):
+            value = float(text)
+            if 0 < value < math.inf:
+                return value
+        raise self.error(column, "a number above 0")

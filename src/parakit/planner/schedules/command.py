@@ -1,5 +1,7 @@
-"""`make schedules`: pipeline schedules beside one another, as a table, as data, and above one another on
-one time axis as SVG: who computes what, idle in grey."""
+"""The command `make schedules`: pipeline schedules compared as a table, as JSON, or as an SVG picture.
+
+The picture has one time axis for all schedules and shows which stage computes which micro batch, idle time in grey.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,17 @@ if TYPE_CHECKING:
 
 _FORWARD = ("#4C86C6", "#9CC0E7")
 _BACKWARD = ("#3E9C6B", "#98D3B2")
-"""Dark and light by virtual stage."""
+"""Dark and light colour, for even and odd virtual stages."""
 _IDLE = "#DDDDDD"
 _NARROWEST_LABEL, _NARROW_LABEL = 0.7, 1.2
-"""Percent of the axis."""
+"""Widths of an event, in percent of the time axis, below which its label is left out or small."""
 
 
 def schedules(given: Namespace) -> int:
-    """Simulate, print, draw.
+    """Simulate all schedules, print them as a table or JSON, draw them if SVG= names a file, and return 0.
 
     Raises:
-        ValueError: What cannot be; one sentence.
+        ValueError: A schedule is not possible; the message is one sentence.
     """
     timelines = [
         simulate_schedule(
@@ -54,20 +56,20 @@ def schedules(given: Namespace) -> int:
             transfer=given.transfer,
         )
         for schedule in COMPARED_SCHEDULES
-        # One micro batch is too few for two versions, and enough to see what the others do.
+        # PipeDream-2BW needs as many micro batches as stages for its two weight versions.
         if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
     ]
     if given.json:
         print(json.dumps([_encode_timeline(timeline) for timeline in timelines], indent=2))
     else:
-        _print(timelines)
+        _print_table(timelines)
     if given.svg:
         _draw_all(timelines, given.svg)
     return 0
 
 
 def schedules_arguments(parser: ArgumentParser) -> None:
-    """What no variable says."""
+    """Add the options of `schedules` that no variable of make sets."""
     parser.add_argument("--iterations", type=int, default=2, help="PipeDream fills once over all")
     parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward")
     parser.add_argument("--backward", type=float, default=2.0, help="time of a stage's backward")
@@ -75,7 +77,7 @@ def schedules_arguments(parser: ArgumentParser) -> None:
 
 
 def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
-    """Figures, measured and in closed form."""
+    """Return the figures of a simulated schedule and of its closed form, as data for JSON."""
     measured = measure_schedule(timeline)
     return {
         "schedule": timeline.schedule.paper_name,
@@ -90,10 +92,11 @@ def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
     }
 
 
-def _print(timelines: list[SimulatedSchedule]) -> None:
+def _print_table(timelines: list[SimulatedSchedule]) -> None:
+    """Print a table with a row per schedule."""
     first = timelines[0]
     title = (
-        f"{first.pipeline} stages, {first.microbatches} micro batches an iteration, "
+        f"{first.pipeline} stages, {first.microbatches} micro batches per iteration, "
         f"{plural(first.iterations, 'iteration')}"
     )
     columns = (
@@ -102,9 +105,13 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
         Column[_Measured]("idle", lambda row: row[1].idle_fraction, percent),
         Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
         Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
-        Column[_Measured]("held, by stage", lambda row: _listed(row[1].activations), wraps=True),
-        Column[_Measured]("versions", lambda row: _listed(row[1].weight_versions), wraps=True),
-        Column[_Measured]("staleness", lambda row: _listed(row[1].staleness), wraps=True),
+        Column[_Measured](
+            "stored, by stage", lambda row: _join_numbers(row[1].activations), wraps=True
+        ),
+        Column[_Measured](
+            "versions", lambda row: _join_numbers(row[1].weight_versions), wraps=True
+        ),
+        Column[_Measured]("staleness", lambda row: _join_numbers(row[1].staleness), wraps=True),
     )
     rows = tuple((timeline, measure_schedule(timeline)) for timeline in timelines)
     console = wide_console()
@@ -114,11 +121,13 @@ def _print(timelines: list[SimulatedSchedule]) -> None:
 _Measured = tuple[SimulatedSchedule, ScheduleFigures]
 
 
-def _listed(values: Sequence[float]) -> str:
+def _join_numbers(values: Sequence[float]) -> str:
+    """Return numbers with spaces between."""
     return " ".join(f"{value:g}" for value in values)
 
 
 def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
+    """Write all schedules as an SVG picture, one above another."""
     from matplotlib.patches import Patch
 
     pipeline = timelines[0].pipeline
@@ -127,8 +136,8 @@ def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
     with svg_figure(path, "schedules", 12, height) as figure:
         panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
         for axes, timeline in zip(panels, timelines, strict=True):
-            _draw(axes, timeline, longest)
-        panels[-1].set_xlabel("time, in forward passes of a whole stage")
+            _draw_schedule(axes, timeline, longest)
+        panels[-1].set_xlabel("time, in forward passes of a full stage")
         kinds = {"forward": _FORWARD[0], "backward": _BACKWARD[0]}
         if any(timeline.virtual > 1 for timeline in timelines):
             kinds |= {"forward, odd virtual stage": _FORWARD[1]}
@@ -142,14 +151,17 @@ def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
         )
 
 
-def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
+def _draw_schedule(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
+    """Draw the events of one schedule; `longest` is the end of the time axis."""
     axes.broken_barh([(0, timeline.length)], (-0.42, timeline.pipeline - 1 + 0.84), color=_IDLE)
     for event in timeline.events:
-        odd, long = event.step.chunk % 2, event.end - event.start
-        colour = (_FORWARD if event.step.direction is Pass.FORWARD else _BACKWARD)[odd]
+        is_odd = event.step.chunk % 2 == 1
+        duration = event.end - event.start
+        dark, light = _FORWARD if event.step.direction is Pass.FORWARD else _BACKWARD
+        colour = light if is_odd else dark
         style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
-        axes.broken_barh([(event.start, long)], (event.worker - 0.42, 0.84), **style)
-        width = 100 * long / longest
+        axes.broken_barh([(event.start, duration)], (event.worker - 0.42, 0.84), **style)
+        width = 100 * duration / longest
         if width > _NARROWEST_LABEL:
             # Micro batches are numbered within their iteration.
             number = str(event.step.microbatch % timeline.microbatches + 1)
@@ -159,7 +171,7 @@ def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
                 "va": "center",
             }
             middle = (event.start + event.end) / 2
-            axes.text(middle, event.worker, number, color="black" if odd else "white", **style)
+            axes.text(middle, event.worker, number, color="black" if is_odd else "white", **style)
     axes.set_yticks(range(timeline.pipeline), [f"stage {i}" for i in range(timeline.pipeline)])
     axes.invert_yaxis()
     axes.set_xlim(0, longest)
@@ -169,11 +181,12 @@ def _draw(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
 
 
 def _caption(timeline: SimulatedSchedule) -> str:
+    """Return a schedule's name, idle time, stored activations and weight versions as a title."""
     measured = measure_schedule(timeline)
-    held = max(measured.activations)
+    most_stored = max(measured.activations)
     text = (
         f"{timeline.schedule.paper_name}: idle {100 * measured.idle_fraction:.0f}% of the time, at most "
-        f"{held:g} micro batches held by a stage"
+        f"{most_stored:g} micro batches stored by a stage"
     )
     versions = max(measured.weight_versions)
     if versions > 1:

@@ -1,5 +1,5 @@
-"""Seconds of an iteration, in closed form, on a cluster known by datasheets and a few constants.
+"""Seconds of an iteration in closed form, from datasheets and a few fitted constants.
 
-Takes a `RunSpec`, a `Cluster` and its calibration, gives seconds by component (`iteration`). Search,
-readings and the report import it.
+The input is a `RunSpec` and a `Cluster` with its calibration; the result is seconds by component (`iteration`). The
+search, the published measurements and the report use this package.
 """

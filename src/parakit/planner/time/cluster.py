@@ -1,4 +1,8 @@
-"""A cluster as the planner sees it: equal devices, in nodes, and the rate each group gets."""
+"""A cluster of equal devices in nodes, and the rate of the link that each process group gets.
+
+`Cluster` joins a device, its links and the constants of calibration. `find_route` gives bandwidth and latency of a
+group's calls.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ from parakit.planner.time.execution import Execution
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants measured on the machine itself; None takes the generation's (`Constants`)."""
+    """Constants that were measured on the machine itself; None takes those of the device's generation (`Constants`).
+
+    The names of the fields are the keys of a calibration file.
+    """
 
     matmul: float | None = None
     matmul_fp8: float | None = None
@@ -32,29 +39,30 @@ class Calibration:
     contention: float | None = None
     jitter: float | None = None
     link_latency_seconds: float | None = None
-    """Of one call inside a node, over any ranks; None takes `hop_seconds` a step."""
+    """Latency of one call inside a node, over any number of ranks; None takes `hop_seconds` per step."""
     reduce_scatter_share: float = 1.0
-    """Of the link's rate, which is that of an all-reduce, what a reduce-scatter's bytes move at."""
+    """Rate of a reduce-scatter's bytes, as a fraction of the link's rate, which is that of an all-reduce."""
     all_gather_share: float = 1.0
     all_to_all_share: float = 1.0
     logit_seconds: float | None = None
-    """Of output layer and loss, beside FLOPs, a logit; None counts their kernels' bytes."""
+    """Seconds per logit of output layer and loss, without their FLOPs; None counts the bytes of their kernels."""
     parameter_seconds: float | None = None
-    """Of an update, a parameter: gradient zeroed, added, normed, clipped, Adam; None counts bytes."""
+    """Seconds per parameter of an update: gradient set to zero, added, normed and clipped, and Adam; None counts
+    bytes."""
     tensor_seconds: float = 0.0
-    """Of the host for an update, a tensor."""
+    """Seconds of the host per tensor of an update."""
     gradient_seconds: float = 0.0
-    """Of a weight's gradient in a micro batch, an element, where no kernel adds it to the others."""
+    """Seconds per element of a weight's gradient and micro batch, where no kernel adds it to earlier micro batches'."""
     iteration_host_seconds: float | None = None
-    """Of the host for an iteration, beside layers: data, schedule, log; None takes a GPU's usual."""
+    """Seconds of the host per iteration without its layers: data, schedule, log; None takes a GPU's usual time."""
     launch_beside_work: bool = True
-    """Whether the host launches kernels while the device works; on CPU ranks they are the same core."""
+    """True if the host launches kernels while the device computes; on CPU ranks both are the same core."""
     made_with: str = ""
-    """Devices, threads and versions that it was measured with; with others it is measured again."""
+    """Devices, threads and versions of the calibration. With other ones the machine is calibrated once more."""
     source: str = "fitted to published measurements of this generation of devices (src/parakit/planner/README.md)"
 
     def link_fraction(self, operation: Operation) -> float:
-        """Of the link's rate, what a collective's bytes move at inside a node."""
+        """Return the rate of a collective's bytes inside a node, as a fraction of the link's rate."""
         if operation is Operation.REDUCE_SCATTER:
             return self.reduce_scatter_share
         if operation is Operation.ALL_GATHER:
@@ -64,7 +72,7 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """`devices` equal devices, `per_node` of them in each node; compared by identity."""
+    """`devices` equal devices with `per_node` of them in each node. Clusters compare by identity."""
 
     device: Device
     devices: int
@@ -74,83 +82,87 @@ class Cluster:
     calibration: Calibration = field(default_factory=Calibration)
     execution: Execution = field(default_factory=Execution)
     cores: int | None = None
-    """That CPU ranks share; None where each has a device of its own."""
+    """Cores that CPU ranks share; None where each rank has a device of its own."""
     nics: int = 0
-    """Ports of a node, which its devices share; 0 is one a device."""
+    """Network ports per node, which the node's devices share; 0 is one port per device."""
     oversubscription: float = 1.0
-    """What all ports of a switch bring in for what its uplinks take away (Al-Fares et al., SIGCOMM 2008,
-    section 2.1.2). All devices send at once, so between nodes each has its port's rate over this."""
+    """Bandwidth into a switch over that of its uplinks (Al-Fares et al., SIGCOMM 2008, section 2.1.2). All devices send
+    at once, so between nodes each device has its port's rate divided by this number."""
 
     @cached_property
     def constants(self) -> Constants:
-        """The generation's, but for those that were measured."""
+        """Constants of the device's generation, but for those that were measured."""
         measured = {name: getattr(self.calibration, name) for name in CONSTANT_NAMES}
         known = {name: value for name, value in measured.items() if value is not None}
         return replace(load_constants(self.device.generation), **known)
 
     @property
     def core_fraction(self) -> float:
-        """Of a core, what each rank has while all of them compute."""
+        """Fraction of a core per rank while all ranks compute; 1 for GPUs."""
         return 1.0 if self.cores is None else min(1.0, self.cores / self.devices)
 
     @property
     def nodes(self) -> int:
-        """Nodes that the devices fill."""
+        """Number of nodes that the devices fill."""
         return -(-self.devices // self.per_node)
 
     @property
     def network(self) -> str:
-        """What joins nodes, in a few words, with what was assumed of it."""
-        own = "one port a GPU unless NICS= says so"
-        ports = f"{plural(self.nics, 'port')} a node" if self.nics else own
-        return f"{self.inter.key} between them with {ports}"
+        """Phrase for the network between nodes and its ports, such as `ib-400g between nodes with 4 ports per node`."""
+        assumed = "one port per GPU unless NICS= says so"
+        ports = f"{plural(self.nics, 'port')} per node" if self.nics else assumed
+        return f"{self.inter.key} between nodes with {ports}"
 
 
 @dataclass(frozen=True)
 class Route:
-    """The link that one rank's calls in a group use."""
+    """Bandwidth and latency of the link that one rank's calls in a process group use."""
 
     bytes_per_second: float
     pairwise_bytes_per_second: float
-    """Where each rank sends to every other (all-to-all) instead of to its neighbours."""
+    """Bandwidth where each rank sends to every other rank (all-to-all) instead of to its neighbours."""
     ring_seconds: float
     """Latency of one way around a ring of the group's ranks."""
     tree_seconds: float
-    """Of one way down a tree of them: no call takes longer than the faster algorithm."""
+    """Latency of one way down a tree of the ranks. A call takes the faster of both algorithms."""
     link: str
-    all_reduce_ways: int = 2
-    """Around the ring for an all-reduce; 1 where the latency is that of a whole call."""
+    all_reduce_rounds: int = 2
+    """Ways around the ring for an all-reduce; 1 where the latency is that of a full call."""
 
 
 @lru_cache(maxsize=65536)
 def find_route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
-    """The rate of a group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
+    """Return bandwidth and latency of a process group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
 
-    A group inside a node uses its link. One across nodes shares the node's network ports: a group
-    with k ranks in each node has k of them (one port a device, or its share of the node's), never more
-    than the inner link. All groups together use all ports, so behind an oversubscribed switch each has
-    its share of the uplink.
+    A group inside a node uses the node's link. A group across nodes shares the node's network ports: with k ranks per
+    node it has k ports (one per device, or its share of the node's), but never more bandwidth than the inner link. All
+    groups together use all ports, so behind an oversubscribed switch each group has its share of the uplink.
     """
     stride, ranks = stride_and_ranks(parallelism, group)
-    inside = min(ranks, max(1, cluster.per_node // stride))
-    constants, measured = cluster.constants, cluster.calibration.link_latency_seconds
+    ranks_per_node = min(ranks, max(1, cluster.per_node // stride))
+    constants, measured_latency = cluster.constants, cluster.calibration.link_latency_seconds
     efficiency, intra = constants.link, cluster.intra
-    within = intra.bytes_per_second * efficiency
+    inner_rate = intra.bytes_per_second * efficiency
     hop = constants.hop_seconds or intra.latency_seconds
     if stride * ranks <= cluster.per_node:
+        if measured_latency is not None:
+            latency = measured_latency
+            return Route(inner_rate, inner_rate, latency, latency, intra.key, all_reduce_rounds=1)
         ring, tree = hop * (ranks - 1), hop * ceil(log2(max(2, ranks)))
-        if measured is not None:
-            return Route(within, within, measured, measured, intra.key, all_reduce_ways=1)
-        return Route(within, within, ring, tree, intra.key)
-    single = group in {Group.PIPELINE, Group.EMBEDDING}
-    share = cluster.nics / cluster.per_node if cluster.nics else 1.0
-    port = cluster.inter.bytes_per_second * efficiency * share / cluster.oversubscription
-    rate = min(port * (1 if single else inside), within)
-    nodes = -(-ranks // inside)
-    crossing = (ranks - inside) / max(1, ranks - 1)
-    far = constants.network_hop_seconds or cluster.inter.latency_seconds
-    ring = hop * (ranks - nodes) + far * (nodes - 1)
-    tree = hop * ceil(log2(max(2, inside))) + far * ceil(log2(max(2, nodes)))
-    # What stays in the node and what leaves it move beside each other.
-    pairwise = min(port / crossing, within / max(1e-9, 1 - crossing))
-    return Route(rate, pairwise, ring, tree, cluster.inter.key)
+        return Route(inner_rate, inner_rate, ring, tree, intra.key)
+    uses_one_port = group in {Group.PIPELINE, Group.EMBEDDING}
+    ports_per_device = cluster.nics / cluster.per_node if cluster.nics else 1.0
+    port_rate = (
+        cluster.inter.bytes_per_second * efficiency * ports_per_device / cluster.oversubscription
+    )
+    rate = min(port_rate * (1 if uses_one_port else ranks_per_node), inner_rate)
+    nodes = -(-ranks // ranks_per_node)
+    crossing_fraction = (ranks - ranks_per_node) / max(1, ranks - 1)
+    network_hop = constants.network_hop_seconds or cluster.inter.latency_seconds
+    ring = hop * (ranks - nodes) + network_hop * (nodes - 1)
+    tree = hop * ceil(log2(max(2, ranks_per_node))) + network_hop * ceil(log2(max(2, nodes)))
+    # Bytes that stay in the node and bytes that leave it move concurrently.
+    pairwise_rate = min(
+        port_rate / crossing_fraction, inner_rate / max(1e-9, 1 - crossing_fraction)
+    )
+    return Route(rate, pairwise_rate, ring, tree, cluster.inter.key)

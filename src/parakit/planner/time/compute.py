@@ -1,13 +1,13 @@
-"""Seconds of arithmetic and of memory traffic on one rank, for one micro batch.
+"""Seconds of computation and of memory traffic on one rank, for one micro batch.
 
-A matrix product takes its FLOPs at the achieved rate or its operands' bytes at the achieved memory
-bandwidth, whichever is more; elementwise kernels take their bytes alone. Kernels are Megatron's fused
-ones. Figures that say "measured" are of an H200 (../readings/README.md, "What an H200 showed").
+A matrix product takes the longer of two times: its FLOPs at the achieved rate, and its operands' bytes at the
+achieved memory bandwidth. Elementwise kernels take the time of their bytes. Kernels are Megatron's fused ones.
+Figures that are called "measured" were measured on an H200 (../readings/README.md, "What an H200 showed").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
@@ -27,52 +27,53 @@ from parakit.costs import (
 from parakit.planner.time.rates import DeviceRates
 from parakit.planner.time.traffic import CHUNK, context_bytes, layer_bytes, scores_bytes
 
-_BY_ROW = 1.4
-"""Times that a pass takes which combines a row with a figure of its own (measured: 2.5 TB/s, where an
-exponential reads and writes 4.2)."""
-_FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 * _BY_ROW + 8 + 4 + 8 * _BY_ROW
-"""fp32 passes over the logits in `VocabParallelCrossEntropy`: copy out, maximum, subtract,
-exponential, sum, divide."""
-_BACKWARD_CROSS_ENTROPY_BYTES = 8 * _BY_ROW + 4
+_ROW_REDUCTION_FACTOR = 1.4
+"""Time of a pass that combines each row with a figure of the row, over the time of its bytes alone (measured: 2.5 TB/s,
+where an exponential reads and writes 4.2)."""
+_FORWARD_CROSS_ENTROPY_BYTES = 4 + 4 + 8 * _ROW_REDUCTION_FACTOR + 8 + 4 + 8 * _ROW_REDUCTION_FACTOR
+"""Bytes per logit of the fp32 passes of `VocabParallelCrossEntropy`: copy, maximum, subtract, exponential, sum and
+divide."""
+_BACKWARD_CROSS_ENTROPY_BYTES = 8 * _ROW_REDUCTION_FACTOR + 4
 _FUSED_CROSS_ENTROPY_PASSES = 5
-"""Over the half-precision logits themselves: read for the sum, read and overwritten by their gradient,
-which backward reads and scales (`te_parallel_cross_entropy`, flash-attn's `xentropy`)."""
+"""Passes over the half-precision logits: they are read for the sum, then read and overwritten by their gradient, which
+backward reads and scales (`te_parallel_cross_entropy`, flash-attn's `xentropy`)."""
 _ADAM_BYTES = 28
-"""Read weight, both moments and gradient; write the first three."""
+"""Bytes per parameter of a fused Adam: it reads weight, both moments and gradient, and writes the first three."""
 _TORCH_ADAM_BYTES = 80
-"""PyTorch's own AdamW, a pass over all tensors for each operation (`torch/optim/adam.py:
+"""Bytes per parameter of PyTorch's own AdamW, with a pass over all tensors for each operation (`torch/optim/adam.py:
 _multi_tensor_adam`): decay 8, moments 12, 8 and 12, root and its two corrections 8 each, update 16."""
 _NORM_AND_CLIP_BYTES = 4 + 8
-_MOVED_BYTES = 4
-"""Of an offloaded parameter, its gradient there and its weight back, each in fp32: copies that nothing
-waits for convert on the device (`aten/src/ATen/native/cuda/Copy.cu`)."""
-_DRAWING_SECONDS = 0.2e-9
-"""Of a processor for a random number of a dropout in a kernel that torch.compile wrote (measured: bias,
-dropout and addition of 42 million elements take 153 µs on 132 processors, where the bytes take 85). The
-TorchScript kernels of the years before Hopper were not measured, and count none."""
-_SPLITS = (1, 2, 4)
-"""Parts of the inner dimension that are computed beside each other where a result has few tiles."""
+_OFFLOADED_BYTES = 4
+"""Bytes per offloaded parameter and direction: the gradient goes to the host and the weight comes back in fp32,
+because copies that nothing waits for convert on the device (`aten/src/ATen/native/cuda/Copy.cu`)."""
+_SECONDS_PER_RANDOM_NUMBER = 0.2e-9
+"""Seconds of one processor per random number of dropout, in a kernel that torch.compile wrote (measured: bias, dropout
+and addition of 42 million elements take 153 µs on 132 processors, where the bytes take 85). The TorchScript kernels of
+devices before Hopper were not measured and count as 0."""
+_INNER_SPLITS = (1, 2, 4)
+"""Parts of the inner dimension that a product with few tiles can compute concurrently."""
 _ACCUMULATED_BYTES = 8
-"""A gradient in fp32, read and written (`--gradient-accumulation-fusion`)."""
+"""Bytes per element of a gradient in fp32 that is read and written (`--gradient-accumulation-fusion`)."""
 _PRODUCT_KERNEL_SECONDS = 3e-6
 """Start and end of a product's kernel (measured)."""
 _WIDE_HEAD, _WIDEST_HEAD = 128, 256
-"""On Blackwell cuDNN trains heads up to 128 wide, keys of 192 with values of 128, and since 9.23 heads
-of 256; others go to FlashAttention 2 (Transformer Engine 2.3 to 2.18, `fused_attn.cpp:
-nvte_get_fused_attn_backend`; cudnn-frontend issue 242)."""
-_NARROW_HEAD = 0.4
-_SHORT_SEQUENCE = 720
-"""Keys that a row of scores' start and end are worth (measured, of cuDNN and FlashAttention 2)."""
-_DROPOUT_ATTENTION = 1.5
-"""Each score's random number is drawn inside the kernel, again in backward (measured: 1,858 µs for
-1,232 at a width of 80 and 1,024 keys)."""
-_BACKWARD_ATTENTION = 2.5
-"""Five products in backward for two in forward: the scores are computed again (arXiv:2205.14135)."""
+"""Widths of heads that cuDNN trains on Blackwell: up to 128, keys of 192 with values of 128, and since 9.23 also 256.
+Other heads go to FlashAttention 2 (Transformer Engine 2.3 to 2.18, `fused_attn.cpp: nvte_get_fused_attn_backend`;
+cudnn-frontend issue 242)."""
+_NARROW_HEAD_EXPONENT = 0.4
+"""Exponent with which attention's rate falls on heads narrower than 128."""
+_SHORT_SEQUENCE_KEYS = 720
+"""Keys whose computation takes as long as start and end of a row of scores (measured, cuDNN and FlashAttention 2)."""
+_ATTENTION_DROPOUT_FACTOR = 1.5
+"""Time of attention with dropout over the time without it: the kernel draws a random number per score, and draws it
+once more in backward (measured: 1,858 µs for 1,232 at a width of 80 and 1,024 keys)."""
+_ATTENTION_BACKWARD_FACTOR = 2.5
+"""Products in backward over those in forward, five to two: the scores are recomputed (arXiv:2205.14135)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """One layer, one micro batch; `again` is what of forward backward repeats."""
+    """Computation of one layer and micro batch; `*_recompute` is the part of forward that backward repeats."""
 
     forward_matmul: float
     matmul_recompute: float
@@ -87,173 +88,250 @@ class LayerSeconds:
 
     @property
     def forward(self) -> float:
-        """Of the first pass."""
+        """Seconds of forward, without recomputation."""
         return self.forward_matmul + self.forward_attention + self.forward_memory
 
     @property
     def backward(self) -> float:
-        """Of the second, with what it repeats of the first."""
+        """Seconds of backward, with what is recomputed."""
         gradients = self.input_gradients + self.weight_gradients
-        again = self.matmul_recompute + self.attention_recompute + self.memory_recompute
-        return gradients + again + self.backward_attention + self.backward_memory
+        recompute = self.matmul_recompute + self.attention_recompute + self.memory_recompute
+        return gradients + recompute + self.backward_attention + self.backward_memory
 
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
-    """Times of a layer of one kind; a frozen one computes no gradients of weights."""
-    alone = _without_context(spec.without_cp_comm_type, rate, frozen)
+    """Return the computation times of one layer for one micro batch.
+
+    All layers of `spec` are of one kind. A frozen layer computes no gradients of its weights.
+    """
+    layer = _layer_seconds_without_context(spec.without_cp_comm_type, rate, frozen)
     forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
     if not backward:
-        return alone
-    again = forward if spec.recompute.recomputes("core_attn") else 0.0
+        return layer
+    recompute = forward if spec.recompute.recomputes("core_attn") else 0.0
     return replace(
-        alone,
-        forward_memory=alone.forward_memory + forward,
-        memory_recompute=alone.memory_recompute + again,
-        backward_memory=alone.backward_memory + backward,
+        layer,
+        forward_memory=layer.forward_memory + forward,
+        memory_recompute=layer.memory_recompute + recompute,
+        backward_memory=layer.backward_memory + backward,
     )
 
 
 @lru_cache(maxsize=65536)
-def _without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
-    """Without what context parallelism adds to attention's memory traffic."""
-    moved = layer_bytes(spec, rate)
-    scores_forward, scores_backward = scores_bytes(spec)
-    products = tuple(_products(spec))
-    again = [spec.recompute.recomputes(*p.modules) for p in products]
-    cast_forward, cast_backward = _cast_bytes(products, rate)
-    cast_again, _ = _cast_bytes(compress(products, again), rate)
+def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
+    """Return a layer's times without the memory traffic that context parallelism adds to attention."""
+    products = tuple(_list_products(spec))
+    is_recomputed = [spec.recompute.recomputes(*product.modules) for product in products]
+    has_recomputed_attention = spec.recompute.recomputes("core_attn")
+    matmul = _product_times(spec, rate, products, frozen)
     attention, attention_backward = _attention_seconds(spec, rate)
+    scores_forward, scores_backward = scores_bytes(spec)
     attention += scores_forward / rate.bytes_per_second
-    # Random numbers of both hidden dropouts; backward reads the masks.
+    moved = layer_bytes(spec, rate)
+    cast_forward, cast_backward = _cast_bytes(products, rate)
+    cast_recompute, _ = _cast_bytes(compress(products, is_recomputed), rate)
+    drawing = _dropout_seconds(spec, rate)
+    trained = () if frozen else products
+    num_weights = sum(product.copies * product.inner * product.columns for product in trained)
+    adding = num_weights * _seconds_per_added_gradient(spec, rate)
+    return LayerSeconds(
+        forward_matmul=sum(matmul.forward),
+        matmul_recompute=sum(compress(matmul.forward, is_recomputed)),
+        input_gradients=matmul.input_gradients,
+        weight_gradients=matmul.weight_gradients,
+        forward_attention=attention,
+        attention_recompute=attention if has_recomputed_attention else 0.0,
+        forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
+        memory_recompute=(moved.recompute + cast_recompute) / rate.bytes_per_second
+        + (drawing if spec.recompute.recomputes() else 0.0),
+        backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
+        backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + adding,
+    )
+
+
+class _ProductTimes(NamedTuple):
+    """Seconds of a layer's matrix products."""
+
+    forward: list[float]
+    """Seconds per product, in the products' order."""
+    input_gradients: float
+    weight_gradients: float
+
+
+def _product_times(
+    spec: RunSpec, rate: DeviceRates, products: Sequence[_Product], frozen: bool
+) -> _ProductTimes:
+    """Return the seconds of products in forward, and of both gradients in backward.
+
+    Frozen weights have no gradients.
+    """
+    accumulates = not rate.execution.unfused_gradients
+
+    def seconds(
+        product: _Product, rows: int, inner: int, columns: int, accumulated: bool = False
+    ) -> float:
+        """Return the seconds of a product's kernel with other sizes."""
+        return product_seconds(
+            rows,
+            inner,
+            columns,
+            spec.element_bytes,
+            rate,
+            product.copies,
+            product.quantized,
+            accumulated,
+        )
+
+    return _ProductTimes(
+        forward=[seconds(p, p.rows, p.inner, p.columns) for p in products],
+        input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
+        weight_gradients=sum(
+            seconds(p, p.inner, p.rows, p.columns, accumulates)
+            for p in (() if frozen else products)
+        ),
+    )
+
+
+def _dropout_seconds(spec: RunSpec, rate: DeviceRates) -> float:
+    """Return the seconds to draw random numbers for a layer's hidden dropouts in forward.
+
+    Backward reads the masks. The time is 0 without dropout, and where no compiled kernel draws the numbers.
+    """
+    if not (spec.dropout and rate.compiled):
+        return 0.0
     numbers = (
         spec.micro_batch_tokens
         * spec.shape.hidden
         // spec.sequence_shards
         * spec.shape.residual_additions
     )
-    drawn = spec.dropout and rate.compiled
-    drawing = numbers * _DRAWING_SECONDS / rate.processors if drawn else 0.0
-    trained = () if frozen else products
-    added = sum(p.copies * p.inner * p.columns for p in trained) * _adding_seconds(spec, rate)
-    fuses, element = not rate.execution.unfused_gradients, spec.element_bytes
-
-    def seconds(p: _Product, rows: int, inner: int, columns: int, adds: bool = False) -> float:
-        return product_seconds(rows, inner, columns, element, rate, p.copies, p.quantized, adds)
-
-    forward = [seconds(p, p.rows, p.inner, p.columns) for p in products]
-    return LayerSeconds(
-        forward_matmul=sum(forward),
-        matmul_recompute=sum(compress(forward, again)),
-        input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
-        weight_gradients=sum(seconds(p, p.inner, p.rows, p.columns, fuses) for p in trained),
-        forward_attention=attention,
-        attention_recompute=attention if spec.recompute.recomputes("core_attn") else 0.0,
-        forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
-        memory_recompute=(moved.again + cast_again) / rate.bytes_per_second
-        + (drawing if spec.recompute.recomputes() else 0.0),
-        backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
-        backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + added,
-    )
+    return numbers * _SECONDS_PER_RANDOM_NUMBER / rate.processors
 
 
-def _adding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Of an element of a weight's gradient, where no product adds it to those of other micro batches: it
-    is read, and so are they, and written."""
+def _seconds_per_added_gradient(spec: RunSpec, rate: DeviceRates) -> float:
+    """Return the seconds per element to add a weight's gradient to those of earlier micro batches.
+
+    The time is 0 where the product itself adds, and nothing was measured on this machine.
+    """
     measured = rate.measured.gradient_seconds / rate.core_fraction
     moved = spec.element_bytes + 2 * bytes_per_parameter(spec).gradients
     return measured + (moved / rate.bytes_per_second if rate.execution.unfused_gradients else 0.0)
 
 
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Look-up, positions, dropout, and the gradients' scatter: memory traffic."""
+    """Return the seconds of the embedding's memory traffic for one micro batch, forward and backward.
+
+    It counts the look-up, positions, dropout and the scatter of gradients.
+    """
     elements = spec.micro_batch_tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
-    return seconds + _table_elements(spec) * rate.measured.gradient_seconds / rate.core_fraction
+    measured = rate.measured.gradient_seconds
+    return seconds + _vocabulary_table_elements(spec) * measured / rate.core_fraction
 
 
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
-    """Output layer and loss of one micro batch: matrix products, and memory traffic.
+    """Return the seconds of output layer and loss for one micro batch: matrix products, and memory traffic.
 
-    Both once more for each depth of tokens ahead, whose logits are read for the best guess as well
+    Each depth of multi-token prediction computes both once more, and reads its logits for the best guess as well
     (`multi_token_prediction.py: _compute_mtp_acceptance_counts`).
     """
     shape, tokens = spec.shape, spec.micro_batch_tokens
     width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor
     hidden, element = shape.hidden, spec.element_bytes
+    accumulates = not rate.execution.unfused_gradients
     matmul = product_seconds(tokens, hidden, width, element, rate)
     matmul += product_seconds(tokens, width, hidden, element, rate)
-    fuses = not rate.execution.unfused_gradients
-    matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=fuses)
+    matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=accumulates)
     matmul *= shape.predicted_tokens
-    passes: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
-    if spec.dtype != "fp32":
-        passes += 2 * spec.element_bytes
-    if spec.fused_loss or "cross_entropy" in spec.fused:
-        passes = _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
     logits = shape.predicted_tokens * logit_elements(spec)
-    guessed = shape.total_mtp_layers * logit_elements(spec) * spec.element_bytes
-    loss = (passes * logits + guessed) / rate.bytes_per_second
-    each = rate.measured.logit_seconds
-    if each is not None:
+    guessed_bytes = shape.total_mtp_layers * logit_elements(spec) * spec.element_bytes
+    loss = (_loss_bytes_per_logit(spec) * logits + guessed_bytes) / rate.bytes_per_second
+    measured = rate.measured.logit_seconds
+    if measured is not None:
         matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted_tokens
-        loss = logits * each / rate.core_fraction
-    added = shape.predicted_tokens * _table_elements(spec) * _adding_seconds(spec, rate)
-    return matmul, loss + added
+        loss = logits * measured / rate.core_fraction
+    table_elements = shape.predicted_tokens * _vocabulary_table_elements(spec)
+    return matmul, loss + table_elements * _seconds_per_added_gradient(spec, rate)
 
 
-def _table_elements(spec: RunSpec) -> int:
-    """Of the embedding's gradient, or the output layer's: made whole, and added to those before."""
+def _loss_bytes_per_logit(spec: RunSpec) -> float:
+    """Return the bytes per logit that the loss moves in forward and backward."""
+    if spec.fused_loss or "cross_entropy" in spec.fused:
+        return _FUSED_CROSS_ENTROPY_PASSES * spec.element_bytes
+    moved: float = _FORWARD_CROSS_ENTROPY_BYTES + _BACKWARD_CROSS_ENTROPY_BYTES
+    if spec.dtype != "fp32":
+        moved += 2 * spec.element_bytes
+    return moved
+
+
+def _vocabulary_table_elements(spec: RunSpec) -> int:
+    """Return the elements per rank of the embedding's weights, and of the output layer's.
+
+    The gradient has as many elements. It is computed as a full tensor and added to those of earlier micro batches.
+    """
     tensor = spec.parallelism.tensor
     return spec.shape.padded_vocabulary(tensor) * spec.shape.hidden // tensor
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
-    """Adam, clipping, copies between precisions, and zeroing gradients: memory traffic.
+    """Return the seconds of an update on a pipeline rank.
+
+    They are memory traffic: Adam, clipping, copies between precisions, and setting gradients to zero.
 
     Raises:
-        NoPeakError: What joins the device to a host that something is offloaded to is not known.
+        NoPeakError: Something is offloaded to the host, and the link between device and host is not known.
     """
     precision = bytes_per_parameter(spec)
-    held, gradients = held_parameters(spec, pipeline_rank)
+    num_held, num_gradients = held_parameters(spec, pipeline_rank)
     measured = rate.measured
     if measured.parameter_seconds is not None:
-        seconds = held * measured.parameter_seconds
-        tensors = len(rank_tensors(spec, pipeline_rank))
-        return (seconds + tensors * measured.tensor_seconds) / rate.core_fraction
-    copies = precision.gradient_copies and precision.gradients + 4 + 8
-    weights = precision.weights + 4 if precision.main_parameters else 0
-    # Moments in fewer bytes are read and written in fewer.
-    in_passes = rate.execution.torch_kernels and "adamw" not in spec.fused
-    adam = (_TORCH_ADAM_BYTES if in_passes else _ADAM_BYTES) - 2 * (8 - precision.adam)
-    a_parameter = adam + _NORM_AND_CLIP_BYTES + copies + weights
-    offloaded = offloaded_parameters(spec, held)
-    everywhere = held * _NORM_AND_CLIP_BYTES + gradients * precision.gradients
-    beside = (held - offloaded) * (a_parameter - _NORM_AND_CLIP_BYTES) / rate.bytes_per_second
-    if offloaded:
-        # Beside the device's own update the host's, one kernel that is bound by its memory.
-        # Gradients, update and weights follow one another, or each tensor's beside the others'
-        # (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
-        moved = offloaded * _MOVED_BYTES / rate.known_host.link_bytes_per_second
-        update = offloaded * _ADAM_BYTES / rate.known_host.memory_bytes_per_second
-        apart = rate.execution.overlap_offload
-        beside = max(beside, moved, update) if apart else max(beside, update) + 2 * moved
-    return everywhere / rate.bytes_per_second + beside
+        parameters = num_held * measured.parameter_seconds
+        tensors = len(rank_tensors(spec, pipeline_rank)) * measured.tensor_seconds
+        return (parameters + tensors) / rate.core_fraction
+    gradient_copies = precision.gradient_copies and precision.gradients + 4 + 8
+    weight_copies = precision.weights + 4 if precision.main_parameters else 0
+    is_torch_adam = rate.execution.torch_kernels and "adamw" not in spec.fused
+    # Moments in fewer than eight bytes per parameter are read and written in fewer bytes.
+    adam = (_TORCH_ADAM_BYTES if is_torch_adam else _ADAM_BYTES) - 2 * (8 - precision.adam)
+    moved_bytes = adam + _NORM_AND_CLIP_BYTES + gradient_copies + weight_copies
+    num_offloaded = offloaded_parameters(spec, num_held)
+    common = num_held * _NORM_AND_CLIP_BYTES + num_gradients * precision.gradients
+    update_bytes = (num_held - num_offloaded) * (moved_bytes - _NORM_AND_CLIP_BYTES)
+    update = update_bytes / rate.bytes_per_second
+    if num_offloaded:
+        update = _seconds_with_host_update(rate, update, num_offloaded)
+    return common / rate.bytes_per_second + update
+
+
+def _seconds_with_host_update(rate: DeviceRates, on_device: float, num_offloaded: int) -> float:
+    """Return the seconds of an update of which the host computes `num_offloaded` parameters.
+
+    The host's update is one kernel that is bound by its memory, and runs concurrently with the device's, which takes
+    `on_device` seconds. Gradients move, the host updates and weights move one after another, or with
+    `overlap_offload` tensor by tensor concurrently (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
+    """
+    one_way = num_offloaded * _OFFLOADED_BYTES / rate.known_host.link_bytes_per_second
+    on_host = num_offloaded * _ADAM_BYTES / rate.known_host.memory_bytes_per_second
+    if rate.execution.overlap_offload:
+        return max(on_device, one_way, on_host)
+    return max(on_device, on_host) + 2 * one_way
 
 
 class _Product(NamedTuple):
-    """`copies` products of rows×inner by inner×columns."""
+    """Matrix products of one layer in forward: `copies` times rows×inner by inner×columns."""
 
     rows: int
     inner: int
     columns: int
     copies: int = 1
     quantized: bool = True
+    """True if a run with fp8 computes the product in fewer bits."""
     normed: bool = False
-    """Whether the norm before it can write its input quantised (`LayerNormLinear`)."""
+    """True if the norm before the product can write its input quantised (`LayerNormLinear`)."""
     between: tuple[bool, bool] = (False, False)
-    """Whether its input, and its output's gradient, stay between the two products of an expert."""
+    """True for the input, and for the output's gradient, if they stay between an expert's two products."""
     modules: tuple[str, ...] = ()
-    """With which it is computed again; in none, with its layer alone."""
+    """Modules whose recomputation repeats the product; if empty, only that of the full layer does."""
 
 
 @lru_cache(maxsize=65536)
@@ -267,44 +345,52 @@ def product_seconds(
     quantized: bool = False,
     accumulated: bool = False,
 ) -> float:
-    """A matrix product, or so many of one shape in one kernel.
+    """Return the seconds of a matrix product, or of several products of one shape in one kernel.
 
-    Tiles come in waves of one a processor, and the last wave takes as long as the others; each tile
-    starts and ends with work that `fill` of its inner dimension would take. A device loads operands
-    beside arithmetic, a core of a CPU does not.
+    The result is computed in tiles, in waves of one tile per processor, and the last wave takes as long as the others.
+    Each tile starts and ends with work that takes as long as `fill` of its inner dimension. A GPU loads operands
+    concurrently with computation, a core of a CPU does not.
 
     Args:
-        rows: Of the first operand and the result.
+        rows: Rows of the first operand and of the result.
         inner: Columns of the first operand.
-        columns: Of the result.
-        element_bytes: Of operands and result.
-        rate: What the device reaches.
-        copies: Products of this shape in one kernel.
-        quantized: Whether the operands are in fewer bits, where the run has such.
-        accumulated: Whether the result is added to gradients in fp32.
+        columns: Columns of the result.
+        element_bytes: Bytes per element of operands and result.
+        rate: Rates that the device achieves.
+        copies: Number of products of this shape in one kernel.
+        quantized: True if the operands are in fewer bits, provided that the run has an fp8 recipe.
+        accumulated: True if the result is added to gradients in fp32.
     """
     if not rows * inner * columns:
         return 0.0
-    fewer = quantized and bool(rate.fp8_recipe)
-    flops = rate.quantised_flops if fewer else rate.flops
+    in_fewer_bits = quantized and bool(rate.fp8_recipe)
+    flops = rate.quantised_flops if in_fewer_bits else rate.flops
     fill = rate.fill * (flops / rate.flops)
-    at_once = 2 * rate.processors
-    seconds = min(
-        _tiled(rows, columns, copies * parts, rate) * at_once * (inner / parts + fill) / flops
+    flops_per_step = 2 * rate.processors
+    # A product whose inner dimension is split adds up its parts in fp32.
+    computing = min(
+        _elements_per_processor(rows, columns, copies * parts, rate)
+        * flops_per_step
+        * (inner / parts + fill)
+        / flops
         + (parts - 1) * 2 * 4 * copies * rows * columns / rate.bytes_per_second
-        for parts in _SPLITS
+        for parts in _INNER_SPLITS
     )
-    width = FP8_RECIPE_BYTES[rate.fp8_recipe] if fewer else element_bytes
-    written = _ACCUMULATED_BYTES if accumulated and rate.processors > 1 else element_bytes
-    operands = width * (rows * inner + inner * columns) + written * rows * columns
-    loading = copies * operands / rate.bytes_per_second
-    if rate.processors == 1:
-        return seconds + loading
-    return max(seconds, loading) + _PRODUCT_KERNEL_SECONDS
+    operand_bytes = FP8_RECIPE_BYTES[rate.fp8_recipe] if in_fewer_bits else element_bytes
+    is_cpu_core = rate.processors == 1
+    result_bytes = _ACCUMULATED_BYTES if accumulated and not is_cpu_core else element_bytes
+    moved = operand_bytes * (rows * inner + inner * columns) + result_bytes * rows * columns
+    loading = copies * moved / rate.bytes_per_second
+    if is_cpu_core:
+        return computing + loading
+    return max(computing, loading) + _PRODUCT_KERNEL_SECONDS
 
 
-def _tiled(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
-    """Elements of the result that each processor computes; a core's tiles are too small to count."""
+def _elements_per_processor(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
+    """Return the elements of the result per processor, in full tiles of the fastest kind of tile.
+
+    Slower kinds of tile count as more elements. A CPU core's tiles are so small that its elements are counted exactly.
+    """
     if rate.processors == 1:
         return rows * columns * copies
     return min(
@@ -312,23 +398,23 @@ def _tiled(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
             -(-copies * -(-rows // high) * -(-columns // wide) // rate.processors)
             * high
             * wide
-            / share
-            for high, wide, share in rate.tiles
+            / utilisation
+            for high, wide, utilisation in rate.tiles
         ]
     )
 
 
-def _products(spec: RunSpec) -> Iterator[_Product]:
-    """Forward products of one layer: attention's projections, and the MLP or the routed experts."""
+def _list_products(spec: RunSpec) -> Iterator[_Product]:
+    """Yield the matrix products of one layer in forward: attention's projections, and the MLP or the experts."""
     shape, tensor = spec.shape, spec.parallelism.tensor
     tokens, hidden = spec.micro_batch_tokens, shape.hidden
     if shape.blocks == MAMBA and shape.mamba:
-        yield from _mamba_products(spec, shape.mamba)
+        yield from _list_mamba_products(spec, shape.mamba)
         return
     if shape.blocks == MTP:
         yield _Product(tokens, 2 * hidden, hidden // tensor)
     if shape.latent:
-        yield from _latent_products(spec, shape.latent)
+        yield from _list_latent_products(spec, shape.latent)
     else:
         width = shape.heads * shape.head_width // tensor
         qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
@@ -337,32 +423,45 @@ def _products(spec: RunSpec) -> Iterator[_Product]:
     gate = 2 if shape.gated else 1
     dense = shape.shared_expert_ffn if shape.experts else shape.ffn_hidden
     if dense:
-        inside = ("moe", "shared_experts") if shape.experts else ("mlp",)
-        normed = not shape.experts
-        yield _Product(tokens, hidden, dense // tensor * gate, normed=normed, modules=inside)
-        yield _Product(tokens, dense // tensor, hidden, modules=inside)
-    if not shape.experts:
-        return
-    inside = ("moe",)
-    own = spec.micro_batch_tokens // spec.sequence_shards
-    yield _Product(own, hidden, shape.experts, quantized=False, modules=inside)
-    copies = shape.experts // spec.parallelism.expert
-    split = spec.parallelism.effective_expert_tensor
-    ffn = shape.expert_ffn_hidden // split
-    routed = tokens * split // tensor * shape.experts_per_token // copies
-    routed = max(1, round(routed * spec.expert_receive_ratio))
+        modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
+        is_normed = not shape.experts
+        yield _Product(tokens, hidden, dense // tensor * gate, normed=is_normed, modules=modules)
+        yield _Product(tokens, dense // tensor, hidden, modules=modules)
+    if shape.experts:
+        yield from _list_expert_products(spec, gate)
+
+
+def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
+    """Yield the products of the router and of a rank's experts; `gate` is 2 for gated activations, else 1."""
+    shape, tensor, modules = spec.shape, spec.parallelism.tensor, ("moe",)
+    hidden, rank_tokens = shape.hidden, spec.micro_batch_tokens // spec.sequence_shards
+    yield _Product(rank_tokens, hidden, shape.experts, quantized=False, modules=modules)
+    experts_per_rank = shape.experts // spec.parallelism.expert
+    expert_tensor = spec.parallelism.effective_expert_tensor
+    ffn = shape.expert_ffn_hidden // expert_tensor
+    tokens = (
+        spec.micro_batch_tokens
+        * expert_tensor
+        // tensor
+        * shape.experts_per_token
+        // experts_per_rank
+    )
+    tokens = max(1, round(tokens * spec.expert_receive_ratio))
     if shape.latent_experts:
-        yield _Product(own, hidden, shape.latent_experts, modules=inside)
-        yield _Product(own, shape.latent_experts, hidden, modules=inside)
+        yield _Product(rank_tokens, hidden, shape.latent_experts, modules=modules)
+        yield _Product(rank_tokens, shape.latent_experts, hidden, modules=modules)
         hidden = shape.latent_experts
     first, second = (False, True), (True, False)
-    yield _Product(routed, hidden, ffn * gate, copies, between=first, modules=inside)
-    yield _Product(routed, ffn, hidden, copies, between=second, modules=inside)
+    yield _Product(tokens, hidden, ffn * gate, experts_per_rank, between=first, modules=modules)
+    yield _Product(tokens, ffn, hidden, experts_per_rank, between=second, modules=modules)
 
 
-def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
-    """Projections, and the scan as matrix products (arXiv:2405.21060 section 6): in a chunk a group's
-    scores and each head's sum by them, across chunks each head's state and what it adds."""
+def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
+    """Yield the products of a Mamba-2 mixer: its projections, and its scan (arXiv:2405.21060 section 6).
+
+    Within a chunk of tokens the scan multiplies a group's scores and sums each head by them. Across chunks it
+    multiplies each head's state and what a chunk adds to the state.
+    """
     tensor, tokens, hidden = spec.parallelism.tensor, spec.micro_batch_tokens, spec.shape.hidden
     yield _Product(tokens, hidden, mamba.projected_columns // tensor)
     yield _Product(tokens, mamba.width // tensor, hidden)
@@ -375,15 +474,18 @@ def _mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
     yield _Product(CHUNK, state, width, heads, quantized=False)
 
 
-def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
-    """Down-projections of a rank's own tokens, up-projections of its heads."""
+def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
+    """Yield the projections of multi-latent attention.
+
+    A rank projects its shard of the sequence down, and all tokens up to its heads.
+    """
     hidden, tokens = spec.shape.hidden, spec.micro_batch_tokens
-    heads, own = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
+    heads, rank_tokens = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
     queries, up = heads * (latent.head_width + latent.rotary_width), ("mla_up_proj",)
     if latent.query_rank:
-        yield _Product(own, hidden, latent.query_rank)
+        yield _Product(rank_tokens, hidden, latent.query_rank)
     yield _Product(tokens, latent.query_rank or hidden, queries, modules=up)
-    yield _Product(own, hidden, latent.key_value_rank + latent.rotary_width)
+    yield _Product(rank_tokens, hidden, latent.key_value_rank + latent.rotary_width)
     values = heads * latent.value_width
     keys_and_values = heads * latent.head_width + values
     yield _Product(tokens, latent.key_value_rank, keys_and_values, modules=up)
@@ -391,14 +493,13 @@ def _latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Produc
 
 
 def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, int]:
-    """Memory traffic of quantising a layer's operands, forward and backward.
+    """Return the memory traffic to quantise the operands of products, in forward and in backward.
 
-    An operand is read in two bytes and written twice, as it is and transposed for the weights'
-    gradient (Transformer Engine, `cast_transpose`); one scale from the tensor's own maximum needs
-    one more reading (`Float8CurrentScaling`) but after a norm, which computes it
-    (TransformerEngine#2013), and NVFP4 has one beside those of its blocks (arXiv:2509.25149 §4.1).
-    With a scale that is known before (`DelayedScaling`) a norm writes its output quantised, which is
-    then only transposed. Fused experts cast what stays between their products in these.
+    An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient (Transformer
+    Engine, `cast_transpose`). A scale from the tensor's own maximum needs one more reading (`Float8CurrentScaling`),
+    but after a norm, which computes the maximum (TransformerEngine#2013). NVFP4 has such a scale beside those of its
+    blocks (arXiv:2509.25149 §4.1). If the scale is known before (`DelayedScaling`), a norm writes its output
+    quantised, which is then only transposed. Fused experts cast what stays between their products themselves.
     """
     fp8_recipe = rate.fp8_recipe
     if not fp8_recipe:
@@ -406,45 +507,71 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
     read = 4 if fp8_recipe in (Fp8Recipe.TENSORWISE, Fp8Recipe.NVFP4) else 2
     written = FP8_RECIPE_BYTES[fp8_recipe]
     transposed = written if rate.transposes else 0.0
-    width = read + written + transposed
-    norms = {Fp8Recipe.DELAYED: 2 * transposed, Fp8Recipe.TENSORWISE: width - 2}
-    of_norm = norms.get(fp8_recipe, width)
+    bytes_per_element = read + written + transposed
+    bytes_after_norm = {
+        Fp8Recipe.DELAYED: 2 * transposed,
+        Fp8Recipe.TENSORWISE: bytes_per_element - 2,
+    }.get(fp8_recipe, bytes_per_element)
     inputs = outputs = 0.0
-    for p in products:
-        skipped = p.between if rate.execution.fused_experts else (False, False)
-        if p.quantized and not skipped[0]:
-            inputs += (of_norm if p.normed else width) * p.copies * p.rows * p.inner
-        if p.quantized and not skipped[1]:
-            outputs += width * p.copies * p.rows * p.columns
+    for product in products:
+        is_input_fused, is_output_fused = (
+            product.between if rate.execution.fused_experts else (False, False)
+        )
+        if product.quantized and not is_input_fused:
+            input_bytes = bytes_after_norm if product.normed else bytes_per_element
+            inputs += input_bytes * product.copies * product.rows * product.inner
+        if product.quantized and not is_output_fused:
+            outputs += bytes_per_element * product.copies * product.rows * product.columns
     return int(inputs), int(outputs)
 
 
 def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
-    """Scores and their product with V, forward and backward; only fused attention skips what is masked.
+    """Return the seconds of the scores and of their product with V, in forward and in backward.
 
-    Fused, layers with a window compute that alone; the rate falls with the head's width, which the
-    tensor cores' exponentials do not, and on short sequences; where the device's own kernels do not take
-    the head, FlashAttention 2 does. Unfused, both are matrix products, one a head.
+    Fused attention skips masked scores; unfused attention is two matrix products per head.
     """
     shape = spec.shape
     heads, length = shape.heads // spec.parallelism.tensor, shape.seq_length
-    attended = shape.effective_attention_length(length)
-    width = value = shape.head_width
+    width = value_width = shape.head_width
     if shape.latent:
         width = shape.latent.head_width + shape.latent.rotary_width
-        value = shape.latent.value_width
+        value_width = shape.latent.value_width
     if spec.fused_attention:
-        flops = spec.micro_batch_tokens * attended * heads * (width + value)
-        padded = -(-width // 32) * 32 / width
-        narrow = min(1.0, padded * width / _WIDE_HEAD) ** _NARROW_HEAD if rate.narrow_heads else 1.0
-        short = attended / (attended + _SHORT_SEQUENCE)
-        drawn = _DROPOUT_ATTENTION if spec.dropout else 1.0
-        own_kernels = rate.wide_heads or value <= _WIDE_HEAD or width == value == _WIDEST_HEAD
-        reached = rate.attention_flops * (1.0 if own_kernels else rate.portable_share)
-        forward = flops * padded * drawn / (reached * narrow * short)
-        return forward, _BACKWARD_ATTENTION * forward
+        forward = _fused_attention_seconds(spec, rate, width, value_width)
+        return forward, _ATTENTION_BACKWARD_FACTOR * forward
     copies, element = heads * spec.batch.micro_batch_size, spec.element_bytes
-    own = length // spec.parallelism.context
-    scores = product_seconds(own, width, length, element, rate, copies)
-    weighted = product_seconds(own, length, value, element, rate, copies)
+    queries = length // spec.parallelism.context
+    scores = product_seconds(queries, width, length, element, rate, copies)
+    weighted = product_seconds(queries, length, value_width, element, rate, copies)
     return scores + weighted, 2 * (scores + weighted)
+
+
+def _fused_attention_seconds(
+    spec: RunSpec, rate: DeviceRates, width: int, value_width: int
+) -> float:
+    """Return the seconds of fused attention in forward.
+
+    The rate falls with the head's width, because the exponentials of the scores do not get cheaper, and on short
+    sequences. Heads that the device's own kernels do not take run at the rate of FlashAttention 2.
+
+    Args:
+        spec: The run. In layers with a window only the scores inside the window count.
+        rate: Rates that the device achieves.
+        width: Columns of a head's queries and keys.
+        value_width: Columns of a head's values.
+    """
+    heads, attended = (
+        spec.shape.heads // spec.parallelism.tensor,
+        spec.shape.effective_attention_length(spec.shape.seq_length),
+    )
+    flops = spec.micro_batch_tokens * attended * heads * (width + value_width)
+    padding = -(-width // 32) * 32 / width
+    narrow = 1.0
+    if rate.narrow_heads:
+        narrow = min(1.0, padding * width / _WIDE_HEAD) ** _NARROW_HEAD_EXPONENT
+    short = attended / (attended + _SHORT_SEQUENCE_KEYS)
+    drawing = _ATTENTION_DROPOUT_FACTOR if spec.dropout else 1.0
+    is_widest = width == value_width == _WIDEST_HEAD
+    has_own_kernel = rate.wide_heads or value_width <= _WIDE_HEAD or is_widest
+    achieved = rate.attention_flops * (1.0 if has_own_kernel else rate.portable_share)
+    return flops * padding * drawing / (achieved * narrow * short)

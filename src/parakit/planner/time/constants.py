@@ -1,7 +1,7 @@
-"""What kernels, links and hosts reach of their datasheets: a dozen constants a generation of devices.
+"""Fractions of their datasheets that kernels, links and hosts reach: a dozen constants per generation of devices.
 
-`constants.yaml` holds them, as `python -m parakit validate --fit` wrote them, with their bounds and
-the readings that made them. None belongs to a source, a model or a layout.
+`constants.yaml` holds the constants with their bounds and the published measurements that they were fitted to, as
+`python -m parakit validate --fit` wrote them. No constant belongs to a source, a model or a strategy.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ CONSTANTS_FILE = Path(__file__).with_name("constants.yaml")
 
 @dataclass(frozen=True)
 class Constants:
-    """One set, for every configuration on devices of one generation."""
+    """Constants of one generation of devices, for every configuration."""
 
     matmul: float
-    """Of the dense peak, by a very large matrix product whose operands cost nothing to read."""
+    """Fraction of the dense peak that a very large matrix product reaches if its operands cost nothing to read."""
     matmul_fp8: float
-    """The same of the peak in eight or four bits."""
+    """Fraction of the peak in eight or four bits that such a product reaches."""
     product_fill: float
-    """Inner dimension that takes as long as what a tile of a product does before and after it: filling
-    the pipeline and writing the result. The rate falls by 1 + fill/inner."""
+    """Inner dimension that takes as long as start and end of a product's tile, which fill the pipeline and write the
+    result. The rate falls by 1 + fill/inner."""
     attention: float
-    """Of the dense peak, by fused attention on heads 128 wide, forward and backward together."""
+    """Fraction of the dense peak that fused attention reaches on heads 128 wide, forward and backward together."""
     memory: float
-    """Of the memory bandwidth, by elementwise kernels and by operands of matrix products."""
+    """Fraction of the memory bandwidth that elementwise kernels and operands of matrix products reach."""
     layer_launch_seconds: float
     """Least time of one layer, forward and backward: the host launches about a hundred kernels."""
     call_launch_seconds: float
-    """What each collective call adds to that."""
+    """Further launch time per collective call."""
     link: float
-    """Of the link rate, by large collectives and messages."""
+    """Fraction of the link rate that large collectives and messages reach."""
     hop_seconds: float
-    """Of one step of a collective inside a node."""
+    """Latency of one step of a collective inside a node."""
     network_hop_seconds: float
-    """Of one step between nodes."""
+    """Latency of one step between nodes."""
     contention: float
-    """Of the time of communication hidden behind arithmetic, lost because it takes SMs and memory
-    bandwidth from it."""
+    """Fraction of overlapped communication's time by which computation slows down, because communication takes SMs and
+    memory bandwidth."""
     jitter: float
-    """Standard deviation of a device's time, as a share: all wait for the slowest of n, which lies about
-    sqrt(2 ln n) deviations out."""
+    """Standard deviation of a device's time, as a fraction of the time. All devices wait for the slowest of n, which
+    lies about sqrt(2 ln n) deviations above the mean."""
 
 
 CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
@@ -54,22 +54,24 @@ CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 @cache
 def load_constants(generation: str, without: str = "") -> Constants:
-    """The constants of a generation; one that was never fitted borrows those it names.
+    """Return the constants of a generation; a generation that was never fitted borrows those that its entry names.
 
     Args:
-        generation: As in `Device.generation`.
-        without: A source of readings: the constants are those fitted with it left out.
+        generation: Name of the generation, as in `Device.generation`.
+        without: Source of published measurements to leave out of the fit. If there is no fit without the source, the
+            constants are those of the full fit.
     """
-    data = _file()
+    data = _read_constants_file()
     entry = data["generations"][generation]
     while "borrows" in entry:
         generation = entry["borrows"]
         entry = data["generations"][generation]
-    left_out = data.get("left_out", {}).get(generation, {})
-    entry = left_out.get(without, entry)
+    fits_without = data.get("left_out", {}).get(generation, {})
+    entry = fits_without.get(without, entry)
     return Constants(**{name: float(entry[name]) for name in CONSTANT_NAMES})
 
 
 @cache
-def _file() -> dict[str, Any]:
+def _read_constants_file() -> dict[str, Any]:
+    """Return the content of `constants.yaml`."""
     return dict(read_yaml(CONSTANTS_FILE))

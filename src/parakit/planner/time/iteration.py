@@ -1,7 +1,9 @@
-"""Seconds of one iteration, by component, on the ranks that decide it.
+"""Seconds of one iteration by component, on the ranks that decide its length.
 
-Built from a micro batch's layer, embedding and head, each of which depends on few choices and is
-computed once: a search over pipeline and data parallelism only adds them up.
+`iteration_seconds` takes a run and a cluster. It adds up the time of a micro batch's parts (layers, embedding, output
+layer), the pipeline bubble, messages between stages, gradient communication and the optimizer. Communication counts
+as far as it is exposed, which means that computation waits for it. The time of a part depends on few choices and is
+cached, so that a search over pipeline and data parallelism only adds up known parts.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from math import log
 from operator import add, attrgetter
+from typing import NamedTuple
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
@@ -47,14 +50,14 @@ from parakit.planner.time.compute import (
     layer_seconds,
     optimizer_seconds,
 )
-from parakit.planner.time.host import iteration_host_seconds, launch_seconds, runs_ahead
+from parakit.planner.time.host import host_runs_ahead, iteration_host_seconds, launch_seconds
 from parakit.planner.time.offload import exposed_copy_seconds
 from parakit.planner.time.rates import DeviceRates, compute_device_rates
 
 
 @dataclass(frozen=True)
 class MicroBatchSeconds:
-    """Part of one micro batch on one rank; communication is what arithmetic does not hide."""
+    """Seconds of one micro batch, or of a part of it, on one rank; communication is the exposed part."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -64,47 +67,47 @@ class MicroBatchSeconds:
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     host_copies: float = 0.0
-    """Waiting for activations on their way to the host and back."""
+    """Waiting for offloaded activations to reach the host or to come back."""
 
     @cached_property
     def total(self) -> float:
-        """Forward and backward."""
-        return sum(_in_order(self))
+        """Seconds of forward and backward together."""
+        return sum(_get_components(self))
 
     def __add__(self, other: MicroBatchSeconds) -> MicroBatchSeconds:
-        return MicroBatchSeconds(*map(add, _in_order(self), _in_order(other)))
+        return MicroBatchSeconds(*map(add, _get_components(self), _get_components(other)))
 
     def __mul__(self, times: float) -> MicroBatchSeconds:
-        return MicroBatchSeconds(*[times * part for part in _in_order(self)])
+        return MicroBatchSeconds(*[times * seconds for seconds in _get_components(self)])
 
 
 _Parts = Sequence[tuple[int, MicroBatchSeconds]]
-"""What a stage is made of, with how many of each."""
-_in_order: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
+"""Parts of a stage, each with the number of times that the stage has it."""
+_get_components: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
     *(field.name for field in fields(MicroBatchSeconds))
 )
 
 
 @dataclass(frozen=True)
 class IterationSeconds(MicroBatchSeconds):
-    """Where an iteration's time goes: all its micro batches, and what is beside them."""
+    """Seconds of one iteration by component: all its micro batches, and the time around them."""
 
     pipeline_messages: float = 0.0
     bubble: float = 0.0
-    """Waiting for other stages; with stages of unequal work also the wait for the slowest."""
+    """Waiting for other stages. With stages of unequal work this includes the wait for the slowest stage."""
     gradient_sync: float = 0.0
     optimizer: float = 0.0
     stragglers: float = 0.0
-    """Waiting for the slowest of all devices that work at once, whose times differ by chance."""
+    """Waiting for the slowest of all devices, whose times vary by chance."""
 
     @cached_property
     def total(self) -> float:
-        """Seconds of an iteration."""
-        return sum(_all_in_order(self))
+        """Seconds of the iteration."""
+        return sum(_get_all_components(self))
 
 
 TIME_COMPONENTS = tuple(field.name for field in fields(IterationSeconds))
-_all_in_order: Callable[[IterationSeconds], tuple[float, ...]] = attrgetter(*TIME_COMPONENTS)
+_get_all_components: Callable[[IterationSeconds], tuple[float, ...]] = attrgetter(*TIME_COMPONENTS)
 
 ASSUMPTIONS = (
     "Gradients are reduced after the last backward, as without --overlap-grad-reduce; ZeRO-2, "
@@ -116,296 +119,388 @@ ASSUMPTIONS = (
     "Data loading, logging, evaluation and checkpoints take no time.",
 )
 
-_BACKWARD_SHARE = 2 / 3
+_BACKWARD_FRACTION = 2 / 3
+"""Fraction of a micro batch's time that is backward."""
 _BUCKET_ELEMENTS = 40_000_000
-"""Megatron's `--ddp-bucket-size` by default, or a million a rank that gradients are reduced over if that
-is more (`resolve_ddp_bucket_size` in 0.19's `training.py`)."""
+"""Elements per gradient bucket: Megatron's default of `--ddp-bucket-size`. A million per data-parallel rank is taken
+where that is more (`training.py: resolve_ddp_bucket_size` of 0.19)."""
 _COLLECTIVE_KERNEL_SECONDS = 5e-6
-"""Start and end of a collective's kernel, and of the event that others wait for (an estimate)."""
+"""Start and end of a collective's kernel, and of the event that other streams wait for (an estimate)."""
 _UNFUSED_PASSES = 5
-_COPIED_OUT = 2
-"""Gathered weights are read from the flat buffer and written to where layers read them
+"""Passes over gradients that no product adds up: each micro batch writes them, copies them to a bucket (read and
+write) and adds them there (read and write)."""
+_COPY_OUT_PASSES = 2
+"""Passes over gathered weights: they are read from the flat buffer and written to where layers read them
 (`torch.distributed.fsdp: all_gather_copy_out`)."""
 
 
 def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
-    """Time of one iteration.
+    """Return the seconds of one iteration by component.
 
-    1F1B over stages that take T_i a micro batch lasts m·max(T) + (ΣT − max T)/v: all but the
-    slowest stage's work is passed through once at start and end (arXiv:2104.04473 §2.2, with v
-    virtual stages).
+    1F1B over stages that take T_i per micro batch lasts m·max(T) + (ΣT − max T)/v for m micro batches and v virtual
+    stages: the work of all stages but the slowest is passed through once, at start and end (arXiv:2104.04473 §2.2).
 
     Raises:
         NoPeakError: The device has no matrix rate in the run's dtype.
     """
-    slowest, through = pipeline_seconds(spec, cluster)
-    working, virtual = spec.microbatches * slowest.total, spec.parallelism.virtual_stages
-    sync, optimizer = synchronisation_seconds(spec, cluster, slowest.total)
-    beside = _overlapped_sync_seconds(spec, cluster, working)
+    slowest, all_stages_seconds = pipeline_seconds(spec, cluster)
+    working = spec.microbatches * slowest.total
+    virtual_stages = spec.parallelism.virtual_stages
+    exposed_sync, optimizer = synchronisation_seconds(spec, cluster, slowest.total)
+    layerwise_sync = _layerwise_sync_seconds(spec, cluster, working)
     messages = message_seconds(spec, cluster)
-    bubble = (through - slowest.total) / virtual
-    steady = working + messages + bubble + sync + beside + optimizer
+    bubble = (all_stages_seconds - slowest.total) / virtual_stages
+    without_stragglers = working + messages + bubble + exposed_sync + layerwise_sync + optimizer
     host = MicroBatchSeconds(memory_bound=iteration_host_seconds(spec, cluster))
     return IterationSeconds(
         **asdict(slowest * spec.microbatches + host),
         pipeline_messages=messages,
         bubble=bubble,
-        gradient_sync=sync + beside,
+        gradient_sync=exposed_sync + layerwise_sync,
         optimizer=optimizer,
-        stragglers=straggler_fraction(cluster) * steady,
+        stragglers=straggler_fraction(cluster) * without_stragglers,
     )
 
 
 def straggler_fraction(cluster: Cluster) -> float:
-    """Share of an iteration by which the slowest of all devices is expected to be late."""
-    spread = float((2 * log(max(1.0, cluster.devices * cluster.core_fraction))) ** 0.5)
-    return cluster.constants.jitter * spread
+    """Return the fraction of an iteration by which the slowest of all devices is expected to be late.
+
+    The expected maximum of n normal variables lies about sqrt(2 ln n) standard deviations above their mean.
+    """
+    deviations = float((2 * log(max(1.0, cluster.devices * cluster.core_fraction))) ** 0.5)
+    return cluster.constants.jitter * deviations
 
 
 def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
-    """Stage to stage: 1F1B hides nothing, the interleaved schedule overlaps its messages."""
-    messages = _seconds(
-        spec, cluster, _calls_in_group(pipeline_collectives(spec, 0), Group.PIPELINE)
-    )
+    """Return the exposed seconds of messages between pipeline stages in one iteration.
+
+    1F1B exposes all of them. The interleaved schedule overlaps them, so that only their contention with computation
+    remains.
+    """
+    calls = _select_calls_in_group(pipeline_collectives(spec, 0), Group.PIPELINE)
+    messages = _call_seconds(spec, cluster, calls)
     if cluster.execution.scatter_gather:
         messages /= spec.parallelism.tensor // spec.sequence_shards
-    return messages * (cluster.constants.contention if spec.parallelism.virtual_stages > 1 else 1)
+    is_interleaved = spec.parallelism.virtual_stages > 1
+    return messages * (cluster.constants.contention if is_interleaved else 1)
 
 
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
-    """One micro batch on the slowest stage, and its whole way through all stages.
+    """Return the time of one micro batch on the slowest stage, and its seconds through all stages.
 
-    Where ranks share cores, those of a stage that waits are the others': m micro batches then take no
-    less than the work of all stages on all cores, nor than the slowest stage and the way through alone.
+    Where CPU ranks share cores, a stage that waits leaves its cores to the other stages. m micro batches then take at
+    least the work of all stages on all cores, and at least the slowest stage's work plus the way through all stages.
     """
-    parts, slowest, through = slowest_stage(spec, cluster)
-    found = _added(parts)
+    parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
+    slowest = _add_parts(parts)
     if spec.parallelism.pipeline == 1:
-        return found, found.total
-    alone = cluster.core_fraction == 1 or not slowest
-    return found if alone else found * (slowest / found.total), through
+        return slowest, slowest.total
+    if cluster.core_fraction == 1 or not slowest_seconds:
+        return slowest, all_stages_seconds
+    return slowest * (slowest_seconds / slowest.total), all_stages_seconds
 
 
 def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float]:
-    """What the slowest stage is made of, one micro batch on it in seconds, and its way through all."""
-    pipeline, pieces = spec.parallelism.pipeline, _stage_pieces(spec, cluster)
-    alike = {0: 1, pipeline - 1: 1} | (middle_ranks(spec) if pipeline > 1 else {})
+    """Return the slowest stage's parts, its seconds per micro batch, and a micro batch's seconds through all stages.
+
+    The parts are those of a rank that has its cores for itself; the seconds include the sharing of cores.
+    """
+    pipeline, pieces = spec.parallelism.pipeline, _find_stage_pieces(spec, cluster)
+    # Identical stages are computed once: the first, the last, and the distinct ones of the middle.
+    num_stages_by_rank = {0: 1, pipeline - 1: 1} | (middle_ranks(spec) if pipeline > 1 else {})
     parts: _Parts = ()
-    slowest = through = 0.0
-    for rank, times in alike.items():
-        stage = _stage(spec, cluster, rank, pieces)
-        seconds = sum([count * piece.total for count, piece in stage])
-        through += times * seconds
+    slowest = all_stages = 0.0
+    for rank, num_stages in num_stages_by_rank.items():
+        stage = _list_stage_parts(spec, cluster, rank, pieces)
+        seconds = sum([times * part.total for times, part in stage])
+        all_stages += num_stages * seconds
         if seconds > slowest:
             parts, slowest = stage, seconds
-    share = cluster.core_fraction
-    if share == 1 or pipeline == 1:
-        return parts, slowest, through
-    least = max(through / pipeline, share * slowest)
-    whole = share * ((spec.microbatches - 1) * slowest + through)
-    return parts, least, least + max(0.0, whole - spec.microbatches * least)
+    core_fraction = cluster.core_fraction
+    if core_fraction == 1 or pipeline == 1:
+        return parts, slowest, all_stages
+    shared = max(all_stages / pipeline, core_fraction * slowest)
+    alone = core_fraction * ((spec.microbatches - 1) * slowest + all_stages)
+    return parts, shared, shared + max(0.0, alone - spec.microbatches * shared)
 
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
-    """One micro batch on a pipeline rank, and what follows its last: gradients, weights, update."""
-    once = replace(spec, batch=Batch(1, spec.parallelism.data))
-    found = _stage(spec, cluster, pipeline_rank, _stage_pieces(spec, cluster))
-    return _added(found).total, sum(_after_backward(once, cluster, pipeline_rank))
+    """Return the seconds of one micro batch on a pipeline rank, and those after its last backward.
+
+    The second number is the time of gradients, updated weights and the optimizer.
+    """
+    single_batch = replace(spec, batch=Batch(1, spec.parallelism.data))
+    pieces = _find_stage_pieces(spec, cluster)
+    parts = _list_stage_parts(spec, cluster, pipeline_rank, pieces)
+    return _add_parts(parts).total, sum(
+        _seconds_after_backward(single_batch, cluster, pipeline_rank)
+    )
 
 
-def _stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
-    """What all stages are made of, and the same where layers are not computed again."""
-    pieces = _pieces(spec.one_layer_per_stage, cluster)
+def _find_stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
+    """Return the pieces of all stages with recomputed layers, and with layers that are stored for backward.
+
+    Both are the same unless only some layers are recomputed.
+    """
+    pieces = _compute_pieces(spec.one_layer_per_stage, cluster)
     if not spec.recompute.is_block_method:
         return pieces, pieces
-    return pieces, _pieces(spec.without_recompute.one_layer_per_stage, cluster)
+    return pieces, _compute_pieces(spec.without_recompute.one_layer_per_stage, cluster)
 
 
-def _stage(
-    spec: RunSpec, cluster: Cluster, pipeline_rank: int, made_of: tuple[_Pieces, _Pieces]
+def _list_stage_parts(
+    spec: RunSpec, cluster: Cluster, pipeline_rank: int, pieces: tuple[_Pieces, _Pieces]
 ) -> _Parts:
-    """One micro batch on a pipeline rank: its layers, some computed again, and what the ends have."""
-    (pieces, kept), layers = made_of, spec.num_layers_on_stage(pipeline_rank)
+    """Return the parts of one micro batch on a pipeline rank.
+
+    They are recomputed layers, stored layers, waits for offloaded activations, the embedding on the first stage and
+    the head on the last. `pieces` are those of `_find_stage_pieces`.
+    """
+    recomputed, stored = pieces
+    layers = spec.num_layers_on_stage(pipeline_rank)
     dense = sum(spec.dense_layers_per_chunk(pipeline_rank))
-    again, dense_again = layers, dense
+    num_recomputed, num_dense_recomputed = layers, dense
     if spec.recompute.is_block_method:
-        again = spec.num_recomputed_layers(pipeline_rank)
-        _, dense_again = spec.count_dense_layers(pipeline_rank)
-    parts: list[tuple[int, MicroBatchSeconds]] = [(again - dense_again, pieces.layer)]
-    if again < layers:
-        parts.append((layers - again - dense + dense_again, kept.layer))
+        num_recomputed = spec.num_recomputed_layers(pipeline_rank)
+        _, num_dense_recomputed = spec.count_dense_layers(pipeline_rank)
+    parts: list[tuple[int, MicroBatchSeconds]] = [
+        (num_recomputed - num_dense_recomputed, recomputed.layer)
+    ]
+    if num_recomputed < layers:
+        num_stored = layers - num_recomputed
+        parts.append((num_stored - (dense - num_dense_recomputed), stored.layer))
     if dense:
-        parts += [(dense_again, pieces.dense), (dense - dense_again, kept.dense)]
+        parts.append((num_dense_recomputed, recomputed.dense))
+        parts.append((dense - num_dense_recomputed, stored.dense))
     if spec.offload:
-        alone, host = _added(parts).total, _rates(spec, cluster).known_host
-        passes = alone * pieces.forward_share, alone * (1 - pieces.forward_share)
-        copies = exposed_copy_seconds(spec, pipeline_rank, passes, host)
+        layers_seconds, host = _add_parts(parts).total, _get_rates(spec, cluster).known_host
+        forward = layers_seconds * recomputed.forward_fraction
+        backward = layers_seconds * (1 - recomputed.forward_fraction)
+        copies = exposed_copy_seconds(spec, pipeline_rank, (forward, backward), host)
         parts.append((1, MicroBatchSeconds(host_copies=copies)))
     if pipeline_rank == 0:
-        parts.append((1, pieces.embedding))
+        parts.append((1, recomputed.embedding))
     if pipeline_rank == spec.parallelism.pipeline - 1:
-        parts.append((1, pieces.head))
+        parts.append((1, recomputed.head))
     return parts
 
 
-def _added(parts: _Parts) -> MicroBatchSeconds:
-    taken = [[times * value for value in _in_order(each)] for times, each in parts]
-    return MicroBatchSeconds(*map(sum, zip(*taken, strict=True)))
+def _add_parts(parts: _Parts) -> MicroBatchSeconds:
+    """Return the sum of all parts, each times its number."""
+    multiplied = [[times * value for value in _get_components(part)] for times, part in parts]
+    return MicroBatchSeconds(*map(sum, zip(*multiplied, strict=True)))
 
 
-def exposed_seconds(seconds: float, behind: float, contention: float) -> float:
-    """What is left of communication that runs beside `behind` seconds of arithmetic."""
-    hidden = min(seconds, behind)
-    return seconds - hidden + contention * hidden
+def exposed_seconds(seconds: float, compute_seconds: float, contention: float) -> float:
+    """Return the exposed part of `seconds` of communication that overlap with computation.
+
+    The overlapped part slows the computation down by the fraction `contention` of its own time.
+    """
+    overlapped = min(seconds, compute_seconds)
+    return seconds - overlapped + contention * overlapped
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What the stages of a model are made of."""
+    """Times of the pieces from which the stages of a model are made, per micro batch."""
 
     layer: MicroBatchSeconds
     dense: MicroBatchSeconds
-    """One that is dense among those of experts; nothing where none is."""
+    """A dense layer of a model with experts; zero if the model has none."""
     embedding: MicroBatchSeconds
     head: MicroBatchSeconds
-    """With what joins tokens ahead to the hidden states; their layers are the last stage's."""
-    forward_share: float
-    """Of a layer's time, that of forward: its share of the arithmetic."""
+    """Output layer and loss, and the joining of tokens and hidden states for multi-token prediction (MTP). The
+    layers of MTP belong to the last stage."""
+    forward_fraction: float
+    """Fraction of a layer's computation that is forward."""
 
 
-def _rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
+def _get_rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
+    """Return the rates that the cluster's device achieves in the run's dtype."""
     return compute_device_rates(cluster, spec.dtype, spec.fp8_recipe)
 
 
 @lru_cache(maxsize=65536)
-def _pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    kinds = [(times, *_layer(kind, cluster)) for times, kind in spec.block_specs]
-    forward = sum(times * layer.forward for times, _, layer in kinds)
-    backward = sum(times * layer.backward for times, _, layer in kinds)
+def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
+    """Return the times of a layer, a dense layer, the embedding and the head of a run per micro batch."""
+    kinds = [(times, *_layer_time(kind, cluster)) for times, kind in spec.block_specs]
+    forward = sum(times * arithmetic.forward for times, _, arithmetic in kinds)
+    backward = sum(times * arithmetic.backward for times, _, arithmetic in kinds)
     layers = (seconds * times for times, seconds, _ in kinds)
-    own, shape = spec.parallelism, spec.shape
-    if own.expert > 1:  # The rest does not depend on how experts are split.
-        samples, alone = spec.batch.micro_batch_size, replace_cached(own, data=1, expert=1)
-        spec = replace(spec, parallelism=alone, batch=Batch(samples, samples))
-    embedding, head = _ends(replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p"), cluster)
+    parallelism, shape = spec.parallelism, spec.shape
+    if parallelism.expert > 1:
+        # Embedding and head do not depend on how experts are split. Without that split they are computed once.
+        samples = spec.batch.micro_batch_size
+        unsplit = replace_cached(parallelism, data=1, expert=1)
+        spec = replace(spec, parallelism=unsplit, batch=Batch(samples, samples))
+    plain = replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p")
+    embedding, head = _embedding_and_head_time(plain, cluster)
     if shape.mtp_layers:
-        head += _layer(spec.mtp_joining_spec, cluster)[0] * shape.mtp_layers
+        head += _layer_time(spec.mtp_joining_spec, cluster)[0] * shape.mtp_layers
     return _Pieces(
         layer=sum(layers, start=MicroBatchSeconds()),
-        dense=_layer(spec.with_dense_layers, cluster)[0]
+        dense=_layer_time(spec.with_dense_layers, cluster)[0]
         if shape.dense_layers
         else MicroBatchSeconds(),
-        forward_share=forward / (forward + backward) if forward else 0.0,
+        forward_fraction=forward / (forward + backward) if forward else 0.0,
         embedding=embedding,
         head=head,
     )
 
 
 @lru_cache(maxsize=65536)
-def _ends(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, MicroBatchSeconds]:
-    """The embedding, and the output layer with the loss."""
-    rate = _rates(spec, cluster)
+def _embedding_and_head_time(
+    spec: RunSpec, cluster: Cluster
+) -> tuple[MicroBatchSeconds, MicroBatchSeconds]:
+    """Return the times of the embedding, and of the output layer with the loss."""
+    rate = _get_rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
-    batch = _seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))
-    embedding = _seconds(spec, cluster, embedding_collectives(spec))
-    head = _tensor_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
-    embedded = MicroBatchSeconds(0.0, 0.0, embedding_seconds(spec, rate), embedding)
-    own = MicroBatchSeconds(head_matmul, 0.0, head_memory, head + batch)
-    own += embedded * spec.shape.total_mtp_layers
-    return embedded + MicroBatchSeconds(tensor_parallel=batch), own
+    batch = _call_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))
+    embedding_calls = _call_seconds(spec, cluster, embedding_collectives(spec))
+    # A third of the head's products computes the weights' gradients, with which calls overlap.
+    head_calls = _exposed_call_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
+    embedding = MicroBatchSeconds(
+        memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding_calls
+    )
+    head = MicroBatchSeconds(
+        matmul=head_matmul, memory_bound=head_memory, tensor_parallel=head_calls + batch
+    )
+    head += embedding * spec.shape.total_mtp_layers
+    return embedding + MicroBatchSeconds(tensor_parallel=batch), head
 
 
 @lru_cache(maxsize=65536)
-def _layer(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSeconds]:
-    """One layer, never faster than the host launches its kernels, and its arithmetic alone; where the
-    host does not run ahead of the device, its time adds."""
-    layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
-    tensor_parallel, launches, exchanged = _layer_calls(spec.without_cp_comm_type, cluster)
-    matmul = _products(layer) + layer.weight_gradients
+def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSeconds]:
+    """Return the time of one layer with communication and launches, and its computation alone.
+
+    A layer is never faster than the host launches its kernels. Where the host does not run ahead of the device,
+    launches and computation add up.
+    """
+    layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
+    calls = _layer_call_seconds(spec.without_cp_comm_type, cluster)
+    matmul = _overlappable_matmul_seconds(layer) + layer.weight_gradients
     attention = layer.forward_attention + layer.attention_recompute + layer.backward_attention
     memory_bound = layer.forward_memory + layer.memory_recompute + layer.backward_memory
     context_parallel = _context_seconds(spec, cluster, layer)
-    beside = matmul + attention + memory_bound + tensor_parallel + context_parallel
-    waiting = max(0.0, launches - beside) if runs_ahead(spec, cluster) else launches
+    busy = matmul + attention + memory_bound + calls.tensor_parallel + context_parallel
+    waiting = calls.launches
+    if host_runs_ahead(spec, cluster):
+        waiting = max(0.0, calls.launches - busy)
+    expert_parallel = calls.expert_parallel
     if cluster.execution.overlap_experts:
-        exchanged = exposed_seconds(exchanged, beside + waiting, cluster.constants.contention)
-    memory_bound += waiting
-    parts = (matmul, attention, memory_bound, tensor_parallel, context_parallel, exchanged)
-    return MicroBatchSeconds(*parts), layer
+        contention = cluster.constants.contention
+        expert_parallel = exposed_seconds(expert_parallel, busy + waiting, contention)
+    seconds = MicroBatchSeconds(
+        matmul=matmul,
+        attention=attention,
+        memory_bound=memory_bound + waiting,
+        tensor_parallel=calls.tensor_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
+    )
+    return seconds, layer
+
+
+class _LayerCallSeconds(NamedTuple):
+    """Seconds of a layer's collectives, without those of context parallelism."""
+
+    tensor_parallel: float
+    """Exposed tensor-parallel communication."""
+    launches: float
+    """Launches of all kernels of the layer by the host."""
+    expert_parallel: float
+    """Communication between experts, if nothing overlaps with it."""
 
 
 @lru_cache(maxsize=65536)
-def _layer_calls(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float]:
-    """Of a layer's collectives but context parallelism's, tensor-parallel ones that are waited for, the
-    host's launches with all kernels, and exchanges between experts alone on their links."""
-    layer = layer_seconds(spec, _rates(spec, cluster), cluster.execution.frozen)
+def _layer_call_seconds(spec: RunSpec, cluster: Cluster) -> _LayerCallSeconds:
+    """Return the seconds of a layer's tensor-parallel and expert-parallel calls and of its launches."""
+    layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
-    hides = layer.weight_gradients
+    overlapped_compute = layer.weight_gradients
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
-        hides += _products(layer)
+        overlapped_compute += _overlappable_matmul_seconds(layer)
         tensor_calls = [call._replace(overlappable=True) for call in tensor_calls]
-    launches = launch_seconds(spec, cluster, (*tensor_calls, *expert_calls)) / cluster.core_fraction
-    exchanged = _seconds(spec, cluster, expert_calls)
+    calls = (*tensor_calls, *expert_calls)
+    launches = launch_seconds(spec, cluster, calls) / cluster.core_fraction
+    expert_parallel = _call_seconds(spec, cluster, expert_calls)
     if expert_calls and cluster.execution.deduplicated:
-        # A token goes once to a rank, or once over the network to a node, that has any of its experts.
+        # A token travels once to each rank that has any of its experts, or over the network once to each such node.
         nodes = -(-spec.parallelism.expert // cluster.per_node)
-        places = nodes if nodes > 1 else spec.parallelism.expert
-        reached = spec.expert_load.expected_destinations(spec.shape, places)
-        exchanged *= min(1.0, reached / spec.shape.experts_per_token)
-    return _tensor_seconds(spec, cluster, tensor_calls, hides), launches, exchanged
+        destinations = nodes if nodes > 1 else spec.parallelism.expert
+        copies = spec.expert_load.expected_destinations(spec.shape, destinations)
+        expert_parallel *= min(1.0, copies / spec.shape.experts_per_token)
+    tensor_parallel = _exposed_call_seconds(spec, cluster, tensor_calls, overlapped_compute)
+    return _LayerCallSeconds(tensor_parallel, launches, expert_parallel)
 
 
-def _products(layer: LayerSeconds) -> float:
+def _overlappable_matmul_seconds(layer: LayerSeconds) -> float:
+    """Return the seconds of a layer's matrix products without those of the weights' gradients."""
     return layer.forward_matmul + layer.matmul_recompute + layer.input_gradients
 
 
-def _tensor_seconds(
-    spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall], beside: float
+def _exposed_call_seconds(
+    spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall], compute_seconds: float
 ) -> float:
-    """Forward's calls are waited for; backward's run beside the weights' gradients."""
+    """Return the exposed seconds of calls, of which the overlappable ones run with `compute_seconds`.
+
+    Forward's tensor-parallel calls are exposed; backward's overlap with the weights' gradients.
+    """
     calls = list(calls)
-    overlappable = _seconds(spec, cluster, (call for call in calls if call.overlappable))
-    visible = _seconds(spec, cluster, (call for call in calls if not call.overlappable))
-    return visible + exposed_seconds(overlappable, beside, cluster.constants.contention)
+    overlappable = _call_seconds(spec, cluster, (call for call in calls if call.overlappable))
+    exposed = _call_seconds(spec, cluster, (call for call in calls if not call.overlappable))
+    contention = cluster.constants.contention
+    return exposed + exposed_seconds(overlappable, compute_seconds, contention)
 
 
 def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
-    """The ring's messages run beside attention on what has arrived; other algorithms wait."""
+    """Return the exposed seconds of a layer's context-parallel communication.
+
+    The ring's messages overlap with attention on the keys that have arrived; other algorithms overlap with nothing.
+    """
     calls = list(context_collectives(spec))
-    seconds = _seconds(spec, cluster, calls)
-    if not (calls and calls[0].overlappable):
+    seconds = _call_seconds(spec, cluster, calls)
+    is_ring = bool(calls) and calls[0].overlappable
+    if not is_ring:
         return seconds
     context = spec.parallelism.context
     attention = layer.forward_attention + layer.backward_attention
-    beside = attention * (context - 1) / context
-    return exposed_seconds(seconds, beside, cluster.constants.contention)
+    compute_seconds = attention * (context - 1) / context
+    return exposed_seconds(seconds, compute_seconds, cluster.constants.contention)
 
 
-def _calls_in_group(calls: Iterable[CollectiveCall], group: Group) -> list[CollectiveCall]:
+def _select_calls_in_group(calls: Iterable[CollectiveCall], group: Group) -> list[CollectiveCall]:
+    """Return the calls of one process group."""
     return [call for call in calls if call.group is group]
 
 
-def _calls_in_phase(calls: Iterable[CollectiveCall], phase: Phase) -> list[CollectiveCall]:
+def _select_calls_in_phase(calls: Iterable[CollectiveCall], phase: Phase) -> list[CollectiveCall]:
+    """Return the calls of one phase of the iteration."""
     return [call for call in calls if call.phase is phase]
 
 
 def synchronisation_seconds(
-    spec: RunSpec, cluster: Cluster, micro_batch: float
+    spec: RunSpec, cluster: Cluster, micro_batch_seconds: float
 ) -> tuple[float, float]:
-    """Gradient synchronisation and optimizer of the rank where they take longest.
+    """Return the exposed seconds of gradient communication, and the optimizer's, on the rank with the largest sum.
 
-    `micro_batch` is one's time on the slowest stage. Overlapped, gradients move beside the last
-    backward and weights beside the first forward, all but one bucket of each.
+    With overlap, gradients move during the last backward and weights during the first forward, but for one bucket of
+    each. Both are 0 for frozen weights.
+
+    Args:
+        spec: The run.
+        cluster: The cluster.
+        micro_batch_seconds: Time of one micro batch on the slowest stage.
     """
     if cluster.execution.frozen:
         return 0.0, 0.0
-    # Virtual stages, recomputation and context parallelism's algorithm change nothing here, and without
-    # them fewer layouts are looked at.
+    # Virtual stages, recomputation and the algorithm of context parallelism change nothing here. Dropping them lets
+    # the cache below serve more configurations.
     parallelism = spec.parallelism
     if not spec.stages.layout:
         parallelism = replace_cached(parallelism, virtual_stages=1)
-    overlapped = parallelism.sharding.overlaps_by_default
-    samples = (spec.microbatches if overlapped else 1) * parallelism.data
+    is_overlapped = parallelism.sharding.overlaps_by_default
+    samples = (spec.microbatches if is_overlapped else 1) * parallelism.data
     plain = replace(
         spec,
         parallelism=parallelism,
@@ -413,98 +508,120 @@ def synchronisation_seconds(
         recompute=Recompute.NONE,
         cp_comm_type="p2p",
     )
-    bucket, reduced, gathered, rest, update = _slowest_update(plain, cluster)
+    bucket_fraction, update = _find_slowest_update(plain, cluster)
     execution, contention = cluster.execution, cluster.constants.contention
+    reduced, gathered = update.reduced, update.gathered
     if execution.overlap_gradients:
-        alone, behind = bucket * reduced, micro_batch * _BACKWARD_SHARE
-        reduced = alone + exposed_seconds(reduced - alone, behind, contention)
+        last_bucket = bucket_fraction * reduced
+        backward = micro_batch_seconds * _BACKWARD_FRACTION
+        reduced = last_bucket + exposed_seconds(reduced - last_bucket, backward, contention)
     if execution.overlap_parameters:
-        alone, behind = bucket * gathered, micro_batch * (1 - _BACKWARD_SHARE)
-        gathered = alone + exposed_seconds(gathered - alone, behind, contention)
-    return reduced + gathered + rest, update
+        first_bucket = bucket_fraction * gathered
+        forward = micro_batch_seconds * (1 - _BACKWARD_FRACTION)
+        gathered = first_bucket + exposed_seconds(gathered - first_bucket, forward, contention)
+    return reduced + gathered + update.other_reductions, update.optimizer
+
+
+class _UpdateSeconds(NamedTuple):
+    """Seconds between the last backward and the next forward on one rank, without overlap."""
+
+    reduced: float
+    """Gradients over the data-parallel ranks."""
+    gathered: float
+    """Updated weights over the data-parallel ranks."""
+    other_reductions: float
+    """Gradients of shared embeddings and other partial gradients."""
+    optimizer: float
+    """The optimizer with its own reductions."""
 
 
 @lru_cache(maxsize=65536)
-def _slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, float, float, float, float]:
-    """Of a rank's gradients the share in the bucket that is ready last, and what follows backward."""
+def _find_slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, _UpdateSeconds]:
+    """Return the fraction of a rank's gradients in one bucket, and the times of the rank with the slowest update."""
     ranks = spec.parallelism.data * spec.parallelism.context
-    bucket = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
-    share = min(1.0, bucket / max(1, rank_parameters(spec).total))
-    ends = distinct_ranks(spec)
-    return share, *max((_after_backward(spec, cluster, rank) for rank in ends), key=sum)
+    bucket_elements = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
+    bucket_fraction = min(1.0, bucket_elements / max(1, rank_parameters(spec).total))
+    ranks_to_compare = distinct_ranks(spec)
+    updates = (_seconds_after_backward(spec, cluster, rank) for rank in ranks_to_compare)
+    return bucket_fraction, max(updates, key=sum)
 
 
-def _after_backward(
-    spec: RunSpec, cluster: Cluster, rank: int
-) -> tuple[float, float, float, float]:
-    """Gradients over the data-parallel ranks, updated weights over them, what else is reduced after
-    backward, and the optimizer with its reductions."""
-    sync = _calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
+def _seconds_after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> _UpdateSeconds:
+    """Return the seconds that a pipeline rank takes after its last backward, if nothing overlaps.
+
+    Shardings that overlap their communication have no gradients and weights here; `_layerwise_sync_seconds` has them.
+    """
+    sync = _select_calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
     sync += partial_gradient_collectives(spec, rank)
-    moved = (
-        []
-        if spec.parallelism.sharding.overlaps_by_default
-        else list(gradient_collectives(spec, rank))
-    )
-    reduced = _seconds(spec, cluster, (c for c in moved if c.phase is not Phase.OPTIMIZER))
-    gathered = _weights_moved(spec) * _seconds(
-        spec, cluster, _calls_in_phase(moved, Phase.OPTIMIZER)
-    )
+    is_overlapped = spec.parallelism.sharding.overlaps_by_default
+    calls = [] if is_overlapped else list(gradient_collectives(spec, rank))
+    gradient_calls = (call for call in calls if call.phase is not Phase.OPTIMIZER)
+    reduced = _call_seconds(spec, cluster, gradient_calls)
+    weight_calls = _select_calls_in_phase(calls, Phase.OPTIMIZER)
+    gathered = _moved_weight_fraction(spec) * _call_seconds(spec, cluster, weight_calls)
     if cluster.execution.broadcast_parameters:
-        # A rank's tensors over the data-parallel ranks, one after another.
-        calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
-        way = find_route(cluster, spec.parallelism, Group.DATA_CONTEXT)
-        gathered += calls * (way.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
-    reductions = _seconds(spec, cluster, control_collectives(spec, rank, LATEST_MEGATRON))
-    update = optimizer_seconds(spec, _rates(spec, cluster), rank)
-    return reduced, gathered, _seconds(spec, cluster, sync), reductions + update
+        # A rank broadcasts its tensors to the data-parallel ranks, one after another.
+        num_calls = min(spec.parallelism.data, len(rank_tensors(spec, rank)))
+        route = find_route(cluster, spec.parallelism, Group.DATA_CONTEXT)
+        gathered += num_calls * (route.ring_seconds + _COLLECTIVE_KERNEL_SECONDS)
+    reductions = _call_seconds(spec, cluster, control_collectives(spec, rank, LATEST_MEGATRON))
+    update = optimizer_seconds(spec, _get_rates(spec, cluster), rank)
+    other_reductions = _call_seconds(spec, cluster, sync)
+    return _UpdateSeconds(reduced, gathered, other_reductions, reductions + update)
 
 
-def _weights_moved(spec: RunSpec) -> float:
-    """Of the bytes of weights in the run's own precision, those that are moved."""
-    width = FP8_RECIPE_BYTES[spec.fp8_recipe] / spec.element_bytes
-    return width if keeps_quantised_weights(spec) else 1.0
+def _moved_weight_fraction(spec: RunSpec) -> float:
+    """Return the moved bytes of weights, as a fraction of their bytes in the run's dtype.
+
+    The fraction is below 1 if weights are kept and moved in fp8 or fewer bits.
+    """
+    fraction = FP8_RECIPE_BYTES[spec.fp8_recipe] / spec.element_bytes
+    return fraction if keeps_quantised_weights(spec) else 1.0
 
 
-def _overlapped_sync_seconds(spec: RunSpec, cluster: Cluster, compute: float) -> float:
-    """ZeRO-2, ZeRO-3 and FSDP2 move layers beside arithmetic; what is moved once is waited for.
+def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: float) -> float:
+    """Return the exposed seconds of weights and gradients that move layer by layer, overlapped with computation.
 
-    They add unfused gradients: each micro batch writes them, copies them to a bucket and adds it.
+    ZeRO-2, ZeRO-3 and FSDP2 do this; the result is 0 for other shardings. Calls of the optimizer's phase are exposed.
+    The result includes the kernels that copy weights out of buffers and add unfused gradients up.
     """
     if not spec.parallelism.sharding.overlaps_by_default:
         return 0.0
-    calls, of_weights = list(gradient_collectives(spec, 0)), _weights_moved(spec)
-    reduced, gathered = (
-        _calls_in_phase(calls, Phase.BACKWARD),
-        _calls_in_phase(calls, Phase.FORWARD),
-    )
-    waited = _calls_in_phase(calls, Phase.OPTIMIZER)
-    gradients = sum(call.total_payload_bytes for call in reduced)
-    weights = of_weights * sum(call.total_payload_bytes for call in gathered)
-    copied = _UNFUSED_PASSES * gradients + _COPIED_OUT * weights
-    copying = copied / _rates(spec, cluster).bytes_per_second
-    moving = _seconds(spec, cluster, reduced) + of_weights * _seconds(spec, cluster, gathered)
-    # The first unit that is gathered and the last that is reduced have nothing beside them.
-    alone = moving / max(1, spec.shape.layers + spec.shape.mtp_layers)
-    hidden = exposed_seconds(moving - alone, compute, cluster.constants.contention)
-    return of_weights * _seconds(spec, cluster, waited) + copying + alone + hidden
+    calls, weight_fraction = list(gradient_collectives(spec, 0)), _moved_weight_fraction(spec)
+    reductions = _select_calls_in_phase(calls, Phase.BACKWARD)
+    gathers = _select_calls_in_phase(calls, Phase.FORWARD)
+    exposed = _select_calls_in_phase(calls, Phase.OPTIMIZER)
+    gradient_bytes = sum(call.total_payload_bytes for call in reductions)
+    weight_bytes = weight_fraction * sum(call.total_payload_bytes for call in gathers)
+    copied_bytes = _UNFUSED_PASSES * gradient_bytes + _COPY_OUT_PASSES * weight_bytes
+    copying = copied_bytes / _get_rates(spec, cluster).bytes_per_second
+    moving = _call_seconds(spec, cluster, reductions)
+    moving += weight_fraction * _call_seconds(spec, cluster, gathers)
+    # The first layer that is gathered and the last that is reduced have no computation to overlap with.
+    ends = moving / max(1, spec.shape.layers + spec.shape.mtp_layers)
+    overlapped = exposed_seconds(moving - ends, compute_seconds, cluster.constants.contention)
+    return weight_fraction * _call_seconds(spec, cluster, exposed) + copying + ends + overlapped
 
 
-def _seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
-    """Time of calls alone on their links, one after another; none over one rank or of no bytes."""
+def _call_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
+    """Return the seconds of calls one after another, each alone on its link.
+
+    Calls over one rank and calls without bytes take no time.
+    """
     times = []
     for call in calls:
         if call.ranks == 1 or not call.payload_bytes:
             continue
-        way = find_route(cluster, spec.parallelism, call.group)
-        rate, latency = way.bytes_per_second, min(way.ring_seconds, way.tree_seconds)
+        route = find_route(cluster, spec.parallelism, call.group)
+        rate, latency = route.bytes_per_second, min(route.ring_seconds, route.tree_seconds)
         if call.operation is Operation.ALL_TO_ALL:
-            rate, latency = way.pairwise_bytes_per_second, way.tree_seconds
+            rate, latency = route.pairwise_bytes_per_second, route.tree_seconds
         elif call.operation is Operation.SEND:
-            latency = way.ring_seconds / max(1, call.ranks - 1)
+            latency = route.ring_seconds / max(1, call.ranks - 1)
         else:
-            rings = way.all_reduce_ways if call.operation is Operation.ALL_REDUCE else 1
-            latency = rings * latency + _COLLECTIVE_KERNEL_SECONDS
+            is_all_reduce = call.operation is Operation.ALL_REDUCE
+            rounds = route.all_reduce_rounds if is_all_reduce else 1
+            latency = rounds * latency + _COLLECTIVE_KERNEL_SECONDS
         rate *= cluster.calibration.link_fraction(call.operation)
         times.append(call.wire_bytes / rate + call.calls * latency)
     return sum(times, start=0.0)

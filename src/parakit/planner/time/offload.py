@@ -1,8 +1,7 @@
-"""Seconds that a micro batch waits for activations on their way to the host and back.
+"""Exposed seconds of a micro batch for activations that move to the host and back.
 
-Copies run on streams of their own, at the rate of the host's link or of its memory, whichever is less;
-copy engines take nothing from arithmetic. The rates are the vendor's (`hardware.yaml`), so the times are
-lower bounds.
+Copies run on streams of their own, at the rate of the host's link or of the host's memory, whichever is less. Copy
+engines take nothing from computation. The rates are the vendor's (`hardware.yaml`), so the times are lower bounds.
 """
 
 from __future__ import annotations
@@ -15,47 +14,65 @@ from parakit.costs import offloaded_bytes
 def exposed_copy_seconds(
     spec: RunSpec, pipeline_rank: int, passes: tuple[float, float], host: HostRates
 ) -> float:
-    """Of one micro batch on one rank, whose layers take `passes` seconds forward and backward."""
+    """Return the seconds that one micro batch waits for copies of activations on a pipeline rank.
+
+    Args:
+        spec: The run, whose `offload` names what moves to the host.
+        pipeline_rank: The rank.
+        passes: Seconds of all its layers in forward and in backward.
+        host: Rates of the host.
+    """
     chunks = spec.layers_per_chunk(pipeline_rank)
     copied = sum(offloaded_bytes(spec, layers).copied for layers in chunks)
     rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
     if copied and spec.offload.layers:
-        layers, gone = chunks[0], min(spec.offload.layers, chunks[0])
-        each = copied / gone / rate
+        layers = chunks[0]
+        offloaded = min(spec.offload.layers, layers)
+        copy_seconds = copied / offloaded / rate
         forward, backward = (seconds / layers for seconds in passes)
-        return _gone_in_time(layers, gone, forward, each) + _back_in_time(
-            layers, gone, backward, each
-        )
-    # What forward does not hide, backward's first reload waits for: each group is read back after it
-    # has gone (`bulk_reload_group`).
+        forward_wait = _forward_wait_seconds(layers, offloaded, forward, copy_seconds)
+        return forward_wait + _backward_wait_seconds(layers, offloaded, backward, copy_seconds)
+    # A group of activations is read back only after it has gone (`bulk_reload_group`), so the copies that forward
+    # does not overlap delay the first reload in backward.
     return sum(max(0.0, copied / rate - seconds) for seconds in passes)
 
 
-def _gone_in_time(layers: int, gone: int, layer: float, copy: float) -> float:
-    """Forward's waits with whole layers offloaded: a layer is copied from when the next begins and has
-    gone when one begins that takes its place on the device (Transformer Engine, `cpu_offload.py:
-    _default_offload_sync_init`)."""
-    waited = stream = 0.0
-    done: list[float] = []
-    for place in range(layers):
-        if 0 < place <= gone:
-            stream = max(stream, place * layer + waited) + copy
-            done.append(stream)
-        leaving = place - (layers - gone)
-        if leaving >= 0:
-            waited += max(0.0, done[leaving] - (place * layer + waited))
+def _forward_wait_seconds(
+    layers: int, offloaded: int, layer_seconds: float, copy_seconds: float
+) -> float:
+    """Return the seconds that forward waits if the first `offloaded` of a rank's layers move to the host.
+
+    The copy of a layer starts when the next layer begins. It must have ended when a layer begins that takes its place
+    in the device's memory (Transformer Engine, `cpu_offload.py: _default_offload_sync_init`).
+    """
+    waited = stream_free_at = 0.0
+    copy_ends: list[float] = []
+    for layer in range(layers):
+        begins_at = layer * layer_seconds + waited
+        if 0 < layer <= offloaded:
+            stream_free_at = max(stream_free_at, begins_at) + copy_seconds
+            copy_ends.append(stream_free_at)
+        replaced = layer - (layers - offloaded)
+        if replaced >= 0:
+            waited += max(0.0, copy_ends[replaced] - begins_at)
     return waited
 
 
-def _back_in_time(layers: int, gone: int, layer: float, copy: float) -> float:
-    """Backward's: a layer comes back from when one begins that leaves it its place."""
-    waited = stream = 0.0
-    done: dict[int, float] = {}
-    for past, place in enumerate(reversed(range(layers))):
-        coming = place - (layers - 1 - gone)
-        if 0 <= coming < gone:
-            stream = max(stream, past * layer + waited) + copy
-            done[coming] = stream
-        if place < gone:
-            waited += max(0.0, done[place] - (past * layer + waited))
+def _backward_wait_seconds(
+    layers: int, offloaded: int, layer_seconds: float, copy_seconds: float
+) -> float:
+    """Return the seconds that backward waits if the first `offloaded` of a rank's layers are on the host.
+
+    The copy of a layer starts when a layer begins whose place in memory becomes free.
+    """
+    waited = stream_free_at = 0.0
+    copy_ends: dict[int, float] = {}
+    for num_done, layer in enumerate(reversed(range(layers))):
+        begins_at = num_done * layer_seconds + waited
+        coming = layer - (layers - 1 - offloaded)
+        if 0 <= coming < offloaded:
+            stream_free_at = max(stream_free_at, begins_at) + copy_seconds
+            copy_ends[coming] = stream_free_at
+        if layer < offloaded:
+            waited += max(0.0, copy_ends[layer] - begins_at)
     return waited

@@ -1,6 +1,7 @@
-"""Bytes that one layer's kernels beside matrix products and fused attention move in one micro batch.
+"""Memory traffic of one layer's kernels in one micro batch, without matrix products and fused attention.
 
-Kernels are Megatron's fused ones; what each reads and writes of its operands is counted, caches are not.
+Kernels are Megatron's fused ones. The bytes that each kernel reads and writes of its operands are counted; caches are
+not. A pair of numbers is always forward and backward.
 """
 
 from __future__ import annotations
@@ -17,64 +18,73 @@ CHUNK = 128
 """Tokens of a Mamba-2 mixer's scan that are one matrix (`mamba_mixer.py: chunk_size`)."""
 
 
-_PERMUTED = 4
+_PERMUTE_PASSES = 4
 """Passes over the tokens' copies: to the experts' order and back, each read and written."""
-_SORTED = 4
-"""More where a rank gets its experts' tokens rank by rank and orders them, and back
+_SORT_PASSES = 4
+"""Further passes where a rank receives its experts' tokens rank by rank, orders them, and orders them back
 (`token_dispatcher.py: sort_chunks_by_idxs`)."""
-_BIASED, _WIDELY_BIASED = (6, 8), (14, 20)
-"""More, forward and backward, for a bias of the second product, which is multiplied with probabilities,
-added and concatenated by kernels of PyTorch's (`experts.py: TEGroupedMLP._apply_bias`); backward
-multiplies and sums for the gradients of both and joins those of the experts. Probabilities in fp32 make
-all of it fp32, and cast the result and its gradient."""
-_CLAMPED = 8, 15
-"""More, forward and backward, of a gated activation whose halves are clamped and joined before its fused
-kernel (`fused_bias_geglu.py: weighted_bias_quick_geglu_impl`): 4 and 4; backward compares, masks (one
-half by both limits) and joins: 4, 7 and 4."""
+_EXPERT_BIAS_PASSES, _FP32_EXPERT_BIAS_PASSES = (6, 8), (14, 20)
+"""Further passes, forward and backward, for a bias of the experts' second product. Kernels of PyTorch multiply the bias
+with probabilities, add it and concatenate it (`experts.py: TEGroupedMLP._apply_bias`); backward multiplies and sums for
+the gradients of both and joins those of the experts. Probabilities in fp32 make all of it fp32, and cast the result and
+its gradient."""
+_CLAMP_PASSES = 8, 15
+"""Further passes, forward and backward, of a gated activation whose halves are clamped and joined before its fused
+kernel (`fused_bias_geglu.py: weighted_bias_quick_geglu_impl`): 4 and 4; backward compares, masks (one half by both
+limits) and joins: 4, 7 and 4."""
 _LONGEST_FUSED_SOFTMAX = 4096
 _FUSED_SOFTMAX_ROWS = 4
 _TORCH_SOFTMAX_BYTES = 33, 34
-"""More a score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
-_JOINED = 6
-"""Passes of a depth of multi-token prediction beside its norms: hidden states and embeddings are joined
-to one tensor, twice as wide, and all depths' outputs to another (`torch.cat`), each read and written."""
-_EAGER_ACTIVATION = 2, 7
-"""More passes, forward and backward, of a squared ReLU in PyTorch's own kernels: the ReLU and the power
-each read and write (4 for 2); backward copies and doubles the power's input, multiplies it with the
-gradient and masks that (10 for 3; `derivatives.yaml: pow, relu`)."""
-_TORCH_NORM = 1.9, 3.5
-"""Times, forward and backward, that PyTorch's LayerNorm takes for a fused one's bytes (measured). Its
-backward is two kernels that read input and gradient each, for the input's gradient and the weights'
+"""Further bytes per score, forward and backward: casts, scale, mask and softmax in fp32, each read and written."""
+_MTP_JOIN_PASSES = 6
+"""Passes per depth of multi-token prediction, beside its norms: hidden states and embeddings are joined to one tensor,
+twice as wide, and the outputs of all depths to another (`torch.cat`), each read and written."""
+_EAGER_ACTIVATION_PASSES = 2, 7
+"""Further passes, forward and backward, of a squared ReLU in PyTorch's own kernels. The ReLU and the power each read
+and write (4 for 2). Backward copies and doubles the power's input, multiplies it with the gradient and masks the
+product (10 for 3; `derivatives.yaml: pow, relu`)."""
+_TORCH_NORM_FACTORS = 1.9, 3.5
+"""Time of PyTorch's LayerNorm, forward and backward, over that of a fused norm's bytes (measured). Its backward is two
+kernels that read input and gradient each, for the input's gradient and the weights'
 (`aten/src/ATen/native/cuda/layer_norm_kernel.cu`, RMSNorm's too)."""
-_TORCH_ROTARY = 6, 7
-"""Times of a fused kernel's reading and writing, forward and backward: products with cosine and sine,
-halves negated and joined, the sum, and columns without positions joined to it, also where there are none
+_TORCH_ROTARY_FACTORS = 6, 7
+"""Traffic of PyTorch's rotary positions, forward and backward, over that of a fused kernel: products with cosine and
+sine, halves negated and joined, the sum, and columns without positions joined to it, also where there are none
 (`rope_utils.py: _apply_rotary_pos_emb_bshd`: 12 passes; 14 of its gradients, two of which are added)."""
 
 
 class LayerBytes(NamedTuple):
-    """Of a layer and micro batch; `again` is what of forward's backward repeats."""
+    """Memory traffic of a layer in one micro batch, in bytes."""
 
     forward: int
     backward: int
-    again: int
+    recompute: int
+    """The part of forward that backward repeats; `backward` does not include it."""
 
 
 class _Part(NamedTuple):
-    """Bytes of some of a layer's kernels, and the modules with which they are computed again."""
+    """Memory traffic of some of a layer's kernels, and the modules whose recomputation repeats them."""
 
     forward: float
     backward: float
     modules: tuple[str, ...] = ()
+    """If empty, only the recomputation of the full layer repeats the kernels."""
 
 
 def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
-    """Without unfused attention's scores, casts to fewer bits, and `context_bytes`."""
-    times = rate.elementwise
-    portable = _elementwise_parts(spec, rate)
+    """Return the memory traffic of a layer in one micro batch.
+
+    It excludes the scores of unfused attention (`scores_bytes`), casts to fewer bits, and what context parallelism
+    adds (`context_bytes`).
+    """
+    factor = rate.elementwise
+    elementwise = _list_elementwise_parts(spec, rate)
     parts = [
-        *(_Part(times * part.forward, times * part.backward, part.modules) for part in portable),
-        _Part(*_routed_bytes(spec, rate), ("moe",)),
+        *(
+            _Part(factor * part.forward, factor * part.backward, part.modules)
+            for part in elementwise
+        ),
+        _Part(*_routing_bytes(spec, rate), ("moe",)),
         _Part(*_scan_bytes(spec)),
     ]
     return LayerBytes(
@@ -84,146 +94,189 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
     )
 
 
-def _routed_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Memory traffic of permuting tokens to their experts and back, and of the router's scores."""
-    shape = spec.shape
+def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
+    """Return the traffic of the router's scores, and of permuting tokens to their experts and back.
+
+    Both numbers are 0 for a dense model.
+    """
+    shape, execution = spec.shape, rate.execution
     if not shape.experts:
         return 0, 0
-    own = spec.micro_batch_tokens // spec.sequence_shards
+    rank_tokens = spec.micro_batch_tokens // spec.sequence_shards
     hidden = shape.latent_experts or shape.hidden
-    copies = own * shape.experts_per_token * hidden * spec.element_bytes
-    gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
-    permuted = spec.expert_receive_ratio if gathered else spec.expert_send_ratio
-    sorts = not rate.execution.deduplicated and shape.experts > spec.parallelism.expert
-    wide = rate.execution.deduplicated or rate.execution.wide_probabilities
-    adds = shape.bias and not rate.execution.fused_experts
-    scores = 6 * 4 * own * shape.experts
-    forward, backward = (
-        round(copies * (_PERMUTED * permuted + received * spec.expert_receive_ratio)) + scores
-        for received in (
-            _SORTED * sorts + more * adds for more in (_WIDELY_BIASED if wide else _BIASED)
-        )
-    )
-    return forward, backward
+    copies = rank_tokens * shape.experts_per_token * hidden * spec.element_bytes
+    is_gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
+    permuted = spec.expert_receive_ratio if is_gathered else spec.expert_send_ratio
+    has_several_local_experts = shape.experts > spec.parallelism.expert
+    is_sorted = not execution.deduplicated and has_several_local_experts
+    has_fp32_probabilities = execution.deduplicated or execution.wide_probabilities
+    bias_passes = _FP32_EXPERT_BIAS_PASSES if has_fp32_probabilities else _EXPERT_BIAS_PASSES
+    adds_bias = shape.bias and not execution.fused_experts
+    score_bytes = 6 * 4 * rank_tokens * shape.experts
+
+    def total_bytes(bias_pass_count: int) -> int:
+        """Return the bytes of scores, permutation, sorting and so many passes for the bias."""
+        received_passes = _SORT_PASSES * is_sorted + bias_pass_count * adds_bias
+        passes = _PERMUTE_PASSES * permuted + received_passes * spec.expert_receive_ratio
+        return round(copies * passes) + score_bytes
+
+    forward_passes, backward_passes = bias_passes
+    return total_bytes(forward_passes), total_bytes(backward_passes)
 
 
 def softmax_is_fused(spec: RunSpec) -> bool:
-    """Whether unfused attention has one kernel for scale, mask and softmax.
+    """Return True if one kernel computes scale, mask and softmax of attention.
 
-    Megatron's takes four rows of heads times samples at once, and keys up to 4,096
-    (`fused_softmax.py: is_kernel_available`). True where attention itself is fused, and in fp32, whose
-    softmax has no casts.
+    Megatron's fused kernel for unfused attention takes four rows of heads times samples at once, and up to 4,096 keys
+    (`fused_softmax.py: is_kernel_available`). The result is also True for fused attention, and in fp32, whose softmax
+    has no casts.
     """
     if spec.fused_attention or spec.dtype == "fp32":
         return True
     rows = spec.shape.heads // spec.parallelism.tensor * spec.batch.micro_batch_size
-    short = spec.shape.seq_length <= _LONGEST_FUSED_SOFTMAX
-    return short and rows % _FUSED_SOFTMAX_ROWS == 0
+    is_short = spec.shape.seq_length <= _LONGEST_FUSED_SOFTMAX
+    return is_short and rows % _FUSED_SOFTMAX_ROWS == 0
 
 
 def scores_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Unfused attention writes its scores and reads them back, four times over."""
+    """Return the traffic of unfused attention's scores, forward and backward; 0 for fused attention."""
     if spec.fused_attention:
         return 0, 0
     shape, element = spec.shape, spec.element_bytes
     heads = shape.heads // spec.parallelism.tensor
-    scores = heads * spec.micro_batch_tokens * shape.seq_length
+    num_scores = heads * spec.micro_batch_tokens * shape.seq_length
     dropout = 2 * element + 1 if spec.dropout else 0
-    more = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
-    forward, backward = 4 * element + dropout + more[0], 6 * element + dropout + more[1]
-    return forward * scores, backward * scores
+    softmax_forward, softmax_backward = (0, 0) if softmax_is_fused(spec) else _TORCH_SOFTMAX_BYTES
+    forward = 4 * element + dropout + softmax_forward
+    backward = 6 * element + dropout + softmax_backward
+    return forward * num_scores, backward * num_scores
 
 
-def _is_torchs(spec: RunSpec, rate: DeviceRates, patch: str) -> bool:
-    """Whether PyTorch's own kernels do what a patch of the kit would fuse."""
+def _uses_torch_kernel(spec: RunSpec, rate: DeviceRates, patch: str) -> bool:
+    """Return True if PyTorch's own kernels do what `patch`, one of the kit's, would fuse."""
     return rate.execution.torch_kernels and patch not in spec.fused
 
 
-def _elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
-    """Memory traffic of norms, dropouts, residuals, activations and bias gradients; experts' activations
-    and biases may be parts of their products."""
+def _list_elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
+    """Yield the traffic of norms, dropouts, residuals, activations, biases and rotary positions.
+
+    A layer that only joins tokens for multi-token prediction has norms and the join alone.
+    """
     shape, element = spec.shape, spec.element_bytes
     hidden = spec.micro_batch_tokens * shape.hidden // spec.sequence_shards
-    forward_masks, backward_masks = (2, 10) if spec.dropout else (0, 0)
-    again_forward, again_backward = _TORCH_NORM if _is_torchs(spec, rate, "norm") else (1.0, 1.0)
-    more = 3 * (again_backward - 1) * element * hidden  # A fused one's three passes are below.
-    for modules in norm_modules(spec):
-        yield _Part(2 * again_forward * element * hidden, 0, modules)
-    yield _Part(0, shape.norms_per_layer * more)
+    yield from _list_norm_parts(spec, rate, hidden)
     if shape.blocks == MTP:
-        yield _Part(
-            _JOINED * element * hidden, (_JOINED + 3 * shape.norms_per_layer) * element * hidden
-        )
+        backward_passes = _MTP_JOIN_PASSES + 3 * shape.norms_per_layer
+        yield _Part(_MTP_JOIN_PASSES * element * hidden, backward_passes * element * hidden)
         return
-    residual = 3 * element + forward_masks / 2
-    backward_hidden = 12 * element + backward_masks + (2 * element if shape.bias else 0)
+    mask_forward, mask_backward = (2, 10) if spec.dropout else (0, 0)
+    residual = 3 * element + mask_forward / 2
+    backward_hidden = 12 * element + mask_backward + (2 * element if shape.bias else 0)
     yield _Part(
         shape.residual_additions * residual * hidden,
         shape.residual_additions * backward_hidden / 2 * hidden,
     )
-    wide = element * spec.micro_batch_tokens / spec.parallelism.tensor
-    gate = 2 if shape.gated else 1
-    summed = shape.bias and (shape.gated or "bias_gelu" not in spec.fused)
-    forward, backward = gate + 1, 2 * gate + 1 + (gate if summed else 0)
-    if rate.execution.eager_activation:
-        forward, backward = forward + _EAGER_ACTIVATION[0], backward + _EAGER_ACTIVATION[1]
-    # Columns of activations for each token, and the modules that they are computed again with.
-    activated: list[tuple[int, tuple[str, ...]]] = [(shape.ffn_hidden, ("mlp",))]
-    clamped = 0
-    if shape.experts:
-        fused = rate.execution.fused_experts
-        routed = 0 if fused else shape.experts_per_token * shape.expert_ffn_hidden
-        routed, shared = round(routed * spec.expert_receive_ratio), shape.shared_expert_ffn
-        activated = [(routed, ("moe", "moe_act")), (shared, ("moe", "shared_experts"))]
-        clamped = routed if shape.clamps_activations else 0
-    yield _Part(wide * clamped * _CLAMPED[0], wide * clamped * _CLAMPED[1], ("moe", "moe_act"))
-    for ffn, modules in activated:
-        yield _Part(wide * ffn * forward, wide * ffn * backward, modules)
+    yield from _list_activation_parts(spec, rate)
     if shape.bias:
-        # Its gradient is a sum; PyTorch adds the bias itself in a pass of its own, too.
-        added = 2 if _is_torchs(spec, rate, "bias_gemm") and not shape.latent else 0
-        projected = wide * (shape.heads + 2 * shape.query_groups) * shape.head_width
-        yield _Part(added * projected, projected)
-    yield _Part(*_laid_out_bytes(spec, rate), ("mla_up_proj",) if shape.latent else ())
+        # The gradient of the projections' bias is a sum. PyTorch also adds the bias itself in a pass of its own.
+        adds_bias = _uses_torch_kernel(spec, rate, "bias_gemm") and not shape.latent
+        projected = element * spec.micro_batch_tokens / spec.parallelism.tensor
+        projected = projected * (shape.heads + 2 * shape.query_groups) * shape.head_width
+        yield _Part((2 if adds_bias else 0) * projected, projected)
+    yield _Part(*_attention_input_bytes(spec, rate), ("mla_up_proj",) if shape.latent else ())
 
 
-def _laid_out_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Memory traffic between the projections and attention: rotary positions, and queries, keys and
-    values taken out of one tensor and their gradients put into one (`attention.py:
-    get_query_key_value_tensors`; learnt positions and as many groups as heads need neither with
-    Transformer Engine, whose attention takes them as one tensor)."""
-    shape, rotary = spec.shape, not spec.shape.positions
-    grouped, attends = shape.query_groups < shape.heads, shape.heads and shape.blocks != MAMBA
-    if not attends or not (rotary or grouped or rate.execution.torch_kernels):
+def _list_norm_parts(spec: RunSpec, rate: DeviceRates, hidden: int) -> Iterator[_Part]:
+    """Yield the traffic of a layer's norms over `hidden` elements.
+
+    Backward has only what PyTorch's norms move beyond fused ones, whose three passes count with the residuals.
+    """
+    shape, element = spec.shape, spec.element_bytes
+    is_torch_norm = _uses_torch_kernel(spec, rate, "norm")
+    forward_factor, backward_factor = _TORCH_NORM_FACTORS if is_torch_norm else (1.0, 1.0)
+    further_backward = 3 * (backward_factor - 1) * element * hidden
+    for modules in norm_modules(spec):
+        yield _Part(2 * forward_factor * element * hidden, 0, modules)
+    yield _Part(0, shape.norms_per_layer * further_backward)
+
+
+def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
+    """Yield the traffic of the MLP's activation, or of the routed and the shared experts'.
+
+    Fused experts compute their activations in their products, which then move nothing here.
+    """
+    shape, element = spec.shape, spec.element_bytes
+    column_bytes = element * spec.micro_batch_tokens / spec.parallelism.tensor
+    gate = 2 if shape.gated else 1
+    sums_bias_gradient = shape.bias and (shape.gated or "bias_gelu" not in spec.fused)
+    forward, backward = gate + 1, 2 * gate + 1 + (gate if sums_bias_gradient else 0)
+    if rate.execution.eager_activation:
+        further_forward, further_backward = _EAGER_ACTIVATION_PASSES
+        forward, backward = forward + further_forward, backward + further_backward
+    columns_by_modules: list[tuple[int, tuple[str, ...]]] = [(shape.ffn_hidden, ("mlp",))]
+    clamped_columns = 0
+    if shape.experts:
+        is_fused = rate.execution.fused_experts
+        routed_per_token = 0 if is_fused else shape.experts_per_token * shape.expert_ffn_hidden
+        routed = round(routed_per_token * spec.expert_receive_ratio)
+        columns_by_modules = [
+            (routed, ("moe", "moe_act")),
+            (shape.shared_expert_ffn, ("moe", "shared_experts")),
+        ]
+        clamped_columns = routed if shape.clamps_activations else 0
+    clamp_forward, clamp_backward = _CLAMP_PASSES
+    yield _Part(
+        column_bytes * clamped_columns * clamp_forward,
+        column_bytes * clamped_columns * clamp_backward,
+        ("moe", "moe_act"),
+    )
+    for columns, modules in columns_by_modules:
+        yield _Part(column_bytes * columns * forward, column_bytes * columns * backward, modules)
+
+
+def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
+    """Return the traffic between the projections and attention, forward and backward.
+
+    It counts rotary positions, and taking queries, keys and values out of one tensor and putting their gradients into
+    one (`attention.py: get_query_key_value_tensors`). Models with learned positions and as many groups as heads need
+    neither with Transformer Engine, whose attention takes the three as one tensor; they give 0.
+    """
+    shape = spec.shape
+    is_rotary = not shape.positions
+    is_grouped = shape.query_groups < shape.heads
+    has_attention = shape.heads and shape.blocks != MAMBA
+    if not has_attention or not (is_rotary or is_grouped or rate.execution.torch_kernels):
         return 0, 0
-    moved = 2 * spec.element_bytes * spec.micro_batch_tokens // spec.parallelism.tensor
-    if latent := shape.latent:
-        # Queries in place, keys and values out of one tensor, each head's key with the same rotary part.
+    column_bytes = 2 * spec.element_bytes * spec.micro_batch_tokens // spec.parallelism.tensor
+    if shape.latent:
+        # Queries rotate in place. Keys and values come out of one tensor, and each head's key gets the same rotary
+        # part.
+        latent = shape.latent
         rotated = latent.rotary_width + latent.rotary_width // 2
         width = rotated + latent.head_width + latent.value_width
-        return moved * shape.heads * width, moved * shape.heads * width
+        return column_bytes * shape.heads * width, column_bytes * shape.heads * width
     queries, keys = shape.heads * shape.head_width, shape.query_groups * shape.head_width
-    turned = moved * (queries + keys) if rotary else 0
-    taken = moved * queries if grouped else 0
-    forward, backward = _TORCH_ROTARY if rate.execution.unfused_rotary else (1, 1)
-    return forward * turned + taken, backward * turned + moved * (queries + 2 * keys)
+    rotated = column_bytes * (queries + keys) if is_rotary else 0
+    taken = column_bytes * queries if is_grouped else 0
+    forward, backward = _TORCH_ROTARY_FACTORS if rate.execution.unfused_rotary else (1, 1)
+    return forward * rotated + taken, backward * rotated + column_bytes * (queries + 2 * keys)
 
 
 def context_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic that context parallelism adds to attention, forward and backward.
+    """Return the memory traffic that context parallelism adds to attention, forward and backward.
 
-    Ring: K and V are packed, the first step's result is read and written; of each further step's,
-    which works on half of the queries or half of the keys, three quarters are read, added to and
-    written. Gathered: K and V are put in order as many times as they are gathered. All-to-all:
-    every tensor is reordered before and after its exchange.
+    Ring: K and V are packed, and the first step's result is read and written. Every further step works on half of the
+    queries or half of the keys; three quarters of its result are read, added to and written. Gathered: K and V are
+    put in order as many times as they are gathered. All-to-all: every tensor is reordered before and after it is
+    sent. Both numbers are 0 without context parallelism.
     """
     parallelism, shape = spec.parallelism, spec.shape
     ranks = parallelism.context
     if ranks == 1 or not spec.cp_comm_type:
         return 0, 0
-    element = spec.element_bytes * spec.micro_batch_tokens
-    queries = element * shape.heads * shape.head_width // parallelism.tensor
-    keys = 2 * element * shape.query_groups * shape.head_width // parallelism.tensor
+    column_bytes = spec.element_bytes * spec.micro_batch_tokens
+    queries = column_bytes * shape.heads * shape.head_width // parallelism.tensor
+    keys = 2 * column_bytes * shape.query_groups * shape.head_width // parallelism.tensor
     if spec.cp_comm_type == "all_gather":
         return 2 * ranks * keys, 4 * ranks * keys
     if spec.cp_comm_type == "a2a":
@@ -233,12 +286,12 @@ def context_bytes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Memory traffic of a Mamba-2 mixer beside its products: the convolution, states in fp32 between the
-    scan's kernels, what these read and write themselves, the gated norm. Backward computes the first two
-    again and moves twice as much.
+    """Return the traffic of a Mamba-2 mixer without its products, forward and backward; 0 for other layers.
 
-    Of the scan's kernels in mamba_ssm (`ssd_combined.py`), forward two read the inputs, one the gate,
-    and one writes; backward's read inputs, gates and gradients nine times and write three.
+    It counts the convolution, the states in fp32 between the scan's kernels, what these kernels read and write
+    themselves, and the gated norm. Backward recomputes the first two and moves twice as much. Of the scan's kernels
+    in mamba_ssm (`ssd_combined.py`), forward's two read the inputs, one the gate, and one writes; backward's read
+    inputs, gates and gradients nine times and write three times.
     """
     mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
     if spec.shape.blocks != MAMBA or mamba is None:

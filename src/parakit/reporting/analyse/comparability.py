@@ -1,8 +1,13 @@
-"""What differs between two runs, stated before their times are compared."""
+"""Compare the times of two rows, and list the differences between their runs.
+
+`compare_speed` gives the ratios of times with verdicts. It withholds a verdict, and says why, if the devices
+differ, if other programs slowed a run down or if the work per iteration is unknown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from parakit.artifacts.identity import essential_arguments
@@ -22,41 +27,41 @@ from parakit.reporting.analyse.statistics import TimeComparison, compare_times
 
 @dataclass(frozen=True)
 class WorkMismatch:
-    """One thing that is not the same on both sides."""
+    """Property or argument in which two runs differ."""
 
     what: str
     reference: str
     other: str
     part_of_strategy: bool = False
-    """Follows from the strategy itself (ranks, padding for TP), so it is no flaw, but is listed."""
+    """True if the difference follows from the strategy (ranks, padding for TP) and is no flaw."""
 
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """One configuration against its reference."""
+    """Times of a row compared with its reference."""
 
     reference: str
     """Name of the reference's row."""
     other: str
     per_iteration: TimeComparison | None
-    """None where the iterations hold different work: then a speedup per iteration is refused."""
+    """Time per iteration over the reference's; None if the iterations hold different work."""
     per_token: TimeComparison | None
-    """Time a token, over all devices; a sample where a log does not print its sequence length."""
+    """Time per token over the reference's, with all devices; per sample if a log prints no sequence length."""
     per_device_token: TimeComparison | None
-    """Device time a token, where the numbers of devices differ: the verdict is on it. Else None."""
+    """Device time per token, on which the verdict rests if the numbers of devices differ; else None."""
     per_device: float | None
     """Tokens/s/device over the reference's: 1 is perfect scaling."""
     differences: tuple[WorkMismatch, ...]
     caution: str = ""
-    """What the comparison takes for granted, or why there is none."""
+    """Assumption of the comparison, or the reason why there is none."""
     model_doubt: str = ""
-    """That the two models differ or may differ, and in which flags; empty of one model."""
+    """Text that the models differ or may differ, with the flags; empty if they are the same."""
     device_is_assumed: bool = False
-    """Whether neither log names its device, so that the same one is assumed."""
+    """True if neither log names its device, so that the same one is assumed."""
 
     @property
     def judged_time(self) -> TimeComparison | None:
-        """The comparison whose verdict counts: per device where the numbers of devices differ."""
+        """Comparison on which the verdict rests: per device if the numbers of devices differ, else per token."""
         return self.per_device_token or self.per_token
 
     def replace_judged(self, adjusted: TimeComparison) -> SpeedComparison:
@@ -68,43 +73,48 @@ class SpeedComparison:
 
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
-    """Compare the times of two configurations, per iteration only if both do the same work."""
-    one, two = reference.newest, other.newest
-    per_iteration = per_token = per_device_token = None
-    per_device = None
+    """Compare the times of two rows; times per iteration only if both do the same work."""
+    reference_run, run = reference.newest, other.newest
+    model_differences = reference_run.stated_model.differences(run.stated_model)
     work, caution = None, why_withheld(reference) or why_withheld(other)
     if not caution:
-        work, caution = _work(one, two)
-        if work and (reason := _other_devices(one, two)):
+        work, caution = _work_per_iteration(reference_run, run)
+        if work and (reason := _why_devices_differ(reference_run, run)):
             work, caution = None, reason
-    devices, other_devices = one.num_devices, two.num_devices
-    of_model = one.stated_model.differences(two.stated_model)
-    if reference.estimate and other.estimate and work:
-        per_token = compare_times(reference.estimate, other.estimate, work[0] / work[1])
-        per_iteration = per_token if work[0] == work[1] and not of_model else None
-        if devices and other_devices and devices != other_devices:
-            weight = work[0] / work[1] * other_devices / devices
-            per_device_token = compare_times(reference.estimate, other.estimate, weight)
-            per_iteration = None
-        if one.spec and two.spec:
-            scale = one.spec.parallelism.world_size / two.spec.parallelism.world_size
-            per_device = scale / per_token.ratio
-    return SpeedComparison(
-        reference=one.name,
-        other=two.name,
-        per_iteration=per_iteration,
-        per_token=per_token,
-        per_device_token=per_device_token,
-        per_device=per_device,
-        differences=tuple(list_differences(one, two)),
+    comparison = SpeedComparison(
+        reference=reference_run.name,
+        other=run.name,
+        per_iteration=None,
+        per_token=None,
+        per_device_token=None,
+        per_device=None,
+        differences=tuple(list_differences(reference_run, run)),
         caution=caution,
-        model_doubt=_model_doubt(one, two, of_model),
-        device_is_assumed=bool(work) and not one.device and not two.device,
+        model_doubt=_describe_model_doubt(reference_run, run, model_differences),
+        device_is_assumed=bool(work) and not reference_run.device and not run.device,
     )
+    if reference.estimate is None or other.estimate is None or work is None:
+        return comparison
+    reference_work, other_work = work
+    weight = reference_work / other_work
+    per_token = compare_times(reference.estimate, other.estimate, weight)
+    comparison = replace(comparison, per_token=per_token)
+    num_reference_devices, num_devices = reference_run.num_devices, run.num_devices
+    if num_reference_devices and num_devices and num_reference_devices != num_devices:
+        device_weight = weight * num_devices / num_reference_devices
+        per_device_token = compare_times(reference.estimate, other.estimate, device_weight)
+        comparison = replace(comparison, per_device_token=per_device_token)
+    elif reference_work == other_work and not model_differences:
+        comparison = replace(comparison, per_iteration=per_token)
+    if reference_run.spec and run.spec:
+        reference_ranks = reference_run.spec.parallelism.world_size
+        scale = reference_ranks / run.spec.parallelism.world_size
+        comparison = replace(comparison, per_device=scale / per_token.ratio)
+    return comparison
 
 
 def why_withheld(row: Configuration) -> str:
-    """Return why the times of a row say nothing about its strategy; empty where nothing shows that."""
+    """Return why the times of a row say nothing about its strategy; empty if they do."""
     if row.estimate is None:
         return ""
     if has_more_ranks_than_cores(row.newest):
@@ -113,15 +123,16 @@ def why_withheld(row: Configuration) -> str:
 
 
 def why_impossible(reference: Configuration, other: Configuration, speed: SpeedComparison) -> str:
-    """Return why a ratio of times cannot be; empty where it can.
+    """Return why a ratio of times is impossible; empty if it is possible or nothing can be said.
 
-    N times as many devices take at least 1/N of the time for the same work, if nothing else differs:
-    where the whole interval is below that, something slowed the run on fewer devices down.
+    With N times as many devices the same work takes at least 1/N of the time. If the whole interval of the
+    ratio is below 1/N, something slowed the run on fewer devices down.
     """
     reference_spec, spec = reference.newest.spec, other.newest.spec
-    ratio, flaws = speed.per_iteration, [d for d in speed.differences if not d.part_of_strategy]
-    recorded = not (reference.newest.is_foreign or other.newest.is_foreign)
-    if reference_spec is None or spec is None or ratio is None or flaws or not recorded:
+    ratio = speed.per_iteration
+    has_flaws = any(not difference.part_of_strategy for difference in speed.differences)
+    is_foreign = reference.newest.is_foreign or other.newest.is_foreign
+    if reference_spec is None or spec is None or ratio is None or has_flaws or is_foreign:
         return ""
     if reference_spec.batch != spec.batch or ratio.low is None or ratio.high is None:
         return ""
@@ -131,22 +142,22 @@ def why_impossible(reference: Configuration, other: Configuration, speed: SpeedC
     is_above = times_as_many < 1 and ratio.low > bound
     if not is_below and not is_above:
         return ""
-    slow = "reference" if is_below else "row"
+    slowed = "reference" if is_below else "row"
     return (
         f"×{ratio.ratio:.3f} the time on {times_as_many:g} times as many ranks {IMPOSSIBLE}"
-        f" (×{bound:.3f} is the {'least' if is_below else 'most'}), so other programs slowed its {slow}"
+        f" (×{bound:.3f} is the {'least' if is_below else 'most'}), so other programs slowed its {slowed}"
         " down; close them and run both again"
     )
 
 
-def _other_devices(reference: Run, other: Run) -> str:
-    """Return why devices allow no verdict on speed: they differ, or one log alone states them."""
+def _why_devices_differ(reference: Run, other: Run) -> str:
+    """Return why devices allow no verdict on speed; empty if they are the same or both are unknown."""
     devices = {run.name: run.device for run in (reference, other)}
     if reference.device and other.device:
         if reference.device != other.device:
             return f"their devices differ ({reference.device} | {other.device})"
     elif named := next((name for name, device in devices.items() if device), ""):
-        return f"only {named} names its device ({devices[named]}); DEVICE= states it for all logs"
+        return f"only {named} names its device ({devices[named]}); --device (make: DEVICE=) states it for all logs"
     counts = {run.name: run.num_devices for run in (reference, other)}
     stated = [name for name, count in counts.items() if count]
     if len(stated) == 1:
@@ -154,7 +165,9 @@ def _other_devices(reference: Run, other: Run) -> str:
     return ""
 
 
-def _model_doubt(reference: Run, other: Run, differences: Sequence[ModelDifference]) -> str:
+def _describe_model_doubt(
+    reference: Run, other: Run, differences: Sequence[ModelDifference]
+) -> str:
     """Return how two models differ, or what a log does not state of its model; empty if neither."""
     known = [difference for difference in differences if difference.is_known]
     if known:
@@ -163,90 +176,119 @@ def _model_doubt(reference: Run, other: Run, differences: Sequence[ModelDifferen
     return f"their models may differ: {unstated}" if unstated else ""
 
 
-def _work(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
-    """Tokens, else samples, of an iteration of each; None, with the reason, where that is not known.
+def _work_per_iteration(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
+    """Return the tokens per iteration of two runs, and a caution on what is assumed.
 
-    With them stands what is taken to be equal, since logs do not print it.
+    If a log prints no sequence length, the numbers are samples per iteration. The first value is None if
+    the work is unknown, and then the caution is the reason.
     """
-    runs, (one, two) = (reference, other), (reference.spec, other.spec)
-    if any(spec and spec.shares_gpu for spec in (one, two)):
+    runs, specs = (reference, other), (reference.spec, other.spec)
+    if any(spec and spec.shares_gpu for spec in specs):
         return None, SHARED
-    if one and two:
-        return (one.tokens_per_iteration, two.tokens_per_iteration), ""
-    lacking: dict[tuple[str, ...], list[str]] = {}
-    asked: dict[str, list[object]] = {
-        "model": [run.model_or_size for run in runs],
-        "sequence length": [run.seq_length for run in runs],
-    }
-    ours, theirs = (run.global_batch_size for run in runs)
-    if not ours or not theirs:
-        asked = {"global batch size": [ours, theirs]}
-    for what, known in asked.items():
-        names = tuple(run.name for run, value in zip(runs, known, strict=True) if not value)
-        if names:
-            lacking.setdefault(names, []).append(f"no {what}")
-    caution = "; ".join(
-        f"{' and '.join(names)} print{'s' * (len(names) == 1)} {' and '.join(what)}"
-        for names, what in lacking.items()
+    if reference.spec and other.spec:
+        return (reference.spec.tokens_per_iteration, other.spec.tokens_per_iteration), ""
+    batch, other_batch = (run.global_batch_size for run in runs)
+    if not batch or not other_batch:
+        return None, _describe_missing(runs, {"global batch size": [batch, other_batch]})
+    missing = _describe_missing(
+        runs,
+        {
+            "model": [run.model_or_size for run in runs],
+            "sequence length": [run.seq_length for run in runs],
+        },
     )
-    if not ours or not theirs:
-        return None, caution
-    caution = f"{caution}, so equal ones are assumed" if caution else ""
+    cautions = [f"{missing}, so equal ones are assumed"] if missing else []
     if not any(run.num_devices for run in runs):
-        unknown = "neither states its number of devices, so the same is assumed"
-        caution = "; ".join(filter(None, (caution, unknown)))
+        cautions.append("neither states its number of devices, so the same is assumed")
+    caution = "; ".join(cautions)
     if reference.seq_length and other.seq_length:
-        return (ours * reference.seq_length, theirs * other.seq_length), caution
-    return (ours, theirs), caution
+        return (batch * reference.seq_length, other_batch * other.seq_length), caution
+    return (batch, other_batch), caution
+
+
+def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]]) -> str:
+    """Return which runs print no value of which quantities; empty if all print all.
+
+    Args:
+        runs: The runs.
+        values: Value per run of each quantity, by the quantity's name.
+    """
+    quantities_by_runs: dict[tuple[str, ...], list[str]] = {}
+    for quantity, values_of_runs in values.items():
+        names = tuple(
+            run.name for run, value in zip(runs, values_of_runs, strict=True) if not value
+        )
+        if names:
+            quantities_by_runs.setdefault(names, []).append(f"no {quantity}")
+    return "; ".join(
+        f"{' and '.join(names)} print{'s' * (len(names) == 1)} {' and '.join(quantities)}"
+        for names, quantities in quantities_by_runs.items()
+    )
 
 
 def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
-    """Everything the runs should share for their times to be comparable, and do not.
+    """Return everything in which two runs differ that should be the same for a comparison of times.
 
-    The flags of their models come first. Of two runs of which one is a foreign log the list has all
-    printed arguments that differ.
+    Flags of the models come first. If one of the runs is a foreign log, all printed arguments that differ
+    follow at the end.
     """
-    of_model = [
+    mismatches = [
         WorkMismatch(difference.flag, difference.reference, difference.other)
         for difference in reference.stated_model.differences(other.stated_model)
         if difference.is_known and difference.flag != "--hidden-dropout"
     ]
-    theirs = _conditions(other)
-    found = of_model + [
-        WorkMismatch(what, value, theirs[what], what in _OF_STRATEGY)
-        for what, value in _conditions(reference).items()
-        if value != theirs[what]
-    ]
-    one, two = essential_arguments(reference.arguments), essential_arguments(other.arguments)
-    if one and two and (reference.is_foreign or other.is_foreign):
-        named = argument_names(mismatch.what for mismatch in of_model)
-        for name in sorted({*one, *two} - _SAID - named):
-            mine, its = one.get(name, "not given"), two.get(name, "not given")
-            if mine != its:
-                flag = f"--{name.replace('_', '-')}"
-                found.append(WorkMismatch(flag, mine, its, name in _OF_LAYOUT))
-    return found
+    flags_of_model = argument_names(mismatch.what for mismatch in mismatches)
+    other_conditions = _list_conditions(other)
+    for name, value in _list_conditions(reference).items():
+        if value != other_conditions[name]:
+            is_strategy = name in _CONDITIONS_OF_STRATEGY
+            mismatches.append(WorkMismatch(name, value, other_conditions[name], is_strategy))
+    if reference.is_foreign or other.is_foreign:
+        mismatches += _compare_printed_arguments(reference, other, flags_of_model)
+    return mismatches
 
 
-_SAID = frozenset(
+def _compare_printed_arguments(
+    reference: Run, other: Run, flags_of_model: AbstractSet[str]
+) -> Iterator[WorkMismatch]:
+    """Yield the printed arguments that differ; nothing if a log prints none.
+
+    Args:
+        reference: The reference's run.
+        other: The run that is compared.
+        flags_of_model: Names of arguments that are listed as flags of the model already.
+    """
+    arguments = essential_arguments(reference.arguments)
+    other_arguments = essential_arguments(other.arguments)
+    if not arguments or not other_arguments:
+        return
+    for name in sorted({*arguments, *other_arguments} - _LISTED_OTHERWISE - flags_of_model):
+        value = arguments.get(name, "not given")
+        other_value = other_arguments.get(name, "not given")
+        if value != other_value:
+            flag = f"--{name.replace('_', '-')}"
+            yield WorkMismatch(flag, value, other_value, name in _ARGUMENTS_OF_STRATEGY)
+
+
+_LISTED_OTHERWISE = frozenset(
     {
         *("optimizer", "fp16", "bf16", "params_dtype", "hidden_dropout"),
         *("group_query_attention", "num_query_groups"),
     }
 )
-"""Arguments that a condition of its own, or a flag of the model, stands for."""
-_OF_LAYOUT = argument_names(flags_with_role("parallelism")) | {
+"""Arguments that a condition, or a flag of the model, stands for."""
+_ARGUMENTS_OF_STRATEGY = argument_names(flags_with_role("parallelism")) | {
     *("world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size"),
     "virtual_pipeline_model_parallel_size",
     *("padded_vocab_size", "make_vocab_size_divisible_by"),
 }
-_OF_STRATEGY = ("devices", "padded vocabulary")
+_CONDITIONS_OF_STRATEGY = ("devices", "padded vocabulary")
 
 
-def _conditions(run: Run) -> dict[str, str]:
-    """What should be the same on both sides, by its name."""
+def _list_conditions(run: Run) -> dict[str, str]:
+    """Return the properties that two compared runs should share, by name; `unknown` if not known."""
     spec, record = run.spec, run.record
-    known = {
+    values = {
         "devices": spec and spec.parallelism.world_size,
         "tokens per iteration": spec and spec.tokens_per_iteration,
         "sequence length": spec and spec.shape.seq_length,
@@ -266,7 +308,7 @@ def _conditions(run: Run) -> dict[str, str]:
         "patch file": describe_patch_file(spec),
         "ranks on one GPU": bool(spec and spec.shares_gpu),
     }
-    return {what: "unknown" if value is None else str(value) for what, value in known.items()}
+    return {name: "unknown" if value is None else str(value) for name, value in values.items()}
 
 
 SHARED = (
@@ -278,11 +320,14 @@ DISTURBED = "other programs used the cores, so times say nothing about speed"
 SLOWED_REFERENCE = "its reference took longer than is possible"
 IMPOSSIBLE = "is impossible"
 WITHHELD = (SHARED, OVERSUBSCRIBED, DISTURBED, SLOWED_REFERENCE)
-"""Reasons for no verdict that a sentence of the report tells once for all rows."""
+"""Reasons for no verdict that the report states once for all rows."""
 
 
 def describe_adam_state(run: Run) -> str | None:
-    """Whether Adam's moments existed: fp16 skips its first steps, and allocates them after."""
+    """Return whether Adam's moments existed; None if no line reports skipped steps.
+
+    fp16 skips its first steps, and Adam allocates its moments in the first step that is not skipped.
+    """
     lines = run.log.iterations
     if not lines.known("skipped_iterations").any():
         return None
@@ -291,9 +336,12 @@ def describe_adam_state(run: Run) -> str | None:
 
 
 def describe_conditions(runs: Iterable[Run]) -> list[str]:
-    """The machines and the kit's commits, which no times may be read without; empty without runs."""
+    """Return a sentence on the machines and the kit's commits of runs; empty without recorded runs."""
     records = [run.record for run in runs if run.record]
-    machines = {f"{r.host.cores} cores of {r.host.cpu}, {r.spec.dtype}" for r in records}
+    if not records:
+        return []
+    machines = {
+        f"{record.host.cores} cores of {record.host.cpu}, {record.spec.dtype}" for record in records
+    }
     commits = {(record.kit_commit or "no commit")[:12] for record in records}
-    said = f"Measured on {'; '.join(sorted(machines))}, kit at {', '.join(sorted(commits))}."
-    return [said] if records else []
+    return [f"Measured on {'; '.join(sorted(machines))}, kit at {', '.join(sorted(commits))}."]

@@ -1,4 +1,9 @@
-"""Rows of a report: repeats of what was trained are pooled, failures stay visible; and their labels."""
+"""Group runs into the rows of a report, and label the rows.
+
+Runs of one identity under the same conditions are repeats and share a row. Identity is the trained
+configuration, the device and the data. Conditions are code, Megatron, software and host. Failed runs stay
+visible: they are counted in a row, or have a row of their own.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +30,29 @@ from parakit.reporting.analyse.statistics import (
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row of the report: repeats of one configuration, or one run that failed."""
+    """Row of the report: repeats of one configuration, or one run that failed."""
 
     runs: tuple[Run, ...]
-    """Oldest first."""
+    """Runs whose times count, or the failed run; oldest first."""
     estimate: Estimate | None
+    """Milliseconds per iteration over the runs; None if none has a usable time."""
     failed_before: tuple[Run, ...] = ()
-    """Older failures of the same configuration, oldest first."""
+    """Failed runs of the same configuration before the row's runs, oldest first."""
     running: tuple[Run, ...] = ()
-    """Runs of it that are still on and in none of its figures."""
+    """Runs of the same configuration that are not finished; no figure of the row uses them."""
     superseded: int = 0
-    """Older runs of the same configuration by other code, under other versions or on another machine."""
+    """Number of older runs of the same configuration under other conditions, which are not shown."""
     other_code: int = 0
-    """Of those, the runs that are known to be by other code."""
+    """Number of superseded runs that are known to be by other code."""
 
     @property
     def newest(self) -> Run:
-        """The run whose losses, memory and provenance are shown."""
+        """Newest run of the row, whose losses, memory and provenance the report shows."""
         return self.runs[-1]
 
 
 RowIdentity = tuple[TrainingIdentity, str]
-"""What was trained, and on which device. Runs with equal ones are repeats, whatever they are called."""
+"""Trained configuration and device; runs with equal identities are repeats, whatever their names are."""
 
 
 def build_row_identity_from_parts(
@@ -56,82 +62,98 @@ def build_row_identity_from_parts(
     record: RunRecord | None,
     printed: Mapping[str, str],
 ) -> RowIdentity:
-    """Of a run, also of one that an earlier report describes.
+    """Return the identity of a run, which may be known from an earlier report only.
 
     Args:
-        run: Its name.
-        device: As in `results.csv`.
-        spec: What was trained, where that is known.
-        record: Its `run.json`; None of a foreign log.
+        run: Name of the run; it is the identity of a run without a known configuration.
+        device: Device as in `results.csv`.
+        spec: Trained configuration; None if it is unknown.
+        record: Contents of `run.json`; None for a foreign log.
         printed: Arguments that a foreign log prints.
     """
     if spec is None:
         return TrainingIdentity(None, otherwise=run), device
-    found = identify_run(record).training if record else identify_training(spec, printed)
-    return replace(found, spec=spec).repeated(), device
+    identity = identify_run(record).training if record else identify_training(spec, printed)
+    return replace(identity, spec=spec).repeated(), device
 
 
 def build_row_identity(run: Run) -> RowIdentity:
-    """Of a run that was read."""
+    """Return the identity of a run that was read."""
     return build_row_identity_from_parts(run.name, run.device, run.spec, run.record, run.arguments)
 
 
 def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
-    """Group runs into rows: repeats that the kit made are one, every foreign log is its own.
+    """Group runs into rows: repeats of the kit's runs are pooled, a foreign log is a row of its own.
 
-    Rows are ordered by model, device, ranks and strategy; with a foreign log among them as the runs
-    were named.
+    Rows are ordered by model, device, ranks and strategy. With a foreign log among the runs, they are in the
+    order of `runs`.
 
     Args:
-        runs: In the order in which they were named.
-        all_conditions: Whether older versions and other machines get rows of their own; else only
-            the newest conditions of a configuration are shown and the others are counted.
+        runs: Runs in the order in which the user named them.
+        all_conditions: True gives runs under older conditions rows of their own. Otherwise only the newest
+            conditions of a configuration are shown, and the other runs are counted.
     """
-    named = list(runs)
-    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-    for run in sorted(named, key=lambda run: run.record.created_utc if run.record else ""):
-        # Of two foreign logs only somebody can say that they are repeats.
-        own = run.name if run.is_foreign else ""
-        groups[(run.repeats_name,) if run.repeats_name else (build_row_identity(run), own)].append(
-            run
-        )
+    named_runs = list(runs)
     rows: list[Configuration] = []
-    for members in groups.values():
-        # Runs that have ended; where none has, the newest that is on is the row's.
-        running = [run for run in members if run.is_running]
-        ended = [run for run in members if not run.is_running] or [running.pop()]
-        by_conditions: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-        for run in ended:
-            by_conditions[_conditions(run)].append(run)
-        newest = by_conditions[_conditions(ended[-1])]
-        older = [run for each in by_conditions.values() if each is not newest for run in each]
-        for group in by_conditions.values() if all_conditions else [newest]:
-            found = _rows(group, () if all_conditions else older)
-            if group is newest:
-                found[0] = replace(found[0], running=tuple(running))
-            rows += found
-    if any(run.is_foreign for run in named):
-        places = {id(run): place for place, run in enumerate(named)}
-        return sorted(rows, key=lambda row: min(places[id(run)] for run in row.runs))
-    return sorted(rows, key=_order)
+    for members in _group_repeats(named_runs):
+        rows += _build_rows(members, all_conditions)
+    if any(run.is_foreign for run in named_runs):
+        positions = {id(run): position for position, run in enumerate(named_runs)}
+        return sorted(rows, key=lambda row: min(positions[id(run)] for run in row.runs))
+    return sorted(rows, key=_row_order)
+
+
+def _group_repeats(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return groups of runs with one identity, each from the oldest to the newest run."""
+    groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run.record.created_utc if run.record else ""):
+        if run.repeats_name:
+            groups[(run.repeats_name,)].append(run)
+        else:
+            # Two foreign logs are repeats only if the user says so (`repeats_name`).
+            foreign_name = run.name if run.is_foreign else ""
+            groups[build_row_identity(run), foreign_name].append(run)
+    return list(groups.values())
+
+
+def _build_rows(members: Sequence[Run], all_conditions: bool) -> list[Configuration]:
+    """Return the rows of runs with one identity, the runs from the oldest to the newest."""
+    running = [run for run in members if run.is_running]
+    # If no run has ended, the newest running one is the row's run.
+    ended = [run for run in members if not run.is_running] or [running.pop()]
+    runs_by_conditions: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in ended:
+        runs_by_conditions[_conditions_key(run)].append(run)
+    newest = runs_by_conditions[_conditions_key(ended[-1])]
+    older: list[Run] = []
+    for runs in runs_by_conditions.values():
+        if runs is not newest:
+            older += runs
+    rows: list[Configuration] = []
+    for runs in runs_by_conditions.values() if all_conditions else [newest]:
+        new_rows = _split_by_success(runs, () if all_conditions else older)
+        if runs is newest:
+            new_rows[0] = replace(new_rows[0], running=tuple(running))
+        rows += new_rows
+    return rows
 
 
 def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
-    """Logs of one file name get as much of their folders as tells them apart, else a number."""
-    names: dict[str, list[Run]] = defaultdict(list)
-    result = []
+    """Return the runs with distinct names: logs of one file name get their folder's name, or a number."""
+    runs_by_name: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        names[run.name].append(run)
+        runs_by_name[run.name].append(run)
+    renamed = []
     numbers: Counter[str] = Counter()
     for run in runs:
-        same, name = names[run.name], run.name
+        namesakes, name = runs_by_name[run.name], run.name
         numbers[name] += 1
-        if len(same) > 1:
+        if len(namesakes) > 1:
             folder = run.path.parent if run.is_foreign else run.path.parent.parent
-            alike = sum(other.path.parent == run.path.parent for other in same) > 1
-            name = f"{name} ({numbers[name]})" if alike else f"{folder.name}/{name}"
-        result.append(replace(run, name=name))
-    return result
+            in_same_folder = sum(other.path.parent == run.path.parent for other in namesakes)
+            name = f"{name} ({numbers[name]})" if in_same_folder > 1 else f"{folder.name}/{name}"
+        renamed.append(replace(run, name=name))
+    return renamed
 
 
 def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
@@ -146,101 +168,123 @@ def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
 
 
 def device_scatter(device: str) -> Scatter:
-    """How runs are known to scatter on a device; of a log that does not name it, as on GPUs."""
+    """Return how repeats scatter on a device; an unnamed device counts as a GPU."""
     return ON_CPU_RANKS if device == "cpu" else ON_GPUS
 
 
-def _rows(group: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
-    code = group[-1].record and group[-1].record.code
-    codes = [run.record and run.record.code for run in older]
-    superseded = (len(older), sum(bool(code and each and each != code) for each in codes))
-    end = 1 + max((place for place, run in enumerate(group) if run.has_measurements), default=-1)
-    counting = tuple(run for run in group[:end] if run.has_measurements)
+def _split_by_success(runs: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
+    """Return a row for runs with usable times, and one for the failures after the last of them.
+
+    Args:
+        runs: Runs of one identity under the same conditions, oldest first.
+        older: Runs under older conditions, which are counted.
+    """
+    code = runs[-1].record and runs[-1].record.code
+    older_codes = [run.record and run.record.code for run in older]
+    num_other_code = sum(bool(code and other and other != code) for other in older_codes)
+    superseded = (len(older), num_other_code)
+    last_success = max((i for i, run in enumerate(runs) if run.has_measurements), default=-1)
+    until_success, failures = runs[: last_success + 1], tuple(runs[last_success + 1 :])
+    successes = tuple(run for run in until_success if run.has_measurements)
     rows = []
-    if counting:
-        failed = tuple(run for run in group[:end] if not run.has_measurements)
-        rows.append(
-            Configuration(counting, estimate_pooled_runs(counting), failed, (), *superseded)
-        )
-    if since := tuple(group[end:]):
-        rows.append(Configuration(since[-1:], None, since[:-1], (), *superseded))
+    if successes:
+        failed_before = tuple(run for run in until_success if not run.has_measurements)
+        time = estimate_pooled_runs(successes)
+        rows.append(Configuration(successes, time, failed_before, (), *superseded))
+    if failures:
+        rows.append(Configuration(failures[-1:], None, failures[:-1], (), *superseded))
     return rows
 
 
-def _conditions(run: Run) -> tuple[object, ...]:
+def _conditions_key(run: Run) -> tuple[object, ...]:
+    """Return code, Megatron, software and host of a run; empty for a foreign log."""
     if run.record is None:
         return ()
     code, host = identify_run(run.record).code, run.record.host
-    # Commits stand for the code in records of before its hash was kept.
+    # Old records have no hash of the code, so their commits stand for the code.
     commits = (run.record.kit_commit, code.entry.megatron_commit) if code.code is None else None
     code = replace(code, entry=replace(code.entry, path="", megatron_commit=None))
     return code, commits, host.name, host.driver, host.interconnect
 
 
-def _order(row: Configuration) -> tuple[object, ...]:
+def _row_order(row: Configuration) -> tuple[object, ...]:
+    """Return the sort key of a row: model, device, precision, strategy's place in the examples, ranks."""
     run, spec = row.newest, row.newest.spec
-    place = (
+    position = (
         EXAMPLE_STRATEGIES.index(run.strategy)
         if run.strategy in EXAMPLE_STRATEGIES
         else len(EXAMPLE_STRATEGIES)
     )
     dtype, ranks = (spec.dtype, spec.parallelism.world_size) if spec else ("", 0)
-    return run.model or "~", run.device, dtype, place, ranks, run.strategy, run.name
+    return run.model or "~", run.device, dtype, position, ranks, run.strategy, run.name
 
 
 def label_rows(rows: Sequence[Configuration]) -> list[str]:
-    """`tp2 ×2`, with what sets it apart from others of that name: version, batch, …, else the run."""
-    result = []
-    groups: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
-    for place, run in enumerate(row.newest for row in rows):
-        spec, label = run.spec, run.repeats_name or run.name
-        if spec and not run.repeats_name:
-            label = f"{run.strategy} ×{spec.parallelism.world_size}"
-            label += f" with PATCH_FILE={spec.patch_file.path}" if spec.patch_file else ""
-        result.append(label)
-        tables = (run.model, run.device, spec.dtype if spec else "")
-        # Logs of other models and devices stand in tables of their own, but in the same sentences.
-        groups[() if run.is_foreign else tables, label].append(place)
-    for places in groups.values():
-        if len(places) > 1:
-            suffixes = _suffixes([rows[place].newest for place in places])
-            for place, suffix in zip(places, suffixes, strict=True):
-                result[place] += f" {suffix}"
-    return result
+    """Return a distinct label per row, such as `tp2 ×2`.
+
+    Rows that would have the same label get what distinguishes them: version, batch, …, else the run's name.
+    """
+    labels = []
+    rows_by_label: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        run, spec = row.newest, row.newest.spec
+        label = _plain_label(run)
+        labels.append(label)
+        # Rows of different tables may share a label, but logs of all models appear in the same sentences.
+        table = (run.model, run.device, spec.dtype if spec else "")
+        rows_by_label[() if run.is_foreign else table, label].append(index)
+    for indexes in rows_by_label.values():
+        if len(indexes) > 1:
+            suffixes = _distinguishing_suffixes([rows[index].newest for index in indexes])
+            for index, suffix in zip(indexes, suffixes, strict=True):
+                labels[index] += f" {suffix}"
+    return labels
+
+
+def _plain_label(run: Run) -> str:
+    """Return a run's strategy with its ranks and patch file, or its name if the strategy is unknown."""
+    if run.spec is None or run.repeats_name:
+        return run.repeats_name or run.name
+    label = f"{run.strategy} ×{run.spec.parallelism.world_size}"
+    patch_file = run.spec.patch_file
+    return f"{label} with PATCH_FILE={patch_file.path}" if patch_file else label
 
 
 def describe_link(spec: RunSpec) -> str:
-    """The limit of the link between the two halves of the ranks, in words."""
-    bits = spec.link_bits_per_second
-    if bits is None:
-        return "unshaped"
-    return f"at {bit_rate(bits)}"
+    """Return the limit of the link between the two halves of the ranks: `at 1 Gbit/s`, or `unshaped`."""
+    rate = spec.link_bits_per_second
+    return "unshaped" if rate is None else f"at {bit_rate(rate)}"
 
 
 def describe_fused_patches(spec: RunSpec | None) -> str:
-    """The names of `FUSED=`, or `none`."""
+    """Return the fused patches of `FUSED=`, separated by commas, or `none`."""
     return (",".join(spec.fused) if spec else "") or "none"
 
 
 def describe_patch_file(spec: RunSpec | None) -> str:
-    """The file of `PATCH_FILE=` and the start of its hash, or `none`."""
+    """Return the file of `PATCH_FILE=` with the start of its hash, or `none`."""
     patch_file = spec.patch_file if spec else None
     return f"{patch_file.path} ({patch_file.sha256[:8]})" if patch_file else "none"
 
 
-def _suffixes(runs: Sequence[Run]) -> list[str]:
-    for say in _DISTINCTIONS:
-        found = [say(run) for run in runs]
-        if len(set(found)) == len(found) and all(found):
-            return found
-    varying = [say for say in _DISTINCTIONS if len({say(run) for run in runs}) > 1]
-    joined = [" ".join(filter(None, (say(run) for say in varying))) for run in runs]
-    distinct = len(set(joined)) == len(joined) and all(joined)
-    return joined if distinct else [run.name for run in runs]
+def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
+    """Return a distinct text per run: the first property that differs, several, or the runs' names."""
+    for describe in _DISTINCTIONS:
+        texts = [describe(run) for run in runs]
+        if len(set(texts)) == len(texts) and all(texts):
+            return texts
+    varying = [describe for describe in _DISTINCTIONS if len({describe(run) for run in runs}) > 1]
+    joined_texts = [
+        " ".join(text for describe in varying if (text := describe(run))) for run in runs
+    ]
+    if len(set(joined_texts)) == len(joined_texts) and all(joined_texts):
+        return joined_texts
+    return [run.name for run in runs]
 
 
-def _describe_spec(say: Callable[[RunSpec], str]) -> Callable[[Run], str]:
-    return lambda run: say(run.spec) if run.spec else ""
+def _describe_spec(describe: Callable[[RunSpec], str]) -> Callable[[Run], str]:
+    """Return a function that describes a run's configuration; an unknown one gives an empty text."""
+    return lambda run: describe(run.spec) if run.spec else ""
 
 
 _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
@@ -256,3 +300,4 @@ _DISTINCTIONS: tuple[Callable[[Run], str], ...] = (
     lambda run: run.status.status.value,
     lambda run: run.record.host.name if run.record else "",
 )
+"""Functions that describe what may distinguish runs of one label, the most telling first."""

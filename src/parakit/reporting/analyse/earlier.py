@@ -1,4 +1,4 @@
-"""An earlier report beside this one: what is not as it was."""
+"""Compare a report with an earlier one: which rows changed, appeared or are missing."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from parakit.reporting.analyse.results import RESULTS
 from parakit.reporting.analyse.statistics import (
     TimeVerdict,
     compare_times,
+    describe_ratio,
+    describe_ratio_interval,
     estimate_time,
     smallest_visible_difference,
 )
 
 JSON_FILE = "results.json"
 _EXACT = ("parameters_total", "peak_memory_bytes", "comm_bytes_per_iteration")
-"""Columns that hardly scatter."""
+"""Columns of `results.csv` that hardly scatter between runs."""
 _TOLERANCE = 0.01
+"""Relative difference of such a column that is no change."""
 REGRESSION, IMPROVEMENT = "regression", "unexpected improvement"
 UNDECIDED = "undecided"
-"""A time that is further off than repeats usually are, and not so far that these runs can show it."""
+"""Kind of a time that differs by more than repeats usually do, and by less than these runs can show."""
 
 
 class BaselineError(ValueError):
-    """An earlier report that cannot be compared with."""
+    """Error that an earlier report cannot be read."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was."""
+    """Change of one row against an earlier report."""
 
     row: str
     kind: str
@@ -51,20 +54,25 @@ class Change:
 
     @property
     def fails_strict(self) -> bool:
-        """Whether a strict comparison fails on it."""
+        """True if the change makes a strict comparison fail."""
         return self.kind not in ("same", "new", UNDECIDED)
 
 
 @dataclass(frozen=True)
 class _EarlierReport:
+    """Part of `results.json` that is read from an earlier report."""
+
     rows: list[dict[str, Any]]
 
 
 def read_baseline(folder: Path) -> list[dict[str, Any]]:
-    """Rows of an earlier report, with their samples.
+    """Return the rows of an earlier report's `results.json`.
+
+    Args:
+        folder: Folder of the report, or its `results.json`.
 
     Raises:
-        BaselineError: There is no report; the message names what is missing.
+        BaselineError: The file does not exist or is no report.
     """
     path = folder / JSON_FILE if folder.is_dir() else folder
     try:
@@ -82,86 +90,110 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
 def compare_with_baseline(
     old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
 ) -> list[Change]:
-    """Compare a report's entries with the rows of an earlier one (`read_baseline`)."""
+    """Return the changes of a report's rows against the rows of an earlier report (`read_baseline`).
+
+    Rows that only one of the two reports has are `new` or `missing`.
+    """
     changes: list[Change] = []
-    counterparts = _counterparts(old, entries)
-    for place, entry in enumerate(entries):
+    earlier_indexes = _match_rows(old, entries)
+    for index, entry in enumerate(entries):
         name = entry.run.name if entry.run.is_foreign else entry.run.strategy or entry.run.name
-        if place not in counterparts:
+        if index not in earlier_indexes:
             changes.append(Change(name, "new", "not in the earlier report"))
             continue
-        earlier = old[counterparts[place]]
+        earlier = old[earlier_indexes[index]]
         changes += [*_status_changes(name, earlier, entry), *_time_changes(name, earlier, entry)]
-    for at, earlier in enumerate(old):
-        if at not in counterparts.values():
+    for earlier_index, earlier in enumerate(old):
+        if earlier_index not in earlier_indexes.values():
             name = str(earlier.get("strategy") or earlier.get("run"))
             changes.append(Change(name, "missing", "in the earlier report, but not in this one"))
     return changes
 
 
-def _counterparts(old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> dict[int, int]:
-    """By the places of entries those of their earlier rows: of its identity, first those of its run.
+def _match_rows(old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> dict[int, int]:
+    """Return the index of the earlier row per index of an entry; entries without one are left out.
 
-    Rows may share an identity: by other code, or a failure beside what ended well.
+    An earlier row matches by identity. Several rows may have one identity (other code, or a failure next to
+    a success), so rows of the same run are matched first. An earlier row matches one entry at most.
     """
-    left = {at: (_identity_of_row(row), row.get("run")) for at, row in enumerate(old)}
-    found: dict[int, int] = {}
-    for same_run in (True, False):
-        for place, entry in enumerate(entries):
-            wanted, name = build_row_identity(entry.run), entry.run.name
-            for at, (identity, run) in left.items() if place not in found else ():
-                if identity == wanted and (not same_run or run == name):
-                    found[place] = at
-                    del left[at]
+    unmatched = {index: (_row_identity(row), row.get("run")) for index, row in enumerate(old)}
+    earlier_indexes: dict[int, int] = {}
+    for must_be_same_run in (True, False):
+        for index, entry in enumerate(entries):
+            if index in earlier_indexes:
+                continue
+            identity = build_row_identity(entry.run)
+            for earlier_index, (earlier_identity, earlier_run) in unmatched.items():
+                is_run_accepted = not must_be_same_run or earlier_run == entry.run.name
+                if earlier_identity == identity and is_run_accepted:
+                    earlier_indexes[index] = earlier_index
+                    del unmatched[earlier_index]
                     break
-    return found
+    return earlier_indexes
 
 
 def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
-    now = entry.estimate
+    """Return the change of a row's time; empty if one of the two reports has no time."""
+    estimate = entry.estimate
     try:
         samples = msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
     except msgspec.ValidationError:
         return []
-    then = estimate_time(samples, scatter=device_scatter(entry.run.device))
-    if then is None or now is None:
+    earlier = estimate_time(samples, scatter=device_scatter(entry.run.device))
+    if earlier is None or estimate is None:
         return []
-    found = compare_times(then, now)
-    span = f" ({found.span})" if found.span else ""
+    comparison = compare_times(earlier, estimate)
+    interval = ""
+    if comparison.low and comparison.high:
+        interval = f" (95%: {describe_ratio_interval(comparison.low, comparison.high)})"
     text = (
-        f"{now.median:.1f} ms, was {then.median:.1f} ms: ×{found.ratio:.3f}{span}, {found.verdict}"
+        f"{estimate.median:.1f} ms, was {earlier.median:.1f} ms:"
+        f" {describe_ratio(comparison.ratio)}{interval}, {comparison.verdict}"
     )
-    kind = {TimeVerdict.SLOWER: REGRESSION, TimeVerdict.FASTER: IMPROVEMENT}
-    if found.verdict is not TimeVerdict.NOISE or not found.smallest:
-        return [Change(name, kind.get(found.verdict, "same"), text)]
-    usual = smallest_visible_difference(min(then.runs, now.runs), now.scatter.typical)
-    off = f"{change(found.ratio, 1)}, below the {found.smallest:.1%} that these runs can show"
-    # Where enough runs show their own scatter there is nothing left to decide.
-    decided = (then.degrees_of_freedom and now.degrees_of_freedom) or abs(found.ratio - 1) <= usual
-    return [Change(name, "same" if decided else UNDECIDED, f"{text}: {off}")]
+    if comparison.verdict is TimeVerdict.SLOWER:
+        return [Change(name, REGRESSION, text)]
+    if comparison.verdict is TimeVerdict.FASTER:
+        return [Change(name, IMPROVEMENT, text)]
+    if comparison.verdict is not TimeVerdict.NOISE or not comparison.smallest:
+        return [Change(name, "same", text)]
+    text += f": {change(comparison.ratio, 1)}, below the {comparison.smallest:.1%} that these runs can show"
+    usual_difference = smallest_visible_difference(
+        min(earlier.runs, estimate.runs), estimate.scatter.typical
+    )
+    # With enough runs on both sides their own scatter has decided, and repeating them would not help.
+    have_own_scatter = earlier.degrees_of_freedom and estimate.degrees_of_freedom
+    is_decided = have_own_scatter or abs(comparison.ratio - 1) <= usual_difference
+    return [Change(name, "same" if is_decided else UNDECIDED, text)]
 
 
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
+    """Return the changes of a row's status, of its verdict on losses and of the exact columns."""
     changes = []
-    before, status = old.get("status"), entry.status
-    if before != status and not entry.run.is_running:
-        kind = REGRESSION if before == "ok" else IMPROVEMENT
-        changes.append(Change(name, kind, f"status {status}, was {before}"))
-    was, now = old.get("parity") or "", entry.parity.verdict
-    if was != now:
-        good = ("held", "reference", "")
-        kind = REGRESSION if now not in good else "same" if was in good else IMPROVEMENT
-        changes.append(Change(name, kind, f"parity {now or 'empty'}, was {was or 'empty'}"))
-    for column in (column for column in RESULTS if column.name in _EXACT):
-        then, here = old.get(column.name), column.value(entry)
-        if then and here and abs(here / then - 1) > _TOLERANCE:
-            kind = REGRESSION if here > then else IMPROVEMENT
-            changes.append(Change(name, kind, f"{column.name} {here:,}, was {then:,}"))
+    old_status, status = old.get("status"), entry.status
+    if old_status != status and not entry.run.is_running:
+        kind = REGRESSION if old_status == "ok" else IMPROVEMENT
+        changes.append(Change(name, kind, f"status {status}, was {old_status}"))
+    old_parity, parity = old.get("parity") or "", entry.parity.verdict
+    if old_parity != parity:
+        good_verdicts = ("held", "reference", "")
+        kind = IMPROVEMENT
+        if parity not in good_verdicts:
+            kind = REGRESSION
+        elif old_parity in good_verdicts:
+            kind = "same"
+        text = f"parity {parity or 'empty'}, was {old_parity or 'empty'}"
+        changes.append(Change(name, kind, text))
+    for column in RESULTS:
+        if column.name in _EXACT:
+            old_value, value = old.get(column.name), column.value(entry)
+            if old_value and value and abs(value / old_value - 1) > _TOLERANCE:
+                kind = REGRESSION if value > old_value else IMPROVEMENT
+                changes.append(Change(name, kind, f"{column.name} {value:,}, was {old_value:,}"))
     return changes
 
 
-def _identity_of_row(row: Mapping[str, Any]) -> RowIdentity:
-    """What an earlier row was of: `provenance` is its `run.json`, a log has printed arguments."""
+def _row_identity(row: Mapping[str, Any]) -> RowIdentity:
+    """Return the identity of an earlier row, from its `run.json` or from a log's printed arguments."""
     device, run = row.get("device") or "", str(row.get("run"))
     try:
         if row.get("provenance"):

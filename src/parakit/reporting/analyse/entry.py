@@ -1,6 +1,6 @@
-"""Runs as rows: a configuration with everything that is said of it; every table is columns over it.
+"""Represent a row of a report: a configuration with all its figures. Every table is columns over rows.
 
-Figures of the newest run are read off its log and ledgers when they are asked for; None is "not known".
+Figures of the newest run are read from its log and measurements on first access. An unknown figure is None.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from parakit.reporting.analyse.time_shares import (
 from parakit.reporting.analyse.within_run import ChangeWithinRun, find_changes_within_run
 
 ACCURACY = "next token accuracy"
+"""Name of the evaluation score that the kit's patch prints."""
 
 
 _SHARDED_BY = {
@@ -67,50 +68,50 @@ _SHARDED_BY = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One configuration with all its results."""
+    """Row of a report: one configuration with its verdicts and figures."""
 
     label: str
-    """How it is called in tables and charts."""
+    """Name of the row in tables and charts."""
     configuration: Configuration
     parity: Parity
     published: Published
-    """Figures of write-ups, of which one may be of such a run."""
+    """All published figures, of which one may match the row."""
     speed: SpeedComparison | None = None
-    """Against the cohort's reference; None for the reference itself."""
+    """Comparison with the row's reference; None for the reference itself."""
 
     @property
     def run(self) -> Run:
-        """The newest run."""
+        """Newest run of the configuration."""
         return self.configuration.newest
 
     @property
     def spec(self) -> RunSpec | None:
-        """What was trained."""
+        """Trained configuration; None if it is unknown."""
         return self.run.spec
 
     @property
     def strategy(self) -> str:
-        """Its name; empty where that is not known."""
+        """Name of the strategy; empty if it is unknown."""
         return self.run.strategy
 
     @property
     def backend(self) -> str:
-        """Who trained it; empty where that is not known."""
+        """Backend that trained the run; empty if it is unknown."""
         return self.spec.backend if self.spec else ""
 
     @property
     def status(self) -> str:
-        """How the newest run ended."""
+        """Status of the newest run, such as `ok` or `crashed`."""
         return self.run.status.status.value
 
     @property
     def estimate(self) -> Estimate | None:
-        """Of iteration times, in milliseconds."""
+        """Milliseconds per iteration with their interval; None if no run has a usable time."""
         return self.configuration.estimate
 
     @cached_property
     def implementation(self) -> str:
-        """Whose code sharded or trained, with its version and commit; empty of a foreign log."""
+        """Code that sharded or trained, with version and commit; empty for a foreign log."""
         record = self.run.record
         if record is None:
             return ""
@@ -127,7 +128,10 @@ class Entry:
 
     @cached_property
     def optimizer(self) -> str:
-        """As people call it; Megatron's Muon decays matrices and updates norms at Muon's rate."""
+        """Usual name of the optimizer; empty for a foreign log.
+
+        Megatron's Muon has a name of its own: it decays matrices and updates norms at Muon's rate.
+        """
         record = self.run.record
         if record is None or Flags(record.argv).text("--optimizer") != "muon":
             return "AdamW" if record else ""
@@ -136,7 +140,7 @@ class Entry:
 
     @cached_property
     def activation(self) -> str:
-        """Between the matrices of an MLP or expert; empty of a foreign log."""
+        """Activation function between the matrices of an MLP or expert; empty for a foreign log."""
         flags = Flags(self.run.record.argv) if self.run.record else None
         known = {"--swiglu": "SwiGLU", "--silu": "SiLU"}
         named = (name for flag, name in known.items() if flags and flags.has(flag))
@@ -144,94 +148,101 @@ class Entry:
 
     @property
     def time_ms(self) -> float | None:
-        """Median of iteration times."""
+        """Median milliseconds per iteration; None if no run has a usable time."""
         return self.estimate.median if self.estimate else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Of that, with 95%."""
-        found = self.estimate
-        known = found and found.low is not None and found.high is not None
-        return (found.low, found.high) if known else None  # type: ignore[union-attr,return-value]
+        """95% interval of `time_ms`; None if there are too few samples."""
+        estimate = self.estimate
+        if estimate is None or estimate.low is None or estimate.high is None:
+            return None
+        return estimate.low, estimate.high
 
     @property
     def per_token(self) -> TimeComparison | None:
-        """Its time a token over the reference's; None where nothing is compared."""
+        """Time per token over the reference's; None if the row is compared with no other."""
         return self.speed.per_token if self.speed else None
 
     @property
     def judged_time(self) -> TimeComparison | None:
-        """The comparison whose verdict counts: per device where the numbers of devices differ."""
+        """Comparison on which the verdict rests: per device if the numbers of devices differ."""
         return self.speed.judged_time if self.speed else None
 
     @cached_property
     def rates(self) -> Rates:
-        """Of the newest run at the row's time."""
+        """Tokens/s, FLOPs and utilisation of the newest run at the row's time."""
         return compute_rates(self.run, self.time_ms)
 
     @cached_property
     def changes_within_run(self) -> tuple[ChangeWithinRun, ...]:
-        """What changes in the newest run's iteration times while it is on."""
+        """Changes of the iteration time within the newest run, in the order of iterations."""
         return find_changes_within_run(self.run)
 
     @cached_property
     def figure(self) -> Figure | None:
-        """What was published of such a run."""
+        """Published figure of the row's strategy; None if there is none."""
         return find_published_figure(self.run, self.published)
 
     @cached_property
     def matches(self) -> tuple[Match, ...]:
-        """The figure's quantities beside the row's."""
+        """Quantities of the published figure with the row's own and a verdict each."""
         measured = self.time_ms, self.device_bytes
         return match_figure(self.run, self.figure, *measured) if self.figure else ()
 
     @property
     def published_ratio(self) -> float | None:
-        """The figure's time a sample over its own baseline's; beside `per_token`."""
+        """Published time per sample over its own baseline's; None without a figure."""
         return published_baseline_ratio(self.figure, self.published) if self.figure else None
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over all devices."""
+        """Samples per second over all devices; None without a time."""
         samples = self.run.global_batch_size or 0
         return samples * 1000 / self.time_ms if self.time_ms else None
 
     @cached_property
     def processor_ms(self) -> Estimate | None:
-        """Of an iteration's processor time in milliseconds, over the threads that train of all ranks."""
-        ledgers = [run.time_record[0] for run in self.configuration.runs if run.has_measurements]
-        by_rank = [[rank.processor_seconds for rank in times.ranks] for times in ledgers if times]
-        found = [[1000 * sum(s) for s in zip(*ranks, strict=False)] for ranks in by_rank]
-        return estimate_time(list(filter(None, found)), scatter=device_scatter(self.run.device))
+        """Processor time per iteration in milliseconds, summed over the training threads of all ranks."""
+        samples_by_run = []
+        for run in self.configuration.runs:
+            times = run.time_record[0] if run.has_measurements else None
+            if times is not None:
+                seconds_by_rank = [rank.processor_seconds for rank in times.ranks]
+                samples = [1000 * sum(seconds) for seconds in zip(*seconds_by_rank, strict=False)]
+                if samples:
+                    samples_by_run.append(samples)
+        return estimate_time(samples_by_run, scatter=device_scatter(self.run.device))
 
     @cached_property
     def losses(self) -> Mapping[int, float]:
-        """Training loss by iteration, where a line is of one iteration alone."""
+        """Training loss by iteration, from lines that are no average over several iterations."""
         return loss_curve(self.run)
 
     @cached_property
     def final_loss(self) -> float | None:
-        """Loss of the last line that is of a whole step alone."""
+        """Loss of the last line that is no average and no skipped step; None without such a line."""
         _, losses = single_step_losses(self.run.log.iterations)
         return float(losses[-1]) if len(losses) else None
 
     @cached_property
     def validation_loss(self) -> float | None:
-        """Of the last evaluation."""
+        """Validation loss of the last evaluation; None without one."""
         return self._score("lm loss")
 
     @cached_property
     def accuracy(self) -> float | None:
-        """Share of next tokens named right, at the last evaluation; Megatron does not print it."""
+        """Fraction of next tokens that are predicted right, at the last evaluation; None without one."""
         return self._score(ACCURACY)
 
     def _score(self, name: str) -> float | None:
-        found = self.run.log.validation
-        return found[-1].losses.get(name) if found else None
+        """Return a score of the last evaluation by its name; None without one."""
+        evaluations = self.run.log.validation
+        return evaluations[-1].losses.get(name) if evaluations else None
 
     @cached_property
     def routing(self) -> Mapping[int, TokenCounts]:
-        """What the routers chose in each iteration, over all ranks; empty without a ledger."""
+        """Tokens per expert in each iteration, over all ranks; empty without a `routing.json`."""
         return (
             count_tokens_per_expert(self.run.measurements.routing)
             if self.run.measurements.routing
@@ -240,81 +251,81 @@ class Entry:
 
     @cached_property
     def memory_by_rank(self) -> Mapping[int, int]:
-        """Peak bytes, by the memory ledger or the device's allocator.
+        """Peak bytes by rank, from `memory.json`, else from the log's lines of the device's allocator.
 
-        Megatron prints the allocator's only on ranks that are first of their DP group.
+        Megatron prints the allocator's peak only on the first rank of each data-parallel group.
         """
         if peaks := self.run.measurements.peak_memory_bytes_by_rank:
             return peaks
-        found: dict[int, int] = {}
+        peak_by_rank: dict[int, int] = {}
         for reading in self.run.log.memory:
             # Ranks without a device's allocator print zeros.
             if math.isfinite(reading.max_allocated_mib) and reading.max_allocated_mib > 0:
                 size = round(reading.max_allocated_mib * MIB)
-                found[reading.rank] = max(found.get(reading.rank, 0), size)
-        return found
+                peak_by_rank[reading.rank] = max(peak_by_rank.get(reading.rank, 0), size)
+        return peak_by_rank
 
     @property
     def device_bytes(self) -> int | None:
-        """The device's own largest reading; a CPU rank's resident memory is no such reading."""
+        """Largest memory reading of the device itself; None for CPU ranks."""
         return None if self.run.device == "cpu" else self.run.samples.peak_memory_bytes
 
     @cached_property
     def peak_bytes(self) -> int | None:
-        """Of the rank that holds most."""
+        """Peak bytes of the rank with the highest peak; None if no rank's peak is known."""
         return max(self.memory_by_rank.values(), default=None)
 
     @property
     def peak_rank(self) -> int | None:
-        """The rank that holds most, of several the first."""
+        """Rank with the highest peak, the lowest number of equal ones; None if no rank's peak is known."""
         by_rank = self.memory_by_rank
         return max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
 
     @cached_property
     def weight_bytes(self) -> tuple[int, ...]:
-        """By rank, as the memory ledger counts them."""
+        """Bytes of weights by rank, from `memory.json`; empty without that file."""
         by_rank = sorted(self.run.measurements.memory_categories_by_rank.items())
         return tuple(held[MemoryCategory.WEIGHTS] for _, held in by_rank)
 
     @cached_property
     def sent_bytes(self) -> int | None:
-        """What the busiest rank puts on the wire in an iteration, by the ledger."""
+        """Bytes that the busiest rank sends per iteration, from `comm.json`; None without that file."""
         return max(self.run.measurements.sent_bytes_by_rank.values(), default=None)
 
     @cached_property
     def nccl_bytes(self) -> int | None:
-        """What the same calls would be with NCCL's rings."""
+        """Bytes that the busiest rank would send per iteration by NCCL's rings; None without `comm.json`."""
         record = self.run.measurements.communication
         ranks = record.ranks if record else ()
         return max((rank.wire_bytes_over(Transport.NCCL) for rank in ranks), default=None)
 
     @property
     def largest_parameters(self) -> int | None:
-        """Parameters of the rank that holds most, as Megatron printed them."""
+        """Largest number of parameters that Megatron printed for a rank; None if it printed none."""
         return max((count.parameters for count in self.run.log.parameters), default=None)
 
     @property
     def times(self) -> TimeRecord | None:
-        """The newest run's time ledger."""
+        """Time record (`time.json`) of the newest run; None without a usable one."""
         return self.run.time_record[0]
 
     @cached_property
     def communication_seconds(self) -> float | None:
-        """The mean rank waits for communication, in an iteration."""
+        """Seconds per iteration in communication calls, mean over ranks; None without a time record."""
         if self.times is None:
             return None
         return mean(sum(rank.communication_seconds.values()) for rank in self.times.ranks)
 
     @property
     def implied_gigabits(self) -> float | None:
-        """Bandwidth in Gbit/s that the bytes sent and the time spent on them imply."""
+        """Bandwidth in Gbit/s: bytes sent over the seconds in calls; None if one of them is unknown."""
         if not self.sent_bytes or not self.communication_seconds:
             return None
         return self.sent_bytes * 8 / self.communication_seconds / 1e9
 
     @cached_property
     def pass_seconds_without_communication(self) -> float | None:
-        """Forward and backward of an iteration without the communication inside them; mean rank."""
+        """Seconds per iteration in forward and backward without communication, mean over ranks."""
         return (
             mean(map(pass_seconds_without_communication, self.times.ranks)) or None
             if self.times
@@ -323,7 +334,7 @@ class Entry:
 
     @cached_property
     def overhead(self) -> float | None:
-        """The iteration over those passes, less one; both from the same clock readings."""
+        """Iteration time over `pass_seconds_without_communication`, minus 1; None without a time record."""
         if self.times is None or not self.pass_seconds_without_communication:
             return None
         return (
@@ -334,17 +345,14 @@ class Entry:
 
     @cached_property
     def published_fractions(self) -> tuple[float, ...]:
-        """Forward, backward and optimizer, of their sum; mean over the ranks. Empty without a ledger."""
-        found = (
-            [rank.published_fractions for rank in compute_time_shares(self.times)]
-            if self.times
-            else []
-        )
-        return tuple(mean(column) for column in zip(*found, strict=True))
+        """Forward, backward and optimizer as fractions of their sum, mean over ranks; empty without times."""
+        shares = compute_time_shares(self.times) if self.times else ()
+        fractions = [rank.published_fractions for rank in shares]
+        return tuple(mean(column) for column in zip(*fractions, strict=True))
 
     @cached_property
     def bubble(self) -> float | None:
-        """Idle over working time of a pipeline, mean over its ranks."""
+        """Idle time over working time of a pipeline, mean over ranks; None without a pipeline or times."""
         if self.times is None or self.spec is None or self.spec.parallelism.pipeline == 1:
             return None
         busy = [rank for rank in self.times.ranks if pass_seconds(rank) > 0]
@@ -352,46 +360,71 @@ class Entry:
 
 
 def entry_names(entries: Sequence[Entry]) -> list[str]:
-    """Labels of entries, with their models where these differ."""
+    """Return the labels of rows; with their models if the rows have several."""
     models = len({entry.run.model for entry in entries}) > 1
     return [f"{e.run.model} {e.label}" if models and e.run.model else e.label for e in entries]
 
 
-def loss_differences(entries: Sequence[Entry]) -> list[tuple[int, Run, list[int], list[float]]]:
-    """Of each entry whose losses were judged its place, the run, and where it is off its reference's.
+@dataclass(frozen=True)
+class LossDifference:
+    """Losses of one run minus those of its reference."""
 
-    Iterations, and differences in units of the last printed digit; nothing where all are 0.
-    """
+    index: int
+    """Index of the row in the report."""
+    run: Run
+    """Run of the row on which the verdict rests."""
+    iterations: list[int]
+    units: list[float]
+    """Difference per iteration, in units of the last printed digit."""
+
+
+def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
+    """Return the differences of losses per row that was compared; empty if all differences are 0."""
     runs = {run.name: run for entry in entries for run in entry.configuration.runs}
-    found = []
-    for place, parity in enumerate(entry.parity for entry in entries):
-        if parity.compared and parity.reference in runs:
-            judged = runs[parity.judged]
-            ours, theirs = loss_curve(judged), loss_curve(runs[parity.reference])
-            steps = sorted(ours.keys() & theirs.keys())
-            units = [(ours[step] - theirs[step]) / last_digit_unit(theirs[step]) for step in steps]
-            found.append((place, judged, steps, units))
-    return found if any(any(units) for *_, units in found) else []
+    differences = []
+    for index, entry in enumerate(entries):
+        parity = entry.parity
+        if not parity.compared or parity.reference not in runs:
+            continue
+        run = runs[parity.judged]
+        losses, reference_losses = loss_curve(run), loss_curve(runs[parity.reference])
+        iterations = sorted(losses.keys() & reference_losses.keys())
+        units = [
+            (losses[iteration] - reference_losses[iteration])
+            / last_digit_unit(reference_losses[iteration])
+            for iteration in iterations
+        ]
+        differences.append(LossDifference(index, run, iterations, units))
+    return differences if any(any(difference.units) for difference in differences) else []
 
 
 def build_entries_from_folders(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
-    """A row for each group of run folders, newest first, whatever a report would pool.
+    """Return a row per group of run folders, without the grouping of a report.
 
-    Parity is that of a report of all of them. None where no folder can be read.
+    Verdicts on losses are those of a report of all folders. A group without a readable folder gives None.
+
+    Args:
+        groups: Folders of each row, the newest first.
     """
     return build_entries([load_runs(folders)[0] for folders in groups])
 
 
 def build_entries(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
-    """The same of runs that were read."""
-    every = group_into_rows([run for runs in groups for run in runs], all_conditions=True)
-    verdicts = zip(every, judge_parity(every), strict=True)
-    parities = {run.name: parity for row, parity in verdicts for run in row.runs}
-    rows: list[Entry | None] = []
+    """Return a row per group of runs, the newest run first; an empty group gives None.
+
+    Verdicts on losses are those of a report of all runs.
+    """
+    all_runs = [run for runs in groups for run in runs]
+    report_rows = group_into_rows(all_runs, all_conditions=True)
+    parity_by_run = {}
+    for row, parity in zip(report_rows, judge_parity(report_rows), strict=True):
+        for run in row.runs:
+            parity_by_run[run.name] = parity
+    entries: list[Entry | None] = []
     for runs in groups:
         if not runs:
-            rows.append(None)
+            entries.append(None)
             continue
         name, row = runs[0].name, Configuration(tuple(reversed(runs)), estimate_pooled_runs(runs))
-        rows.append(Entry(name, row, parities.get(name, Parity()), Published()))
-    return rows
+        entries.append(Entry(name, row, parity_by_run.get(name, Parity()), Published()))
+    return entries

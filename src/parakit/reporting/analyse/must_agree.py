@@ -1,4 +1,4 @@
-"""Which runs must print the same losses, whatever the strategy."""
+"""Decide which runs must print the same losses, whatever their strategies are."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ _SCHEDULE = (
     *("lr_warmup_iters", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     "split",
 )
-"""Arguments that change losses, and no strategy changes; `train_iters` decides the samples' order."""
+"""Arguments that change losses and that no strategy changes; `train_iters` decides the samples' order."""
 
 
 NO_START = "no shared starting checkpoint"
 DROPOUT = "dropout is on, and its random numbers differ by strategy"
 EIGHT_BITS = "products are of 8 bits or fewer, whose repeats differ by an unknown amount"
 UNPROVEN = (NO_START, DROPOUT, EIGHT_BITS)
-"""Obstacles that are none where the losses of two logs agree all the same."""
+"""Reasons that do not count if the losses of two foreign logs agree in spite of them."""
 
 
 NO_SHAPE = "does not state its model's shape"
 _MAX_NAMED = 4
-"""Differences of two models that are named."""
+"""Differences of two models that a sentence names."""
 
 
 def why_shape_is_unknown(run: Run) -> str:
-    """Return that a foreign log does not state which model it trains; empty where it does."""
+    """Return why the model of a foreign log is unknown; empty if it is known or the run is the kit's."""
     if run.model or not run.is_foreign:
         return ""
-    lacking = run.stated_model.lacking
-    if not lacking:
+    missing = run.stated_model.lacking
+    if not missing:
         return f"{run.name} does not state how its model was split, or contradicts itself"
-    if len(lacking) == len(REQUIRED_MODEL_FLAGS):
+    if len(missing) == len(REQUIRED_MODEL_FLAGS):
         return f"{run.name} {NO_SHAPE}"
-    return f"{run.name} does not state its model's {', '.join(lacking)}"
+    return f"{run.name} does not state its model's {', '.join(missing)}"
 
 
-def _obstacle_of_models(reference: Run, other: Run) -> str:
+def _why_models_differ(reference: Run, other: Run) -> str:
     """Return which flags of the models differ, or are stated by one run alone; empty if none."""
     differences = reference.stated_model.differences(other.stated_model)
     known = [difference for difference in differences if difference.is_known]
@@ -58,63 +58,76 @@ def describe_unstated_flags(
         other.name: [flag.flag for flag in differences if not flag.other],
     }
     return "; ".join(
-        f"{name} does not state {_first(flags)}" for name, flags in unstated.items() if flags
+        f"{name} does not state {_join_first(flags)}" for name, flags in unstated.items() if flags
     )
 
 
 def describe_differences(differences: Sequence[ModelDifference]) -> str:
     """Return the first differences with both values, `--ffn-hidden-size (4096 | 5120)`."""
-    return _first([f"{flag.flag} ({flag.reference} | {flag.other})" for flag in differences])
+    return _join_first([f"{flag.flag} ({flag.reference} | {flag.other})" for flag in differences])
 
 
-def _first(names: Sequence[str]) -> str:
+def _join_first(names: Sequence[str]) -> str:
+    """Return the first _MAX_NAMED names, and how many more flags there are."""
     more = len(names) - _MAX_NAMED
     return ", ".join([*names[:_MAX_NAMED], f"{more} more flags"] if more > 0 else names)
 
 
 def why_losses_may_differ(reference: Run, other: Run) -> str:
-    """Why two runs need not print the same losses; empty if they must."""
-    if of_models := _obstacle_of_models(reference, other):
-        return of_models
-    # Of two logs of one strategy equal seeds draw equal weights and dropout masks.
-    one, two = reference.spec, other.spec
-    of_one_layout = bool(
-        reference.is_foreign
-        and other.is_foreign
-        and (one and two)
-        and (one.parallelism, one.batch) == (two.parallelism, two.batch)
+    """Return why two runs need not print the same losses; empty if they must."""
+    if reason := _why_models_differ(reference, other):
+        return reason
+    reference_spec, spec = reference.spec, other.spec
+    are_foreign = reference.is_foreign and other.is_foreign
+    has_same_layout = bool(
+        are_foreign
+        and reference_spec
+        and spec
+        and (reference_spec.parallelism, reference_spec.batch) == (spec.parallelism, spec.batch)
     )
-    # With another seed the start is another too, which then says less.
-    same_seed = (one and one.seed) == (two and two.seed)
-    if same_seed and not _share_start(reference, other, of_one_layout):
+    # With another seed the weights differ too, and then the seed is the better reason.
+    has_same_seed = (reference_spec and reference_spec.seed) == (spec and spec.seed)
+    if has_same_seed and not _share_start(reference, other, has_same_layout):
         return NO_START
-    ours, theirs = _list_loss_settings(reference), _list_loss_settings(other)
-    differing = [name for name in ours if ours[name] != theirs[name]]
-    if (reference.record is None) == (other.record is None):
-        # Only where both tell their schedules in the same way.
-        mine, its = _schedule(reference), _schedule(other)
-        changed = [name for name in _SCHEDULE if mine[name] != its[name]]
-        differing += [f"--{name.replace('_', '-')}" for name in changed]
-    if differing:
+    if differing := _differing_settings(reference, other):
         return f"different {', '.join(differing)}"
-    if one and one.fp8_recipe and reference.is_foreign and other.is_foreign:
+    if reference_spec and reference_spec.fp8_recipe and are_foreign:
         return EIGHT_BITS
-    if of_one_layout or all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
+    # Two logs of one strategy with equal seeds draw equal dropout masks.
+    if has_same_layout or all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
         return ""
     return DROPOUT
 
 
-def _share_start(reference: Run, other: Run, of_one_layout: bool) -> bool:
-    """Whether both started from the same weights: by their hash, else by the checkpoint's name."""
-    ours, theirs = (run.record and run.record.start_weights for run in (reference, other))
-    if ours and theirs:
-        return ours == theirs
-    one, two = reference.start_checkpoint, other.start_checkpoint
-    return of_one_layout if one is None and two is None else one == two
+def _differing_settings(reference: Run, other: Run) -> list[str]:
+    """Return the names of settings and schedule arguments in which two runs differ."""
+    settings, other_settings = _list_loss_settings(reference), _list_loss_settings(other)
+    differing = [name for name in settings if settings[name] != other_settings[name]]
+    if (reference.record is None) == (other.record is None):
+        # A run folder and a log state their schedules in different ways, which cannot be compared.
+        schedule, other_schedule = _parse_schedule(reference), _parse_schedule(other)
+        changed = [name for name in _SCHEDULE if schedule[name] != other_schedule[name]]
+        differing += [f"--{name.replace('_', '-')}" for name in changed]
+    return differing
+
+
+def _share_start(reference: Run, other: Run, has_same_layout: bool) -> bool:
+    """Return True if both runs started from the same weights, by hash, else by the checkpoint's name.
+
+    Two runs without a checkpoint share their weights if they have the same layout, because equal seeds then
+    draw equal weights.
+    """
+    weights, other_weights = (run.record and run.record.start_weights for run in (reference, other))
+    if weights and other_weights:
+        return weights == other_weights
+    checkpoint, other_checkpoint = reference.start_checkpoint, other.start_checkpoint
+    if checkpoint is None and other_checkpoint is None:
+        return has_same_layout
+    return checkpoint == other_checkpoint
 
 
 def _list_loss_settings(run: Run) -> dict[str, object]:
-    """What losses depend on."""
+    """Return the settings of a run on which losses depend, by name; None if not known."""
     spec = run.spec
     schedule = spec and spec.parallelism.schedule
     return {
@@ -126,27 +139,29 @@ def _list_loss_settings(run: Run) -> dict[str, object]:
         "precision": spec and (spec.dtype, spec.fp8_recipe),
         "optimizer": spec and spec.optimizer,
         "patch file": spec and spec.patch_file,
-        # Without flushes gradients are of older weights, as old as this says.
+        # An asynchronous schedule computes gradients with older weights, and the schedule decides how old.
         "pipeline schedule": schedule and (schedule if schedule.is_asynchronous else ""),
     }
 
 
-def _schedule(run: Run) -> dict[str, float | str | None]:
-    return _schedule_of(run.record.argv) if run.record else _numbers_of(run.arguments)
+def _parse_schedule(run: Run) -> dict[str, float | str | None]:
+    """Return the schedule's arguments of a run by name, numbers as numbers; None for missing ones."""
+    return _parse_schedule_of_argv(run.record.argv) if run.record else _parse_values(run.arguments)
 
 
 @lru_cache(maxsize=1024)
-def _schedule_of(argv: tuple[str, ...]) -> dict[str, float | str | None]:
-    """Of a command line; each run is compared with many."""
-    return _numbers_of(parse_flag_values(argv))
+def _parse_schedule_of_argv(argv: tuple[str, ...]) -> dict[str, float | str | None]:
+    """Return the schedule's arguments of a command line; cached, as each run is compared with many."""
+    return _parse_values(parse_flag_values(argv))
 
 
-def _numbers_of(given: Mapping[str, str]) -> dict[str, float | str | None]:
-    plain = {name.lstrip("-").replace("-", "_"): value for name, value in given.items()}
-    found: dict[str, float | str | None] = {}
+def _parse_values(arguments: Mapping[str, str]) -> dict[str, float | str | None]:
+    """Return the values of the schedule's arguments by name, numbers as numbers."""
+    texts = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
+    values: dict[str, float | str | None] = {}
     for name in _SCHEDULE:
         try:
-            found[name] = float(plain.get(name) or "")
+            values[name] = float(texts.get(name) or "")
         except ValueError:
-            found[name] = plain.get(name)
-    return found
+            values[name] = texts.get(name)
+    return values

@@ -1,9 +1,9 @@
-"""Do the loss curves agree? Residual line by line, only between runs that must agree.
+"""Judge whether the loss curves of runs agree that must print the same losses.
 
-What may differ: one unit of the last printed digit, because each side is rounded by half a unit; what
-the precision's rounding was measured to add in each iteration (`ROUNDING_AN_ITERATION`); and on GPUs
-what repeats of one strategy by the same code differ by. CPU ranks repeat to the last digit, so there a
-difference between repeats is reported and never a tolerance.
+The tolerance at an iteration has three parts. Each side is rounded, so losses may differ by one unit of the
+last printed digit. The precision adds rounding per iteration (`ROUNDING_PER_ITERATION`, measured). On GPUs,
+repeats of one strategy by the same code differ too. CPU ranks repeat to the last digit, so a difference
+between their repeats is reported and is no tolerance.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from parakit.artifacts.measurements import count_tokens_per_expert, find_routing
 from parakit.formatting.units import plural
 from parakit.logs import IterationTable, Run
 from parakit.reporting.analyse.configurations import Configuration
-from parakit.reporting.analyse.must_agree import UNPROVEN, why_shape_is_unknown
-from parakit.reporting.analyse.must_agree import why_losses_may_differ as _stated_obstacle
+from parakit.reporting.analyse.must_agree import (
+    UNPROVEN,
+    why_losses_may_differ,
+    why_shape_is_unknown,
+)
 
 REFERENCE = "reference"
 HELD = "held"
 NOT_COMPARABLE = "not comparable"
 _PRINTED_DIGITS = 7
 _SLACK = 1.000001
-"""Absorbs the binary representation of decimal digits, nothing more."""
+"""Factor on the tolerance that absorbs the binary representation of decimal digits."""
 
 ROUNDING_PER_ITERATION = {"fp32": 3e-9, "bf16": 6e-6, "fp16": 1.5e-6}
-"""By how much of itself a loss may differ for each iteration trained, by precision.
+"""Fraction of a loss by which it may differ per trained iteration, by precision.
 
 Measured on CPU ranks with gpt2-tiny from one start, global batch 8, Megatron 0.19.0. The largest
 difference from baseline over its iteration's number, of healthy strategies: in fp32 one printed unit at
@@ -41,56 +44,65 @@ broken at iteration 3 or 4; a tp2 whose input gradient is 1% too large by 2e-6 t
 near the limit of what its losses show.
 """
 BACKEND_ROUNDING_PER_ITERATION = 4e-8
-"""The same in fp32 between two backends. Plain PyTorch's baseline was beyond one printed unit by 3.2e-8
-at most in 2,000 iterations (`make experiment NAME=long_run`), and one unit off in the last of them."""
-LOGS_AGREE = 2e-4
-"""By how much of themselves losses of two foreign logs may differ in any iteration.
+"""Fraction of a loss by which it may differ per iteration in fp32 between two backends.
 
-Public logs of one seed and data order agree to 1.6e-4; nothing is known of their devices' repeats.
+Plain PyTorch's baseline exceeded one printed unit by 3.2e-8 at most in 2,000 iterations (`make experiment
+NAME=long_run`), and differed by one unit in the last iteration.
+"""
+LOGS_AGREE = 2e-4
+"""Fraction by which losses of two foreign logs may differ in any iteration.
+
+Public logs of one seed and data order agree to 1.6e-4. Nothing is known of repeats on their devices.
 """
 _FEWEST_OF_LOGS = 5
-"""Iterations that two logs must share before their agreement stands for a common start."""
+"""Iterations that two logs must share before their agreement proves a common start."""
 MAX_HALF_PRECISION_ITERATIONS = 50
-"""In bf16 and fp16 losses are compared up to here.
+"""Last iteration in which losses are compared in bf16 and fp16.
 
-Where a step is unstable rounding grows by itself: healthy bf16 strategies that differed by 2e-5 in
+After an unstable step, rounding grows by itself: healthy bf16 strategies that differed by 2e-5 in
 iteration 80 differed by 4e-3 in iteration 82, as much as a broken one.
 """
 
 Curve = dict[int, float]
+"""Loss by iteration."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The verdict on one configuration."""
+    """Verdict on the losses of one row."""
 
     verdict: str = ""
-    """`reference`, `held`, `broken@<iteration>`, `not comparable`, or empty: nothing to compare."""
+    """`reference`, `held`, `broken@<iteration>`, `not comparable`, or empty if there is nothing to compare."""
     reason: str = ""
-    """Why it is not comparable."""
+    """Reason why the row is not comparable; empty otherwise."""
     reference: str = ""
-    """Name of the run it was compared with."""
+    """Name of the reference run."""
     compared: int = 0
-    """Iterations that both curves have."""
+    """Number of iterations that both curves have."""
     max_difference: float | None = None
     max_units: float | None = None
-    """The same in units of the last printed digit."""
+    """Largest difference in units of the last printed digit."""
     repeats: int = 0
-    """Pairs of repeats that the tolerance rests on; 0: rounding alone."""
+    """Number of pairs of repeats on which the tolerance rests; 0 if it is rounding alone."""
     diverged: int | None = None
-    """The iteration in which a token took another expert: nothing is compared from there on."""
+    """First iteration in which a token took another expert; it and later ones are not compared."""
     until: int | None = None
-    """The last iteration compared, where later ones are not because of the precision."""
+    """Last compared iteration if the precision excludes later ones, else None."""
     judged: str = ""
-    """Name of the row's run that the verdict is on: the newest, unless an older one is broken."""
+    """Name of the row's run that was judged: the newest, unless an older one is broken."""
     without_baseline: str = ""
-    """Why a baseline that is there is not the reference; empty where it is, or there is none."""
+    """Reason why an existing baseline is not the reference; empty if it is, or if there is none."""
     repeats_units: float | None = None
-    """By how many units repeats differ that should be equal; None where they are, or there are none."""
+    """Units of the last digit by which repeats differ that should be equal; None if none do."""
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the losses differ from the reference's by more than the tolerance."""
+        return self.verdict.startswith("broken")
 
     @property
     def repeats_differ(self) -> str:
-        """What its repeats show, a sentence's end; empty where there is none."""
+        """End of a sentence on repeats that should be equal and differ; empty if none do."""
         if self.repeats_units is None:
             return ""
         return (
@@ -100,79 +112,113 @@ class Parity:
 
 
 def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
-    """The verdict on each row, against the reference of those it must agree with.
+    """Return a verdict per row on its losses, against the reference of the rows with which it must agree.
 
-    The reference is a run of `baseline` where one can be, also an older run of its row. A row that need
-    not agree with any other of its model is not comparable, with the reason against the model's main
-    reference.
+    The reference is a run of `baseline` if possible, also an older run of its row. A row that need not agree
+    with any other row of its model is not comparable; the reason is against the model's main reference.
     """
-    models: dict[str, list[int]] = {}
-    result = [Parity() for _ in rows]
+    verdicts = [Parity() for _ in rows]
+    indexes_by_model: dict[str, list[int]] = {}
     with_losses = [index for index, row in enumerate(rows) if len(loss_points(row.newest)[0])]
     models_of_kit = {row.newest.model for row in rows if not row.newest.is_foreign}
     for index in with_losses:
         run = rows[index].newest
         if run.model:
-            # A log's model is known by its flags: those of one size have another name if they differ.
+            # The model of a log is known by its flags, so logs of one size may have different names.
             name = run.model if run.model in models_of_kit else run.dimensions
-            models.setdefault(name, []).append(index)
+            indexes_by_model.setdefault(name, []).append(index)
         elif len(with_losses) > 1 and (reason := why_shape_is_unknown(run)):
-            result[index] = Parity(NOT_COMPARABLE, reason)
-    for places in models.values():
-        # Baseline first, of all rows those that ended well, and Megatron as it is before a changed one;
-        # of logs the first that was named.
-        members = sorted((rows[place] for place in places), key=_rank)
-        against_others = {place: _compared(rows[place], members) for place in places}
-        references = {parity.reference for parity in against_others.values() if parity}
-        for place, compared in against_others.items():
-            row = rows[place]
-            parity = compared or _without_other(row, members, references)
-            result[place] = replace(
+            verdicts[index] = Parity(NOT_COMPARABLE, reason)
+    for indexes in indexes_by_model.values():
+        members = [rows[index] for index in indexes]
+        for index, parity in zip(indexes, _judge_rows_of_model(members), strict=True):
+            verdicts[index] = parity
+    return verdicts
+
+
+def _judge_rows_of_model(rows: Sequence[Configuration]) -> list[Parity]:
+    """Return a verdict per row; all rows are of one model."""
+    ranked_rows = sorted(rows, key=_reference_rank)
+    against_others = [_judge_against_others(row, ranked_rows) for row in rows]
+    references = {parity.reference for parity in against_others if parity}
+    verdicts = []
+    for row, compared in zip(rows, against_others, strict=True):
+        parity = compared or _judge_uncompared(row, ranked_rows, references)
+        verdicts.append(
+            replace(
                 parity,
-                without_baseline=_without_baseline(row, parity, [rows[each] for each in places]),
+                without_baseline=_why_not_against_baseline(row, parity, rows),
                 repeats_units=_difference_of_repeats(row),
             )
-    return result
+        )
+    return verdicts
 
 
-def _rank(row: Configuration) -> tuple[bool, bool, bool]:
+def _reference_rank(row: Configuration) -> tuple[bool, bool, bool]:
+    """Return a sort key by which the best reference comes first.
+
+    Successful runs come before failed ones, unchanged Megatron before a changed one, and baseline before
+    other strategies. Logs keep the order of their names.
+    """
     run = row.newest
     is_patched = bool(run.spec and run.spec.patch_file)
     return not run.has_measurements, is_patched, not (run.is_baseline or run.is_foreign)
 
 
 def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Iterations and losses; averaged lines and losses that are not numbers are left out."""
+    """Return iterations and losses of lines for a single step.
+
+    Averaged lines, skipped steps and losses that are not numbers are left out.
+    """
     losses = lines.values("lm_loss")
     left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
-    kept = np.isfinite(losses) & ~left_out
-    return lines.numbers[kept], losses[kept]
+    usable = np.isfinite(losses) & ~left_out
+    return lines.numbers[usable], losses[usable]
 
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The same of a run, with what it resumed from."""
+    """Return iterations and losses of a run; a resumed run has the earlier iterations of its parent too."""
     numbers, losses = single_step_losses(run.log.iterations)
     if not run.earlier_iterations:
         return numbers, losses
-    earlier, before = single_step_losses(IterationTable.of(run.earlier_iterations))
-    alone = ~np.isin(earlier, numbers)
-    return np.concatenate([earlier[alone], numbers]), np.concatenate([before[alone], losses])
+    earlier_numbers, earlier_losses = single_step_losses(IterationTable.of(run.earlier_iterations))
+    is_replaced = np.isin(earlier_numbers, numbers)
+    return (
+        np.concatenate([earlier_numbers[~is_replaced], numbers]),
+        np.concatenate([earlier_losses[~is_replaced], losses]),
+    )
 
 
 def loss_curve(run: Run) -> Curve:
-    """Loss by iteration, of what `loss_points` gives."""
+    """Return the loss by iteration of a run, with those of the run from which it resumed."""
     numbers, losses = loss_points(run)
     return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
 
 
-def _apart(one: Curve, two: Curve) -> list[tuple[int, float, float]]:
-    """How far losses are apart in each iteration that both have, and the larger of them."""
-    common = sorted(one.keys() & two.keys())
-    return [(n, abs(one[n] - two[n]), max(abs(one[n]), abs(two[n]))) for n in common]
+@dataclass(frozen=True)
+class _LossPair:
+    """Losses of two runs in one iteration."""
+
+    iteration: int
+    difference: float
+    largest: float
+    """Larger one of the two absolute values."""
+
+
+def _pair_losses(curve: Curve, other: Curve) -> list[_LossPair]:
+    """Return the losses of all iterations that both curves have, in order."""
+    return [
+        _LossPair(
+            iteration,
+            difference=abs(curve[iteration] - other[iteration]),
+            largest=max(abs(curve[iteration]), abs(other[iteration])),
+        )
+        for iteration in sorted(curve.keys() & other.keys())
+    ]
 
 
 def last_digit_unit(value: float) -> float:
-    """One unit of the last digit that Megatron prints of a loss (`{:.6E}`)."""
+    """Return one unit of the last digit that Megatron prints of a loss (`{:.6E}`)."""
     if value == 0:
         return 10.0 ** (1 - _PRINTED_DIGITS)
     return float(10.0 ** (math.floor(math.log10(abs(value))) + 1 - _PRINTED_DIGITS))
@@ -189,119 +235,166 @@ def allowed_difference(unit: float, rounding: float, largest: float) -> float:
     return (unit + rounding * largest) * _SLACK
 
 
-def _obstacle(reference: Run, other: Run) -> str:
-    """Why two runs need not print the same losses; of two logs that do, nothing."""
-    reason = _stated_obstacle(reference, other)
+def _why_not_comparable(reference: Run, other: Run) -> str:
+    """Return why two runs need not print the same losses; empty if they must.
+
+    For two foreign logs, an unproven reason does not count if their losses agree.
+    """
+    reason = why_losses_may_differ(reference, other)
     if reason not in UNPROVEN or not (reference.is_foreign and other.is_foreign):
         return reason
-    common = _apart(loss_curve(reference), loss_curve(other))
-    if len(common) < _FEWEST_OF_LOGS:
+    pairs = _pair_losses(loss_curve(reference), loss_curve(other))
+    if len(pairs) < _FEWEST_OF_LOGS:
         return reason
-    worst = max(difference / max(largest, 1e-30) for _, difference, largest in common)
+    worst = max(pair.difference / max(pair.largest, 1e-30) for pair in pairs)
     return "" if worst <= LOGS_AGREE else f"{reason}, and the losses differ by up to {worst:.2g}"
 
 
-def _without_other(
+def _judge_uncompared(
     row: Configuration, rows: Sequence[Configuration], references: Collection[str]
 ) -> Parity:
-    """Of a row that is compared with no other: the reference of others, or not comparable, or alone."""
-    used = next((run.name for run in row.runs if run.name in references), None)
-    if used:
-        return Parity(REFERENCE, reference=used, judged=used)
+    """Return the verdict on a row that is compared with no other row.
+
+    It is `reference` if other rows are compared with it, empty for the first row, else `not comparable`.
+    """
+    reference_run = next((run.name for run in row.runs if run.name in references), None)
+    if reference_run:
+        return Parity(REFERENCE, reference=reference_run, judged=reference_run)
     if row is rows[0]:
         return Parity()
-    reason = _obstacle(rows[0].newest, row.newest) or "nothing to compare"
+    reason = _why_not_comparable(rows[0].newest, row.newest) or "nothing to compare"
     return Parity(NOT_COMPARABLE, reason, rows[0].newest.name)
 
 
-def _compared(row: Configuration, rows: Sequence[Configuration]) -> Parity | None:
-    """The verdict against another row's run; None where no run of the row need agree with another's.
+def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> Parity | None:
+    """Return the verdict on a row against its reference; None if it must agree with no other row.
 
-    On CPU ranks each of its runs is judged, and the newest that is broken decides.
+    On CPU ranks each run of the row is judged, and the newest broken one decides.
+
+    Args:
+        row: The row.
+        rows: All rows of the model, the best reference first.
     """
     verdicts = []
     for run in reversed(row.runs):
-        # The best comes first, so that of a hundred rows few are looked at; a run may be its own.
-        found = next(
-            (
-                (other, reference)
-                for other in rows
-                for reference in reversed(other.runs)
-                if not _obstacle(reference, run) and len(loss_points(reference)[0])
-            ),
-            None,
-        )
-        if found is None or found[0] is row:
+        reference = _find_reference_run(run, rows)
+        if reference is None or any(reference is own_run for own_run in row.runs):
             continue
-        verdicts.append(_verdict_between(found[1], run, *_spread(rows, found[1])))
+        spread, num_pairs = _spread_of_repeats(rows, reference)
+        verdicts.append(_compare_losses(reference, run, spread, num_pairs))
         if not _repeats_exactly(run):
             break
-    broken = (parity for parity in verdicts if parity.verdict.startswith("broken"))
+    broken = (parity for parity in verdicts if parity.is_broken)
     return next(broken, verdicts[0] if verdicts else None)
 
 
+def _find_reference_run(run: Run, rows: Sequence[Configuration]) -> Run | None:
+    """Return the first run with losses with which a run must agree; it may be the run itself."""
+    for row in rows:
+        for reference in reversed(row.runs):
+            if not _why_not_comparable(reference, run) and len(loss_points(reference)[0]):
+                return reference
+    return None
+
+
 def _repeats_exactly(run: Run) -> bool:
-    """On CPU ranks, in any precision: sums over gloo are always in the same order."""
+    """Return True for a run on CPU ranks: gloo always sums in the same order, in any precision."""
     return run.device == "cpu"
 
 
-def _without_baseline(row: Configuration, parity: Parity, rows: Sequence[Configuration]) -> str:
-    """Why a row is compared, and not with the baseline of its model and device that is there."""
+def _why_not_against_baseline(
+    row: Configuration, parity: Parity, rows: Sequence[Configuration]
+) -> str:
+    """Return why a compared row is not compared with the existing baseline of its model and device.
+
+    Empty if it is compared with baseline, if there is no baseline or if the row is not compared.
+    """
     if not parity.reference or parity.verdict == NOT_COMPARABLE:
         return ""
-    run = next(run for each in rows for run in each.runs if run.name == parity.reference)
-    newest = [each.newest for each in rows]
-    there = [o for o in newest if o.is_baseline and o.device == row.newest.device]
-    if run.is_baseline or not there or run.is_foreign:
+    all_runs = (run for other in rows for run in other.runs)
+    reference = next(run for run in all_runs if run.name == parity.reference)
+    newest_runs = [other.newest for other in rows]
+    baselines = [run for run in newest_runs if run.is_baseline and run.device == row.newest.device]
+    if reference.is_baseline or not baselines or reference.is_foreign:
         return ""
-    return min((_obstacle(o, run) for o in there), key=len) or f"it is {there[0].status.status}"
+    reasons = [_why_not_comparable(baseline, reference) for baseline in baselines]
+    return min(reasons, key=len) or f"it is {baselines[0].status.status}"
 
 
-def _verdict_between(reference: Run, other: Run, spread: Curve, pairs: int) -> Parity:
+def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -> Parity:
+    """Return the verdict on the losses of a run against its reference.
+
+    Args:
+        reference: The reference.
+        other: The run that is judged.
+        spread: Largest difference between repeats, by iteration.
+        num_pairs: Number of pairs of repeats behind `spread`.
+    """
     dtype = other.spec.dtype if other.spec else ""
-    one, two = reference.measurements.routing, other.measurements.routing
-    diverged = (
-        find_routing_divergence(count_tokens_per_expert(one), count_tokens_per_expert(two), dtype)
-        if one and two
-        else None
-    )
-    until = MAX_HALF_PRECISION_ITERATIONS if dtype in ("bf16", "fp16") else None
-    common = _apart(loss_curve(reference), loss_curve(other))
-    common = [each for each in common if each[0] < (diverged or math.inf)]
-    if until and common and common[-1][0] > until:
-        common = [each for each in common if each[0] <= until]
-    else:
-        until = None
-    if not common:
-        where = f" before tokens took other experts in iteration {diverged}" if diverged else ""
-        where = f" up to {until}, after which {dtype} is not compared" if until else where
-        reason = f"no iteration in common{where}"
+    pairs = _pair_losses(loss_curve(reference), loss_curve(other))
+    diverged = _find_other_expert_choice(reference, other, dtype)
+    if diverged:
+        pairs = [pair for pair in pairs if pair.iteration < diverged]
+    last_compared = None
+    is_half_precision = dtype in ("bf16", "fp16")
+    if is_half_precision and pairs and pairs[-1].iteration > MAX_HALF_PRECISION_ITERATIONS:
+        last_compared = MAX_HALF_PRECISION_ITERATIONS
+        pairs = [pair for pair in pairs if pair.iteration <= last_compared]
+    if not pairs:
+        limit = ""
+        if last_compared:
+            limit = f" up to {last_compared}, after which {dtype} is not compared"
+        elif diverged:
+            limit = f" before tokens took other experts in iteration {diverged}"
+        reason = f"no iteration in common{limit}"
         return Parity(NOT_COMPARABLE, reason, reference.name, judged=other.name)
-    # By how much of themselves losses may differ for each iteration, and in any.
-    rate = ROUNDING_PER_ITERATION.get(dtype, 0.0)
-    specs = reference.spec, other.spec
-    if not all(specs) or len({spec.backend for spec in specs if spec}) > 1:
-        rate = max(rate, BACKEND_ROUNDING_PER_ITERATION)
+    rate = _rounding_rate(reference, other, dtype)
     between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
-    repeated, broken = 0.0, None
-    worst, worst_units = 0.0, 0.0
-    for number, difference, largest in common:
-        repeated = max(repeated, spread.get(number, 0.0))
-        unit = last_digit_unit(largest)
-        worst, worst_units = max(worst, difference), max(worst_units, difference / unit)
-        rounding = max(rate * number, between_logs)
-        allowed = allowed_difference(repeated + unit, rounding, largest)
-        if broken is None and difference > allowed:
-            broken = number
-    verdict = HELD if broken is None else f"broken@{broken}"
-    figures = (len(common), worst, worst_units, pairs, diverged, until)
-    return Parity(verdict, "", reference.name, *figures, judged=other.name)
+    largest_spread, broken_at = 0.0, None
+    for pair in pairs:
+        largest_spread = max(largest_spread, spread.get(pair.iteration, 0.0))
+        allowed = allowed_difference(
+            unit=largest_spread + last_digit_unit(pair.largest),
+            rounding=max(rate * pair.iteration, between_logs),
+            largest=pair.largest,
+        )
+        if broken_at is None and pair.difference > allowed:
+            broken_at = pair.iteration
+    return Parity(
+        verdict=HELD if broken_at is None else f"broken@{broken_at}",
+        reference=reference.name,
+        compared=len(pairs),
+        max_difference=max(pair.difference for pair in pairs),
+        max_units=max(pair.difference / last_digit_unit(pair.largest) for pair in pairs),
+        repeats=num_pairs,
+        diverged=diverged,
+        until=last_compared,
+        judged=other.name,
+    )
+
+
+def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | None:
+    """Return the first iteration in which a token took another expert; None without routing records."""
+    record, other_record = reference.measurements.routing, other.measurements.routing
+    if not record or not other_record:
+        return None
+    return find_routing_divergence(
+        count_tokens_per_expert(record), count_tokens_per_expert(other_record), dtype
+    )
+
+
+def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
+    """Return the fraction of a loss by which it may differ per iteration, in this precision."""
+    rate = ROUNDING_PER_ITERATION.get(dtype, 0.0)
+    if reference.spec and other.spec and reference.spec.backend == other.spec.backend:
+        return rate
+    return max(rate, BACKEND_ROUNDING_PER_ITERATION)
 
 
 def resumption_sentence(run: Run) -> str:
-    """Whether the iterations that were trained before and after a resumption print the same losses.
+    """Return whether iterations that were trained before and after a resumption print the same losses.
 
-    Empty where the run did not resume, or trained none twice.
+    Empty if the run did not resume or trained no iteration twice.
     """
     if not run.replaced_iterations:
         return ""
@@ -311,41 +404,48 @@ def resumption_sentence(run: Run) -> str:
     if not common:
         return ""
     units = max(abs(before[n] - after[n]) / last_digit_unit(before[n]) for n in common)
-    how = "the same to" if units < 0.5 else f"off by up to {plural(round(units), 'unit')} of"
+    agreement = "the same to the last printed digit"
+    if units >= 0.5:
+        agreement = f"different by up to {plural(round(units), 'unit')} of the last printed digit"
     return (
         f"Iterations {common[0]} to {common[-1]} were trained before and after it resumed: their losses "
-        f"({len(common)} compared) are {how} the last printed digit."
+        f"({len(common)} compared) are {agreement}."
     )
 
 
 def _difference_of_repeats(row: Configuration) -> float | None:
-    """Units by which repeats differ that repeat exactly; None where they do."""
+    """Return the units of the last digit by which exact repeats differ; None if they do not differ."""
     worst = 0.0
-    for place, one in enumerate(row.runs):
-        for two in row.runs[place + 1 :]:
-            if not _repeats_exactly(one) or _obstacle(one, two):
+    for index, run in enumerate(row.runs):
+        for repeat in row.runs[index + 1 :]:
+            if not _repeats_exactly(run) or _why_not_comparable(run, repeat):
                 continue
-            # A run that was resumed in another strategy may be off by one until then.
-            allowed = 1.5 if one.restarts or two.restarts else 0.5
-            for _, difference, largest in _apart(loss_curve(one), loss_curve(two)):
-                units = difference / last_digit_unit(largest)
+            # A run that was resumed in another strategy may differ by one unit until then.
+            allowed = 1.5 if run.restarts or repeat.restarts else 0.5
+            for pair in _pair_losses(loss_curve(run), loss_curve(repeat)):
+                units = pair.difference / last_digit_unit(pair.largest)
                 worst = max(worst, units if units > allowed else 0.0)
     return worst or None
 
 
-def _spread(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
-    """Largest difference between repeats of any one strategy, by iteration, and pairs seen.
+def _spread_of_repeats(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
+    """Return the largest difference between repeats of a strategy by iteration, and the pairs compared.
 
-    Only of runs that the reference is comparable with, and that are known to be of the same code.
+    Only runs count that are comparable with the reference and are known to be by the same code.
     """
     spread: Curve = {}
-    pairs = 0
+    num_pairs = 0
     for row in rows:
-        known = (run for run in row.runs if run.record is not None and run.record.code is not None)
-        may = (run for run in known if not _repeats_exactly(run))
-        curves = [loss_curve(run) for run in may if not _obstacle(reference, run)]
-        for theirs in curves[1:]:
-            pairs += 1
-            for number, difference, _ in _apart(curves[0], theirs):
-                spread[number] = max(spread.get(number, 0.0), difference)
-    return spread, pairs
+        curves = [
+            loss_curve(run)
+            for run in row.runs
+            if run.record is not None
+            and run.record.code is not None
+            and not _repeats_exactly(run)
+            and not _why_not_comparable(reference, run)
+        ]
+        for curve in curves[1:]:
+            num_pairs += 1
+            for pair in _pair_losses(curves[0], curve):
+                spread[pair.iteration] = max(spread.get(pair.iteration, 0.0), pair.difference)
+    return spread, num_pairs

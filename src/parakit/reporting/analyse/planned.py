@@ -1,4 +1,8 @@
-"""What the planner predicts of each row, with how far such predictions are off; rows as readings."""
+"""Predict each row's time with the planner, and turn rows into own measurements for its corrections.
+
+The planner corrects predictions with published measurements and with the user's own ones. A report adds its
+runs to the file of own measurements.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +35,15 @@ _MILLISECONDS = 1e3
 
 @dataclass(frozen=True)
 class PlannedEntry:
-    """A row's prediction beside its measurement."""
+    """Planner's prediction for a row of the report."""
 
     entry: Entry
     known: Uncertainty
+    """Predicted seconds per iteration, with the error of similar predictions."""
 
     @property
     def error(self) -> float | None:
-        """Of the predicted time, a ratio less 1; None without a measurement."""
+        """Relative error of the predicted time, positive if it is too long; None without a measurement."""
         measured = self.entry.time_ms
         return _MILLISECONDS * self.known.seconds / measured - 1 if measured else None
 
@@ -46,19 +51,19 @@ class PlannedEntry:
 def predict_rows(
     entries: Iterable[Entry], runs_root: Path, own: Path | None
 ) -> tuple[PlannedEntry, ...]:
-    """The rows that the planner can predict, each without its own reading.
+    """Return predictions for the rows that the planner can predict.
 
-    Megatron's on GPUs whose rates are known, and on this machine's CPU ranks once it is calibrated:
-    nominal rates of a core predict nothing.
+    These are Megatron's runs on GPUs with known rates, and on CPU ranks of this machine if it is calibrated.
+    A row's own measurement does not correct its prediction.
 
     Args:
         entries: Rows of a report.
-        runs_root: Where constants that were measured on this machine are kept.
-        own: The file of one's own measurements.
+        runs_root: Folder of the constants that were measured on this machine.
+        own: File of own measurements; None without one.
     """
     rows = []
     for entry in entries:
-        run, device = entry.run, _device(entry.run)
+        run, device = entry.run, _find_device(entry.run)
         if run.spec is None or device is None or not _is_timed(entry):
             continue
         recorded = RecordedRun(
@@ -75,11 +80,11 @@ def predict_rows(
 
 @dataclass(frozen=True)
 class OwnMeasurements:
-    """Runs that the kit trained, as rows of the file of one's own measurements."""
+    """Runs of the kit as rows of the file of own measurements."""
 
     rows: tuple[MeasurementRow, ...]
     left_out: Mapping[str, Sequence[str]]
-    """Names of runs that are in no row although the planner can predict such runs, by the reason."""
+    """Names of runs that are in no row, by reason; runs that the planner cannot predict are not listed."""
 
 
 def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
@@ -90,25 +95,25 @@ def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
     """
     rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)
-    impossible = _find_impossible_rows(entries)
+    impossible_names = _find_impossible_rows(entries)
     for entry in entries:
-        device = _device(entry.run)
+        device = _find_device(entry.run)
         if entry.run.record is None or device is None or not _has_form(entry):
             continue
-        good: list[Run] = []
+        usable: list[Run] = []
         row = entry.configuration
         for run in (*row.runs, *row.failed_before, *row.running):
-            if reason := _why_no_measurement(run, entry.run.name in impossible):
+            if reason := _why_no_measurement(run, entry.run.name in impossible_names):
                 left_out[reason].append(run.name)
             else:
-                good.append(run)
-        time = estimate_pooled_runs(good) if good else None
+                usable.append(run)
+        time = estimate_pooled_runs(usable) if usable else None
         if time is None or time.low is None or time.high is None:
             continue
         if (time.high - time.low) / 2 >= _UNSTEADY * time.median:
-            left_out["times that scatter widely"] += [run.name for run in good]
+            left_out["times that scatter widely"] += [run.name for run in usable]
             continue
-        run, seconds = good[-1], time.median / _MILLISECONDS
+        run, seconds = usable[-1], time.median / _MILLISECONDS
         if run.spec is not None and run.record is not None:
             with suppress(RefusedError):
                 rows.append(
@@ -138,17 +143,20 @@ def _find_impossible_rows(entries: Iterable[Entry]) -> set[str]:
 
 
 _UNSTEADY = 0.25
-"""Half of an estimate's interval, of its median, from which on it measured other work on the machine."""
+"""Half width of an interval, relative to its median, from which on a time is no measurement.
+
+The run then measured other work on the machine.
+"""
 
 
 def _is_timed(entry: Entry) -> bool:
-    """Whether its time is what its strategy takes on its device: the same for every later run."""
+    """Return True if the row's time is that of its strategy on its device, and would repeat."""
     is_disturbed = why_withheld(entry.configuration) == DISTURBED
     return entry.estimate is not None and not is_disturbed and _has_form(entry)
 
 
 def _has_form(entry: Entry) -> bool:
-    """Return True for a run of the kit or of a log whose time the planner's closed forms are for."""
+    """Return True if the planner's closed forms describe the row's run."""
     spec = entry.run.spec
     return (
         spec is not None
@@ -160,8 +168,9 @@ def _has_form(entry: Entry) -> bool:
     )
 
 
-def _device(run: Run) -> Device | None:
+def _find_device(run: Run) -> Device | None:
+    """Return the device with its rates; None for an unknown device and for CPU ranks of another machine."""
     if run.device == "cpu":
-        here = run.record is not None and run.record.host.name == platform.node()
-        return device_by_key("cpu") if here else None
+        is_this_machine = run.record is not None and run.record.host.name == platform.node()
+        return device_by_key("cpu") if is_this_machine else None
     return find_device(run.device) if run.device else None

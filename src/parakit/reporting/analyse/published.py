@@ -1,4 +1,4 @@
-"""Published figures (`published.yaml`) beside what was measured: reproduced or not."""
+"""Compare published figures (`published.yaml`) with measured ones: reproduced or not."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from parakit.logs import Run
 
 @dataclass(frozen=True)
 class Match:
-    """One published quantity beside the measured one."""
+    """Published quantity with the measured one and the verdict."""
 
     figure: Figure
     quantity: str
     """`iteration time` or `device memory`."""
     unit: str
     published: tuple[float, ...]
+    """Published values, one per published run."""
     measured: float | None
     expected_low: float | None
     expected_high: float | None
+    """Range in which a reproduced value lies; None if the write-up has no tolerance."""
     verdict: str = "not comparable"
     """`reproduced`, `not reproduced` or `not comparable`."""
     differs: tuple[str, ...] = ()
-    """What is different in the setup."""
+    """Differences in the setup, one text each."""
 
 
 def find_published_figure(run: Run, published: Published) -> Figure | None:
-    """The figure of the same model, strategy and ranks; else the main source's of that strategy."""
+    """Return the published figure of a run's model, strategy and ranks.
+
+    Without one, it is the main source's figure of another model with that strategy; None if there is none.
+    """
     if run.spec is None:
         return None
     split = run.spec.parallelism
@@ -40,7 +45,7 @@ def find_published_figure(run: Run, published: Published) -> Figure | None:
 
 
 def published_baseline_ratio(figure: Figure, published: Published) -> float | None:
-    """The published time a sample over that of the same write-up's baseline."""
+    """Return the published time per sample over baseline's in the same write-up; None without both."""
     same = [f for f in published.figures if f.source == figure.source and f.model == figure.model]
     baseline = next((f for f in same if f.parallelism == Parallelism()), None)
     if baseline is None or not baseline.ms_per_sample or not figure.ms_per_sample:
@@ -51,8 +56,15 @@ def published_baseline_ratio(figure: Figure, published: Published) -> float | No
 def match_figure(
     run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
 ) -> tuple[Match, ...]:
-    """The figure's quantities beside the measured ones."""
-    differs = _differences(run, figure)
+    """Return each quantity of a figure with the measured one and its verdict.
+
+    Args:
+        run: The measured run.
+        figure: The published figure.
+        iteration_ms: Measured time per iteration; None if unknown.
+        memory_bytes: Measured device memory; None if unknown.
+    """
+    differences = _list_setup_differences(run, figure)
     memory = memory_bytes / MIB if memory_bytes else None
     matches = []
     for quantity, unit, key, measured in (
@@ -64,26 +76,38 @@ def match_figure(
         if tolerance is not None and values:
             low, high = min(values) * (1 - tolerance), max(values) * (1 + tolerance)
         verdict = "not comparable"
-        if measured is not None and low is not None and not any(grave for grave, _ in differs):
+        if (
+            measured is not None
+            and low is not None
+            and not any(item.prevents_verdict for item in differences)
+        ):
             verdict = "reproduced" if low <= measured <= (high or low) else "not reproduced"
-        # Beside another model's figure a quantity that was not measured says nothing.
+        # A quantity that was not measured is not shown with another model's figure.
         if values and (measured or figure.model == run.model):
-            texts = tuple(text for _, text in differs)
+            texts = tuple(item.text for item in differences)
             matches.append(
                 Match(figure, quantity, unit, values, measured, low, high, verdict, texts)
             )
     return tuple(matches)
 
 
-def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
-    """What differs in the setup; True where it makes a verdict impossible."""
+@dataclass(frozen=True)
+class _SetupDifference:
+    """Difference between the setup of a run and that of a published figure."""
+
+    prevents_verdict: bool
+    text: str
+
+
+def _list_setup_differences(run: Run, figure: Figure) -> list[_SetupDifference]:
+    """Return the differences between a run's setup and a figure's; of another model only model and device."""
     spec, source = run.spec, figure.source
     entry = run.record.entry if run.record else None
     driver = run.record.host.driver if run.record else None
     commit = (entry.megatron_commit or entry.megatron_version) if entry else None
     if commit and source.megatron_commit and commit.startswith(source.megatron_commit):
         commit = source.megatron_commit
-    wanted: tuple[tuple[bool, str, object, object], ...] = (
+    properties: tuple[tuple[bool, str, object, object], ...] = (
         (True, "model", run.model, figure.model),
         (True, "device", run.device, source.device or source.hardware),
         (True, "backend", spec and spec.backend, figure.backend),
@@ -94,9 +118,12 @@ def _differences(run: Run, figure: Figure) -> list[tuple[bool, str]]:
         (False, "driver", driver, source.driver),
     )
     if run.model != figure.model:
-        wanted = wanted[:2]  # All else differs too, and need not be said.
-    return [
-        (grave, f"{name} {here if here not in (None, '') else 'unknown'} instead of {there}")
-        for grave, name, here, there in wanted
-        if there is not None and here != there
-    ]
+        # With another model all other properties differ too, and need not be listed.
+        properties = properties[:2]
+    differences = []
+    for prevents_verdict, name, value, published in properties:
+        if published is not None and value != published:
+            value_text = value if value not in (None, "") else "unknown"
+            text = f"{name} {value_text} instead of {published}"
+            differences.append(_SetupDifference(prevents_verdict, text))
+    return differences

@@ -1,4 +1,4 @@
-"""Tokens, FLOPs and utilisation of a run, each with the formula and the numbers that went in."""
+"""Compute tokens/s, FLOPs and utilisation of a run, each with its formula and the numbers in it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from parakit.costs import model_flops, token_flops
 from parakit.logs import Run
 
 DISAGREEMENT = 0.01
+"""Relative difference to Megatron's own count of FLOPs from which on a note names it."""
 _MIN_THROUGHPUT = 20.0
-"""Megatron prints TFLOP/s with one decimal; below this its rounding hides 1%."""
+"""TFLOP/s below which Megatron's one printed decimal hides a difference of 1%."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of one configuration."""
+    """Rates of one run; a rate that does not follow from known numbers is None."""
 
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
@@ -31,83 +32,127 @@ class Rates:
     peak_tflops: float | None = None
     peak_source: str = ""
     printed_tflops_per_device: float | None = None
-    """Megatron's own, the median of its lines."""
+    """Median of the TFLOP/s that Megatron printed."""
     printed_over_counted: float | None = None
-    """FLOPs of an iteration by Megatron's count over ours; None where its one decimal hides it."""
+    """FLOPs per iteration by Megatron's count over this count; None if Megatron's rounding hides it."""
     formulas: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
-    """Rates of a run whose median iteration takes `iteration_ms`."""
-    spec, lines = run.spec, run.log.iterations
-    # Megatron's own throughput, and the FLOPs of an iteration a device that it was computed from.
+    """Return the rates of a run at a time per iteration.
+
+    Args:
+        run: The run.
+        iteration_ms: Milliseconds per iteration; None leaves all rates but the printed ones empty.
+    """
+    spec = run.spec
+    printed = _printed_throughput(run)
+    # A token count of 0 means that the log does not name its batch.
+    if not iteration_ms or spec is None or not spec.tokens_per_iteration:
+        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+        tokens_per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
+        return Rates(
+            tokens_per_second=tokens_per_second, printed_tflops_per_device=printed.tflops_per_device
+        )
+    seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
+    samples, length = spec.batch.global_batch_size, spec.shape.seq_length
+    tokens_per_second = spec.tokens_per_iteration / seconds
+    formula = f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"
+    rates = Rates(
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_device=tokens_per_second / devices,
+        printed_tflops_per_device=printed.tflops_per_device,
+        formulas=(formula,),
+    )
+    if not spec.shape.vocabulary:
+        note = "no FLOPs and no parameters in total: the log does not state the vocabulary"
+        return replace(rates, notes=(note,))
+    return _add_flops(rates, run, spec, seconds=seconds, printed=printed)
+
+
+@dataclass(frozen=True)
+class _PrintedThroughput:
+    """Throughput that Megatron printed."""
+
+    tflops_per_device: float | None
+    flops_per_device_iteration: float | None
+    """FLOPs per device and iteration from which it follows; None if rounding hides a difference of 1%."""
+
+
+def _printed_throughput(run: Run) -> _PrintedThroughput:
+    """Return the medians of the throughput that Megatron printed, without averaged lines."""
+    lines = run.log.iterations
     rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
     known = (rates > 0) & ~lines.known("averaged")
     exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
-    printed = float(np.median(rates[known])) if known.any() else None
-    theirs = float(np.median(rates[exact] * times[exact] * 1e9)) if exact.any() else None
-    # Tokens of 0 are a batch that the log does not name.
-    if not iteration_ms or spec is None or not spec.tokens_per_iteration:
-        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
-        per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
-        return Rates(tokens_per_second=per_second, printed_tflops_per_device=printed)
-    seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
-    samples, length = spec.batch.global_batch_size, spec.shape.seq_length
-    per_second = spec.tokens_per_iteration / seconds
-    formulas = [f"tokens/s = global batch {samples} × sequence {length} ÷ {seconds:.6g} s"]
-    found = Rates(per_second, per_second / devices, printed_tflops_per_device=printed)
-    if not spec.shape.vocabulary:
-        lacking = "no FLOPs and no parameters in total: the log does not say the vocabulary"
-        return replace(found, formulas=tuple(formulas), notes=(lacking,))
-    flops = model_flops(spec.shape, samples, length)
-    done = flops + _recomputed(spec)
-    per_device = flops / seconds / devices / 1e12
-    formulas.append(
-        f"model TFLOP/s/device = {flops:.5g} FLOPs ÷ {seconds:.6g} s ÷ {devices}"
-        " (forward and backward, causal attention halved, recomputation not counted)"
+    return _PrintedThroughput(
+        float(np.median(rates[known])) if known.any() else None,
+        float(np.median(rates[exact] * times[exact] * 1e9)) if exact.any() else None,
     )
-    peak, source, note = _peak(run.device, spec.dtype)
+
+
+def _add_flops(
+    rates: Rates, run: Run, spec: RunSpec, *, seconds: float, printed: _PrintedThroughput
+) -> Rates:
+    """Return the rates with FLOPs, utilisation and the comparison with Megatron's own count."""
+    devices = spec.parallelism.world_size
+    flops = model_flops(spec.shape, spec.batch.global_batch_size, spec.shape.seq_length)
+    hardware_flops = flops + _recompute_flops(spec)
+    tflops_per_device = flops / seconds / devices / 1e12
+    formulas = [
+        *rates.formulas,
+        f"model TFLOP/s/device = {flops:.5g} FLOPs ÷ {seconds:.6g} s ÷ {devices}"
+        " (forward and backward, causal attention halved, recomputation not counted)",
+    ]
+    peak, source, note = _find_peak(run.device, spec.dtype)
     if peak:
-        formulas.append(f"MFU = {per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
-    theirs = theirs and theirs * devices
+        formulas.append(f"MFU = {tflops_per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
+    megatron_flops = None
+    if printed.flops_per_device_iteration is not None:
+        megatron_flops = printed.flops_per_device_iteration * devices
     return replace(
-        found,
-        printed_over_counted=theirs / flops if theirs else None,
+        rates,
+        printed_over_counted=megatron_flops / flops if megatron_flops else None,
         model_flops_per_iteration=flops,
-        hardware_flops_per_iteration=done,
-        model_tflops_per_device=per_device,
-        mfu=per_device / peak if peak else None,
-        hfu=per_device * done / flops / peak if peak else None,
+        hardware_flops_per_iteration=hardware_flops,
+        model_tflops_per_device=tflops_per_device,
+        mfu=tflops_per_device / peak if peak else None,
+        hfu=tflops_per_device * hardware_flops / flops / peak if peak else None,
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(filter(None, (note, _against_megatron(run, theirs, flops)))),
+        notes=tuple(filter(None, (note, _compare_with_megatron(run, megatron_flops, flops)))),
     )
 
 
 def attention_variant(run: Run) -> str:
-    """What stands in place of attention and has no formula here; empty of none."""
-    plain = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
-    variant = plain.get("experimental_attention_variant") or ""
+    """Return the variant of attention for which this count has no formula; empty if there is none."""
+    arguments = {name.lstrip("-").replace("-", "_"): value for name, value in run.arguments.items()}
+    variant = arguments.get("experimental_attention_variant") or ""
     return "" if variant in ("None", GATED_DELTA_NET) else variant
 
 
-def _against_megatron(run: Run, theirs: float | None, flops: int) -> str:
-    """Of what the count has no formula, and whether Megatron's own count of FLOPs differs."""
+def _compare_with_megatron(run: Run, megatron_flops: float | None, flops: int) -> str:
+    """Return by how much Megatron's count of FLOPs differs, and why; empty without a difference or cause."""
     variant = attention_variant(run)
     cause = variant and f"{variant} is counted as attention"
-    if theirs is None or abs(flops / theirs - 1) <= DISAGREEMENT:
+    if megatron_flops is None or abs(flops / megatron_flops - 1) <= DISAGREEMENT:
         return cause
     return (
-        f"FLOPs differ from Megatron's own count by {flops / theirs - 1:+.1%} ({flops:.4g} here,"
-        f" {theirs:.4g}){f': {cause}' if cause else ''}"
+        f"FLOPs differ from Megatron's own count by {flops / megatron_flops - 1:+.1%} ({flops:.4g} here,"
+        f" {megatron_flops:.4g}){f': {cause}' if cause else ''}"
     )
 
 
-def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
+def _find_peak(device: str, dtype: str) -> tuple[float | None, str, str]:
+    """Return the peak TFLOP/s of a device in a precision, its source, and a note if it is unknown."""
     if not device:
-        return None, "", "no MFU: the log does not name the device (DEVICE=h100 names it)"
+        return (
+            None,
+            "",
+            "no MFU: the log does not name the device; --device h100 (make: DEVICE=h100) names it",
+        )
     if device == "cpu":
         return None, "", ""
     known = find_device(device)
@@ -120,8 +165,8 @@ def _peak(device: str, dtype: str) -> tuple[float | None, str, str]:
     return peak / 1e12, known.source, doubt
 
 
-def _recomputed(spec: RunSpec) -> float:
-    """FLOPs that recomputation adds: forward passes of layers, or of their scores, MLPs and experts."""
+def _recompute_flops(spec: RunSpec) -> float:
+    """Return the FLOPs per iteration of recomputed forwards: of layers, or of scores, MLPs and experts."""
     forward = token_flops(spec.shape, spec.shape.seq_length)
     if spec.recompute.is_full:
         again = (

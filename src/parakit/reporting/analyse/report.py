@@ -1,8 +1,11 @@
-"""A report as data, built once here and rendered elsewhere."""
+"""Build a report as data: rows with parity and speed verdicts. Rendering is in `parakit.reporting.render`.
+
+The reference of a row is the row with which its speed is compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -24,28 +27,29 @@ from parakit.reporting.analyse.statistics import TimeComparison, adjust_verdicts
 
 @dataclass(frozen=True)
 class ArgumentDifference:
-    """An argument that is not the same in all runs."""
+    """Argument that differs between the runs of a report."""
 
     name: str
     values: tuple[str, ...]
-    """One a row of the report; empty where the run does not have it."""
+    """Value per row of the report; empty if the run does not have the argument."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report before it is rendered."""
+    """Report as data, before it is rendered."""
 
     name: str
     created_utc: str
     entries: tuple[Entry, ...]
     problems: tuple[str, ...] = ()
+    """Sentences on runs and files that could not be read."""
     arguments: tuple[ArgumentDifference, ...] = ()
     corrections: tuple[Correction, ...] = ()
     changes: tuple[Change, ...] = ()
     baseline: str = ""
-    """The earlier report that `changes` compares with."""
+    """Earlier report with which `changes` compares; empty without one."""
     planned: tuple[PlannedEntry, ...] = ()
-    """What the planner predicts of the rows that it can predict."""
+    """Planner's predictions of the rows that it can predict."""
 
 
 def build_report(
@@ -55,58 +59,78 @@ def build_report(
     problems: Sequence[str] = (),
     all_conditions: bool = False,
 ) -> Report:
-    """Turn runs into a report."""
+    """Turn runs into a report: rows, verdicts on losses and speed, and the arguments that differ.
+
+    Args:
+        name: Name of the report.
+        runs: Runs in the order in which the user named them.
+        published: Published figures to compare with.
+        problems: Sentences on what could not be read.
+        all_conditions: True gives runs under older conditions rows of their own.
+    """
     rows = group_into_rows(make_names_distinct(runs), all_conditions)
-    made = zip(label_rows(rows), rows, judge_parity(rows), strict=True)
-    entries = _add_speeds([Entry(*each, published) for each in made])
-    used = {entry.figure.source.key for entry in entries if entry.figure}
-    sets = [essential_arguments(entry.run.arguments) for entry in entries]
-    known = [arguments for arguments in sets if arguments]
-    differing = [
-        ArgumentDifference(name, tuple(arguments.get(name, "") for arguments in sets))
-        for name in sorted({name for arguments in known for name in arguments})
-        if len({arguments.get(name) for arguments in known}) > 1
-    ]
+    parts = zip(label_rows(rows), rows, judge_parity(rows), strict=True)
+    entries = _add_speeds([Entry(label, row, parity, published) for label, row, parity in parts])
+    sources = {entry.figure.source.key for entry in entries if entry.figure}
     return Report(
         name=name,
         created_utc=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
         entries=tuple(entries),
         problems=tuple(problems),
-        arguments=tuple(differing),
-        corrections=tuple(c for c in published.corrections if c.source in used),
+        arguments=tuple(_differing_arguments(entries)),
+        corrections=tuple(
+            correction for correction in published.corrections if correction.source in sources
+        ),
     )
 
 
-def _add_speeds(entries: list[Entry]) -> list[Entry]:
-    """With comparisons, and verdicts adjusted for their number among those of one reference."""
-    result, candidates = list(entries), entries
-    groups: dict[str, dict[int, TimeComparison]] = {}
-    for place, entry in enumerate(entries):
-        reference = _reference(entry, candidates, entries) if entry.estimate else None
+def _differing_arguments(entries: Sequence[Entry]) -> Iterator[ArgumentDifference]:
+    """Yield the arguments that differ between the rows that have arguments, by name."""
+    arguments_by_row = [essential_arguments(entry.run.arguments) for entry in entries]
+    known = [arguments for arguments in arguments_by_row if arguments]
+    for name in sorted({name for arguments in known for name in arguments}):
+        if len({arguments.get(name) for arguments in known}) > 1:
+            values = tuple(arguments.get(name, "") for arguments in arguments_by_row)
+            yield ArgumentDifference(name, values)
+
+
+def _add_speeds(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the rows with their speed comparisons.
+
+    Verdicts are adjusted for the number of comparisons with one reference.
+    """
+    result, candidates = list(entries), list(entries)
+    judged_by_reference: dict[str, dict[int, TimeComparison]] = {}
+    for index, entry in enumerate(entries):
+        reference = _find_reference(entry, candidates, entries) if entry.estimate else None
         if reference is None or reference is entry:
             continue
         speed = compare_speed(reference.configuration, entry.configuration)
-        result[place] = replace(entry, speed=speed)
+        result[index] = replace(entry, speed=speed)
         if speed.judged_time:
-            # What is compared with another is no reference itself.
+            # A row that is compared with another one is no reference itself.
             candidates = [other for other in candidates if other is not entry]
-            groups.setdefault(speed.reference, {})[place] = speed.judged_time
-    for name, group in list(groups.items()):
+            judged_by_reference.setdefault(speed.reference, {})[index] = speed.judged_time
+    for name, judged in judged_by_reference.items():
         reference = next(entry for entry in entries if entry.run.name == name)
-        if _withhold_impossible(reference, result, tuple(group)):
-            del groups[name]
-    for group in groups.values():
-        for place, token in zip(group, adjust_verdicts(list(group.values())), strict=True):
-            plain = result[place].speed
-            assert plain is not None
-            result[place] = replace(result[place], speed=plain.replace_judged(token))
+        if _withhold_impossible(reference, result, tuple(judged)):
+            continue
+        for index, comparison in zip(judged, adjust_verdicts(list(judged.values())), strict=True):
+            judged_speed = result[index].speed
+            assert judged_speed is not None
+            result[index] = replace(result[index], speed=judged_speed.replace_judged(comparison))
     return result
 
 
 def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequence[int]) -> bool:
-    """Take the comparisons at some indexes back if one of them is impossible; return whether one is.
+    """Remove the comparisons of a group if one of them is impossible, and return True then.
 
     An impossible ratio shows that the reference was slowed down, so nothing can be compared with it.
+
+    Args:
+        reference: Reference of the group.
+        entries: All rows, changed in place.
+        indexes: Indexes of the group's rows.
     """
     reasons = {}
     for index in indexes:
@@ -130,45 +154,54 @@ def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequen
     return True
 
 
-def _reference(entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entry]) -> Entry | None:
-    """What an entry's speed is compared with: baseline, but Megatron as it is before one that a patch
-    file changed; of logs the first of the same model that was named.
+def _find_reference(
+    entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entry]
+) -> Entry | None:
+    """Return the row with which an entry's speed is compared; None if its model is unknown.
 
-    A log without another of its model and device is compared with the first of its size; what differs
-    then decides whether there is a verdict.
+    For the kit's runs it is baseline of the same model and device, unchanged Megatron before a changed one.
+    For logs it is the first log of the same model and device. A log without another of its model and device
+    gets the first log of its size; the differences then decide whether there is a verdict.
 
     Args:
         entry: The entry, which may be its own reference.
-        candidates: Those that are not compared with another.
-        entries: All of the report.
+        candidates: Entries that are compared with no other one yet.
+        entries: All entries of the report.
     """
-    run, timed = entry.run, [other for other in candidates if other.estimate]
+    timed = [other for other in candidates if other.estimate]
     if any(other.run.is_foreign for other in entries):
-        of_size = [other for other in timed if _are_of_one_size(other.run, run)]
-        first = next(other for other in of_size if _are_comparable(other.run, run))
-        runs = [other.run for other in entries if other.estimate and other is not entry]
-        has_peers = any(_are_of_one_size(o, run) and _are_comparable(o, run) for o in runs)
-        return first if has_peers else of_size[0]
+        return _find_log_reference(entry, timed, entries)
+    run = entry.run
+    if not run.model:
+        return None
     cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
-    first = min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
-    return first if run.model else None
+    return min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
 
 
-def _are_of_one_size(one: Run, two: Run) -> bool:
-    """Return whether two logs train models of one size.
+def _find_log_reference(entry: Entry, timed: Sequence[Entry], entries: Sequence[Entry]) -> Entry:
+    """Return the first comparable log among `timed`, else the first one of the same size."""
+    run = entry.run
+    same_size = [other for other in timed if _are_of_one_size(other.run, run)]
+    other_runs = [other.run for other in entries if other.estimate and other is not entry]
+    has_peers = any(
+        _are_of_one_size(other, run) and _are_comparable(other, run) for other in other_runs
+    )
+    if not has_peers:
+        return same_size[0]
+    return next(other for other in same_size if _are_comparable(other.run, run))
 
-    Of two logs that name no model, return whether their batches are equal.
+
+def _are_of_one_size(first: Run, second: Run) -> bool:
+    """Return True if two logs train models of one size; without a model, if their batches are equal."""
+    if first.dimensions or second.dimensions:
+        return first.dimensions == second.dimensions
+    work = (first.global_batch_size, first.seq_length)
+    return work == (second.global_batch_size, second.seq_length)
+
+
+def _are_comparable(first: Run, second: Run) -> bool:
+    """Return True if the devices are the same and no flag of the models differs.
+
+    A flag that only one of the runs states counts as different.
     """
-    alike = True
-    if not one.dimensions and not two.dimensions:
-        work = (one.global_batch_size, one.seq_length), (two.global_batch_size, two.seq_length)
-        alike = work[0] == work[1]
-    return alike and one.dimensions == two.dimensions
-
-
-def _are_comparable(one: Run, two: Run) -> bool:
-    """Return whether their devices are the same and no flag of their models differs.
-
-    A flag that one of them alone states counts as different.
-    """
-    return one.device == two.device and not one.stated_model.differences(two.stated_model)
+    return first.device == second.device and not first.stated_model.differences(second.stated_model)

@@ -1,4 +1,4 @@
-"""The interval of one run's median by its own samples, which depend on those before them."""
+"""Compute the interval of a run's median from its own samples, which may be autocorrelated."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ Floats = NDArray[np.float64]
 
 
 def median_interval(values: Floats) -> tuple[float, float]:
-    """Interval of a run's median by its own samples alone.
+    """Return the 95% interval of a run's median, in the unit of `values`.
 
-    It is what the circular block bootstrap tends to with ever more draws. A resample's median is at
-    most m if half of its values are. How many are is a sum over blocks that are drawn independently, so
-    it is normal; each block's count is a difference of cumulative sums.
+    It is the limit of the circular block bootstrap for many draws, computed without draws. A resample's
+    median is at most m if half of its values are at most m. Their number is a sum over blocks that are
+    drawn independently, so it is normally distributed. The number per block is a difference of cumulative
+    sums. Fewer than 20 samples give the interval of `order_statistics_interval`.
     """
     count = len(values)
     if count < MIN_FOR_BOOTSTRAP:
         return order_statistics_interval(values)
-    # Printed times repeat: of half a million there are hundreds, and a look at one takes them all.
+    # Printed times repeat: half a million samples have hundreds of values, and each test of a value reads
+    # all samples, so only distinct values are tested.
     length, distinct = block_length(values), np.unique(values)
 
     def certainty(middle: float) -> float:
-        """Standard errors by which more than half of a resample is at most `middle`."""
+        """Return by how many standard errors more than half of a resample is at most `middle`."""
         below = values <= middle
         sums = np.concatenate([[0], np.cumsum(np.concatenate([below, below[: length - 1]]))])
         error = math.sqrt(count / length * float(np.var(sums[length:] - sums[:-length])))
         excess = float(sums[count]) - count / 2
-        return excess / error if error else math.copysign(math.inf, excess) if excess else 0.0
+        if error:
+            return excess / error
+        return math.copysign(math.inf, excess) if excess else 0.0
 
     low, high = (bisect_left(distinct, end, key=certainty) for end in (-NORMAL, NORMAL))
     return float(distinct[low]), float(distinct[min(high, len(distinct) - 1)])
 
 
 def order_statistics_interval(values: Floats) -> tuple[float, float]:
-    """Distribution-free interval of the median: the narrowest symmetric pair of order statistics
-    that holds it with at least 95%.
+    """Return an interval of the median that assumes no distribution.
+
+    It is the narrowest symmetric pair of order statistics that holds the median with at least 95%.
     """
     count = len(values)
     ordered = np.sort(values)
@@ -54,14 +59,14 @@ def order_statistics_interval(values: Floats) -> tuple[float, float]:
 
 
 def block_length(values: Floats) -> int:
-    """Length of blocks for the circular bootstrap, by Politis & White's rule."""
+    """Return the block length in samples for the circular bootstrap, by Politis & White's rule."""
     count = len(values)
     centred = values - values.mean()
     variance = float(centred @ centred) / count
     if variance == 0:
         return 1
     longest = min(count - 1, math.ceil(math.sqrt(count)) + 5)
-    # By Fourier transform: a sum for each lag of half a million samples takes a second and a half.
+    # A Fourier transform, because a sum per lag of half a million samples takes a second and a half.
     transformed = np.fft.rfft(centred, 1 << (count + longest).bit_length())
     products = np.fft.irfft(transformed.real**2 + transformed.imag**2)
     covariance = (products[: longest + 1] / count).tolist()

@@ -1,4 +1,4 @@
-"""The columns of `results.csv`, and what a reader of a row must know."""
+"""Define the columns of `results.csv`, and write the notes of a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parakit.reporting.analyse.statistics import Estimate
 
 
 def write_row_notes(entry: Entry) -> str:
-    """What a reader of the entry's row must know, most important first."""
+    """Return the notes that a reader of a row needs, separated by semicolons, the most important first."""
     run, row, spec = entry.run, entry.configuration, entry.spec
     notes = [
         f"changed by PATCH_FILE={describe_patch_file(spec)}" if spec and spec.patch_file else "",
@@ -35,8 +35,12 @@ def write_row_notes(entry: Entry) -> str:
     notes += [shift.text for shift in entry.changes_within_run]
     notes += describe_other_attempts(row)
     older = {"other code": row.other_code, "other versions": row.superseded - row.other_code}
-    notes += [f"{count} older under {what} not shown" for what, count in older.items() if count]
-    if entry.spec and (printed := _printed_otherwise(entry.run, entry.spec)):
+    notes += [
+        f"{count} older under {conditions} not shown"
+        for conditions, count in older.items()
+        if count
+    ]
+    if entry.spec and (printed := _why_parameters_differ(entry.run, entry.spec)):
         notes.append(f"parameters in total are empty: {printed}")
     notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
     if describe_adam_state(run) not in (None, "existed"):
@@ -45,20 +49,28 @@ def write_row_notes(entry: Entry) -> str:
 
 
 def _parameters_total(entry: Entry) -> int | None:
-    """In closed form, which counts every layer's attention."""
+    """Return the number of distinct parameters by the closed form.
+
+    None if the model is unknown, if its attention has no formula or if a rank printed another number.
+    """
     spec = entry.spec
     if spec is None or not spec.shape.vocabulary or attention_variant(entry.run):
         return None
-    if _printed_otherwise(entry.run, spec):
+    if _why_parameters_differ(entry.run, spec):
         return None
     return total_parameters(spec.shape, spec.parallelism.tensor)
 
 
-def _printed_otherwise(run: Run, spec: RunSpec) -> str:
-    """Whether a rank that has all layers printed other parameters than the arguments' model has."""
-    split, printed = spec.parallelism, {found.parameters for found in run.log.parameters}
-    whole = spec.backend == Backend.MEGATRON and split.pipeline == split.expert == 1
-    if not (whole and spec.shape.vocabulary and len(printed) == 1) or attention_variant(run):
+def _why_parameters_differ(run: Run, spec: RunSpec) -> str:
+    """Return that a rank with all layers printed another number of parameters than the arguments give.
+
+    Empty if the numbers agree or cannot be compared.
+    """
+    split, printed = spec.parallelism, {count.parameters for count in run.log.parameters}
+    has_all_layers = spec.backend == Backend.MEGATRON and split.pipeline == split.expert == 1
+    if not has_all_layers or not spec.shape.vocabulary or len(printed) != 1:
+        return ""
+    if attention_variant(run):
         return ""
     try:
         counted = rank_parameters(spec).total
@@ -70,6 +82,7 @@ def _printed_otherwise(run: Run, spec: RunSpec) -> str:
 
 
 def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
+    """Yield the notes on the verdict on losses; a note may be empty."""
     yield parity.repeats_differ
     if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
         yield f"parity is that of {parity.judged}"
@@ -86,35 +99,38 @@ def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
 
 
 def describe_disagreement(entry: Entry) -> str:
-    """How far a row's repeats are apart."""
-    found = entry.estimate
-    if found is None or found.scatter_between_runs is None:
+    """Return by how much a row's repeats scatter; empty for a single run."""
+    estimate = entry.estimate
+    if estimate is None or estimate.scatter_between_runs is None:
         return ""
     medians = [
         median(run.window.samples_ms) for run in entry.configuration.runs if run.has_measurements
     ]
     return (
         f"their medians are {number(min(medians))} to {number(max(medians))} ms, a scatter of "
-        f"{found.scatter_between_runs:.1%} where {found.scatter.assumed:.1%} is known of others"
+        f"{estimate.scatter_between_runs:.1%} where {estimate.scatter.assumed:.1%} is known of others"
     )
 
 
 def describe_other_attempts(configuration: Configuration) -> list[str]:
-    """How many attempts failed before the row's runs, and how many are still on."""
+    """Return the numbers of earlier failed attempts and of running ones, as texts; empty without any."""
     failed, running = configuration.failed_before, configuration.running
     counts = {"earlier failed": len(failed), "running": len(running)}
-    return [f"{count} {what}" for what, count in counts.items() if count]
+    return [f"{count} {status}" for status, count in counts.items() if count]
 
 
 def _spec_column(value: Callable[[RunSpec], Any]) -> Callable[[Entry], Any]:
+    """Return a column's function over the run's configuration; None if that is unknown."""
     return lambda entry: value(entry.run.spec) if entry.run.spec else None
 
 
 def _degree_column(value: Callable[[Parallelism], int]) -> Callable[[Entry], Any]:
+    """Return a column's function over the run's parallelism; None if that is unknown."""
     return _spec_column(lambda spec: value(spec.parallelism))
 
 
 def _estimate_column(value: Callable[[Estimate], float | None]) -> Callable[[Entry], Any]:
+    """Return a column's function over the row's time; None without a time."""
     return lambda entry: value(entry.estimate) if entry.estimate else None
 
 
@@ -138,11 +154,11 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("global_batch_size", lambda e: e.run.global_batch_size),
     Column("seq_length", _spec_column(lambda spec: spec.shape.seq_length)),
     Column("dtype", _spec_column(lambda spec: spec.dtype)),
-    # Of the newest run.
+    # Columns from here on show the newest run, but for the times.
     Column("iterations", lambda e: len(e.run.log.iterations)),
-    Column("iteration_ms_median", _estimate_column(lambda found: found.median)),
-    Column("iteration_ms_ci_low", _estimate_column(lambda found: found.low)),
-    Column("iteration_ms_ci_high", _estimate_column(lambda found: found.high)),
+    Column("iteration_ms_median", _estimate_column(lambda estimate: estimate.median)),
+    Column("iteration_ms_ci_low", _estimate_column(lambda estimate: estimate.low)),
+    Column("iteration_ms_ci_high", _estimate_column(lambda estimate: estimate.high)),
     Column("tokens_per_second", lambda e: e.rates.tokens_per_second),
     Column("tokens_per_second_per_device", lambda e: e.rates.tokens_per_second_per_device),
     Column("model_tflops_per_device", lambda e: e.rates.model_tflops_per_device),
@@ -158,4 +174,4 @@ RESULTS: tuple[Column[Entry], ...] = (
     Column("parity", lambda e: e.parity.verdict or None),
     Column("notes", write_row_notes),
 )
-"""The columns of `results.csv`, a contract: names and order. Unknown is None, an empty cell."""
+"""Columns of `results.csv`: their names and order are a contract. None, an empty cell, is unknown."""

@@ -1,10 +1,9 @@
-"""The one definition of "within noise": iteration time with an interval, and the verdict on two of them.
+"""Estimate iteration times with intervals and compare two of them: the only definition of "within noise".
 
-Two kinds of scatter are in an interval. Within a run: a block bootstrap's, whose block length follows
-from the samples' autocorrelation (Politis & White 2004), above 10,000 samples its limit without draws;
-order statistics' from 6 samples on; below there is none. Between runs: Student's t over the runs'
-centres from three runs on; fewer cannot show it, so then a scatter is assumed that is known of other
-repeats (`Scatter`).
+An interval holds two kinds of scatter. Within a run: a block bootstrap with a block length from the samples'
+autocorrelation (Politis & White 2004), order statistics for 6 to 19 samples, and no interval for fewer.
+Between runs: Student's t over the runs' medians from three runs on; for fewer runs, a scatter that is known of
+other repeats is assumed (`Scatter`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from parakit.reporting.analyse.resampling import (
 
 MIN_FOR_INTERVAL = 6
 REPEATS_FOR_TRUST = 3
-"""Runs of a side from which on their own scatter stands for the noise between runs."""
+"""Number of runs from which on their own scatter is used instead of an assumed one."""
 
 _STUDENT = (
     *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
@@ -40,9 +39,11 @@ class Scatter:
     """Relative standard deviation of iteration times between runs of one configuration."""
 
     assumed: float
-    """Where fewer than three runs cannot show it: at least what was seen of others."""
+    """Scatter that is assumed for one or two runs, which cannot show their own."""
     typical: float
+    """Scatter of usual repeats."""
     source: str
+    """Measurements on which both rest, as text for a sentence."""
 
 
 ON_GPUS = Scatter(
@@ -51,11 +52,11 @@ ON_GPUS = Scatter(
 ON_CPU_RANKS = Scatter(
     0.055, 0.055, "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%"
 )
-"""pp2 of gpt2-tiny, 349 and 323 ms (`tests/golden/runs` and its repeat)."""
+"""Scatter of pp2 of gpt2-tiny: 349 and 323 ms (`tests/golden/runs` and its repeat)."""
 
 
 class IntervalMethod(StrEnum):
-    """Where an interval comes from."""
+    """Method by which an interval was computed."""
 
     NONE = "no interval (fewer than 6 samples)"
     ORDER = "order statistics, and the assumed scatter between runs"
@@ -65,28 +66,30 @@ class IntervalMethod(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A centre with its interval, over one run or several repeats."""
+    """Iteration time of one run or of several repeats, with its 95% interval."""
 
     median: float
-    """Of one run; the mean of the runs' medians over several."""
+    """Median of one run; of several runs the mean of their medians."""
     low: float | None
     high: float | None
+    """Ends of the 95% interval; None if there are too few samples."""
     count: int
+    """Number of samples over all runs."""
     runs: int
     spread: float
     """Robust standard deviation of one sample, relative to the median."""
     method: IntervalMethod
     standard_error: float | None = None
-    """Relative standard error of the median as that of the configuration, not of its run alone."""
+    """Relative standard error of `median`, scatter between runs included; None without an interval."""
     degrees_of_freedom: int | None = None
-    """Degrees of freedom of `error`; None where the scatter between runs is assumed."""
+    """Degrees of freedom of `standard_error`; None if the scatter between runs is assumed."""
     scatter_between_runs: float | None = None
-    """Relative standard deviation of the runs' medians; None of one run."""
+    """Relative standard deviation of the runs' medians; None for a single run."""
     scatter: Scatter = ON_GPUS
 
     @property
     def repeats_disagree(self) -> bool:
-        """Whether its runs scatter by more than twice what repeats are known to."""
+        """True if the runs scatter by more than twice the assumed scatter of repeats."""
         return (
             self.scatter_between_runs is not None
             and self.scatter_between_runs > 2 * self.scatter.assumed
@@ -94,7 +97,7 @@ class Estimate:
 
 
 class TimeVerdict(StrEnum):
-    """The verdict of a comparison of times on the second."""
+    """Verdict on a time that is compared with a reference."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -103,11 +106,11 @@ class TimeVerdict(StrEnum):
 
     @property
     def is_clear(self) -> bool:
-        """Whether one is faster."""
+        """True if one of the two times is shown to be shorter."""
         return self in (TimeVerdict.FASTER, TimeVerdict.SLOWER)
 
     def against(self, name: str) -> str:
-        """`slower than tp2`, `within noise of tp2`."""
+        """Return the verdict with the reference's name: `slower than tp2`, `within noise of tp2`."""
         if self is TimeVerdict.UNKNOWN:
             return f"of unknown speed against {name} ({self})"
         return f"{self} {'than' if self.is_clear else 'of'} {name}"
@@ -115,55 +118,82 @@ class TimeVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class TimeComparison:
-    """The second's time over the first's."""
+    """Time of a row over the time of its reference, with the verdict."""
 
     ratio: float
     low: float | None
     high: float | None
+    """Ends of the ratio's 95% interval; None if a time has no interval."""
     verdict: TimeVerdict
     smallest: float | None = None
-    """Relative difference below which nothing can be seen with these runs."""
+    """Relative difference below which these runs show nothing; None without an interval."""
     chance: float | None = None
-    """Of a difference as large as this between equal times."""
+    """p-value: probability of a difference as large as this if the times are equal."""
     among: int = 0
-    """The number of comparisons among which such a difference is none, though alone it would be one."""
+    """Number of comparisons that made the verdict `within noise` by Holm's rule; 0 if none did."""
 
     @property
     def span(self) -> str:
-        """`95% 0.981 to 1.034`; empty where it is not known."""
+        """Text of the interval, `95% 0.981 to 1.034`; empty if it is unknown."""
         return f"95% {self.low:.3f} to {self.high:.3f}" if self.low and self.high else ""
 
     @property
     def resolution(self) -> str:
-        """What these runs cannot show; empty where it is not known."""
+        """Text on the smallest visible difference; empty if it is unknown."""
         known = self.smallest
         return f"a difference below {known:.1%} cannot be seen with these runs" if known else ""
 
 
-def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
-    """Median and interval of the samples of one run, or of several repeats.
+def describe_ratio(ratio: float) -> str:
+    """Return a ratio of times as people say it: `35% less`, `4.2% more`, or `2.3 times` from 2 on."""
+    if ratio >= 2:
+        return f"{ratio:.3g} times"
+    return f"{_percentage(abs(ratio - 1))} {'less' if ratio < 1 else 'more'}"
 
-    Runs with fewer than 6 samples count only where all are that short; they are then taken as one.
-    None without samples.
+
+def describe_ratio_interval(low: float, high: float) -> str:
+    """Return the ends of a ratio's interval: `23% to 45% less`, `1.9% less to 33% more`."""
+    if high < 1:
+        return f"{_percentage(1 - high)} to {_percentage(1 - low)} less"
+    if low > 1 and high < 2:
+        return f"{_percentage(low - 1)} to {_percentage(high - 1)} more"
+    return f"{describe_ratio(low)} to {describe_ratio(high)}"
+
+
+def _percentage(fraction: float) -> str:
+    """Return a percentage without decimals from 10% on, with one decimal below."""
+    return f"{fraction:.0%}" if fraction >= 0.0995 else f"{fraction:.1%}"
+
+
+def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
+    """Return median and interval of the samples of one run or of several repeats; None without samples.
+
+    Runs with fewer than 6 samples are left out of the median. If all runs are that short, their samples are
+    pooled as those of one run.
+
+    Args:
+        runs: Samples of each run.
+        scatter: Scatter between runs, which is assumed for one or two runs.
     """
-    arrays = [np.asarray(run, dtype=float) for run in runs if len(run)]
-    if not arrays:
+    samples_by_run = [np.asarray(run, dtype=float) for run in runs if len(run)]
+    if not samples_by_run:
         return None
-    pooled = np.concatenate(arrays)
-    whole = [array for array in arrays if len(array) >= MIN_FOR_INTERVAL] or [pooled]
-    medians = [float(np.median(array)) for array in whole]
+    pooled = np.concatenate(samples_by_run)
+    long_runs = [samples for samples in samples_by_run if len(samples) >= MIN_FOR_INTERVAL]
+    long_runs = long_runs or [pooled]
+    medians = [float(np.median(samples)) for samples in long_runs]
     middle = sum(medians) / len(medians)
     spread = robust_spread(pooled) / middle if middle else 0.0
-    counts = (len(pooled), len(arrays), spread)
-    if min(map(len, whole)) < MIN_FOR_INTERVAL or middle <= 0:
+    counts = (len(pooled), len(samples_by_run), spread)
+    if min(map(len, long_runs)) < MIN_FOR_INTERVAL or middle <= 0:
         return Estimate(middle, None, None, *counts, IntervalMethod.NONE, scatter=scatter)
-    method = (
-        IntervalMethod.BOOTSTRAP if len(whole[0]) >= MIN_FOR_BOOTSTRAP else IntervalMethod.ORDER
-    )
-    method = IntervalMethod.RUNS if len(whole) >= REPEATS_FOR_TRUST else method
-    return estimate_from_medians(
-        medians, list(map(median_interval, whole)), scatter, counts, method
-    )
+    method = IntervalMethod.ORDER
+    if len(long_runs[0]) >= MIN_FOR_BOOTSTRAP:
+        method = IntervalMethod.BOOTSTRAP
+    if len(long_runs) >= REPEATS_FOR_TRUST:
+        method = IntervalMethod.RUNS
+    intervals = [median_interval(samples) for samples in long_runs]
+    return estimate_from_medians(medians, intervals, scatter, counts=counts, method=method)
 
 
 def estimate_from_medians(
@@ -173,108 +203,164 @@ def estimate_from_medians(
     counts: tuple[int, int, float],
     method: IntervalMethod,
 ) -> Estimate:
-    """The same of runs of which each has a median with an interval by its own samples.
+    """Return the time of runs whose medians and intervals are known.
 
     Args:
-        medians: One a run.
-        within: Their intervals.
-        scatter: Assumed where there are too few runs to show it.
-        counts: Samples, runs, and the spread of one sample.
-        method: Where the intervals come from.
+        medians: Median of each run.
+        within: Interval of each median by the run's own samples.
+        scatter: Scatter between runs, which is assumed if there are too few runs.
+        counts: Number of samples, number of runs, and relative spread of one sample.
+        method: Method of the intervals.
     """
     count, middle = len(medians), sum(medians) / len(medians)
     between = float(np.std(medians, ddof=1)) / middle if count > 1 else None
-    own = math.sqrt(sum(((b - a) / 2 / NORMAL / middle) ** 2 for a, b in within) / count)
-    freedom, assumed = None, max(scatter.assumed, between or 0.0)
+    squares = [((high - low) / 2 / NORMAL / middle) ** 2 for low, high in within]
+    within_error = math.sqrt(sum(squares) / count)
+    degrees_of_freedom, assumed = None, max(scatter.assumed, between or 0.0)
     if between is not None and count >= REPEATS_FOR_TRUST:
-        error, freedom = max(between, own) / math.sqrt(count), count - 1
-        half = student_quantile(freedom) * error * middle
-        low, high = middle - half, middle + half
+        error, degrees_of_freedom = max(between, within_error) / math.sqrt(count), count - 1
+        half_width = student_quantile(degrees_of_freedom) * error * middle
+        low, high = middle - half_width, middle + half_width
     elif count > 1:
-        error = math.hypot(assumed, own) / math.sqrt(count)
+        error = math.hypot(assumed, within_error) / math.sqrt(count)
         low, high = middle * (1 - NORMAL * error), middle * (1 + NORMAL * error)
     else:
-        # One run's interval leans to the side on which its own samples do.
-        error, add = math.hypot(assumed, own), NORMAL * assumed * middle
+        # The interval of a single run is as asymmetric as the interval of its own samples.
+        error, add = math.hypot(assumed, within_error), NORMAL * assumed * middle
         low = middle - math.hypot(middle - within[0][0], add)
         high = middle + math.hypot(within[0][1] - middle, add)
-    # More digits than samples have would only differ between builds of numpy.
+    # Digits beyond those of the samples would differ between builds of numpy.
     low, high = min(middle, float(f"{max(0.0, low):.7g}")), max(middle, float(f"{high:.7g}"))
-    return Estimate(middle, low, high, *counts, method, error, freedom, between, scatter)
+    return Estimate(
+        *(middle, low, high, *counts, method),
+        standard_error=error,
+        degrees_of_freedom=degrees_of_freedom,
+        scatter_between_runs=between,
+        scatter=scatter,
+    )
 
 
 def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeComparison:
-    """Compare times; `weight` scales the other's (tokens of the reference over its own).
+    """Return the ratio of two times with its interval and verdict.
 
-    A difference is called if the ratio's 95% interval, which holds the scatter between runs, leaves
-    out 1.
+    The verdict is `faster` or `slower` if the ratio's 95% interval excludes 1, and `too few samples` if a
+    time has no interval.
+
+    Args:
+        reference: Time of the reference.
+        other: Time that is compared.
+        weight: Factor on `other`, such as the reference's tokens over the other's.
     """
     ratio = weight * other.median / reference.median
     if reference.standard_error is None or other.standard_error is None:
         return TimeComparison(ratio, None, None, TimeVerdict.UNKNOWN)
-    (below, above), freedom = _distances(reference, other)
-    low, high = ratio * math.exp(-below), ratio * math.exp(above)
+    distances = _interval_distances(reference, other)
+    low, high = ratio * math.exp(-distances.below), ratio * math.exp(distances.above)
     verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
-    verdict = TimeVerdict.NOISE if low <= 1 <= high else verdict
-    smallest = math.expm1(max(below, above))
-    half = below if ratio > 1 else above
-    # Of so many standard errors; Student's t as a normal deviate by Wallace (1959).
-    errors = abs(math.log(ratio)) / half * student_quantile(freedom) if half and ratio else 0.0
-    if math.isfinite(freedom):
-        shrunk = math.sqrt(freedom * math.log1p(errors**2 / freedom))
-        errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
-    return TimeComparison(ratio, low, high, verdict, smallest, math.erfc(errors / math.sqrt(2)))
+    if low <= 1 <= high:
+        verdict = TimeVerdict.NOISE
+    smallest = math.expm1(max(distances.below, distances.above))
+    return TimeComparison(ratio, low, high, verdict, smallest, _p_value(ratio, distances))
 
 
-def adjust_verdicts(found: Sequence[TimeComparison]) -> list[TimeComparison]:
-    """Verdicts that are right together (Holm 1979): among many pairs one always looks different."""
-    tested = [place for place, each in enumerate(found) if each.chance is not None]
-    tested.sort(key=lambda place: found[place].chance or 0.0)
-    # Of a single pair the interval decides.
-    result, holds = list(found), True
-    tested = tested if len(tested) > 1 else []
-    for rank, place in enumerate(tested):
-        holds = holds and (found[place].chance or 0.0) <= (1 - CONFIDENCE) / (len(tested) - rank)
-        if not holds and found[place].verdict.is_clear:
-            result[place] = replace(found[place], verdict=TimeVerdict.NOISE, among=len(tested))
+def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeComparison]:
+    """Return comparisons with one reference whose verdicts are right together (Holm 1979).
+
+    Among many pairs of equal times one looks different by chance. A verdict that Holm's rule takes back
+    becomes `within noise`, and `among` has the number of comparisons.
+    """
+    tested = [
+        index for index, comparison in enumerate(comparisons) if comparison.chance is not None
+    ]
+    tested.sort(key=lambda index: comparisons[index].chance or 0.0)
+    result = list(comparisons)
+    if len(tested) < 2:
+        # For a single pair the interval decides alone.
+        return result
+    still_holds = True
+    for rank, index in enumerate(tested):
+        p_value = comparisons[index].chance or 0.0
+        still_holds = still_holds and p_value <= (1 - CONFIDENCE) / (len(tested) - rank)
+        if not still_holds and comparisons[index].verdict.is_clear:
+            result[index] = replace(
+                comparisons[index], verdict=TimeVerdict.NOISE, among=len(tested)
+            )
     return result
 
 
 def smallest_visible_difference(runs: int, scatter: float) -> float:
-    """The relative difference that as many runs a side just see, where runs scatter by that much."""
+    """Return the relative difference that so many runs per side just show.
+
+    Args:
+        runs: Number of runs per side.
+        scatter: Relative standard deviation between runs.
+    """
     factor = student_quantile(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else NORMAL
     return math.expm1(factor * scatter * math.sqrt(2 / runs))
 
 
 def student_quantile(freedom: float) -> float:
-    """Two-sided 95% quantile of Student's t; between whole numbers it is all but linear in 1/freedom."""
+    """Return the two-sided 95% quantile of Student's t for some degrees of freedom.
+
+    Between whole numbers it is interpolated linearly in 1/freedom.
+    """
     if freedom <= len(_STUDENT):
-        whole = 1 / np.arange(len(_STUDENT), 0, -1)
-        return float(np.interp(1 / max(freedom, 1.0), whole, _STUDENT[::-1]))
+        reciprocals = 1 / np.arange(len(_STUDENT), 0, -1)
+        return float(np.interp(1 / max(freedom, 1.0), reciprocals, _STUDENT[::-1]))
     return NORMAL + 2.4 / freedom + 3 / freedom**2
 
 
-def _distances(reference: Estimate, other: Estimate) -> tuple[tuple[float, float], float]:
-    """From the ratio to its interval's ends, in logarithms, and the degrees of freedom behind them."""
+@dataclass(frozen=True)
+class _IntervalDistances:
+    """Distances from the logarithm of a ratio to the ends of its 95% interval."""
+
+    below: float
+    above: float
+    degrees_of_freedom: float
+    """Infinite for the normal distribution."""
+
+
+def _p_value(ratio: float, distances: _IntervalDistances) -> float:
+    """Return the two-sided p-value of a ratio for equal times."""
+    freedom = distances.degrees_of_freedom
+    half_width = distances.below if ratio > 1 else distances.above
+    standard_errors = 0.0
+    if half_width and ratio:
+        standard_errors = abs(math.log(ratio)) / half_width * student_quantile(freedom)
+    if math.isfinite(freedom):
+        # Wallace (1959) turns Student's t into a normal deviate.
+        shrunk = math.sqrt(freedom * math.log1p(standard_errors**2 / freedom))
+        standard_errors = (8 * freedom + 1) / (8 * freedom + 3) * shrunk
+    return math.erfc(standard_errors / math.sqrt(2))
+
+
+def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistances:
+    """Return the distances from the ratio to its interval's ends, by Welch's t if both scatters are known."""
     if not reference.degrees_of_freedom or not other.degrees_of_freedom:
-        ends = [
-            [
-                abs(math.log(max(end or 0.0, 1e-9 * each.median) / each.median))
-                for end in (each.low, each.high)
-            ]
-            for each in (reference, other)
-        ]
-        # The distances of both intervals' ends add up as squares (Zou & Donner 2008), each on its side.
-        (low, high), (other_low, other_high) = ends
-        return (math.hypot(other_low, high), math.hypot(other_high, low)), math.inf
-    # Welch's t, because one strategy may scatter by ten times as much as another. Of three runs against
-    # five its degrees of freedom are too many by chance, so they are averaged with the wider side's own.
+        reference_below, reference_above = _log_distances(reference)
+        below, above = _log_distances(other)
+        # The distances of both intervals add up as squares, each on its side (Zou & Donner 2008).
+        return _IntervalDistances(
+            math.hypot(below, reference_above), math.hypot(above, reference_below), math.inf
+        )
+    # Welch's t, because one strategy may scatter by ten times as much as another. For three runs against
+    # five it has too many degrees of freedom by chance, so they are averaged with the wider side's own.
     # Repeats that are equal to the last digit still differ by rounding.
-    (narrow, one), (wide, two) = sorted(
-        (max(each.standard_error or 0.0, 1e-9) ** 2, each.degrees_of_freedom or 0)
-        for each in (reference, other)
+    (narrow, narrow_freedom), (wide, wide_freedom) = sorted(
+        (max(estimate.standard_error or 0.0, 1e-9) ** 2, estimate.degrees_of_freedom or 0)
+        for estimate in (reference, other)
     )
-    welch = (narrow + wide) ** 2 / (narrow**2 / one + wide**2 / two)
-    freedom = 2 / (1 / welch + 1 / two)
-    half = student_quantile(freedom) * math.sqrt(narrow + wide)
-    return (half, half), freedom
+    welch = (narrow + wide) ** 2 / (narrow**2 / narrow_freedom + wide**2 / wide_freedom)
+    freedom = 2 / (1 / welch + 1 / wide_freedom)
+    half_width = student_quantile(freedom) * math.sqrt(narrow + wide)
+    return _IntervalDistances(half_width, half_width, freedom)
+
+
+def _log_distances(estimate: Estimate) -> tuple[float, float]:
+    """Return the distances from a time to the ends of its interval, in logarithms."""
+    least = 1e-9 * estimate.median
+    low, high = (
+        abs(math.log(max(end or 0.0, least) / estimate.median))
+        for end in (estimate.low, estimate.high)
+    )
+    return low, high

@@ -1,7 +1,7 @@
-"""Where each rank's iteration went: the breakdown of the DeepSpeed report, from `time.json`.
+"""Split each rank's iteration by phase, from `time.json`, as the DeepSpeed report does.
 
-Phases are Megatron's own timers on the host's clock; on a GPU a phase ends when its kernels were
-launched unless the timers synchronise, so there the shares are the launching thread's.
+Phases are Megatron's own timers on the host's clock. On a GPU a phase ends when its kernels are launched,
+unless the timers synchronise, so on a GPU the fractions are those of the launching thread.
 """
 
 from __future__ import annotations
@@ -15,94 +15,104 @@ from parakit.costs import Operation, Phase
 
 @dataclass(frozen=True)
 class TimeShares:
-    """One rank's steady iteration by phase."""
+    """Fractions of one rank's steady iteration, by phase."""
 
     rank: int
     iteration_seconds: float
     phases: Mapping[Phase, float]
-    """Share of the iteration; communication and waiting inside a phase are part of it. Sums to 1."""
+    """Fraction of the iteration per phase, communication inside the phase included; they sum to 1."""
     exposed_communication: float
-    """Share spent in calls, and in waiting for them, over all phases; it lies inside `phases`."""
+    """Fraction of the iteration in communication calls and in waiting for them, over all phases."""
 
     @property
     def published_fractions(self) -> tuple[float, float, float]:
-        """Forward, backward with gradient sync, optimizer: shares of the three, as that report has."""
+        """Forward, backward with gradient sync, and optimizer, as fractions of their sum.
+
+        The DeepSpeed report publishes these three.
+        """
         forward = self.phases.get(Phase.FORWARD, 0.0)
         backward = self.phases.get(Phase.BACKWARD, 0.0) + self.phases.get(Phase.GRADIENT_SYNC, 0.0)
         optimizer = self.phases.get(Phase.OPTIMIZER, 0.0)
-        whole = forward + backward + optimizer or 1.0
-        return forward / whole, backward / whole, optimizer / whole
+        total = forward + backward + optimizer or 1.0
+        return forward / total, backward / total, optimizer / total
 
 
 def compute_time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
-    """Shares of every rank that had a steady iteration."""
-    found = []
+    """Return the fractions by phase of every rank that had a steady iteration."""
+    shares = []
     for rank in record.ranks:
         if rank.iteration_seconds > 0:
-            # Phases are summed from their own clock readings, a few microseconds beside the iteration's.
-            whole = sum(rank.phase_seconds.values()) or rank.iteration_seconds
-            phases = {phase: seconds / whole for phase, seconds in rank.phase_seconds.items()}
-            exposed = sum(rank.communication_seconds.values()) / whole
-            found.append(TimeShares(rank.rank, rank.iteration_seconds, phases, exposed))
-    return tuple(found)
+            # Phases have their own clock readings, so their sum differs from the iteration by microseconds.
+            total = sum(rank.phase_seconds.values()) or rank.iteration_seconds
+            phases = {phase: seconds / total for phase, seconds in rank.phase_seconds.items()}
+            exposed = sum(rank.communication_seconds.values()) / total
+            shares.append(TimeShares(rank.rank, rank.iteration_seconds, phases, exposed))
+    return tuple(shares)
 
 
 def add_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | None) -> TimeRecord:
-    """Count waiting for neighbouring stages as such where no timer of Megatron's is around it.
+    """Return times in which all waits for neighbouring stages belong to the pipeline phase.
 
-    The interleaved schedule waits for its messages between its timers; the communication ledger has
-    these waits by call.
+    The interleaved schedule waits for messages outside Megatron's timers, so that these waits count as
+    phase `other`. The communication log has the waits per call.
     """
-    # Messages between stages; a ring's are context parallelism.
-    messages = (Operation.SEND, Operation.RECEIVE)
-    waits = {
-        rank.rank: sum(
-            call.wait_seconds
-            for call in rank.calls
-            if call.operation in messages and call.group != "cp"
-        )
-        for rank in (communication.ranks if communication else ())
-    }
     ranks = []
+    waits = _message_wait_seconds(communication)
     for rank in times.ranks:
         phases, calls = dict(rank.phase_seconds), dict(rank.communication_seconds)
         outside = waits.get(rank.rank, 0.0) - calls.get(Phase.PIPELINE, 0.0)
         outside = min(outside, calls.get(Phase.OTHER, 0.0), phases.get(Phase.OTHER, 0.0))
-        for seconds in (phases, calls) if outside > 0 else ():
-            seconds[Phase.OTHER] -= outside
-            seconds[Phase.PIPELINE] = seconds.get(Phase.PIPELINE, 0.0) + outside
+        if outside > 0:
+            for seconds in (phases, calls):
+                seconds[Phase.OTHER] -= outside
+                seconds[Phase.PIPELINE] = seconds.get(Phase.PIPELINE, 0.0) + outside
         ranks.append(replace(rank, phase_seconds=phases, communication_seconds=calls))
     return replace(times, ranks=tuple(ranks))
 
 
+def _message_wait_seconds(communication: CommunicationRecord | None) -> dict[int, float]:
+    """Return per rank the seconds of waiting for messages between stages; empty without a log."""
+    waits = {}
+    for rank in communication.ranks if communication else ():
+        waits[rank.rank] = sum(
+            call.wait_seconds
+            for call in rank.calls
+            # Point-to-point calls of the context-parallel group are the messages of its ring.
+            if call.operation in (Operation.SEND, Operation.RECEIVE) and call.group != "cp"
+        )
+    return waits
+
+
 def scale_times(times: TimeRecord, factor: float) -> TimeRecord:
-    """The same shares of an iteration that takes `factor` times as long."""
+    """Return the time record with all seconds multiplied by `factor`."""
     ranks = []
     for rank in times.ranks:
-        parts = (rank.phase_seconds, rank.communication_seconds)
-        phases, calls = ({p: factor * seconds for p, seconds in part.items()} for part in parts)
-        whole = factor * rank.iteration_seconds
+        phases = {phase: factor * seconds for phase, seconds in rank.phase_seconds.items()}
+        calls = {phase: factor * seconds for phase, seconds in rank.communication_seconds.items()}
         ranks.append(
             replace(
-                rank, iteration_seconds=whole, phase_seconds=phases, communication_seconds=calls
+                rank,
+                iteration_seconds=factor * rank.iteration_seconds,
+                phase_seconds=phases,
+                communication_seconds=calls,
             )
         )
     return replace(times, ranks=tuple(ranks))
 
 
 def pass_seconds(rank: RankTime) -> float:
-    """Seconds in forward and backward of an iteration, communication inside them included."""
+    """Return a rank's seconds per iteration in forward and backward, communication inside included."""
     phases = rank.phase_seconds
     return phases.get(Phase.FORWARD, 0.0) + phases.get(Phase.BACKWARD, 0.0)
 
 
 def idle_over_work(rank: RankTime) -> float:
-    """Seconds that a stage waits for others over those in which it works."""
+    """Return the time that a rank waits for other stages over the time of its passes."""
     return rank.phase_seconds.get(Phase.PIPELINE, 0.0) / pass_seconds(rank)
 
 
 def pass_seconds_without_communication(rank: RankTime) -> float:
-    """Seconds in forward and backward of an iteration without the communication inside them."""
+    """Return a rank's seconds per iteration in forward and backward without communication inside."""
     return sum(
         rank.phase_seconds.get(phase, 0.0) - rank.communication_seconds.get(phase, 0.0)
         for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -110,6 +120,6 @@ def pass_seconds_without_communication(rank: RankTime) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Mean; 0 of nothing."""
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
+    """Return the mean of values; 0 if there are none."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0

@@ -1,15 +1,15 @@
-"""What changes while a run is on: its iteration time's steps, alternation and periodic slow iterations.
+"""Find changes of the iteration time within a run: steps, alternation, slow iterations and a batch ramp.
 
-A step is where the median of the iterations before and after differ by more than they scatter, found
-by binary segmentation with cumulative sums; the same on the differences of neighbours finds where
-iterations begin to alternate. Slow iterations are periodic where most distances between them are equal.
+A step is a change of the median by more than the scatter of single iterations; binary segmentation with
+cumulative sums finds it. The same method on differences of neighbours finds where iterations begin to
+alternate. Slow iterations are periodic if most distances between them are equal.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,22 +20,23 @@ from parakit.formatting.units import number
 from parakit.logs import MAD_TO_SIGMA, Run, robust_spread
 
 MIN_SEGMENT = 8
-"""Iterations on either side of a step, and in a stretch that alternates."""
-_LEAST = 0.02
-"""Relative change of the time below which nothing is reported."""
-_LEAST_SLOW = 0.1
-"""A slow iteration takes so much longer than the median."""
-_APART, _APART_OF_FEW = 2.0, 16.0
-"""Spreads of single iterations by which a step must exceed them; and, over the iterations of the shorter
-side, what is added: few that follow one another show too little of their scatter."""
+"""Least number of iterations on either side of a step, and in a stretch that alternates."""
+_MIN_CHANGE = 0.02
+"""Relative change of the time below which no change is reported."""
+_MIN_SLOWNESS = 0.1
+"""Least excess of a slow iteration over the median around it, relative to that median."""
+_MIN_SPREADS, _MIN_SPREADS_OF_FEW = 2.0, 16.0
+"""Least size of a step in spreads of single iterations: the first number, plus the second one divided by the
+iterations of the shorter side. Few consecutive iterations show too little of their scatter."""
 _AROUND = 10
-"""Iterations on either side that a slow one is compared with."""
+"""Iterations on either side with which a slow iteration is compared."""
 _MAX_STEPS = 6
 _MAX_POINTS = 20_000
-"""Longer runs are looked at in blocks' medians, which keep the place to within a block."""
+"""Longer runs are reduced to medians of blocks, which locate a step to within a block."""
 
-# Schedules of the learning rate and of what is written cost no time. In front stands the feature.
-_OF_A_BEGINNING = re.compile(
+# Arguments that state where a feature begins or ends. Schedules of the learning rate and of saving are left
+# out, because they cost no time.
+_BEGINNING = re.compile(
     r"(?!lr-|save|eval|train|exit|log|tensorboard)(?=.*(?:iter|step))"
     r"(?P<feature>[a-z0-9-]+?)-(?:(?:iter|step)s?-)?(?:start|begin|end|after|warmup|freeze|delay|until)"
 )
@@ -46,14 +47,14 @@ _PERIODS = {
     "manual-gc-interval": "manual-gc",
     "log-interval": "log-interval",
 }
-"""Arguments that are a period, and the one without which nothing has it."""
+"""Arguments that state a period, with the argument that switches the periodic feature on."""
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 
 class ChangeKind(StrEnum):
-    """What a change is."""
+    """Kind of a change within a run."""
 
     STEP = "step"
     ALTERNATING = "alternating"
@@ -63,84 +64,109 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True)
 class ChangeWithinRun:
-    """One change within a run."""
+    """Change of the iteration time within a run."""
 
     kind: ChangeKind
     iteration: int
-    """The first iteration after it; the first slow one of periodic ones."""
+    """First iteration after the change; of periodic slow iterations the first one."""
     text: str
-    """A sentence's end: `from iteration 21 on …`."""
+    """End of a sentence: `from iteration 21 on …`."""
     share: float = 0.0
-    """Of the run's time that it costs: of a step, of the time after it; negative where it gains."""
+    """Fraction of the run's time that the change costs, for a step of the time after it; negative for a gain."""
 
 
 def find_changes_within_run(run: Run) -> tuple[ChangeWithinRun, ...]:
-    """Everything that changes in a run's iteration times, in the order of the iterations."""
+    """Return all changes of a run's iteration times in the order of the iterations."""
     table = run.log.iterations
     times = table.values("elapsed_ms")
     usable = (times > 0) & np.isfinite(times)
     usable &= ~(table.known("first_of_start") | table.known("averaged"))
     times, numbers = times[usable], table.numbers[usable]
-    batches = table.values("global_batch_size")[usable]
-    found: list[ChangeWithinRun] = []
-    known = len(batches) and np.isfinite(batches).all()
-    others = np.flatnonzero(batches != batches[-1]) if known else np.zeros(0, np.int64)
-    if len(others):
-        # Where the global batch grows, its end; what follows is of the last batch.
-        start = int(others[-1]) + 1
-        ends = (times[max(0, start - 8) : start], times[start:][:8])
-        before, after = (number(float(np.median(part))) for part in ends)
-        text = (
-            f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
-            f"{numbers[start]}, where an iteration's time goes from {before} to {after} ms"
-        )
-        found.append(ChangeWithinRun(ChangeKind.RAMP, int(numbers[start]), text))
-        times, numbers = times[start:], numbers[start:]
+    changes: list[ChangeWithinRun] = []
+    ramp_end = _find_ramp_end(table.values("global_batch_size")[usable])
+    if ramp_end:
+        batches = table.values("global_batch_size")[usable]
+        changes.append(_describe_ramp(times, numbers, batches, ramp_end))
+        times, numbers = times[ramp_end:], numbers[ramp_end:]
     if len(times) < 2 * MIN_SEGMENT:
-        return tuple(found)
-    slow = _slow(times)
-    found += [*_stretches(run, times, numbers, slow), *_periodic(run, times, numbers, slow)]
-    return tuple(sorted(found, key=lambda shift: shift.iteration))
+        return tuple(changes)
+    is_slow = _find_slow_iterations(times)
+    changes += _find_steps_and_alternation(run, times, numbers, is_slow)
+    changes += _find_periodic_slowness(run, times, numbers, is_slow)
+    return tuple(sorted(changes, key=lambda change: change.iteration))
 
 
-def _stretches(
-    run: Run, times: Floats, numbers: Numbers, slow: NDArray[np.bool_]
+def _find_ramp_end(batches: Floats) -> int:
+    """Return the index of the first iteration with the final global batch; 0 without a batch ramp."""
+    if not len(batches) or not np.isfinite(batches).all():
+        return 0
+    other_batches = np.flatnonzero(batches != batches[-1])
+    return int(other_batches[-1]) + 1 if len(other_batches) else 0
+
+
+def _describe_ramp(
+    times: Floats, numbers: Numbers, batches: Floats, ramp_end: int
+) -> ChangeWithinRun:
+    """Return the end of a batch ramp with the median times before and after it."""
+    before = number(float(np.median(times[max(0, ramp_end - 8) : ramp_end])))
+    after = number(float(np.median(times[ramp_end:][:8])))
+    text = (
+        f"the global batch grows from {batches[0]:.0f} to {batches[-1]:.0f} until iteration "
+        f"{numbers[ramp_end]}, where an iteration's time goes from {before} to {after} ms"
+    )
+    return ChangeWithinRun(ChangeKind.RAMP, int(numbers[ramp_end]), text)
+
+
+def _find_steps_and_alternation(
+    run: Run, times: Floats, numbers: Numbers, is_slow: NDArray[np.bool_]
 ) -> Iterator[ChangeWithinRun]:
-    """Steps of the level, and stretches that alternate."""
-    kept = np.flatnonzero(~slow)
-    usual, at = times[kept], numbers[kept]
+    """Yield the steps of the level and the stretches that alternate; slow iterations are left out."""
+    usual = np.flatnonzero(~is_slow)
+    usual_times, usual_numbers = times[usual], numbers[usual]
+    level_bounds = _find_step_indexes(usual_times)
     # A difference belongs to the later of its two iterations.
+    difference_bounds = [1 + index for index in _find_step_indexes(np.abs(np.diff(usual_times)))]
     edges = [0]
-    for bound in sorted({*_steps(usual), *(1 + cut for cut in _steps(np.abs(np.diff(usual))))}):
-        if edges[-1] + MIN_SEGMENT <= bound <= len(usual) - MIN_SEGMENT:
+    for bound in sorted({*level_bounds, *difference_bounds}):
+        if edges[-1] + MIN_SEGMENT <= bound <= len(usual_times) - MIN_SEGMENT:
             edges.append(bound)
-    parts = [usual[a:b] for a, b in zip(edges, [*edges[1:], len(usual)], strict=True)]
+    ends = [*edges[1:], len(usual_times)]
+    parts = [usual_times[start:end] for start, end in zip(edges, ends, strict=True)]
     levels = [float(np.median(part)) for part in parts]
-    pairs = [_alternates(part) for part in parts]
-    for place, part in enumerate(parts):
-        first, was, now = int(at[edges[place]]), levels[place - 1], levels[place]
-        if (pair := pairs[place]) and not (place and pairs[place - 1]):
-            where = f"from iteration {first} on" if place else "all along"
-            text = (
-                f"{where} iterations alternate between {number(pair[0])} and {number(pair[1])} ms"
-            )
-            text += f", before they took {number(was)} ms" if place else ""
-            yield ChangeWithinRun(ChangeKind.ALTERNATING, first, text + _cause(run, first))
-        elif place and _are_apart(parts[place - 1], part):
-            share = 1 - was / now
-            cost = f"which costs {share:.1%} of the time from there on"
-            text = (
-                f"from iteration {first} on iterations take {number(now)} ms instead of"
-                f" {number(was)}, {abs(now / was - 1):.1%} {f'longer, {cost}' if share > 0 else 'less'}"
-            )
-            yield ChangeWithinRun(ChangeKind.STEP, first, text + _cause(run, first), share)
+    alternations = [_find_alternating_levels(part) for part in parts]
+    for index, part in enumerate(parts):
+        first = int(usual_numbers[edges[index]])
+        alternation = alternations[index]
+        if alternation and not (index and alternations[index - 1]):
+            where = f"from iteration {first} on" if index else "all along"
+            low, high = number(alternation[0]), number(alternation[1])
+            text = f"{where} iterations alternate between {low} and {high} ms"
+            text += f", before they took {number(levels[index - 1])} ms" if index else ""
+            text += _describe_cause(run, first)
+            yield ChangeWithinRun(ChangeKind.ALTERNATING, first, text)
+        elif index and _differ_clearly(parts[index - 1], part):
+            yield _describe_step(run, first, levels[index - 1], levels[index])
 
 
-def _cause(run: Run, first: int) -> str:
-    """What the log has near that iteration; empty where it has nothing.
+def _describe_step(run: Run, first: int, before_ms: float, after_ms: float) -> ChangeWithinRun:
+    """Return a step at an iteration, with the cause that the log shows."""
+    share = 1 - before_ms / after_ms
+    direction = "less"
+    if share > 0:
+        direction = f"longer, which costs {share:.1%} of the time from there on"
+    text = (
+        f"from iteration {first} on iterations take {number(after_ms)} ms instead of"
+        f" {number(before_ms)}, {abs(after_ms / before_ms - 1):.1%} {direction}"
+    )
+    text += _describe_cause(run, first)
+    return ChangeWithinRun(ChangeKind.STEP, first, text, share)
 
-    Last the argument that names it as a beginning or an end, of a feature that is on: Megatron prints
-    every argument, so that one with its default says nothing by itself.
+
+def _describe_cause(run: Run, first: int) -> str:
+    """Return in brackets what the log shows near an iteration; empty if it shows nothing.
+
+    An argument is named last, and only if it states this iteration as a beginning or an end and its feature
+    is on: Megatron prints every argument, so a default value shows nothing.
     """
     if first in run.restarts:
         return " (the run was resumed there)"
@@ -152,25 +178,35 @@ def _cause(run: Run, first: int) -> str:
         return " (an evaluation was there)"
     for remark in run.log.remarks:
         if first - 1 - (run.log.log_interval or 1) <= remark.after < first:
-            return f' (the log says there: "{remark.text}")'
-    arguments = _arguments(run)
+            return f' (the log has there: "{remark.text}")'
+    arguments = _flag_values(run)
     for name, value in arguments.items():
-        found = _OF_A_BEGINNING.match(name) if value in (str(first), str(first - 1)) else None
-        if found is None or ("cuda" in found["feature"] and run.device == "cpu"):
+        match = _BEGINNING.match(name) if value in (str(first), str(first - 1)) else None
+        if match is None or ("cuda" in match["feature"] and run.device == "cpu"):
             continue
-        # A switch of the feature is on, or its implementation is named.
-        switches = re.compile(rf"(?:.*-)?{found['feature']}(?:-impl)?\Z")
-        if any(switches.match(n) and each not in _OFF for n, each in arguments.items()):
-            return f" (as --{name} {value} says)"
+        if _is_feature_on(match["feature"], arguments):
+            return f" (as --{name} {value} states)"
     return ""
 
 
-def _arguments(run: Run) -> dict[str, str]:
-    return {n.lstrip("-").replace("_", "-"): value for n, value in run.arguments.items()}
+def _is_feature_on(feature: str, arguments: Mapping[str, str]) -> bool:
+    """Return True if a switch of the feature is on, or if its implementation is named."""
+    switch = re.compile(rf"(?:.*-)?{feature}(?:-impl)?\Z")
+    return any(switch.match(name) and value not in _OFF for name, value in arguments.items())
 
 
-def _steps(values: Floats, depth: int = 0) -> list[int]:
-    """Places at which the level of values changes for good, by binary segmentation."""
+def _flag_values(run: Run) -> dict[str, str]:
+    """Return a run's arguments by name with hyphens, such as `save-interval`."""
+    return {name.lstrip("-").replace("_", "-"): value for name, value in run.arguments.items()}
+
+
+def _find_step_indexes(values: Floats, depth: int = 0) -> list[int]:
+    """Return the indexes at which the level of values changes, by binary segmentation.
+
+    Args:
+        values: The values.
+        depth: Depth of the recursion, which is limited to _MAX_STEPS.
+    """
     count = len(values)
     if count < 2 * MIN_SEGMENT or depth >= _MAX_STEPS:
         return []
@@ -179,90 +215,101 @@ def _steps(values: Floats, depth: int = 0) -> list[int]:
     low, high = np.quantile(coarse, [0.02, 0.98])
     clipped = np.clip(coarse, low, high)
     sums = np.cumsum(clipped - clipped.mean())[:-1]
-    places = np.arange(1, len(coarse))
-    weight = np.sqrt(places * (len(coarse) - places) / len(coarse))
+    indexes = np.arange(1, len(coarse))
+    weight = np.sqrt(indexes * (len(coarse) - indexes) / len(coarse))
     usable = slice(MIN_SEGMENT - 1, len(coarse) - MIN_SEGMENT)
-    found = np.abs(sums / weight)[usable]
-    if not len(found):
+    strengths = np.abs(sums / weight)[usable]
+    if not len(strengths):
         return []
-    cut = (int(np.argmax(found)) + MIN_SEGMENT) * block
-    if not _are_apart(values[:cut], values[cut:]):
+    cut = (int(np.argmax(strengths)) + MIN_SEGMENT) * block
+    if not _differ_clearly(values[:cut], values[cut:]):
         return []
-    before, after = _steps(values[:cut], depth + 1), _steps(values[cut:], depth + 1)
-    return [*before, cut, *(cut + place for place in after)]
+    before = _find_step_indexes(values[:cut], depth + 1)
+    after = _find_step_indexes(values[cut:], depth + 1)
+    return [*before, cut, *(cut + index for index in after)]
 
 
-def _are_apart(these: Floats, those: Floats, count: int | None = None) -> bool:
-    """Whether two medians differ by more than single iterations scatter, of which there are so many.
+def _differ_clearly(values: Floats, other_values: Floats, count: int | None = None) -> bool:
+    """Return True if two medians differ by more than single iterations scatter.
 
-    Alternating iterations scatter by half their distance, and are looked at apart.
+    Args:
+        values: Times of one stretch.
+        other_values: Times of the other stretch.
+        count: Number of iterations that show the scatter; None takes those of the shorter stretch.
     """
-    count = count or min(len(these), len(those))
-    one, two = float(np.median(these)), float(np.median(those))
-    spreads = _APART + _APART_OF_FEW / count
-    scatter = max(robust_spread(these), robust_spread(those))
-    return abs(two - one) > max(_LEAST * min(one, two), spreads * scatter)
+    count = count or min(len(values), len(other_values))
+    median, other_median = float(np.median(values)), float(np.median(other_values))
+    spreads = _MIN_SPREADS + _MIN_SPREADS_OF_FEW / count
+    scatter = max(robust_spread(values), robust_spread(other_values))
+    least = max(_MIN_CHANGE * min(median, other_median), spreads * scatter)
+    return abs(other_median - median) > least
 
 
-def _alternates(values: Floats) -> tuple[float, float] | None:
-    """The two levels of neighbours that alternate, the lower first."""
+def _find_alternating_levels(values: Floats) -> tuple[float, float] | None:
+    """Return the two levels between which iterations alternate, the lower first; None if they do not."""
     even, odd = values[::2], values[1::2]
-    if len(values) < MIN_SEGMENT or not _are_apart(even, odd, len(values)):
+    if len(values) < MIN_SEGMENT or not _differ_clearly(even, odd, len(values)):
         return None
     low, high = sorted((float(np.median(even)), float(np.median(odd))))
     return low, high
 
 
-def _slow(times: Floats) -> NDArray[np.bool_]:
-    """Iterations that stand out from those around them."""
-    slow = np.zeros(len(times), dtype=bool)
+def _find_slow_iterations(times: Floats) -> NDArray[np.bool_]:
+    """Return a mask of the iterations that are much slower than those around them."""
+    is_slow = np.zeros(len(times), dtype=bool)
     padded = np.pad(times, _AROUND, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
-    # No median is below the least time, so that of most runs few are looked at.
-    apart = np.flatnonzero(times > (1 + _LEAST_SLOW) * times.min())
-    for start in range(0, len(apart), _MAX_POINTS):
-        places = apart[start : start + _MAX_POINTS]
-        around = windows[places]
+    # No median is below the least time, so in most runs few iterations have to be tested.
+    candidates = np.flatnonzero(times > (1 + _MIN_SLOWNESS) * times.min())
+    for start in range(0, len(candidates), _MAX_POINTS):
+        indexes = candidates[start : start + _MAX_POINTS]
+        around = windows[indexes]
         middle = np.median(around, axis=1)
         scatter = MAD_TO_SIGMA * np.median(np.abs(around - middle[:, None]), axis=1)
-        slow[places] = times[places] > middle + np.maximum(5 * scatter, _LEAST_SLOW * middle)
-    return slow
+        limit = middle + np.maximum(5 * scatter, _MIN_SLOWNESS * middle)
+        is_slow[indexes] = times[indexes] > limit
+    return is_slow
 
 
-def _periodic(
-    run: Run, times: Floats, numbers: Numbers, slow: NDArray[np.bool_]
+def _find_periodic_slowness(
+    run: Run, times: Floats, numbers: Numbers, is_slow: NDArray[np.bool_]
 ) -> Iterator[ChangeWithinRun]:
-    places = np.flatnonzero(slow)
-    if len(places) < 3:
+    """Yield the slow iterations as one change if they have a period; else nothing."""
+    indexes = np.flatnonzero(is_slow)
+    if len(indexes) < 3:
         return
-    distances = np.diff(places)
-    # A slow one that is missed, or one more between them, must not hide the period.
+    distances = np.diff(indexes)
+    # One slow iteration that is missing, or one more between two others, must not hide the period.
     period, count = Counter(distances.tolist()).most_common(1)[0]
     if period < 3 or count < 0.7 * len(distances):
         return
-    slow_ones = numbers[places].tolist()
-    usual = float(np.median(times[~slow]))
-    extra = float(np.sum(times[places] - usual))
-    share = extra / float(np.sum(times))
-    every, long = int(np.median(np.diff(slow_ones))), float(np.median(times[places]))
+    slow_numbers = numbers[indexes].tolist()
+    usual_ms = float(np.median(times[~is_slow]))
+    share = float(np.sum(times[indexes] - usual_ms)) / float(np.sum(times))
+    period_in_numbers = int(np.median(np.diff(slow_numbers)))
+    slow_ms = float(np.median(times[indexes]))
     text = (
-        f"every {every} iterations, from {slow_ones[0]} on, one takes {number(long)} ms instead of "
-        f"{number(usual)} ({len(places)} of them, {share:.1%} of the time)"
-        f"{_name_of_period(run, slow_ones, every)}"
+        f"every {period_in_numbers} iterations, from {slow_numbers[0]} on, one takes"
+        f" {number(slow_ms)} ms instead of {number(usual_ms)}"
+        f" ({len(indexes)} of them, {share:.1%} of the time)"
+        f"{_describe_cause_of_period(run, slow_numbers, period_in_numbers)}"
     )
-    yield ChangeWithinRun(ChangeKind.PERIODIC, slow_ones[0], text, share)
+    yield ChangeWithinRun(ChangeKind.PERIODIC, slow_numbers[0], text, share)
 
 
-def _name_of_period(run: Run, slow: Sequence[int], every: int) -> str:
-    """What the slow ones follow, else which argument has their period."""
+def _describe_cause_of_period(run: Run, slow: Sequence[int], period: int) -> str:
+    """Return the event that slow iterations follow, else the argument with their period.
+
+    If the log shows neither, the text says so.
+    """
     saved = {event.iteration for event in run.log.checkpoints}
-    scored = {event.iteration for event in run.log.validation}
-    for name, iterations in (("a checkpoint", saved), ("an evaluation", scored)):
-        near = sum(n in iterations or n - 1 in iterations for n in slow)
-        if near > len(slow) / 2:
+    evaluated = {event.iteration for event in run.log.validation}
+    for name, iterations in (("a checkpoint", saved), ("an evaluation", evaluated)):
+        num_following = sum(n in iterations or n - 1 in iterations for n in slow)
+        if num_following > len(slow) / 2:
             return f": they follow {name}"
-    arguments = _arguments(run)
+    arguments = _flag_values(run)
     for name, switch in _PERIODS.items():
-        if arguments.get(name) == str(every) and arguments.get(switch, "") not in _OFF:
+        if arguments.get(name) == str(period) and arguments.get(switch, "") not in _OFF:
             return f": as often as --{name}"
-    return "; the log does not say why (data loading or garbage collection look like this)"
+    return "; the log does not show why (data loading or garbage collection look like this)"

@@ -1,4 +1,8 @@
-"""Iteration time against the rate of the link between the ranks: measured, and what a formula adds."""
+"""Iteration time against the bandwidth between the ranks: measured points and the planner's formula.
+
+The input is a report's rows that ran behind a shaped link (`NET=`), and those without a limit. The result
+is a curve per strategy. The formula changes only the time that a strategy's bytes need on the link.
+"""
 
 from __future__ import annotations
 
@@ -18,49 +22,67 @@ if TYPE_CHECKING:
 
 
 PREDICTED_BITS_PER_SECOND = (100e9, 400e9)
-"""Rates that CPU ranks do not reach and GPUs' networks have."""
+"""Bandwidths that are predicted only: networks of GPUs have them, and CPU ranks do not reach them."""
+_BITS_PER_GIGABIT = 1e9
+_POINTS_PER_CURVE = 60
 
 
 @dataclass(frozen=True)
 class RateCurve:
-    """One strategy over all rates it ran at."""
+    """Iteration times of one strategy at every bandwidth at which it ran."""
 
     name: str
     points: tuple[tuple[float, float], ...]
-    """Bits a second and milliseconds, measured behind a shaped link, slowest first."""
+    """Bits per second and milliseconds per iteration, as measured; the slowest link comes first."""
     unshaped: float | None
-    """Milliseconds without a limit, where the ranks' own processors are the limit."""
+    """Milliseconds per iteration without a limit on the link; None if no such run was timed."""
     sent_seconds: float | None
-    """That the link is busy for one iteration at 1 bit/s; None without a communication ledger."""
+    """Seconds per iteration that the link would be busy at 1 bit/s; None without a communication log."""
 
-    def predicted(self, bits_per_second: float) -> float | None:
-        """Milliseconds at a rate, from the fastest measured point and the bytes alone."""
+    def predict_ms(self, bits_per_second: float) -> float | None:
+        """Return the milliseconds per iteration at a bandwidth, None without a communication log.
+
+        The prediction starts from the point that was measured at the highest bandwidth.
+        """
         if self.sent_seconds is None:
             return None
-        rate, fastest = self.points[-1]
-        return 1e3 * seconds_at_other_rate(
-            fastest / 1e3, self.sent_seconds / rate, rate, bits_per_second
+        fastest_rate, milliseconds = self.points[-1]
+        seconds = seconds_at_other_rate(
+            milliseconds / 1e3, self.sent_seconds / fastest_rate, fastest_rate, bits_per_second
         )
+        return 1e3 * seconds
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
-    """Strategies of one model that ran behind a shaped link; the first model's, if several did."""
-    shaped = [entry for entry in entries if _rate(entry.run)]
-    setups = {_same(entry): entry for entry in shaped if entry.run.model == shaped[0].run.model}
+    """Return a curve per strategy that ran behind a shaped link; empty if none did.
+
+    All curves are of one model: the model of the first such row.
+    """
+    shaped_entries = [entry for entry in entries if _link_rate(entry.run)]
+    entry_by_identity: dict[tuple[object, ...], Entry] = {}
+    for entry in shaped_entries:
+        if entry.run.model == shaped_entries[0].run.model:
+            entry_by_identity[_curve_identity(entry)] = entry
     curves = []
-    for same, entry in setups.items():
+    for identity, entry in entry_by_identity.items():
         spec = entry.run.spec
         if entry.estimate is None or spec is None:
             continue
-        timed = [(_rate(e.run), e.time_ms) for e in entries if _same(e) == same]
-        points = [(rate, time) for rate, time in timed if rate and time is not None]
-        unshaped = [time for rate, time in timed if not rate and time is not None]
+        points: list[tuple[float, float]] = []
+        unshaped_ms: list[float] = []
+        for other in entries:
+            if _curve_identity(other) == identity and other.time_ms is not None:
+                rate = _link_rate(other.run)
+                if rate:
+                    points.append((rate, other.time_ms))
+                else:
+                    unshaped_ms.append(other.time_ms)
         backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
         curves.append(
             RateCurve(
                 name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
                 points=tuple(sorted(points, key=itemgetter(0))),
-                unshaped=unshaped[-1] if unshaped else None,
+                unshaped=unshaped_ms[-1] if unshaped_ms else None,
                 sent_seconds=busy_seconds_at_one_bit(entry.run),
             )
         )
@@ -68,59 +90,77 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
-    """`link_seconds` of the busiest rank at 1 bit/s, from the run's own ledger."""
+    """Return the seconds per iteration that the busiest rank's calls need on a link of 1 bit/s.
+
+    They are counted from the run's own communication log; without one the result is None.
+    """
     record, spec = run.measurements.communication, run.spec
     if record is None or spec is None or spec.parallelism.world_size % NUM_NODES:
         return None
-    counted = [rank for rank in record.ranks if rank.steady_iterations]
-    return max((link_seconds(r.calls, spec.parallelism, 1.0) for r in counted), default=None)
+    return max(
+        (
+            link_seconds(rank.calls, spec.parallelism, 1.0)
+            for rank in record.ranks
+            if rank.steady_iterations
+        ),
+        default=None,
+    )
 
 
-def _rate(run: Run) -> int | None:
+def _link_rate(run: Run) -> int | None:
+    """Return the limit of the link between the ranks in bits per second; None without a limit."""
     return run.spec.link_bits_per_second if run.spec else None
 
 
-def _same(entry: Entry) -> tuple[object, ...]:
-    """What a curve's points share: backend, model, split, batch and dropout."""
+def _curve_identity(entry: Entry) -> tuple[object, ...]:
+    """Return the properties that all points of a curve share: backend, model, split, batch, dropout."""
     spec = entry.run.spec
     if spec is None:
         return (entry.run.name,)
     return spec.backend, spec.model, spec.parallelism, spec.batch, spec.dropout
 
 
-_GIGA = 1e9
-_STEPS = 60
-
-
 def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
-    """Fill a figure: dots are measured, dashed lines and rings are the formula's."""
+    """Draw the curves: dots are measured, dashed lines and rings come from the formula."""
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
-    for place, curve in enumerate(curves):
-        hue = entry_colour(place)
-        dots = [(rate / _GIGA, time) for rate, time in curve.points]
+    for index, curve in enumerate(curves):
+        colour = entry_colour(index)
+        dots = [(rate / _BITS_PER_GIGABIT, milliseconds) for rate, milliseconds in curve.points]
         look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
-        axes.plot(*zip(*dots, strict=True), color=hue, label=curve.name, **look)
+        axes.plot(*zip(*dots, strict=True), color=colour, label=curve.name, **look)
         if curve.unshaped is not None:
-            # At the edge, because there is no rate: the processors are the limit.
-            axes.axhline(curve.unshaped, xmin=0.985, color=hue, linewidth=2.4)
-        slowest, last = curve.points[0][0], PREDICTED_BITS_PER_SECOND[-1]
-        steps = [slowest * (last / slowest) ** (k / _STEPS) for k in range(_STEPS + 1)]
-        if line := _predicted(curve, steps):
-            axes.plot(*zip(*line, strict=True), color=hue, linewidth=1, linestyle=(0, (4, 3)))
-        for rate, ms in _predicted(curve, PREDICTED_BITS_PER_SECOND):
-            axes.plot(rate, ms, marker="o", markersize=6, markerfacecolor="none", color=hue)
+            # Without a limit there is no bandwidth to draw at, so the bar stands at the right edge.
+            axes.axhline(curve.unshaped, xmin=0.985, color=colour, linewidth=2.4)
+        slowest, fastest = curve.points[0][0], PREDICTED_BITS_PER_SECOND[-1]
+        rates = [
+            slowest * (fastest / slowest) ** (step / _POINTS_PER_CURVE)
+            for step in range(_POINTS_PER_CURVE + 1)
+        ]
+        if line := _predicted_points(curve, rates):
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=1, linestyle=(0, (4, 3)))
+        for gigabits, milliseconds in _predicted_points(curve, PREDICTED_BITS_PER_SECOND):
+            ring: dict[str, Any] = {"marker": "o", "markersize": 6, "markerfacecolor": "none"}
+            axes.plot(gigabits, milliseconds, color=colour, **ring)
     axes.set_xscale("log")
-    rates = sorted({rate for c in curves for rate, _ in c.points} | {*PREDICTED_BITS_PER_SECOND})
-    axes.set_xticks([rate / _GIGA for rate in rates], [f"{rate / _GIGA:g}" for rate in rates])
+    measured_rates = {rate for curve in curves for rate, _ in curve.points}
+    ticks = [
+        rate / _BITS_PER_GIGABIT for rate in sorted(measured_rates | {*PREDICTED_BITS_PER_SECOND})
+    ]
+    axes.set_xticks(ticks, [f"{gigabits:g}" for gigabits in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("Gbit/s between the two halves of the ranks (logarithmic)")
-    axes.set_ylabel("ms an iteration")
+    axes.set_ylabel("ms per iteration")
     add_grid(axes)
     figure.legend(loc="outside right upper", handlelength=2.4)
 
 
-def _predicted(curve: RateCurve, rates: Sequence[float]) -> list[tuple[float, float]]:
-    found = [(rate / _GIGA, curve.predicted(rate)) for rate in rates]
-    return [(rate, ms) for rate, ms in found if ms is not None and ms > 0]
+def _predicted_points(curve: RateCurve, rates: Sequence[float]) -> list[tuple[float, float]]:
+    """Return Gbit/s and predicted milliseconds per bandwidth; those without a prediction are left out."""
+    points = []
+    for rate in rates:
+        milliseconds = curve.predict_ms(rate)
+        if milliseconds is not None and milliseconds > 0:
+            points.append((rate / _BITS_PER_GIGABIT, milliseconds))
+    return points

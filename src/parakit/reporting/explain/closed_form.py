@@ -1,4 +1,8 @@
-"""A run as the planner's closed forms describe it, and its peak memory compared with the model's."""
+"""Compare a run with the planner's closed forms: which configuration they describe, and its memory.
+
+A closed form is a formula for a quantity of one rank, such as its parameters or its peak memory. The
+result of a comparison is a `ComponentResidual` per component: measured, predicted and the difference.
+"""
 
 from __future__ import annotations
 
@@ -19,68 +23,70 @@ from parakit.costs import (
 from parakit.formatting.units import amount
 from parakit.logs import Run
 
-_OLD = ("0.14", "0.15")
-"""Versions whose calls are those of f4fa7d6b."""
+_OLD_VERSIONS = ("0.14", "0.15")
+"""Megatron versions that make the same calls as commit f4fa7d6b."""
 _FP32_BYTES = 4
 _ADAM_STEP_BYTES = 4
+_MAX_ADAM_STEPS = 100_000
+"""Number of tensors below which extra optimizer bytes are taken for Adam's step counts."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a run computes with."""
+    """Fused kernels of a run that need less temporary memory than the plain ones."""
 
     fused_gradients: bool = True
-    """Weight gradients are accumulated by the kernel that makes them."""
+    """True if the kernel that computes weight gradients also accumulates them."""
     fused_adam: bool = True
 
 
 @dataclass(frozen=True)
 class ComponentResidual:
-    """A component of one rank; bytes or elements are whole numbers, shares are not."""
+    """Measured and predicted value of one component of one rank: bytes, elements or a fraction."""
 
     rank: int
     component: str
     measured: float
     predicted: float
     note: str = ""
-    """What the residual is, or why the two are not the same thing."""
+    """Explanation of the residual; empty if there is none."""
 
     @property
     def residual(self) -> float:
-        """Measured minus predicted."""
+        """Measured minus predicted value."""
         return self.measured - self.predicted
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is left over."""
+        """True if measured and predicted value are equal."""
         return self.measured == self.predicted
 
 
 class NoClosedFormError(ValueError):
-    """The closed forms do not apply to this run; the message gives the reason."""
+    """Error that no closed form describes a run; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class PeakCandidate:
-    """A point of the iteration that may be the peak."""
+    """Moment of the iteration at which a rank's memory may peak."""
 
     name: str
     activations: int
     temporaries: int
-    """Logits included."""
+    """Bytes of temporary tensors, logits included."""
 
     @property
     def total(self) -> int:
-        """Bytes beside weights, gradients and optimizer state."""
+        """Bytes in addition to weights, gradients and optimizer state."""
         return self.activations + self.temporaries
 
 
 def require_closed_form_spec(run: Run) -> RunSpec:
-    """The planner's configuration of a run.
+    """Return the run's configuration if the planner's closed forms describe it.
 
     Raises:
-        NoClosedFormError: The run is not Megatron's, its split or batch is not known, or it has linear
-            attention.
+        NoClosedFormError: The backend is not Megatron, the shape, split, batch or vocabulary is
+            unknown, or the model has linear attention.
     """
     spec = run.spec
     if spec is None:
@@ -98,84 +104,111 @@ def require_closed_form_spec(run: Run) -> RunSpec:
 
 
 def detect_kernels(run: Run) -> Kernels:
-    """Which of the kernels that save memory the run had; CPU ranks have torch's plain Adam."""
-    fused = run.arguments.get("gradient_accumulation_fusion") != "False"
-    fused = fused and "--no-gradient-accumulation-fusion" not in run.arguments
-    return Kernels(fused_gradients=fused, fused_adam=run.device != "cpu")
+    """Return which fused kernels the run had; CPU ranks have torch's unfused Adam."""
+    is_fused = run.arguments.get("gradient_accumulation_fusion") != "False"
+    is_fused = is_fused and "--no-gradient-accumulation-fusion" not in run.arguments
+    return Kernels(fused_gradients=is_fused, fused_adam=run.device != "cpu")
 
 
 def find_peak_candidate(configuration: RunSpec, stage: int, kernels: Kernels) -> PeakCandidate:
-    """The moment that holds most."""
-    return max(_candidates(configuration, stage, kernels), key=lambda candidate: candidate.total)
+    """Return the moment at which a rank of this stage is predicted to hold most memory."""
+    candidates = _list_peak_candidates(configuration, stage, kernels)
+    return max(candidates, key=lambda candidate: candidate.total)
 
 
 def detect_megatron_version(run: Run) -> MegatronVersion:
-    """The version whose calls the run makes; the newest where that is not known."""
-    return MegatronVersion.F4FA7D6B if run.megatron.startswith(_OLD) else LATEST_MEGATRON
+    """Return the Megatron version whose calls the run makes; the newest one if it is unknown."""
+    return MegatronVersion.F4FA7D6B if run.megatron.startswith(_OLD_VERSIONS) else LATEST_MEGATRON
 
 
 def compare_memory(
     configuration: RunSpec, rank: RankMemory, kernels: Kernels
 ) -> Iterator[ComponentResidual]:
-    """Components in the order they are allocated, then their sum."""
+    """Yield measured and predicted bytes of one rank per memory component, then of their sum.
+
+    The last two components are the allocator's and the device's own figures; CPU ranks have neither.
+    """
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    model = estimate_rank_memory(configuration, stage)
+    prediction = estimate_rank_memory(configuration, stage)
     candidate = find_peak_candidate(configuration, stage, kernels)
-    held = {category: rank.categories.get(category, 0) for category in MemoryCategory}
-    temporaries = held[MemoryCategory.LOGITS] + held[MemoryCategory.TEMPORARY]
-    optimizer = model.main_parameters + model.optimizer_state
-    steps, remainder = divmod(held[MemoryCategory.OPTIMIZER_STATE] - optimizer, _ADAM_STEP_BYTES)
-    adam = f"Adam's step counts, {_ADAM_STEP_BYTES} bytes a tensor: {steps}"
-    adam = adam if 0 < steps < 100_000 and not remainder else ""
-    buffers, foreseen = held[MemoryCategory.COMMUNICATION], model.communication
-    sent = ""
-    if foreseen and not buffers:
-        sent = "a received message counts as the activation it has become"
-    elif buffers and not foreseen:
-        # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
-        sent = (
-            "SP gathers into one buffer of Megatron's, as large as the largest thing it ever held"
-        )
-    peak = model.state + candidate.total + foreseen
-    where = f"predicted at {candidate.name}; measured in {rank.peak_phase.value}"
-    rows: list[tuple[str, int, int, str]] = [
-        ("weights", held[MemoryCategory.WEIGHTS], model.weights, ""),
-        ("gradients", held[MemoryCategory.GRADIENTS], model.gradients, ""),
-        ("optimizer state", held[MemoryCategory.OPTIMIZER_STATE], optimizer, adam),
-        ("activations", held[MemoryCategory.ACTIVATIONS], candidate.activations, ""),
-        ("logits and temporaries", temporaries, candidate.temporaries, ""),
-        ("communication buffers", buffers, foreseen, sent),
-        ("peak of live tensors", rank.peak_bytes, peak, where),
-    ]
+    measured = {category: rank.categories.get(category, 0) for category in MemoryCategory}
+    temporaries = measured[MemoryCategory.LOGITS] + measured[MemoryCategory.TEMPORARY]
+    optimizer_state = measured[MemoryCategory.OPTIMIZER_STATE]
+    optimizer = prediction.main_parameters + prediction.optimizer_state
+    buffers = measured[MemoryCategory.COMMUNICATION]
+    peak = prediction.state + candidate.total + prediction.communication
+    moments = f"predicted at {candidate.name}; measured in {rank.peak_phase.value}"
+
+    def compare(
+        component: str, measured_bytes: int, predicted: int, note: str = ""
+    ) -> ComponentResidual:
+        return ComponentResidual(rank.rank, component, measured_bytes, predicted, note)
+
+    yield compare("weights", measured[MemoryCategory.WEIGHTS], prediction.weights)
+    yield compare("gradients", measured[MemoryCategory.GRADIENTS], prediction.gradients)
+    yield compare(
+        "optimizer state", optimizer_state, optimizer, _note_adam_steps(optimizer_state - optimizer)
+    )
+    yield compare("activations", measured[MemoryCategory.ACTIVATIONS], candidate.activations)
+    yield compare("logits and temporaries", temporaries, candidate.temporaries)
+    yield compare(
+        *("communication buffers", buffers, prediction.communication),
+        _note_buffers(buffers, prediction.communication),
+    )
+    yield compare("peak of live tensors", rank.peak_bytes, peak, moments)
     if device := rank.device:
-        rounding = "live blocks, rounded up; the most since the start"
+        rounding = "the allocator's live blocks, rounded up: their maximum since the start"
         parts = (
-            f"reserved {amount(device.reserved_peak_bytes)}, of it the allocator's slack "
-            f"{amount(device.slack_bytes)}; the rest is context, libraries and other processes"
+            f"reserved {amount(device.reserved_peak_bytes)}, of which the allocator's slack is "
+            f"{amount(device.slack_bytes)}; the remainder is context, libraries and other processes"
         )
-        whole = peak + model.allocator
-        rows.append(("allocated", device.allocated_peak_bytes, peak, rounding))
-        rows.append(("the device's own reading", device.used_bytes, whole, parts))
-    for row in rows:
-        yield ComponentResidual(rank.rank, *row)
+        yield compare("allocated", device.allocated_peak_bytes, peak, rounding)
+        device_peak = peak + prediction.allocator
+        yield compare("the device's own reading", device.used_bytes, device_peak, parts)
 
 
-def _candidates(configuration: RunSpec, stage: int, kernels: Kernels) -> Iterator[PeakCandidate]:
-    model, split = estimate_rank_memory(configuration, stage), configuration.parallelism
-    last = stage == split.pipeline - 1
-    yield PeakCandidate("the loss" if last else "backward", model.activations, model.temporaries)
-    held = rank_parameters(configuration, stage)
-    table = max(held.word_embedding, held.output_layer)
-    gradient = configuration.element_bytes * table
-    if last and not kernels.fused_gradients:
+def _note_adam_steps(extra_bytes: int) -> str:
+    """Return that extra optimizer bytes are Adam's step counts; empty if they cannot be."""
+    steps, remainder = divmod(extra_bytes, _ADAM_STEP_BYTES)
+    if not 0 < steps < _MAX_ADAM_STEPS or remainder:
+        return ""
+    return f"Adam's step counts, {_ADAM_STEP_BYTES} bytes per tensor: {steps}"
+
+
+def _note_buffers(measured: int, predicted: int) -> str:
+    """Return why measured and predicted communication buffers differ; empty if both or neither exist."""
+    if predicted and not measured:
+        return "a received message counts as the activation that it becomes"
+    if measured and not predicted:
+        # GlobalMemoryBuffer "mpu": layers.py gathers into it, dot_product_attention.py multiplies in it.
+        return "SP gathers into one buffer of Megatron's, which keeps the largest size it ever had"
+    return ""
+
+
+def _list_peak_candidates(
+    configuration: RunSpec, stage: int, kernels: Kernels
+) -> Iterator[PeakCandidate]:
+    """Yield the moments at which memory may peak on a stage.
+
+    The planner has the first one. Megatron's unfused kernels and torch's Adam add up to three others.
+    """
+    prediction, split = estimate_rank_memory(configuration, stage), configuration.parallelism
+    is_last_stage = stage == split.pipeline - 1
+    yield PeakCandidate(
+        "the loss" if is_last_stage else "backward", prediction.activations, prediction.temporaries
+    )
+    parameters = rank_parameters(configuration, stage)
+    vocabulary_parameters = max(parameters.word_embedding, parameters.output_layer)
+    gradient_bytes = configuration.element_bytes * vocabulary_parameters
+    if is_last_stage and not kernels.fused_gradients:
         name = "the output layer's backward: the logits' gradient and its weight's, not yet added"
         _, output_layer = communication_bytes(configuration)
-        whole = logits_bytes(configuration) + gradient + output_layer
-        yield PeakCandidate(name, model.activations, whole)
+        temporaries = logits_bytes(configuration) + gradient_bytes + output_layer
+        yield PeakCandidate(name, prediction.activations, temporaries)
         if split.pipeline == 1 and configuration.trained_shape.tied_embeddings:
             name = "the embedding's backward: its gradient, the tied output layer's, and their sum"
-            yield PeakCandidate(name, 0, 3 * gradient)
+            yield PeakCandidate(name, activations=0, temporaries=3 * gradient_bytes)
     if not kernels.fused_adam:
-        largest = min(table, held_parameters(configuration, stage)[0])
+        largest_tensor = min(vocabulary_parameters, held_parameters(configuration, stage)[0])
         name = "Adam's step on the largest tensor: a square root and a quotient"
-        yield PeakCandidate(name, 0, 2 * _FP32_BYTES * largest)
+        yield PeakCandidate(name, activations=0, temporaries=2 * _FP32_BYTES * largest_tensor)

@@ -1,220 +1,370 @@
-"""Which cost separates a strategy from baseline, and what a pipeline waits for."""
+"""Explain which cost separates a strategy from baseline, and for what a pipeline's stages wait.
+
+The reference is baseline's fair time: the time of baseline's iteration, scaled to the tokens of the other
+strategy and divided over its ranks. What an iteration takes beyond the fair time is a cost. Costs are
+split by the parts of an iteration, such as "gradient sync", from the runs' `time.json`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from parakit.artifacts.measurements import TimeRecord
+from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
 from parakit.costs import Phase
 from parakit.formatting.units import change, joined, milliseconds, number, plural, signed
 from parakit.reporting.analyse.statistics import TimeComparison, TimeVerdict, compare_times
 from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.explain.predicted import Subject, find_subject, ideal_bubble, measure_stages
+from parakit.reporting.explain.predicted import (
+    PredictionEvidence,
+    StageTimes,
+    Subject,
+    find_subject,
+    ideal_bubble,
+    measure_stages,
+)
 
 _FORWARD, _BACKWARD = "forward without communication", "backward without communication"
-_SMALLEST_SHARE = 0.05
-"""Of the whole difference; smaller parts are summed up as the rest."""
-_NEGLIGIBLE_SHARE = 0.02
-_DOUBTFUL_SHARE = 0.15
-"""Of baseline's share: arithmetic that much faster is another machine's, or another load's."""
-_FACTORS = (2, 4)
-"""How many times the micro batches are asked about."""
+_MIN_FRACTION_NAMED = 0.05
+"""Fraction of the whole difference; smaller parts are summed up as all other parts."""
+_NEGLIGIBLE_FRACTION = 0.02
+_DOUBTFUL_FRACTION = 0.15
+"""Fraction of the fair time: if arithmetic saves more than that, the machine was another one or busy."""
+_MICROBATCH_FACTORS = (2, 4)
+"""Factors by which the sentence on more micro batches multiplies their number."""
+_MAX_PAYERS = 4
 
 Costs = dict[str, float]
-"""Seconds of each part of an iteration above baseline's share; negative if below."""
+"""Seconds per iteration that each part takes beyond its fair time; negative if it takes less."""
+
+
+@dataclass(frozen=True)
+class _TimePair:
+    """Time records of a strategy and its baseline, and the ratio of the fair time to baseline's."""
+
+    baseline: TimeRecord
+    strategy: TimeRecord
+    ratio: float
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Seconds per iteration of the strategy, mean over its ranks."""
+        return mean(rank.iteration_seconds for rank in self.strategy.ranks)
+
+    @property
+    def fair_seconds(self) -> float:
+        """Fair time per iteration in seconds."""
+        return self.ratio * mean(rank.iteration_seconds for rank in self.baseline.ranks)
 
 
 def cost_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """What a configuration that is not a baseline pays beyond baseline's share."""
+    """Yield one sentence on the costs of a strategy; none for baseline."""
     if subject.split != Parallelism():
         yield _cost_sentence(subject, find_subject(subjects, subject, Parallelism()))
 
 
-def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
-    """Seconds of each part beyond `share` times the reference's, largest first, means over ranks.
+def answer_costs(subjects: Sequence[Subject]) -> str:
+    """Return in at most two sentences which strategies pay most, and for which part."""
+    payers: dict[str, list[str]] = {}
+    unnamed = sum(subject.split != Parallelism() for subject in subjects)
+    largest = largest_costs(subjects)
+    for subject in subjects:
+        if subject.run.name in largest:
+            amount, part = largest[subject.run.name]
+            payers.setdefault(part, []).append(f"{subject.label} {amount}")
+            unnamed -= 1
+    if not payers:
+        return (
+            "No cost can be named: times are within noise, or a time record or baseline is missing."
+        )
+    parts = sorted(payers.items(), key=lambda item: -len(item[1]))
+    costs = [f"{_join_payers(names)} for {part}" for part, names in parts]
+    text = f"Beyond baseline's work divided over their ranks they pay per iteration: {'; '.join(costs)}."
+    if unnamed:
+        text += (
+            f" For {plural(unnamed, 'other row')} no cost is above noise, or a record is missing."
+        )
+    return text
 
-    They sum to the difference of the iterations, but for the clock readings between phases.
+
+def _join_payers(names: Sequence[str]) -> str:
+    """Return the first names of strategies, and how many more there are."""
+    more = len(names) - _MAX_PAYERS
+    return joined([*names[:_MAX_PAYERS], *([f"{more} more"] if more > 0 else [])])
+
+
+def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
+    """Return the seconds of each part beyond its fair time, the largest cost first.
+
+    The fair time of a part is `share` times the reference's time for it. Times are means over ranks. The
+    costs sum to the difference of the iterations, except for the clock readings between phases.
     """
-    ours, theirs = _parts(reference), _parts(other)
-    found = {part: theirs[part] - share * ours[part] for part in ours}
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+    fair_parts, parts = _split_iteration(reference), _split_iteration(other)
+    costs = {part: parts[part] - share * fair_parts[part] for part in parts}
+    return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
 
 def fair_time_ratio(reference: Subject, other: Subject) -> float | None:
-    """Baseline's work over the other's ranks, relative to baseline's own iteration."""
-    one, two = reference.run.spec, other.run.spec
-    if one is None or two is None:
+    """Return the fair time of `other` over the reference's iteration time.
+
+    It is the ratio of tokens per rank. None if the configuration of a run is unknown.
+    """
+    reference_spec, spec = reference.run.spec, other.run.spec
+    if reference_spec is None or spec is None:
         return None
-    work = two.tokens_per_iteration / one.tokens_per_iteration
-    return work * one.parallelism.world_size / two.parallelism.world_size
+    tokens_ratio = spec.tokens_per_iteration / reference_spec.tokens_per_iteration
+    return tokens_ratio * reference_spec.parallelism.world_size / spec.parallelism.world_size
 
 
-def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """What the stages of a pipeline wait for; nothing without one."""
-    configuration, evidence = subject.evidence.configuration, subject.evidence
-    if subject.split.pipeline == 1:
-        return
-    if configuration is None:
-        yield f"{subject.label}: its micro batches are not known, so its bubble is not known."
-        return
-    split, count = configuration.parallelism, configuration.microbatches
-    virtual = split.virtual_stages
-    below = f"({count}·{virtual})" if virtual > 1 else f"{count}"
-    ideal = f"({split.pipeline}−1)/{below} = {ideal_bubble(configuration):.1%}"
-    text = f"{subject.label}: {plural(count, 'micro batch')} make a bubble of {ideal} of the work;"
-    if not evidence.bubble or evidence.times is None:
-        yield f"{text} without a usable time ledger there is nothing to compare it with."
-        return
-    measured = joined([f"{c.measured:.1%} on rank {c.rank}" for c in evidence.bubble])
-    yield f"{text} measured, sending and waiting are {measured}."
-    stages = measure_stages(configuration, evidence.times)
-    if stages is None:
-        return
-    works = joined([milliseconds(value) for value in stages.seconds])
-    idle = [stages.idle_over_work(stage) for stage in range(len(stages.seconds))]
-    explained = joined([f"{share:.1%} on stage {stage}" for stage, share in enumerate(idle)])
-    left = max(abs(c.measured - idle[split.pipeline_rank(c.rank)]) for c in evidence.bubble)
-    yield (
-        f"{subject.label}: its stages work {works} a micro batch; 1F1B over stages that unequal waits "
-        f"{explained}, messages not counted; up to {left:.1%} of the work is in neither: messages, and "
-        "whatever delayed one rank and not the other."
-    )
-    now = stages.iteration_seconds(count) / count
-    asked = []
-    for more in (factor * count for factor in _FACTORS):
-        each = stages.iteration_seconds(more) / more
-        asked.append(
-            f"{more} make {'(p−1)/(m·v)' if virtual > 1 else '(p−1)/m'}"
-            f" {ideal_bubble(configuration, more):.1%} and "
-            f"{milliseconds(each)} a micro batch ({change(each / now, 1)})"
-        )
-    yield (
-        f"{subject.label}: with {plural(count, 'micro batch')} these stages take "
-        f"{milliseconds(now)} a micro batch; {joined(asked)}; however many, not below the slower "
-        f"stage's {milliseconds(max(stages.seconds))}."
-    )
+def _pair_times(subject: Subject, baseline: Subject) -> _TimePair | None:
+    """Return the time records of a strategy and its baseline; None if one of them is missing."""
+    times, reference = subject.evidence.times, baseline.evidence.times
+    ratio = fair_time_ratio(baseline, subject)
+    if times is None or reference is None or ratio is None:
+        return None
+    return _TimePair(reference, times, ratio)
 
 
 def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
+    """Return what a strategy pays beyond baseline's fair time, or why that is unknown."""
     if baseline is None:
         return f"{subject.label}: there is no baseline run of this model to compare it with."
-    times, reference = subject.evidence.times, baseline.evidence.times
-    share = fair_time_ratio(baseline, subject)
-    if times is None or reference is None or share is None:
-        who = subject.label if times is None else baseline.label
-        return f"{subject.label}: {who} left no usable time ledger, so its cost cannot be split up."
-    whole = mean(r.iteration_seconds for r in times.ranks)
-    fair = share * mean(r.iteration_seconds for r in reference.ranks)
+    pair = _pair_times(subject, baseline)
+    if pair is None:
+        label = subject.label if subject.evidence.times is None else baseline.label
+        return f"{subject.label}: {label} left no usable time.json, so its cost cannot be split up."
+    difference = pair.iteration_seconds - pair.fair_seconds
     text = (
-        f"{subject.label}: an iteration takes {number(1000 * whole)} ms, baseline's work divided over"
-        f" {plural(subject.split.world_size, 'rank')} would take {milliseconds(fair)};"
-        f" {milliseconds(abs(whole - fair))} {'above' if whole > fair else 'below'} that"
+        f"{subject.label}: an iteration takes {number(1000 * pair.iteration_seconds)} ms; baseline's"
+        f" work divided over {plural(subject.split.world_size, 'rank')} would take"
+        f" {milliseconds(pair.fair_seconds)}. The difference is"
+        f" {milliseconds(abs(difference))}{'' if difference > 0 else ' less'}"
     )
-    found = _against_share(subject, baseline, share)
-    if found is None or found[0].verdict is TimeVerdict.UNKNOWN:
+    comparison = _compare_with_fair_time(subject, baseline, pair.ratio)
+    if comparison is None or comparison.verdict is TimeVerdict.UNKNOWN:
         return f"{text}; too few iterations were timed for a verdict, so no cost can be named."
-    if found[0].verdict is TimeVerdict.NOISE:
-        unseen = f" ({found[0].resolution})" if found[0].resolution else ""
-        return f"{text}, which is within noise{unseen}, so no cost can be named."
-    # The large parts, and the sum of the others; noise is what cannot be seen.
-    difference, noise = whole - fair, found[1] * fair
-    least = max(_SMALLEST_SHARE * abs(difference), noise)
-    costs = costs_above_fair_time(reference, times, share)
-    shown = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
-    named = f"no part of it is above the {milliseconds(noise)} that runs scatter by"
-    if shown:
-        parts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in shown.items()]
-        rest = difference - sum(shown.values())
-        if abs(rest) > _NEGLIGIBLE_SHARE * abs(difference):
-            parted = ", no part of which is above noise" if noise == least else ""
-            within = ", within noise" if abs(rest) <= noise else parted
-            parts.append(f"{signed(milliseconds(rest))} all else{within}")
-        named = joined(parts)
-    return f"{text}: {named}.{_arithmetic(subject, reference, costs, share)}"
+    if comparison.verdict is TimeVerdict.NOISE:
+        limit = f" ({comparison.resolution})" if comparison.resolution else ""
+        return f"{text}, which is within noise{limit}, so no cost can be named."
+    noise = _noise_fraction(comparison) * pair.fair_seconds
+    costs = costs_above_fair_time(pair.baseline, pair.strategy, pair.ratio)
+    parts = _name_large_costs(costs, difference, noise)
+    return f"{text}: {parts}.{_explain_slow_arithmetic(subject, pair, costs)}"
+
+
+def _name_large_costs(costs: Costs, difference: float, noise: float) -> str:
+    """Return the costs that are large and above noise, and the sum of all other parts.
+
+    Args:
+        costs: Seconds of each part beyond its fair time.
+        difference: Seconds of the whole iteration beyond its fair time.
+        noise: Seconds by which the difference may scatter between runs.
+    """
+    least = max(_MIN_FRACTION_NAMED * abs(difference), noise)
+    large_costs = {part: seconds for part, seconds in costs.items() if abs(seconds) >= least}
+    if not large_costs:
+        return f"no part of it is above the {milliseconds(noise)} that runs scatter by"
+    texts = [f"{signed(milliseconds(seconds))} {part}" for part, seconds in large_costs.items()]
+    remainder = difference - sum(large_costs.values())
+    if abs(remainder) > _NEGLIGIBLE_FRACTION * abs(difference):
+        doubt = ""
+        if abs(remainder) <= noise:
+            doubt = ", within noise"
+        elif noise == least:
+            doubt = ", no part of which is above noise"
+        texts.append(f"{signed(milliseconds(remainder))} all other parts{doubt}")
+    return joined(texts)
 
 
 def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
-    """How much each run pays beyond baseline's share, and for what most, if that is above noise."""
-    found = {}
+    """Return per run name the largest cost beyond baseline's fair time, and the part that causes it.
+
+    Runs are left out if they are not slower than the fair time, or if the cost is not above noise.
+    """
+    costs_by_run = {}
     for subject in subjects:
         baseline = find_subject(subjects, subject, Parallelism())
         if baseline is None or subject is baseline:
             continue
-        times, reference = subject.evidence.times, baseline.evidence.times
-        share = fair_time_ratio(baseline, subject)
-        if times is None or reference is None or share is None:
+        pair = _pair_times(subject, baseline)
+        if pair is None:
             continue
-        compared = _against_share(subject, baseline, share)
-        if compared is None or compared[0].verdict is not TimeVerdict.SLOWER:
+        comparison = _compare_with_fair_time(subject, baseline, pair.ratio)
+        if comparison is None or comparison.verdict is not TimeVerdict.SLOWER:
             continue
-        part, seconds = next(iter(costs_above_fair_time(reference, times, share).items()))
-        fair = share * mean(rank.iteration_seconds for rank in reference.ranks)
-        if seconds > compared[1] * fair:
-            found[subject.run.name] = milliseconds(seconds), part
-    return found
+        costs = costs_above_fair_time(pair.baseline, pair.strategy, pair.ratio)
+        part, seconds = next(iter(costs.items()))
+        if seconds > _noise_fraction(comparison) * pair.fair_seconds:
+            costs_by_run[subject.run.name] = milliseconds(seconds), part
+    return costs_by_run
 
 
-def _against_share(
-    subject: Subject, baseline: Subject, share: float
-) -> tuple[TimeComparison, float] | None:
-    """The ratio to baseline's share, and its noise: how far its interval reaches towards 1."""
-    one, two = baseline.entry.estimate, subject.entry.estimate
-    if one is None or two is None:
+def _compare_with_fair_time(
+    subject: Subject, baseline: Subject, ratio: float
+) -> TimeComparison | None:
+    """Compare a row's time with baseline's fair time; None if one of the two rows has no time."""
+    reference, estimate = baseline.entry.estimate, subject.entry.estimate
+    if reference is None or estimate is None:
         return None
-    found = compare_times(one, two, 1 / share)
-    end = (found.low if found.ratio > 1 else found.high) or found.ratio
-    return found, abs(found.ratio - end)
+    return compare_times(reference, estimate, 1 / ratio)
 
 
-def _arithmetic(subject: Subject, reference: TimeRecord, costs: Costs, share: float) -> str:
-    """Why arithmetic takes another time than baseline's share of it, where that is a large part."""
+def _noise_fraction(comparison: TimeComparison) -> float:
+    """Return how far the ratio's interval reaches from the ratio towards 1."""
+    end = comparison.low if comparison.ratio > 1 else comparison.high
+    return abs(comparison.ratio - (end or comparison.ratio))
+
+
+def _explain_slow_arithmetic(subject: Subject, pair: _TimePair, costs: Costs) -> str:
+    """Return why arithmetic takes another time than its fair time; empty if it is no large part.
+
+    Arithmetic is forward and backward without communication.
+    """
     extra = costs[_FORWARD] + costs[_BACKWARD]
-    parts = _parts(reference)
-    fair = share * (parts[_FORWARD] + parts[_BACKWARD])
-    if extra < -_DOUBTFUL_SHARE * share * mean(r.iteration_seconds for r in reference.ranks):
+    if extra < -_DOUBTFUL_FRACTION * pair.fair_seconds:
         return (
-            " Arithmetic takes less than baseline's share of it, so the machine was not the same for "
-            "both runs, and this division does not hold."
+            " Arithmetic takes less than its fair time, so the machine was not the same for both runs,"
+            " and these costs do not hold."
         )
-    if extra <= max(0, *(costs[part] for part in costs if part not in (_FORWARD, _BACKWARD))):
+    other_costs = [seconds for part, seconds in costs.items() if part not in (_FORWARD, _BACKWARD)]
+    if extra <= max(0, *other_costs):
         return ""
     text = f" The largest part is arithmetic itself, {milliseconds(extra)} in all"
-    if (record := subject.run.record) is None:
+    record = subject.run.record
+    if record is None:
         return f"{text}; how many cores its ranks had is not known."
-    # A rank computes with one thread.
+    # Each rank computes with one thread, so a rank uses one core at most.
     ranks, nodes = record.spec.parallelism.world_size, len(record.host.nodes)
-    crowding = ranks / max(1, nodes) / record.host.cores
-    if crowding <= 1:
+    ranks_per_core = ranks / max(1, nodes) / record.host.cores
+    if ranks_per_core <= 1:
         return (
-            f"{text}: each rank had a core of its own, so it is smaller matrices, memory bandwidth that "
-            "ranks share, or another load on the machine."
+            f"{text}: each rank had a core of its own, so the cause is smaller matrices, memory"
+            " bandwidth that ranks share, or another load on the machine."
         )
-    shared = min(extra, (crowding - 1) * fair)
-    rest = extra - shared
-    left = f", and {milliseconds(rest)} of it not" if rest > _NEGLIGIBLE_SHARE * extra else ""
-    reason = f"{crowding:g} ranks shared each core, which explains up to {milliseconds(shared)}"
-    return f"{text}: {reason}{left}."
+    fair_parts = _split_iteration(pair.baseline)
+    fair_arithmetic = pair.ratio * (fair_parts[_FORWARD] + fair_parts[_BACKWARD])
+    explained = min(extra, (ranks_per_core - 1) * fair_arithmetic)
+    unexplained = extra - explained
+    text += f": {ranks_per_core:g} ranks shared each core, which explains up to {milliseconds(explained)}"
+    if unexplained > _NEGLIGIBLE_FRACTION * extra:
+        text += f", and {milliseconds(unexplained)} of it not"
+    return f"{text}."
 
 
-def _parts(times: TimeRecord) -> dict[str, float]:
-    """Seconds by part, means over ranks."""
-    inside, whole = (Phase.FORWARD, Phase.BACKWARD), (Phase.GRADIENT_SYNC, Phase.PIPELINE)
-    others = [phase for phase in Phase if phase not in (*inside, *whole, Phase.OPTIMIZER)]
+def _split_iteration(times: TimeRecord) -> dict[str, float]:
+    """Return the seconds of an iteration by part, means over the ranks that had a steady iteration."""
     ranks = [rank for rank in times.ranks if rank.iteration_seconds]
 
-    def spent(*phases: Phase) -> float:
-        return mean(sum(rank.phase_seconds.get(p, 0.0) for p in phases) for rank in ranks)
+    def spend(seconds_by_rank: Sequence[Mapping[Phase, float]], *phases: Phase) -> float:
+        return mean(sum(rank.get(phase, 0.0) for phase in phases) for rank in seconds_by_rank)
 
-    def called(*phases: Phase) -> float:
-        return mean(sum(rank.communication_seconds.get(p, 0.0) for p in phases) for rank in ranks)
-
+    phases = [rank.phase_seconds for rank in ranks]
+    communication = [rank.communication_seconds for rank in ranks]
+    named_phases = (
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.GRADIENT_SYNC,
+        Phase.PIPELINE,
+        Phase.OPTIMIZER,
+    )
+    other_phases = [phase for phase in Phase if phase not in named_phases]
     return {
-        _FORWARD: spent(Phase.FORWARD) - called(Phase.FORWARD),
-        _BACKWARD: spent(Phase.BACKWARD) - called(Phase.BACKWARD),
-        "communication inside forward and backward": called(*inside),
-        "gradient sync": spent(Phase.GRADIENT_SYNC),
-        "waiting for other pipeline stages": spent(Phase.PIPELINE),
-        "the optimizer": spent(Phase.OPTIMIZER),
-        "data, loss reduction and logging": spent(*others),
+        _FORWARD: spend(phases, Phase.FORWARD) - spend(communication, Phase.FORWARD),
+        _BACKWARD: spend(phases, Phase.BACKWARD) - spend(communication, Phase.BACKWARD),
+        "communication inside forward and backward": spend(
+            communication, Phase.FORWARD, Phase.BACKWARD
+        ),
+        "gradient sync": spend(phases, Phase.GRADIENT_SYNC),
+        "waiting for other pipeline stages": spend(phases, Phase.PIPELINE),
+        "the optimizer": spend(phases, Phase.OPTIMIZER),
+        "data, loss reduction and logging": spend(phases, *other_phases),
     }
+
+
+def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
+    """Yield for what the stages of a pipeline wait; nothing without a pipeline."""
+    spec, evidence = subject.evidence.configuration, subject.evidence
+    if subject.split.pipeline == 1:
+        return
+    if spec is None:
+        yield f"{subject.label}: its micro batches are not known, so its bubble is not known."
+        return
+    virtual = spec.parallelism.virtual_stages
+    divisor = f"({spec.microbatches}·{virtual})" if virtual > 1 else f"{spec.microbatches}"
+    ideal = f"({spec.parallelism.pipeline}−1)/{divisor} = {ideal_bubble(spec):.1%}"
+    text = (
+        f"{subject.label}: with {plural(spec.microbatches, 'micro batch')} and equal stages the bubble"
+        f" is {ideal} of the working time."
+    )
+    if not evidence.bubble or evidence.times is None:
+        yield f"{text} There is no usable time.json to compare it with."
+        return
+    waits = joined([f"{bubble.measured:.1%} on rank {bubble.rank}" for bubble in evidence.bubble])
+    yield f"{text} Measured, sending and waiting take {waits}."
+    stages = measure_stages(spec, evidence.times)
+    if stages is not None:
+        yield f"{subject.label}: {_explain_unequal_stages(spec, evidence, stages)}"
+        yield f"{subject.label}: {_predict_more_microbatches(spec, stages)}"
+
+
+def _explain_unequal_stages(spec: RunSpec, evidence: PredictionEvidence, stages: StageTimes) -> str:
+    """Return how long 1F1B idles over stages of the measured times, and what that leaves unexplained."""
+    work = joined([milliseconds(seconds) for seconds in stages.seconds])
+    idle = [stages.idle_over_work(stage) for stage in range(len(stages.seconds))]
+    idle_text = joined([f"{fraction:.1%} on stage {stage}" for stage, fraction in enumerate(idle)])
+    unexplained = max(
+        abs(bubble.measured - idle[spec.parallelism.pipeline_rank(bubble.rank)])
+        for bubble in evidence.bubble
+    )
+    return (
+        f"its stages work {work} per micro batch. With stages this unequal, 1F1B idles {idle_text} of"
+        f" the working time, without the time of messages. Up to {unexplained:.1%} remain: messages,"
+        " and delays of one rank alone."
+    )
+
+
+def _predict_more_microbatches(spec: RunSpec, stages: StageTimes) -> str:
+    """Return the time per micro batch with more micro batches, and its lower limit."""
+    count = spec.microbatches
+    seconds_now = stages.iteration_seconds(count) / count
+    formula = "(p−1)/(m·v)" if spec.parallelism.virtual_stages > 1 else "(p−1)/m"
+    predictions = []
+    for factor in _MICROBATCH_FACTORS:
+        more = factor * count
+        seconds = stages.iteration_seconds(more) / more
+        predictions.append(
+            f"{more} would take {milliseconds(seconds)} ({change(seconds / seconds_now, 1)},"
+            f" {formula} = {ideal_bubble(spec, more):.1%})"
+        )
+    return (
+        f"with {plural(count, 'micro batch')} these stages take {milliseconds(seconds_now)} per micro"
+        f" batch; {joined(predictions)}. No number of micro batches takes less than the slowest stage's"
+        f" {milliseconds(max(stages.seconds))}."
+    )
+
+
+def answer_bubble(subjects: Sequence[Subject]) -> str:
+    """Return in two sentences the longest wait of a pipeline and the gain of more micro batches.
+
+    Empty if no run with a pipeline left a usable time record.
+    """
+    measured = [subject for subject in subjects if subject.evidence.bubble]
+    if not measured:
+        return ""
+    subject = max(measured, key=lambda item: max(b.measured for b in item.evidence.bubble))
+    evidence, spec = subject.evidence, subject.evidence.configuration
+    longest = max(evidence.bubble, key=lambda bubble: bubble.measured)
+    text = (
+        f"Rank {longest.rank} of {subject.label} waits for {longest.measured:.0%} of its working time;"
+        f" with equal stages it would wait for {longest.predicted:.0%}."
+    )
+    if spec is None or evidence.times is None:
+        return text
+    stages = measure_stages(spec, evidence.times)
+    if stages is None:
+        return text
+    count, more = spec.microbatches, _MICROBATCH_FACTORS[-1] * spec.microbatches
+    ratio = stages.iteration_seconds(more) / more / (stages.iteration_seconds(count) / count)
+    return f"{text} {more} micro batches instead of {count} would save {1 - ratio:.1%} of the time."

@@ -1,6 +1,7 @@
-"""`explain`: which cost, why uneven, why less, what if; in sentences and tables from a report's runs.
+"""Explain a report's runs: answers to eight questions, the sentences behind them, and tables.
 
-Equal ranks are one line of a table.
+`explain` turns a report into an `Explanation`; the other functions print it or write it as Markdown. In
+tables, ranks with equal values share one line.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ from parakit.logs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.analyse.time_shares import TimeShares
 from parakit.reporting.explain.closed_form import ComponentResidual
-from parakit.reporting.explain.costs import bubble_sentences, cost_sentences, largest_costs
+from parakit.reporting.explain.costs import (
+    answer_bubble,
+    answer_costs,
+    bubble_sentences,
+    cost_sentences,
+    largest_costs,
+)
 from parakit.reporting.explain.memory import (
+    answer_pipeline_memory,
+    answer_sequence_parallel,
+    answer_sharding,
     pipeline_memory_sentences,
     sequence_parallel_sentences,
     sharding_sentences,
@@ -34,67 +44,111 @@ from parakit.reporting.explain.predicted import (
     Unattributed,
     build_subjects,
 )
-from parakit.reporting.explain.routing import routing_sentences, routing_tables
-from parakit.reporting.explain.traffic import context_sentences, traffic_sentences
-
-_QUESTIONS: tuple[tuple[str, Callable[[Subject, Sequence[Subject]], Iterable[str]]], ...] = (
-    ("Which cost separates each strategy from baseline?", cost_sentences),
-    ("What does each strategy send?", traffic_sentences),
-    ("How does context parallelism compare with tensor parallelism?", context_sentences),
-    ("What does the pipeline wait for, and would more micro batches help?", bubble_sentences),
-    ("How evenly are tokens routed, and what does it cost?", routing_sentences),
-    ("Why is a pipeline's memory uneven?", pipeline_memory_sentences),
-    ("What does sequence parallelism save?", sequence_parallel_sentences),
-    ("What does sharding the optimizer save?", sharding_sentences),
+from parakit.reporting.explain.routing import answer_routing, routing_sentences, routing_tables
+from parakit.reporting.explain.traffic import (
+    answer_context,
+    answer_traffic,
+    context_sentences,
+    traffic_sentences,
 )
 
 
 @dataclass(frozen=True)
-class Topic:
-    """Sentences on one question."""
+class _Question:
+    """Question with the functions that answer it."""
 
-    question: str
-    sentences: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Sentences by question, and the tables they rest on; empty without a ledger."""
-
-    topics: tuple[Topic, ...] = ()
-    tables: tuple[TextTable, ...] = ()
-    evidence: Mapping[str, PredictionEvidence] = field(default_factory=dict)
-    """The same as numbers, by run."""
-    paid: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """How much each run pays beyond baseline's share, and for what most."""
+    text: str
+    explain_row: Callable[[Subject, Sequence[Subject]], Iterable[str]]
+    """Function that returns sentences on one row; all rows are passed to it for comparison."""
+    answer: Callable[[Sequence[Subject]], str]
+    """Function that returns a short answer over all rows; empty if nothing was measured."""
 
 
-def explain(report: Report) -> Explanation:
-    """Explain the runs of a report whose ledgers were kept."""
-    subjects = build_subjects(report)
-    kept = ((each.run.measurements, each.evidence.times) for each in subjects)
-    if not any(held.communication or held.memory or times for held, times in kept):
-        return Explanation()
-    topics = (
-        Topic(question, tuple(said for each in subjects for said in answer(each, subjects)))
-        for question, answer in _QUESTIONS
-    )
-    return Explanation(
-        tuple(topic for topic in topics if topic.sentences),
-        (*build_tables(subjects), *routing_tables(subjects)),
-        {subject.run.name: subject.evidence for subject in subjects},
-        largest_costs(subjects),
-    )
-
+_QUESTIONS = (
+    _Question("Which cost separates each strategy from baseline?", cost_sentences, answer_costs),
+    _Question("What does each strategy send?", traffic_sentences, answer_traffic),
+    _Question(
+        *("How does context parallelism compare with tensor parallelism?", context_sentences),
+        answer=answer_context,
+    ),
+    _Question(
+        *("What does the pipeline wait for, and would more micro batches help?", bubble_sentences),
+        answer=answer_bubble,
+    ),
+    _Question(
+        *("How evenly are tokens routed, and what does it cost?", routing_sentences),
+        answer=answer_routing,
+    ),
+    _Question(
+        *("Why is a pipeline's memory uneven?", pipeline_memory_sentences),
+        answer=answer_pipeline_memory,
+    ),
+    _Question(
+        *("What does sequence parallelism save?", sequence_parallel_sentences),
+        answer=answer_sequence_parallel,
+    ),
+    _Question("What does sharding the optimizer save?", sharding_sentences, answer_sharding),
+)
 
 NOTHING = (
     "No run here left a ledger (comm.json, memory.json, time.json), so there is nothing to explain: "
     "train with the ledger on, which is the default."
 )
+_NO_ANSWER = "The runs left too few measurements for an answer."
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Question with a short answer and the sentences behind it."""
+
+    question: str
+    sentences: tuple[str, ...]
+    """One or more sentences per row of the report."""
+    answer: str = ""
+    """Answer over all rows, two sentences at most."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Answers, and the tables on which they rest; empty if no run left a measurement."""
+
+    topics: tuple[Topic, ...] = ()
+    tables: tuple[TextTable, ...] = ()
+    evidence: Mapping[str, PredictionEvidence] = field(default_factory=dict)
+    """Measured and predicted figures behind the tables, by run name."""
+    paid: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Largest cost beyond baseline's fair time and the part that causes it, by run name."""
+
+
+def explain(report: Report) -> Explanation:
+    """Explain the runs of a report; the result is empty if none of them left a measurement."""
+    subjects = build_subjects(report)
+    if not any(_has_measurements(subject) for subject in subjects):
+        return Explanation()
+    topics = []
+    for question in _QUESTIONS:
+        sentences: list[str] = []
+        for subject in subjects:
+            sentences += question.explain_row(subject, subjects)
+        if sentences:
+            answer = question.answer(subjects) or _NO_ANSWER
+            topics.append(Topic(question.text, tuple(sentences), answer))
+    return Explanation(
+        topics=tuple(topics),
+        tables=(*build_tables(subjects), *routing_tables(subjects)),
+        evidence={subject.run.name: subject.evidence for subject in subjects},
+        paid=largest_costs(subjects),
+    )
+
+
+def _has_measurements(subject: Subject) -> bool:
+    """Return True if a row's run left a communication log, a memory record or usable times."""
+    measurements = subject.run.measurements
+    return bool(measurements.communication or measurements.memory or subject.evidence.times)
 
 
 def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
-    """Explain the named runs, or all below `root`; 1 if there is none."""
+    """Print the explanation of the named runs, or of all runs below `root`; return 1 if there is none."""
     runs, problems = load_runs(paths or find_run_folders(root))
     for problem in problems:
         console.print(problem, markup=False)
@@ -107,29 +161,30 @@ def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:
-    """Sentences first, then the tables they rest on."""
+    """Print each question with its answer and sentences, then the tables."""
     if not explanation.topics and not explanation.tables:
         console.print(Text(NOTHING))
         return
     for topic in explanation.topics:
         console.print(Text(topic.question, style="bold"))
+        console.print(Text(topic.answer))
         for sentence in topic.sentences:
             console.print(Text(f"• {sentence}"))
         console.print()
-    for found in explanation.tables:
-        console.print(readable_table(found, console.width))
+    for table in explanation.tables:
+        console.print(readable_table(table, console.width))
 
 
 def explanation_markdown(explanation: Explanation) -> str:
-    """The same as a Markdown section; empty if there is nothing."""
+    """Return the explanation as a Markdown section; empty for an empty explanation."""
     if not explanation.topics and not explanation.tables:
         return ""
     parts = ["## Explained"]
     for topic in explanation.topics:
-        parts.append(f"### {topic.question}")
+        parts += [f"### {topic.question}", markdown_text(topic.answer)]
         parts.append("\n".join(f"- {markdown_text(sentence)}" for sentence in topic.sentences))
-    for found in explanation.tables:
-        parts += [f"### {found.title}", markdown_table(found)]
+    for table in explanation.tables:
+        parts += [f"### {table.title}", markdown_table(table)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -142,21 +197,30 @@ _PHASES = (
     (Phase.DATA, "data"),
     (Phase.OTHER, "other"),
 )
-_EXACT = ("parameters", "weights", "gradients")
+"""Phases of an iteration in the order of the table's columns, with their headings."""
+_WHOLE_NUMBER_COMPONENTS = ("parameters", "weights", "gradients")
+"""Components whose values the table shows to the last digit, because they should be exact."""
+_MAX_WHOLE_RESIDUAL = 1e5
+"""Residuals below this are shown as whole numbers, larger ones with a unit."""
 
 type Cells[T] = tuple[tuple[str, Callable[[T], str]], ...]
-type Item = tuple[int | str, Any]
-"""A rank, and what a line of it is of."""
+type RankedItem = tuple[int | str, Any]
+"""Rank, and an item that a table has a line for."""
+
+
+def _published_fractions_text(shares: TimeShares) -> str:
+    """Return forward, backward with gradient sync, and optimizer as percentages of their sum."""
+    return " / ".join(f"{100 * fraction:.0f}" for fraction in shares.published_fractions)
 
 
 _TIME: Cells[TimeShares] = (
     ("ms", lambda shares: ms(shares.iteration_seconds)),
-    *((name, lambda shares, of=phase: percent(shares.phases.get(of))) for phase, name in _PHASES),
-    ("of it communication", lambda shares: percent(shares.exposed_communication)),
-    (
-        "fwd/bwd+sync/opt",
-        lambda s: " / ".join(f"{100 * share:.0f}" for share in s.published_fractions),
+    *(
+        (heading, lambda shares, phase=phase: percent(shares.phases.get(phase)))
+        for phase, heading in _PHASES
     ),
+    ("of it communication", lambda shares: percent(shares.exposed_communication)),
+    ("fwd/bwd+sync/opt", _published_fractions_text),
 )
 _CALLS: Cells[CallRow] = (
     ("Group", lambda row: row.group),
@@ -166,90 +230,121 @@ _CALLS: Cells[CallRow] = (
     ("predicted", lambda row: count(row.predicted_calls)),
     ("On the wire: measured", lambda row: count(row.measured_wire_bytes)),
     ("predicted", lambda row: count(row.predicted_wire_bytes)),
-    ("residual", lambda row: _whole(row.residual_wire_bytes)),
+    ("residual", lambda row: _signed_whole_number(row.residual_wire_bytes)),
 )
 _UNATTRIBUTED: Cells[Unattributed] = (
     ("Group", lambda item: item.group),
     ("Operation", lambda item: item.operation),
-    ("Bytes each", lambda item: count(item.payload_bytes)),
+    ("Bytes per call", lambda item: count(item.payload_bytes)),
     ("Calls made", lambda item: count(item.calls) if item.calls > 0 else DASH),
     ("Calls missing", lambda item: count(-item.calls) if item.calls < 0 else DASH),
 )
+
+
+def _component_amount(component: ComponentResidual, value: float) -> str:
+    """Return a component's value: a whole number if it should be exact, else bytes with a unit."""
+    is_whole = component.component in _WHOLE_NUMBER_COMPONENTS
+    return count(int(value)) if is_whole else amount(int(value))
+
+
+def _residual_text(component: ComponentResidual) -> str:
+    """Return a residual: a whole number if it is small, else bytes with a unit."""
+    if abs(component.residual) < _MAX_WHOLE_RESIDUAL:
+        return _signed_whole_number(component.residual)
+    return signed(amount(component.residual))
+
+
+def _relative_residual_text(component: ComponentResidual) -> str:
+    """Return a residual as a percentage of the prediction, or `exact`; a dash if nothing was predicted."""
+    if component.is_exact:
+        return "exact"
+    return signed_percent(component.residual / component.predicted if component.predicted else None)
+
+
 _MEMORY: Cells[ComponentResidual] = (
-    ("Component", lambda found: found.component),
-    ("Measured", lambda found: _amount_of(found)(int(found.measured))),
-    ("Predicted", lambda found: _amount_of(found)(int(found.predicted))),
-    (
-        "Residual",
-        lambda found: (
-            _whole(found.residual) if abs(found.residual) < 1e5 else signed(amount(found.residual))
-        ),
-    ),
-    (
-        "Of it",
-        lambda found: (
-            "exact"
-            if found.is_exact
-            else signed_percent(found.residual / found.predicted if found.predicted else None)
-        ),
-    ),
-    ("Note", lambda found: found.note),
+    ("Component", lambda component: component.component),
+    ("Measured", lambda component: _component_amount(component, component.measured)),
+    ("Predicted", lambda component: _component_amount(component, component.predicted)),
+    ("Residual", _residual_text),
+    ("Of it", _relative_residual_text),
+    ("Note", lambda component: component.note),
 )
 _BUBBLE: Cells[ComponentResidual] = (
-    ("Measured", lambda found: percent(found.measured)),
-    ("(p−1)/(m·v)", lambda found: percent(found.predicted)),
-    ("Residual", lambda found: signed_percent(found.residual)),
-    ("Unequal stages", lambda found: found.note),
+    ("Measured", lambda bubble: percent(bubble.measured)),
+    ("(p−1)/(m·v)", lambda bubble: percent(bubble.predicted)),
+    ("Residual", lambda bubble: signed_percent(bubble.residual)),
+    ("Unequal stages", lambda bubble: bubble.note),
 )
-
-
 _MISSING: Cells[str] = (("Missing", str),)
-_TABLES: tuple[tuple[str, str, Cells[Any], Callable[[PredictionEvidence], Iterable[Item]]], ...] = (
-    (
+
+
+@dataclass(frozen=True)
+class _TableDefinition:
+    """Table of an explanation: its columns, and the items of a run that it has lines for."""
+
+    name: str
+    title: str
+    cells: Cells[Any]
+    items: Callable[[PredictionEvidence], Iterable[RankedItem]]
+
+
+def _memory_items(evidence: PredictionEvidence) -> Iterator[RankedItem]:
+    """Yield the components of parameters and memory that were measured or predicted."""
+    for component in (*evidence.parameters, *evidence.memory):
+        if component.measured or component.predicted:
+            yield component.rank, component
+
+
+_TABLES = (
+    _TableDefinition(
         *("time-shares", "Where each rank's iteration goes", _TIME),
-        lambda each: ((shares.rank, shares) for shares in each.shares),
+        items=lambda evidence: ((shares.rank, shares) for shares in evidence.shares),
     ),
-    (
+    _TableDefinition(
         *("calls", "Calls of an iteration, predicted and measured", _CALLS),
-        lambda each: ((c.rank, row) for c in each.calls for row in c.rows),
-    ),
-    (
-        *("unattributed", "Calls that only one side has", _UNATTRIBUTED),
-        lambda each: ((c.rank, item) for c in each.calls for item in c.unattributed),
-    ),
-    (
-        *("memory", "Parameters and memory at the peak, predicted and measured", _MEMORY),
-        lambda each: (
-            (found.rank, found)
-            for found in (*each.parameters, *each.memory)
-            if found.measured or found.predicted
+        items=lambda evidence: (
+            (comparison.rank, row) for comparison in evidence.calls for row in comparison.rows
         ),
     ),
-    (
-        *("bubble", "The pipeline's idle time over its working time", _BUBBLE),
-        lambda each: ((found.rank, found) for found in each.bubble),
+    _TableDefinition(
+        *("unattributed", "Calls that only one side has", _UNATTRIBUTED),
+        items=lambda evidence: (
+            (comparison.rank, item)
+            for comparison in evidence.calls
+            for item in comparison.unattributed
+        ),
     ),
-    ("missing", "What is missing", _MISSING, lambda each: (("", note) for note in each.notes)),
+    _TableDefinition(
+        *("memory", "Parameters and memory at the peak, predicted and measured", _MEMORY),
+        items=_memory_items,
+    ),
+    _TableDefinition(
+        *("bubble", "The pipeline's idle time over its working time", _BUBBLE),
+        items=lambda evidence: ((bubble.rank, bubble) for bubble in evidence.bubble),
+    ),
+    _TableDefinition(
+        *("missing", "What is missing", _MISSING),
+        items=lambda evidence: (("", note) for note in evidence.notes),
+    ),
 )
 
 
 def build_tables(subjects: Sequence[Subject]) -> Iterator[TextTable]:
-    """Every table that has a line: items by rank, those that are alike on several ranks once."""
-    for name, title, cells, items in _TABLES:
+    """Yield every table that has a line; ranks of a row with equal cells share one line."""
+    for table in _TABLES:
         lines: list[tuple[str, ...]] = []
         for subject in subjects:
-            ranks: dict[tuple[str, ...], list[object]] = {}
-            for rank, item in items(subject.evidence):
-                ranks.setdefault(tuple(cell(item) for _, cell in cells), []).append(rank)
-            lines += ((subject.label, ", ".join(map(str, of)), *line) for line, of in ranks.items())
+            ranks_by_line: dict[tuple[str, ...], list[str]] = {}
+            for rank, item in table.items(subject.evidence):
+                line = tuple(write_cell(item) for _, write_cell in table.cells)
+                ranks_by_line.setdefault(line, []).append(str(rank))
+            for line, ranks in ranks_by_line.items():
+                lines.append((subject.label, ", ".join(ranks), *line))
         if lines:
-            header = ("Strategy", "Rank", *(head for head, _ in cells))
-            yield TextTable(name, title, header, tuple(lines))
+            header = ("Strategy", "Rank", *(heading for heading, _ in table.cells))
+            yield TextTable(table.name, table.title, header, tuple(lines))
 
 
-def _amount_of(found: ComponentResidual) -> Callable[[int], str]:
-    return count if found.component in _EXACT else amount
-
-
-def _whole(value: float) -> str:
+def _signed_whole_number(value: float) -> str:
+    """Return a whole number with its sign and thousands separators; 0 has no sign."""
     return "0" if not value else f"{value:+,.0f}".replace("-", "−")

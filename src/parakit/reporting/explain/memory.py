@@ -1,4 +1,7 @@
-"""Why a pipeline's ranks hold different amounts, and what SP and sharding save."""
+"""Explain why the ranks of a pipeline hold different amounts, and what SP and sharding save.
+
+The figures come from the runs' `memory.json`: bytes per category at the moment of a rank's peak.
+"""
 
 from __future__ import annotations
 
@@ -20,147 +23,256 @@ from parakit.formatting.units import amount, count, joined, plural, signed
 from parakit.reporting.explain.predicted import Subject, find_subject
 
 _STATE = (MemoryCategory.WEIGHTS, MemoryCategory.GRADIENTS, MemoryCategory.OPTIMIZER_STATE)
-_SMALLEST_SHARE = 0.02
-"""Of the difference between two ranks; smaller categories are not named."""
+_MIN_FRACTION_NAMED = 0.02
+"""Fraction of the difference between two ranks; categories that differ by less are not named."""
 _LOSS = "loss"
-_NO_LEDGER = "a memory ledger is missing, so what it saves is not known."
+_NO_RECORD = "a memory.json is missing, so what it saves is not known."
 
 
 def pipeline_memory_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Why first and last stage of a pipeline differ."""
+    """Yield why the first and the last stage hold different amounts; nothing without a pipeline."""
     if subject.split.pipeline > 1:
-        yield from (f"{subject.label}: {sentence}" for sentence in _stages(subject))
+        yield from (f"{subject.label}: {sentence}" for sentence in _compare_stages(subject))
 
 
-def _stages(subject: Subject) -> Iterator[str]:
-    ranks, spec = _ranks(subject), subject.evidence.configuration
-    if spec is None or len(ranks) < 2:
-        yield "no memory ledger of two ranks, so its stages are not compared."
-        return
+def answer_pipeline_memory(subjects: Sequence[Subject]) -> str:
+    """Return the two peaks of the pipeline whose stages differ most, and the main cause.
+
+    Empty if no run left the memory of two stages.
+    """
+    pairs = []
+    for subject in subjects:
+        ranks = _stage_ranks(subject)
+        if ranks is not None:
+            pairs.append((subject, *ranks))
+    if not pairs:
+        return ""
+    subject, heavier, lighter = max(pairs, key=lambda pair: pair[1].peak_bytes - pair[2].peak_bytes)
+    text = (
+        f"Rank {heavier.rank} of {subject.label} peaks at {amount(heavier.peak_bytes)},"
+        f" rank {lighter.rank} at {amount(lighter.peak_bytes)}."
+    )
+    changes = _category_differences(heavier, lighter)
+    if not changes:
+        return text
+    category = max(changes, key=lambda name: changes[name])
+    return f"{text} The largest difference is {signed(amount(changes[category]))} {category}."
+
+
+def _stage_ranks(subject: Subject) -> tuple[RankMemory, RankMemory] | None:
+    """Return the memory of the first and the last rank, the one with the higher peak first.
+
+    None without a pipeline, if a record is missing or if both ranks are of the first stage.
+    """
+    ranks, spec = _sorted_ranks(subject), subject.evidence.configuration
+    if subject.split.pipeline == 1 or spec is None or len(ranks) < 2:
+        return None
     first, last = ranks[0], ranks[-1]
-    stage = spec.parallelism.pipeline_rank(last.rank)
-    if stage == 0:
-        yield "the ledgers found are all of one stage."
-        return
-    heavier, lighter = (last, first) if last.peak_bytes >= first.peak_bytes else (first, last)
-    difference = heavier.peak_bytes - lighter.peak_bytes
-    parts = []
+    if spec.parallelism.pipeline_rank(last.rank) == 0:
+        return None
+    return (last, first) if last.peak_bytes >= first.peak_bytes else (first, last)
+
+
+def _category_differences(heavier: RankMemory, lighter: RankMemory) -> dict[str, int]:
+    """Return how many more bytes `heavier` holds per category at its peak, without small differences."""
+    least = _MIN_FRACTION_NAMED * max(heavier.peak_bytes - lighter.peak_bytes, 1)
+    differences = {}
     for category in MemoryCategory:
         change = heavier.categories.get(category, 0) - lighter.categories.get(category, 0)
-        if abs(change) > _SMALLEST_SHARE * max(difference, 1):
-            parts.append(f"{signed(amount(change))} {category.value.replace('_', ' ')}")
-    peaks = [
-        f"at {amount(rank.peak_bytes)} (in {rank.peak_phase.value}"
-        f"{f', {rank.peak_module}' if rank.peak_module else ''})"
-        for rank in (heavier, lighter)
+        if abs(change) > least:
+            differences[category.value.replace("_", " ")] = change
+    return differences
+
+
+def _compare_stages(subject: Subject) -> Iterator[str]:
+    """Yield the peaks of first and last rank, the embedding's part and the micro batches in flight."""
+    ranks, spec = _sorted_ranks(subject), subject.evidence.configuration
+    if spec is None or len(ranks) < 2:
+        yield "there is no memory.json of two ranks, so its stages are not compared."
+        return
+    pair = _stage_ranks(subject)
+    if pair is None:
+        yield "every memory.json is of one stage."
+        return
+    heavier, lighter = pair
+    differences = [
+        f"{signed(amount(change))} {category}"
+        for category, change in _category_differences(heavier, lighter).items()
     ]
     yield (
-        f"rank {heavier.rank} peaks {peaks[0]}, rank {lighter.rank} {peaks[1]}; "
-        f"the {amount(difference)} between them are {joined(parts) or 'spread over all categories'}."
+        f"{_describe_peak(heavier)}, {_describe_peak(lighter)}; the"
+        f" {amount(heavier.peak_bytes - lighter.peak_bytes)} between them are"
+        f" {joined(differences) or 'spread over all categories'}."
     )
-    yield _tied(spec, stage)
-    held = "; ".join(_describe_in_flight(spec, rank) for rank in (first, last))
+    first, last = ranks[0], ranks[-1]
+    yield _explain_embedding(spec, spec.parallelism.pipeline_rank(last.rank))
+    in_flight = "; ".join(_describe_in_flight(spec, rank) for rank in (first, last))
     yield (
-        f"at the end of its forwards a stage holds in flight: {held}. "
-        "On the last stage the logits are among what was measured."
+        f"at the end of its forwards a stage holds in flight: {in_flight}. "
+        "On the last stage the logits are part of the measured bytes."
     )
 
 
-def _tied(spec: RunSpec, stage: int) -> str:
-    one, other = rank_parameters(spec, 0), rank_parameters(spec, stage)
-    held = f"rank by rank {count(one.total)} and {count(other.total)} parameters"
-    if not (one.word_embedding and other.output_layer):
-        return f"first and last stage hold {held}."
-    tied = "the tied" if spec.trained_shape.tied_embeddings else "an"
-    share = other.output_layer / other.total
+def _describe_peak(rank: RankMemory) -> str:
+    """Return a rank's peak with its phase and module: `rank 1 peaks at 29 MiB (in backward)`."""
+    module = f", {rank.peak_module}" if rank.peak_module else ""
     return (
-        f"{tied} embedding's {count(one.word_embedding)} elements are on the first "
-        f"stage as embedding and on the last again as output layer, {share:.0%} of what it holds; so "
-        f"weights and optimizer hardly differ ({held}), and the logits that only the last stage makes "
-        "do."
+        f"rank {rank.rank} peaks at {amount(rank.peak_bytes)} (in {rank.peak_phase.value}{module})"
+    )
+
+
+def _explain_embedding(spec: RunSpec, last_stage: int) -> str:
+    """Return the parameters of first and last stage, and which of them are the embedding's."""
+    first, last = rank_parameters(spec, 0), rank_parameters(spec, last_stage)
+    totals = f"{count(first.total)} and {count(last.total)} parameters per rank"
+    if not (first.word_embedding and last.output_layer):
+        return f"first and last stage hold {totals}."
+    article = "the tied" if spec.trained_shape.tied_embeddings else "an"
+    fraction = last.output_layer / last.total
+    return (
+        f"{article} embedding's {count(first.word_embedding)} elements are on the first stage as"
+        f" embedding and once more on the last stage as output layer, {fraction:.0%} of its parameters."
+        f" So weights and optimizer hardly differ ({totals}); the logits differ, because only the last"
+        " stage computes them."
     )
 
 
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
+    """Return a rank's micro batches in flight, their predicted and their measured activations."""
     stage = spec.parallelism.pipeline_rank(rank.rank)
-    flights = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
-    forward = rank.phase_peak_bytes.get(Phase.FORWARD)
-    state = sum(rank.categories.get(category, 0) for category in _STATE)
-    seen = ""
-    if forward:
-        seen = f", {amount(forward - state)} measured then beside weights, gradients and optimizer"
+    micro_batches = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
+    forward_peak = rank.phase_peak_bytes.get(Phase.FORWARD)
+    state_bytes = sum(rank.categories.get(category, 0) for category in _STATE)
+    measured = ""
+    if forward_peak:
+        measured = (
+            f", measured {amount(forward_peak - state_bytes)} in addition to weights, gradients and"
+            " optimizer"
+        )
     return (
-        f"rank {rank.rank} {flights:g} micro batch{'es' * (flights != 1)}, in closed form "
-        f"{amount(activation_bytes(spec, stage))} of activations{seen}"
+        f"rank {rank.rank} {micro_batches:g} micro batch{'es' * (micro_batches != 1)}, in closed form "
+        f"{amount(activation_bytes(spec, stage))} of activations{measured}"
     )
 
 
 def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """What SP keeps less than the TP it is added to."""
-    # Megatron trains no experts under TP without SP, so there is nothing to compare those with.
+    """Yield how much less SP stores for backward than TP alone; nothing without SP."""
+    # Megatron trains no experts under TP without SP, so there is nothing to compare them with.
     if subject.split.sequence_parallel and subject.split.expert == 1:
         without = replace(subject.split, sequence_parallel=False)
         plain = find_subject(subjects, subject, without, same_batch=True)
-        said = f"there is no {strategy_name(without)} run of this batch to see its saving against."
-        yield f"{subject.label}: {_saving(subject, plain) if plain else said}"
+        missing = f"there is no {strategy_name(without)} run of this batch to compare it with."
+        yield f"{subject.label}: {_describe_saving(subject, plain) if plain else missing}"
 
 
-def _saving(subject: Subject, plain: Subject) -> str:
-    one, two = _ranks(plain), _ranks(subject)
-    spec, reference = subject.evidence.configuration, plain.evidence.configuration
-    if not one or not two or spec is None or reference is None:
-        return _NO_LEDGER
-    # What layers, norms and embeddings kept; the loss keeps logits, which SP does not touch.
-    kept, norm = [], []
-    for rank in (one[0], two[0]):
-        by_layer = rank.activations_by_layer.items()
-        kept.append(sum(size for module, size in by_layer if module != _LOSS))
-        norm.append(sum(size for module, size in by_layer if module.endswith("final_layernorm")))
-    before, after = kept
-    closed = [
-        head_bytes(each)
-        + sum(
-            chunk_activation_bytes(each, *of_kinds)
-            for of_kinds in zip(
-                each.layers_per_chunk(0), each.dense_layers_per_chunk(0), strict=True
-            )
+def answer_sequence_parallel(subjects: Sequence[Subject]) -> str:
+    """Return the largest saving of sequence parallelism in one sentence; empty if nothing was measured."""
+    texts: dict[float, str] = {}
+    for subject in subjects:
+        if not subject.split.sequence_parallel or subject.split.expert != 1:
+            continue
+        without = replace(subject.split, sequence_parallel=False)
+        plain = find_subject(subjects, subject, without, same_batch=True)
+        if plain is None or not _sorted_ranks(plain) or not _sorted_ranks(subject):
+            continue
+        before, after = (
+            _stored_bytes(_sorted_ranks(plain)[0]),
+            _stored_bytes(_sorted_ranks(subject)[0]),
         )
-        for each in (reference, spec)
-    ]
-    predicted = spec.microbatches * (closed[0] - closed[1])
-    return (
-        f"forward keeps {amount(after)} for backward over an iteration's "
-        f"{plural(spec.microbatches, 'micro batch')} on rank 0, {plain.label} {amount(before)}: "
-        f"{amount(before - after)} less, where the closed form has {amount(predicted)} (inputs of norms "
-        "and of the matrices behind them, and dropout masks, split over "
-        f"{spec.sequence_shards} ranks instead of held by each). The final norm alone: "
-        f"{amount(norm[0])} to {amount(norm[1])}. Nothing is moved to the host."
+        if before:
+            texts[1 - after / before] = (
+                f"{subject.label} stores {amount(before - after)} ({1 - after / before:.0%}) less for"
+                f" backward than {plain.label}, on rank 0."
+            )
+    return texts[max(texts)] if texts else ""
+
+
+def _stored_bytes(rank: RankMemory) -> int:
+    """Return the bytes that forward stores for backward, without the loss, which SP does not change."""
+    stored = rank.activations_by_layer.items()
+    return sum(stored_bytes for module, stored_bytes in stored if module != _LOSS)
+
+
+def _final_norm_bytes(rank: RankMemory) -> int:
+    """Return the bytes that the final norm stores for backward."""
+    stored = rank.activations_by_layer.items()
+    return sum(
+        stored_bytes for module, stored_bytes in stored if module.endswith("final_layernorm")
     )
+
+
+def _describe_saving(subject: Subject, plain: Subject) -> str:
+    """Return what SP stores for backward on rank 0 against TP alone, measured and in closed form."""
+    plain_ranks, ranks = _sorted_ranks(plain), _sorted_ranks(subject)
+    spec, plain_spec = subject.evidence.configuration, plain.evidence.configuration
+    if not plain_ranks or not ranks or spec is None or plain_spec is None:
+        return _NO_RECORD
+    before, after = _stored_bytes(plain_ranks[0]), _stored_bytes(ranks[0])
+    predicted_per_microbatch = _predicted_stored_bytes(plain_spec) - _predicted_stored_bytes(spec)
+    return (
+        f"on rank 0 forward stores {amount(after)} for backward over the"
+        f" {plural(spec.microbatches, 'micro batch')} of an iteration, {plain.label} {amount(before)}."
+        f" That is {amount(before - after)} less, where the closed form has"
+        f" {amount(spec.microbatches * predicted_per_microbatch)}: inputs of norms and of the matrices"
+        f" behind them, and dropout masks, are split over {spec.sequence_shards} ranks. The final norm"
+        f" alone: {amount(_final_norm_bytes(plain_ranks[0]))} to {amount(_final_norm_bytes(ranks[0]))}."
+    )
+
+
+def _predicted_stored_bytes(spec: RunSpec) -> int:
+    """Return the bytes per micro batch that the first stage stores for backward, in closed form."""
+    stored = head_bytes(spec)
+    chunks = zip(spec.layers_per_chunk(0), spec.dense_layers_per_chunk(0), strict=True)
+    for num_layers, num_dense_layers in chunks:
+        stored += chunk_activation_bytes(spec, num_layers, num_dense_layers)
+    return stored
 
 
 def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """What sharding the optimizer saves against plain data parallelism."""
-    whole = replace(subject.split, sharding=Sharding.NONE)
-    plain = (
-        find_subject(subjects, subject, whole, same_batch=True) if subject.split.sharding else None
-    )
+    """Yield what sharding saves against plain data parallelism; nothing without such a pair of runs."""
+    plain = _find_unsharded(subject, subjects)
     if plain is None:
         return
-    one, two = _ranks(plain), _ranks(subject)
-    if not one or not two:
-        yield f"{subject.label}: {_NO_LEDGER}"
+    plain_ranks, ranks = _sorted_ranks(plain), _sorted_ranks(subject)
+    if not plain_ranks or not ranks:
+        yield f"{subject.label}: {_NO_RECORD}"
         return
     changes = [
-        f"{category.value.replace('_', ' ')} {amount(one[0].categories.get(category, 0))} to "
-        f"{amount(two[0].categories.get(category, 0))}"
+        f"{category.value.replace('_', ' ')} {amount(plain_ranks[0].categories.get(category, 0))} to "
+        f"{amount(ranks[0].categories.get(category, 0))}"
         for category in _STATE
     ]
     yield (
         f"{subject.label} against {plain.label}, rank 0: {joined(changes)}; the peak "
-        f"{amount(one[0].peak_bytes)} to {amount(two[0].peak_bytes)}."
+        f"{amount(plain_ranks[0].peak_bytes)} to {amount(ranks[0].peak_bytes)}."
     )
 
 
-def _ranks(subject: Subject) -> tuple[RankMemory, ...]:
+def answer_sharding(subjects: Sequence[Subject]) -> str:
+    """Return the largest saving of peak memory by sharding in one sentence; empty without one."""
+    texts: dict[float, str] = {}
+    for subject in subjects:
+        plain = _find_unsharded(subject, subjects)
+        if plain is None or not _sorted_ranks(plain) or not _sorted_ranks(subject):
+            continue
+        before, after = _sorted_ranks(plain)[0].peak_bytes, _sorted_ranks(subject)[0].peak_bytes
+        if 0 < after < before:
+            texts[1 - after / before] = (
+                f"{subject.label} peaks at {amount(after)} on rank 0, {1 - after / before:.0%} below"
+                f" {plain.label}'s {amount(before)}."
+            )
+    return texts[max(texts)] if texts else ""
+
+
+def _find_unsharded(subject: Subject, subjects: Sequence[Subject]) -> Subject | None:
+    """Return the row of the same split and batch without sharding; None without sharding or such a row."""
+    if not subject.split.sharding:
+        return None
+    unsharded = replace(subject.split, sharding=Sharding.NONE)
+    return find_subject(subjects, subject, unsharded, same_batch=True)
+
+
+def _sorted_ranks(subject: Subject) -> tuple[RankMemory, ...]:
+    """Return the memory records of a run by rank; empty without a `memory.json`."""
     record = subject.run.measurements.memory
     return tuple(sorted(record.ranks, key=lambda rank: rank.rank)) if record else ()

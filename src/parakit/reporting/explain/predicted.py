@@ -1,13 +1,14 @@
-"""Predicted beside measured, a rank, by component, with residuals.
+"""Compare each run with the planner's closed forms: parameters, calls, memory and pipeline bubble.
 
-Predictions are `parakit.planner`'s closed forms; measurements are the log and the run's ledgers. What is
-missing on either side is listed in `notes`, never filled in.
+Predictions are closed forms of `parakit.costs`. Measurements come from the log and from the run's
+`comm.json`, `memory.json` and `time.json`. The result is a `PredictionEvidence` per run. A quantity that is
+unknown on either side becomes a note and no value.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parakit.artifacts.measurements import RankCommunication, TimeRecord
@@ -45,20 +46,27 @@ from parakit.reporting.explain.closed_form import (
 )
 
 _SILENT = (Operation.RECEIVE, Operation.BARRIER)
-"""They send nothing; a receive is its sender's call."""
+"""Operations that send nothing; a receive is counted as its sender's call."""
 
 _ROUTED = (Group.EXPERT, Group.EXPERT_TENSOR)
-"""How many tokens these calls move is the router's choice; the closed form has the mean."""
+"""Groups whose calls move as many tokens as the router chose; the closed form has the average."""
+_UNKNOWN_SIZE = 0
+"""Payload that stands for the varying payloads of calls in routed groups, so that they can match."""
+
+_HOST_CLOCK = (
+    f"{TIME_FILE} is of the host's clock, which on a GPU tells when kernels were launched and "
+    "not when they ran, so nothing is concluded from it"
+)
 
 
 @dataclass(frozen=True)
 class CallRow:
-    """All calls of one group and operation in an iteration."""
+    """All calls of one group and operation in one iteration of a rank, measured and predicted."""
 
     group: str
     operation: str
     what: str
-    """What is moved, by the closed form; empty if it has no such call."""
+    """Data that the calls move, by the closed form; empty if the closed form has no such call."""
     measured_calls: int
     predicted_calls: int
     measured_wire_bytes: int
@@ -66,24 +74,24 @@ class CallRow:
 
     @property
     def residual_wire_bytes(self) -> int:
-        """Measured minus predicted."""
+        """Measured minus predicted bytes on the wire."""
         return self.measured_wire_bytes - self.predicted_wire_bytes
 
 
 @dataclass(frozen=True)
 class Unattributed:
-    """Calls on one side only."""
+    """Calls of one group, operation and payload that only the run or only the closed form has."""
 
     group: str
     operation: str
     payload_bytes: int
     calls: int
-    """Positive: made, and in no closed form. Negative: predicted, and not made."""
+    """Number of calls: positive if only the run made them, negative if they are only predicted."""
 
 
 @dataclass(frozen=True)
 class CallComparison:
-    """One rank."""
+    """Measured and predicted communication calls of one rank."""
 
     rank: int
     rows: tuple[CallRow, ...]
@@ -91,148 +99,174 @@ class CallComparison:
 
     @property
     def measured_wire_bytes(self) -> int:
-        """Sent in an iteration."""
+        """Bytes that the rank sends per iteration, measured."""
         return sum(row.measured_wire_bytes for row in self.rows)
 
     @property
     def predicted_wire_bytes(self) -> int:
-        """Sent in an iteration, in closed form."""
+        """Bytes that the rank sends per iteration, by the closed form."""
         return sum(row.predicted_wire_bytes for row in self.rows)
 
 
 def compare_calls(
     configuration: RunSpec, rank: RankCommunication, megatron: MegatronVersion
 ) -> CallComparison:
-    """Compare a rank's steady iteration with the closed form, call by call."""
+    """Compare the calls of a rank's steady iteration with the closed form, by group and operation."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    made, named = defaultdict(list), defaultdict(list)
-    left: Counter[tuple[str, str, int]] = Counter()
+    measured_calls, predicted_calls = defaultdict(list), defaultdict(list)
+    # Each measured call counts +1 and each predicted call -1, so that calls on both sides cancel.
+    surplus: Counter[tuple[str, str, int]] = Counter()
     for call in rank.calls:
         if call.ranks > 1 and call.operation not in _SILENT:
             key = call.group, call.operation.value
-            made[key].append(call)
-            left[*key, 0 if call.group in _ROUTED else call.payload_bytes] += call.calls
-    for item in rank_collectives(configuration, stage, megatron):
-        key = item.group.value, item.operation.value
-        named[key].append(item)
-        left[*key, 0 if key[0] in _ROUTED else item.payload_bytes] -= item.calls
+            measured_calls[key].append(call)
+            payload = _UNKNOWN_SIZE if call.group in _ROUTED else call.payload_bytes
+            surplus[*key, payload] += call.calls
+    for prediction in rank_collectives(configuration, stage, megatron):
+        key = prediction.group.value, prediction.operation.value
+        predicted_calls[key].append(prediction)
+        payload = _UNKNOWN_SIZE if key[0] in _ROUTED else prediction.payload_bytes
+        surplus[*key, payload] -= prediction.calls
     rows = tuple(
         CallRow(
             *key,
-            what="; ".join(dict.fromkeys(item.description for item in named[key])),
-            measured_calls=sum(call.calls for call in made[key]),
-            predicted_calls=sum(item.calls for item in named[key]),
-            measured_wire_bytes=sum(call.wire_bytes for call in made[key]),
-            predicted_wire_bytes=sum(item.wire_bytes for item in named[key]),
+            what="; ".join(dict.fromkeys(call.description for call in predicted_calls[key])),
+            measured_calls=sum(call.calls for call in measured_calls[key]),
+            predicted_calls=sum(call.calls for call in predicted_calls[key]),
+            measured_wire_bytes=sum(call.wire_bytes for call in measured_calls[key]),
+            predicted_wire_bytes=sum(call.wire_bytes for call in predicted_calls[key]),
         )
-        for key in sorted({*made, *named})
+        for key in sorted({*measured_calls, *predicted_calls})
     )
-    left_over = (Unattributed(*kind, calls) for kind, calls in sorted(left.items()) if calls)
-    return CallComparison(rank.rank, rows, tuple(left_over))
+    unattributed = (Unattributed(*kind, calls) for kind, calls in sorted(surplus.items()) if calls)
+    return CallComparison(rank.rank, rows, tuple(unattributed))
 
 
 @dataclass(frozen=True)
 class PredictionEvidence:
-    """What the ledgers of one run measured, and what the closed forms predict."""
+    """Measurements of one run and the closed forms' predictions of the same quantities."""
 
     times: TimeRecord | None = None
-    """Of an iteration that takes as long as the report's row says: see `findings_of`."""
+    """Time record, scaled to the time per iteration of the report's row; None if it is not usable."""
     scale: float = 1.0
-    """The row's time an iteration over the ledger's mean; the ledger's other seconds take it too."""
+    """Row's time per iteration over the time record's mean; other measured seconds are scaled by it too."""
     shares: tuple[TimeShares, ...] = ()
+    """Fractions of each rank's iteration per phase."""
     parameters: tuple[ComponentResidual, ...] = ()
     calls: tuple[CallComparison, ...] = ()
     memory: tuple[ComponentResidual, ...] = ()
     bubble: tuple[ComponentResidual, ...] = ()
     configuration: RunSpec | None = None
-    """None where no closed form applies; `notes` says why."""
+    """Configuration of the closed forms; None if none applies, and then `notes` has the reason."""
     notes: tuple[str, ...] = ()
 
 
 def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
-    """Compare one run with its closed forms; whatever is missing becomes a note.
+    """Compare one run with its closed forms; a quantity that is missing becomes a note.
 
-    How long an iteration takes is said once, by the report's row: the median of its window
-    (`iteration_ms`). The ledger's means are of every steady iteration of one run, warm-up and pauses
-    too, so of them only the shares are taken. Without the row's figure they stand for themselves.
+    Args:
+        run: The run with its measurements.
+        iteration_ms: Time per iteration of the report's row, the median of its window. The time record
+            is scaled to it, because the record's means include warm-up and pauses. Without it the
+            record keeps its own times.
     """
-    kept = {
+    records = {
         COMMUNICATION_FILE: run.measurements.communication,
         MEMORY_FILE: run.measurements.memory,
     }
-    notes = [f"no usable {name}" for name, record in kept.items() if record is None]
+    notes = [f"no usable {name}" for name, record in records.items() if record is None]
     times, problem = run.time_record
     if times is not None and run.device != "cpu":
-        times, problem = None, _LAUNCHED
+        times, problem = None, _HOST_CLOCK
     scale = 1.0
     if times:
         times = add_pipeline_waits(times, run.measurements.communication)
-        whole = mean(rank.iteration_seconds for rank in times.ranks)
-        scale = iteration_ms / (1000 * whole) if iteration_ms else 1.0
+        iteration_seconds = mean(rank.iteration_seconds for rank in times.ranks)
+        scale = iteration_ms / (1000 * iteration_seconds) if iteration_ms else 1.0
         times = scale_times(times, scale)
-    notes += filter(None, [problem])
-    found = PredictionEvidence(times, scale, compute_time_shares(times) if times else ())
-    try:
-        return _predicted(run, require_closed_form_spec(run), replace(found, notes=tuple(notes)))
-    except (NoClosedFormError, UnevenSplitError) as error:
-        return replace(found, notes=(*notes, f"nothing predicted: {error}"))
-
-
-def _predicted(run: Run, spec: RunSpec, found: PredictionEvidence) -> PredictionEvidence:
-    """With what the closed forms say; a ledger of another run's ranks must not break the report."""
-    split, parameters = spec.parallelism, []
-    for count in run.log.parameters:
-        # Megatron's own count of every model-parallel rank; its first data-parallel rank stands for all.
-        if count.pipeline_rank < split.pipeline and count.tensor_rank < split.tensor:
-            predicted = rank_parameters(spec, count.pipeline_rank).total
-            rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
-            own = ComponentResidual(rank, "parameters", count.parameters, predicted)
-            parameters.append(own)
-    sent, held, ranks = (
-        run.measurements.communication,
-        run.measurements.memory,
-        range(split.world_size),
+    if problem:
+        notes.append(problem)
+    evidence = PredictionEvidence(
+        times, scale, compute_time_shares(times) if times else (), notes=tuple(notes)
     )
-    callers = [r for r in (sent.ranks if sent else ()) if r.rank in ranks and r.steady_iterations]
-    holders = [rank for rank in (held.ranks if held else ()) if rank.rank in ranks]
-    kernels, megatron = detect_kernels(run), detect_megatron_version(run)
+    try:
+        return _add_predictions(evidence, run, require_closed_form_spec(run))
+    except (NoClosedFormError, UnevenSplitError) as error:
+        return replace(evidence, notes=(*notes, f"nothing predicted: {error}"))
+
+
+def _add_predictions(evidence: PredictionEvidence, run: Run, spec: RunSpec) -> PredictionEvidence:
+    """Return the evidence with the closed forms' predictions.
+
+    Ranks outside the run's world size are skipped: a record may have been left by another run.
+    """
+    communication, memory = run.measurements.communication, run.measurements.memory
+    ranks = range(spec.parallelism.world_size)
+    calls = tuple(
+        compare_calls(spec, rank, detect_megatron_version(run))
+        for rank in (communication.ranks if communication else ())
+        if rank.rank in ranks and rank.steady_iterations
+    )
+    components: list[ComponentResidual] = []
+    for rank in memory.ranks if memory else ():
+        if rank.rank in ranks:
+            components += compare_memory(spec, rank, detect_kernels(run))
     return replace(
-        found,
-        parameters=tuple(parameters),
-        calls=tuple(compare_calls(spec, rank, megatron) for rank in callers),
-        memory=tuple(one for rank in holders for one in compare_memory(spec, rank, kernels)),
-        bubble=compare_bubble(spec, found.times) if found.times else (),
+        evidence,
+        parameters=tuple(_compare_parameters(run, spec)),
+        calls=calls,
+        memory=tuple(components),
+        bubble=compare_bubble(spec, evidence.times) if evidence.times else (),
         configuration=spec,
     )
 
 
-_LAUNCHED = (
-    f"{TIME_FILE} is of the host's clock, which on a GPU says when kernels were launched and "
-    "not when they ran, so nothing is concluded from it"
-)
+def _compare_parameters(run: Run, spec: RunSpec) -> Iterator[ComponentResidual]:
+    """Yield Megatron's printed parameters and the closed form per model-parallel rank.
+
+    Megatron prints a count per pipeline and tensor rank. It stands for all data-parallel ranks, so it is
+    given the number of the first of them.
+    """
+    split = spec.parallelism
+    for count in run.log.parameters:
+        if count.pipeline_rank < split.pipeline and count.tensor_rank < split.tensor:
+            predicted = rank_parameters(spec, count.pipeline_rank).total
+            rank = count.pipeline_rank * (split.world_size // split.pipeline) + count.tensor_rank
+            yield ComponentResidual(rank, "parameters", count.parameters, predicted)
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds that each pipeline stage works on one micro batch, measured, and the split."""
+    """Measured seconds per micro batch of each pipeline stage, with the schedule's numbers."""
 
     seconds: tuple[float, ...]
     microbatches: int
     virtual: int
+    """Virtual stages per rank."""
 
     def iteration_seconds(self, microbatches: int) -> float:
-        """1F1B over these stages: m·max(T) + (ΣT − max T)/v (arXiv:2104.04473 §2.2)."""
+        """Return the seconds of 1F1B over these stages: m·max(T) + (ΣT − max T)/v.
+
+        The formula is of arXiv:2104.04473 §2.2; messages take no time in it.
+        """
         slowest = max(self.seconds)
         return microbatches * slowest + (sum(self.seconds) - slowest) / self.virtual
 
     def idle_over_work(self, stage: int) -> float:
-        """Idle over working time of a stage if messages take none."""
+        """Return a stage's idle time over its working time if messages take no time."""
         work = self.microbatches * self.seconds[stage]
         return (self.iteration_seconds(self.microbatches) - work) / work if work else 0.0
 
 
 def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> float:
-    """(p−1)/(m·v): idle over working time with equal stages; none where the pipeline stays full."""
+    """Return (p−1)/(m·v), the idle time over the working time with equal stages.
+
+    It is 0 for asynchronous schedules, which keep the pipeline full.
+
+    Args:
+        configuration: The run's configuration.
+        microbatches: Micro batches per iteration; None takes the configuration's.
+    """
     split = configuration.parallelism
     if split.schedule.is_asynchronous:
         return 0.0
@@ -241,76 +275,93 @@ def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> flo
 
 
 def measure_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
-    """Working seconds of every stage, the mean of its ranks; None if a stage has no ledger."""
+    """Return the working seconds per stage and micro batch, means over a stage's ranks.
+
+    None if no rank of some stage left its times.
+    """
     stages = range(configuration.parallelism.pipeline)
-    by_stage: list[list[float]] = [[] for _ in stages]
+    seconds_by_stage: list[list[float]] = [[] for _ in stages]
     for rank in times.ranks:
         stage = configuration.parallelism.pipeline_rank(rank.rank)
         if stage in stages and rank.iteration_seconds:
-            by_stage[stage].append(pass_seconds(rank) / configuration.microbatches)
-    if not all(by_stage):
+            seconds_by_stage[stage].append(pass_seconds(rank) / configuration.microbatches)
+    if not all(seconds_by_stage):
         return None
     virtual = configuration.parallelism.virtual_stages
-    return StageTimes(tuple(map(mean, by_stage)), configuration.microbatches, virtual)
+    return StageTimes(tuple(map(mean, seconds_by_stage)), configuration.microbatches, virtual)
 
 
 def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[ComponentResidual, ...]:
-    """Idle over working time of every rank of a pipeline; nothing without one."""
+    """Return each rank's idle time over its working time, measured and with equal stages.
+
+    Empty without a pipeline. The note has the idle time of 1F1B over the measured stages.
+    """
     if configuration.parallelism.pipeline == 1:
         return ()
     stages, ideal = measure_stages(configuration, times), ideal_bubble(configuration)
-    each = " and ".join(f"{ms(value)} ms" for value in stages.seconds) if stages else ""
-    found = []
+    residuals = []
     for rank in times.ranks:
         if pass_seconds(rank) > 0:
-            note = "another stage has no time ledger"
+            note = "another stage left no time.json"
             if stages:
+                work = " and ".join(f"{ms(seconds)} ms" for seconds in stages.seconds)
                 idle = stages.idle_over_work(configuration.parallelism.pipeline_rank(rank.rank))
-                note = f"stages work {each} a micro batch, which makes {idle:.1%}"
+                note = f"stages work {work} per micro batch, which makes {idle:.1%}"
             measured = idle_over_work(rank)
-            found.append(ComponentResidual(rank.rank, "idle over work", measured, ideal, note))
-    return tuple(found)
+            residuals.append(ComponentResidual(rank.rank, "idle over work", measured, ideal, note))
+    return tuple(residuals)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One configuration of a report, its newest run explained."""
+    """Row of a report that is explained, with the evidence of its newest run."""
 
     entry: Entry
     evidence: PredictionEvidence
     label: str
-    """How tables and sentences call it; with its model where a report has several."""
+    """Name of the row in tables and sentences; it includes the model if the report has several."""
 
     @property
     def run(self) -> Run:
-        """The run whose ledgers are read."""
+        """Newest run of the row, whose measurements are read."""
         return self.entry.run
 
     @property
     def split(self) -> Parallelism:
-        """How it was split; whole where that is not known."""
+        """Parallelism of the run; that of a single rank if it is unknown."""
         return self.run.spec.parallelism if self.run.spec else Parallelism()
 
     @property
     def cohort(self) -> tuple[object, ...]:
-        """Subjects that may be compared: model, device, backend and precision."""
+        """Model, device, backend and precision: rows may be compared if these are equal."""
         run, spec = self.run, self.run.spec
         return run.model, run.device, spec and spec.backend, spec and spec.dtype
 
 
 def build_subjects(report: Report) -> tuple[Subject, ...]:
-    """Every entry with its evidence."""
-    each = zip(report.entries, entry_names(report.entries), strict=True)
+    """Return every row of a report with the comparison of its newest run with the closed forms."""
+    labelled_entries = zip(report.entries, entry_names(report.entries), strict=True)
     return tuple(
-        Subject(one, compare_run_with_predictions(one.run, one.time_ms), name) for one, name in each
+        Subject(entry, compare_run_with_predictions(entry.run, entry.time_ms), label)
+        for entry, label in labelled_entries
     )
 
 
 def find_subject(
     subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
 ) -> Subject | None:
-    """The subject that is split so in the cohort of another, and of its batch if asked."""
+    """Return the first row of `like`'s cohort that has a split; None if there is none.
+
+    Args:
+        subjects: All rows.
+        like: The row whose cohort is searched.
+        split: The parallelism of the row that is searched for.
+        same_batch: True if the row must also have the batch of `like`.
+    """
     batch = like.run.spec and like.run.spec.batch
-    alike = (o for o in subjects if o.split == split and o.cohort == like.cohort)
-    mine = (o for o in alike if not same_batch or (o.run.spec and o.run.spec.batch) == batch)
-    return next(mine, None)
+    for subject in subjects:
+        if subject.split != split or subject.cohort != like.cohort:
+            continue
+        if not same_batch or (subject.run.spec and subject.run.spec.batch) == batch:
+            return subject
+    return None

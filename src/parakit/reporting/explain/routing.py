@@ -1,6 +1,7 @@
-"""What a run's routers did, over all its ranks: shares of experts, losses, and the work of each rank.
+"""Explain a run's expert routing over all its ranks: tokens per expert, router losses, work per rank.
 
-In sentences, tables and a picture: experts × iterations, and the router's losses below.
+The input is a run's `routing.json`. Token counts are copies: a token that goes to top-k experts counts k
+times. Results are sentences, tables and a picture of experts × iterations.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
 from parakit.reporting.explain.predicted import Subject
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_MEANS = ("load_balancing_loss", "z_loss", "entropy_nats")
+"""Fields of a layer's routing that are averaged over layers and ranks."""
+_LATE_ITERATIONS = 10
+"""Number of iterations at the end of the run over which sentences and tables average."""
+_PASSES = (Phase.FORWARD, Phase.BACKWARD)
+_figure = known("{:.3f}")
 
 
 @dataclass(frozen=True)
 class IterationRouting:
-    """One iteration, all layers and ranks."""
+    """Routing of one iteration, over all layers and ranks."""
 
     iteration: int
     tokens: dict[int, tuple[int, ...]]
@@ -41,7 +50,7 @@ class IterationRouting:
     load_balancing_loss: float | None
     z_loss: float | None
     entropy_nats: float | None
-    """Means over layers and tokens; None where no router reported it."""
+    """Losses and entropy are means over layers and tokens; None if no router reported them."""
 
     @property
     def computed(self) -> int:
@@ -51,212 +60,324 @@ class IterationRouting:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one rank's experts do in a mean iteration."""
+    """Work of one rank's experts per iteration, on average."""
 
     rank: int
     experts: range
     tokens: float
-    """Copies of tokens, over the rank's layers."""
+    """Copies of tokens per iteration, over the rank's layers."""
     ratio_to_mean: float
-    """Over the mean of the ranks that exchange tokens with it."""
+    """Tokens of this rank over the mean of the ranks that exchange tokens with it."""
     wait_seconds: float | None
-    """Spent waiting in calls that exchange tokens; None without a communication ledger."""
+    """Seconds per iteration in calls that exchange tokens; None without a communication log."""
+
+
+class _BlockWork(dict[tuple[int, int], list[int]]):
+    """Tokens per expert-parallel index of one block of ranks, by iteration and layer."""
 
 
 def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...]:
-    """Sum counts and average losses over the ranks, iteration by iteration."""
-    rows: dict[int, list[LayerRouting]] = defaultdict(list)
-    for row in (row for rank in record.ranks for row in rank.layers):
-        rows[row.iteration].append(row)
-    found = []
-    for number, counts in count_tokens_per_expert(record).items():
-        of_it = rows[number]
-        tokens = dict(zip(sorted({row.layer for row in of_it}), counts, strict=True))
-        columns = ([getattr(row, name) for row in of_it] for name in _MEANS)
-        known = ([value for value in column if value is not None] for column in columns)
-        dropped = sum(row.dropped_tokens for row in of_it)
-        means = (mean(values) if values else None for values in known)
-        found.append(IterationRouting(number, tokens, dropped, *means))
-    return tuple(found)
-
-
-_MEANS = ("load_balancing_loss", "z_loss", "entropy_nats")
+    """Return the routing per iteration: token counts summed and losses averaged over the ranks."""
+    rows_by_iteration: dict[int, list[LayerRouting]] = defaultdict(list)
+    for rank in record.ranks:
+        for row in rank.layers:
+            rows_by_iteration[row.iteration].append(row)
+    merged = []
+    for iteration, counts in count_tokens_per_expert(record).items():
+        rows = rows_by_iteration[iteration]
+        layers = sorted({row.layer for row in rows})
+        averages: list[float | None] = []
+        for name in _MEANS:
+            values = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+            averages.append(mean(values) if values else None)
+        dropped = sum(row.dropped_tokens for row in rows)
+        tokens = dict(zip(layers, counts, strict=True))
+        merged.append(IterationRouting(iteration, tokens, dropped, *averages))
+    return tuple(merged)
 
 
 def expert_token_ratios(
     iterations: Sequence[IterationRouting], layer: int
 ) -> list[tuple[float, ...]]:
-    """Each expert's tokens of a layer over its even share, by iteration."""
-    result = []
-    for counts in (found.tokens[layer] for found in iterations):
+    """Return per iteration each expert's tokens over an even split of the layer's tokens."""
+    ratios = []
+    for iteration in iterations:
+        counts = iteration.tokens[layer]
         even = sum(counts) / len(counts) or 1.0
-        result.append(tuple(tokens / even for tokens in counts))
-    return result
+        ratios.append(tuple(tokens / even for tokens in counts))
+    return ratios
 
 
 def compute_rank_loads(
     record: RoutingRecord, split: Parallelism, communication: CommunicationRecord | None
 ) -> tuple[RankLoad, ...]:
-    """Work of each rank under expert parallelism; nothing without it, where each keeps its own.
+    """Return the work per rank under expert parallelism; empty without expert parallelism.
 
-    Megatron numbers ranks by ETP first, then EP, then copies, then stages
-    (`parallel_state.RankGenerator`).
+    Megatron numbers ranks by expert tensor parallelism first, then expert parallelism, then replicas,
+    then stages (`parallel_state.RankGenerator`).
     """
     if split.expert == 1:
         return ()
-    inside = (Phase.FORWARD, Phase.BACKWARD)
-    waits = {
-        rank.rank: sum(
+    waits = _exchange_wait_seconds(communication)
+    experts_per_rank = _num_experts(record) // split.expert
+    work = _tokens_by_expert_index(record, split)
+    loads = []
+    for number in sorted(rank.rank for rank in record.ranks):
+        block, position = divmod(number, split.expert * split.effective_expert_tensor)
+        index = position // split.effective_expert_tensor
+        # A pipeline stage may have no layer with experts, and then its block has no tokens.
+        num_iterations = len({iteration for iteration, _ in work[block]}) or 1
+        totals = [sum(column) for column in zip(*work[block].values(), strict=True)]
+        totals = totals or [0] * split.expert
+        even = sum(totals) / split.expert
+        loads.append(
+            RankLoad(
+                rank=number,
+                experts=range(index * experts_per_rank, (index + 1) * experts_per_rank),
+                tokens=totals[index] / num_iterations,
+                ratio_to_mean=totals[index] / even if even else 1.0,
+                wait_seconds=waits.get(number),
+            )
+        )
+    return tuple(loads)
+
+
+def _exchange_wait_seconds(communication: CommunicationRecord | None) -> dict[int, float]:
+    """Return per rank the seconds per iteration in calls that exchange tokens; empty without a record."""
+    waits = {}
+    for rank in communication.ranks if communication else ():
+        waits[rank.rank] = sum(
             call.wait_seconds
             for call in rank.calls
-            if call.group in ROUTED_GROUPS and call.ranks > 1 and call.phase in inside
+            if call.group in ROUTED_GROUPS and call.ranks > 1 and call.phase in _PASSES
         )
-        for rank in (communication.ranks if communication else ())
-    }
+    return waits
+
+
+def _num_experts(record: RoutingRecord) -> int:
+    """Return the number of experts per layer; 0 if no rank has a layer with experts."""
     rows = (row for rank in record.ranks for row in rank.layers)
-    own = max((len(row.tokens_per_expert) for row in rows), default=0) // split.expert
-    work, result = _work(record, split), []
-    for number in sorted(rank.rank for rank in record.ranks):
-        block, within = divmod(number, split.expert * split.effective_expert_tensor)
-        place = within // split.effective_expert_tensor
-        # A stage may have no router.
-        iterations = len({iteration for iteration, _ in work[block]}) or 1
-        by_place = list(map(sum, zip(*work[block].values(), strict=True))) or [0] * split.expert
-        even = sum(by_place) / split.expert
-        ratio_to_mean = by_place[place] / even if even else 1.0
-        held, tokens = range(place * own, (place + 1) * own), by_place[place] / iterations
-        result.append(RankLoad(number, held, tokens, ratio_to_mean, waits.get(number)))
-    return tuple(result)
+    return max((len(row.tokens_per_expert) for row in rows), default=0)
 
 
 def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
-    """Work of the busiest rank in each layer over the mean rank's, in all: the others wait for it.
+    """Return the work of each layer's busiest rank over the mean rank's, over all layers.
 
-    A rank that is busiest in one layer and idle in the next is even on the whole, and still waited for.
+    The other ranks wait for the busiest one in every layer. A rank that is busiest in one layer and idle
+    in the next has an even total, and is still waited for.
     """
-    tokens = [each for found in _work(record, split).values() for each in found.values()]
-    even = sum(map(sum, tokens)) / split.expert
-    return sum(map(max, tokens)) / even if even else 1.0
+    counts = [
+        tokens
+        for block_work in _tokens_by_expert_index(record, split).values()
+        for tokens in block_work.values()
+    ]
+    even = sum(map(sum, counts)) / split.expert
+    return sum(map(max, counts)) / even if even else 1.0
 
 
-def _work(record: RoutingRecord, split: Parallelism) -> dict[int, dict[tuple[int, int], list[int]]]:
-    """Tokens of each place's experts, by block of ranks that exchange them, iteration and layer."""
-    work: dict[int, dict[tuple[int, int], list[int]]] = defaultdict(dict)
+def _tokens_by_expert_index(record: RoutingRecord, split: Parallelism) -> dict[int, _BlockWork]:
+    """Return per block of ranks that exchange tokens the tokens of each expert-parallel index."""
+    work: dict[int, _BlockWork] = defaultdict(_BlockWork)
     for rank in record.ranks:
-        found = work[rank.rank // (split.expert * split.effective_expert_tensor)]
+        block_work = work[rank.rank // (split.expert * split.effective_expert_tensor)]
         for row in rank.layers:
-            own = len(row.tokens_per_expert) // split.expert
-            by_place = found.setdefault((row.iteration, row.layer), [0] * split.expert)
-            for place in range(split.expert):
-                by_place[place] += sum(row.tokens_per_expert[place * own : (place + 1) * own])
+            per_rank = len(row.tokens_per_expert) // split.expert
+            totals = block_work.setdefault((row.iteration, row.layer), [0] * split.expert)
+            for index in range(split.expert):
+                experts = row.tokens_per_expert[index * per_rank : (index + 1) * per_rank]
+                totals[index] += sum(experts)
     return work
 
 
-_figure = known("{:.3f}")
-_LAST = 10
-"""Iterations at the end whose mean is shown."""
-
-
 def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Of a run whose routers were watched their choice, and its cost."""
+    """Yield how evenly a run's routers chose, and the cost; nothing without a `routing.json`."""
     record = subject.run.measurements.routing
     if record and (iterations := merge_routing_of_ranks(record)):
-        yield f"{subject.label}: {_choice(iterations)}"
-        if ranks := _loads(subject, record):
-            busy = busiest_rank_ratio(record, subject.split)
-            yield f"{subject.label}: {_cost(subject, ranks, busy)}"
+        yield f"{subject.label}: {_describe_choices(iterations)}"
+        if loads := _scaled_loads(subject, record):
+            ratio = busiest_rank_ratio(record, subject.split)
+            yield f"{subject.label}: {_describe_load_cost(subject, loads, ratio)}"
 
 
-def _choice(iterations: Sequence[IterationRouting]) -> str:
+def answer_routing(subjects: Sequence[Subject]) -> str:
+    """Return in two sentences the busiest expert of all runs and the cost of waiting for it.
+
+    Empty if no run left a `routing.json`.
+    """
+    busiest: tuple[float, Subject, RoutingRecord] | None = None
+    for subject in subjects:
+        record = subject.run.measurements.routing
+        iterations = merge_routing_of_ranks(record) if record else ()
+        if record and iterations:
+            ratio = _find_busiest_expert(iterations[-_LATE_ITERATIONS:]).ratio
+            if busiest is None or ratio > busiest[0]:
+                busiest = ratio, subject, record
+    if busiest is None:
+        return ""
+    ratio, subject, record = busiest
+    text = (
+        f"The busiest expert of {subject.label} computes {ratio:.2f} times its even part of the tokens,"
+        " at the end of the run."
+    )
+    cost = _measure_wait_cost(subject, _scaled_loads(subject, record))
+    if cost is None:
+        return text
+    return f"{text} Waiting for other ranks' experts costs {cost.lowest} to {cost.highest} of the iteration."
+
+
+@dataclass(frozen=True)
+class _BusiestExpert:
+    """Expert with the most tokens relative to an even split."""
+
+    layer: int
+    expert: int
+    ratio: float
+    num_experts: int
+
+
+def _find_busiest_expert(late: Sequence[IterationRouting]) -> _BusiestExpert:
+    """Return the busiest expert of all layers, by its mean ratio over some iterations."""
+    ratios_by_layer = {layer: _mean_token_ratios(late, layer) for layer in late[-1].tokens}
+    layer = max(ratios_by_layer, key=lambda number: max(ratios_by_layer[number]))
+    ratios = ratios_by_layer[layer]
+    return _BusiestExpert(layer, ratios.index(max(ratios)), max(ratios), len(ratios))
+
+
+def _describe_choices(iterations: Sequence[IterationRouting]) -> str:
+    """Return the busiest expert, the losses at the start and the end, and the dropped tokens."""
     first, last = iterations[0], iterations[-1]
-    late = iterations[-_LAST:]
-    by_layer = {layer: _late_shares(late, layer) for layer in last.tokens}
-    layer = max(by_layer, key=lambda number: max(by_layer[number]))
-    top, experts = max(by_layer[layer]), len(by_layer[layer])
-    dropped = sum(found.dropped for found in iterations)
-    copies = sum(found.computed for found in iterations) + dropped
-    lost = f"{count(dropped)} of {count(copies)} copies of tokens were dropped"
+    late = iterations[-_LATE_ITERATIONS:]
+    busiest = _find_busiest_expert(late)
+    dropped = sum(iteration.dropped for iteration in iterations)
+    copies = sum(iteration.computed for iteration in iterations) + dropped
+    dropped_text = f"{count(dropped)} of {count(copies)} copies of tokens were dropped"
     return (
-        f"in the last {len(late)} iterations the busiest of {experts} experts computed ×{top:.2f} its "
-        f"even share (expert {by_layer[layer].index(top)} of layer {layer}); the load-balancing loss "
-        f"went from {_figure(first.load_balancing_loss)} to {_figure(last.load_balancing_loss)} (1 is "
-        f"even), the router's entropy from {_figure(first.entropy_nats)} to "
-        f"{_figure(last.entropy_nats)} of at most {math.log(experts):.3f} nats; "
-        f"{lost if dropped else 'no token was dropped'}."
+        f"in the last {len(late)} iterations the busiest of {busiest.num_experts} experts computed"
+        f" {busiest.ratio:.2f} times its even part (expert {busiest.expert} of layer {busiest.layer})."
+        f" The load-balancing loss went from {_figure(first.load_balancing_loss)} to"
+        f" {_figure(last.load_balancing_loss)} (1 is even), the router's entropy from"
+        f" {_figure(first.entropy_nats)} to {_figure(last.entropy_nats)} of at most"
+        f" {math.log(busiest.num_experts):.3f} nats;"
+        f" {dropped_text if dropped else 'no token was dropped'}."
     )
 
 
-def _late_shares(late: Sequence[IterationRouting], layer: int) -> list[float]:
+def _mean_token_ratios(late: Sequence[IterationRouting], layer: int) -> list[float]:
+    """Return each expert's mean ratio to an even split over some iterations of a layer."""
     return [mean(column) for column in zip(*expert_token_ratios(late, layer), strict=True)]
 
 
-def _cost(subject: Subject, ranks: Sequence[RankLoad], most: float) -> str:
-    works = [load.ratio_to_mean for load in ranks]
-    text = (
-        f"the ranks' experts compute ×{min(works):.3f} to ×{max(works):.3f} of the mean on the whole; "
-        f"the busiest of each layer, which the others wait for, ×{most:.3f}"
-    )
-    waits = {load.rank: load.wait_seconds for load in ranks if load.wait_seconds is not None}
+@dataclass(frozen=True)
+class _WaitCost:
+    """Ranks that wait shortest and longest for tokens, and what uneven work costs."""
+
+    shortest: RankLoad
+    longest: RankLoad
+    iteration_seconds: float
+    lowest: str
+    """Difference between the two waits as a percentage of the iteration."""
+    highest: str
+    """Longest wait as a percentage of the iteration."""
+
+
+def _measure_wait_cost(subject: Subject, loads: Sequence[RankLoad]) -> _WaitCost | None:
+    """Return the cost of waiting for other ranks' experts; None without waits or times of two ranks."""
+    waiting = [load for load in loads if load.wait_seconds is not None]
     times = subject.evidence.times
-    whole = mean(rank.iteration_seconds for rank in times.ranks) if times and times.ranks else 0.0
-    if len(waits) < 2 or not whole:
-        return f"{text}; what they wait for one another is not known without a ledger."
-    low, high = min(waits, key=waits.__getitem__), max(waits, key=waits.__getitem__)
-    extra = waits[high] - waits[low]
+    seconds = mean(rank.iteration_seconds for rank in times.ranks) if times and times.ranks else 0.0
+    if len(waiting) < 2 or not seconds:
+        return None
+    shortest = min(waiting, key=lambda load: load.wait_seconds or 0.0)
+    longest = max(waiting, key=lambda load: load.wait_seconds or 0.0)
+    low, high = shortest.wait_seconds or 0.0, longest.wait_seconds or 0.0
+    return _WaitCost(
+        shortest, longest, seconds, percent((high - low) / seconds), percent(high / seconds)
+    )
+
+
+def _describe_load_cost(subject: Subject, loads: Sequence[RankLoad], busiest_ratio: float) -> str:
+    """Return how uneven the ranks' work is, and how long they wait for one another's experts."""
+    ratios = [load.ratio_to_mean for load in loads]
+    text = (
+        f"over the run, the ranks' experts compute {min(ratios):.3f} to {max(ratios):.3f} times the"
+        f" mean; the busiest rank of each layer, for which the others wait, {busiest_ratio:.3f} times"
+    )
+    cost = _measure_wait_cost(subject, loads)
+    if cost is None:
+        return f"{text}. How long they wait for one another is not known without a comm.json."
+    low, high = cost.shortest.wait_seconds or 0.0, cost.longest.wait_seconds or 0.0
     return (
-        f"{text}. In exchanging tokens rank {low} waits for {milliseconds(waits[low])} and rank "
-        f"{high} for {milliseconds(waits[high])} of an iteration of {milliseconds(whole)}: waiting"
-        f" for another's experts cost at least the difference, {milliseconds(extra)}"
-        f" ({percent(extra / whole)}), and at most all of it, "
-        f"{percent(waits[high] / whole)}; the rest is the exchange itself."
+        f"{text}. In calls that exchange tokens, rank {cost.shortest.rank} spends {milliseconds(low)}"
+        f" and rank {cost.longest.rank} {milliseconds(high)} of an iteration of"
+        f" {milliseconds(cost.iteration_seconds)}. Waiting for another rank's experts costs at least the"
+        f" difference, {milliseconds(high - low)} ({cost.lowest}), and at most the longer time"
+        f" ({cost.highest}); the transfer itself takes the remainder."
     )
 
 
 def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
-    """The tables behind the sentences, those that have a line."""
-    experts: list[tuple[str, ...]] = []
-    ranks: list[tuple[str, ...]] = []
-    losses: list[tuple[str, ...]] = []
+    """Return the tables of experts, ranks and losses; tables without a line are left out."""
+    expert_lines: list[tuple[str, ...]] = []
+    rank_lines: list[tuple[str, ...]] = []
+    loss_lines: list[tuple[str, ...]] = []
     for subject in subjects:
         record = subject.run.measurements.routing
         iterations = merge_routing_of_ranks(record) if record else ()
-        if not record or not iterations:
-            continue
-        late = iterations[-_LAST:]
-        for layer in late[0].tokens:
-            each = _late_shares(late, layer)
-            tokens = count(round(mean(sum(found.tokens[layer]) for found in late)))
-            top = max(range(len(each)), key=each.__getitem__)
-            text = " ".join(f"{share:.2f}" for share in each)
-            experts.append((subject.label, str(layer), tokens, text, f"{top}: ×{each[top]:.2f}"))
-        for load in _loads(subject, record):
-            wait = DASH if load.wait_seconds is None else milliseconds(load.wait_seconds)
-            first, last = load.experts[0], load.experts[-1]
-            held = f"{first}–{last}" if len(load.experts) > 1 else str(first)
-            work = count(round(load.tokens)), f"×{load.ratio_to_mean:.3f}"
-            ranks.append((subject.label, str(load.rank), held, *work, wait))
-        for place in sorted({0, len(iterations) // 2, len(iterations) - 1}):
-            now = iterations[place]
-            figures = map(_figure, (now.load_balancing_loss, now.z_loss, now.entropy_nats))
-            lost = percent(now.dropped / ((now.computed + now.dropped) or 1))
-            losses.append((subject.label, str(now.iteration), *figures, lost))
+        if record and iterations:
+            expert_lines += _expert_lines(subject, iterations[-_LATE_ITERATIONS:])
+            rank_lines += [_rank_line(subject, load) for load in _scaled_loads(subject, record)]
+            loss_lines += _loss_lines(subject, iterations)
     return tuple(
         TextTable(name, title, ("Strategy", *header), tuple(lines))
-        for (name, title, header), lines in zip(_TABLES, (experts, ranks, losses), strict=True)
+        for (name, title, header), lines in zip(
+            _TABLES, (expert_lines, rank_lines, loss_lines), strict=True
+        )
         if lines
     )
+
+
+def _expert_lines(subject: Subject, late: Sequence[IterationRouting]) -> Iterator[tuple[str, ...]]:
+    """Yield a line per layer: tokens per iteration, each expert's ratio and the busiest expert."""
+    for layer in late[0].tokens:
+        ratios = _mean_token_ratios(late, layer)
+        tokens = round(mean(sum(iteration.tokens[layer]) for iteration in late))
+        busiest = ratios.index(max(ratios))
+        all_ratios = " ".join(f"{ratio:.2f}" for ratio in ratios)
+        busiest_text = f"{busiest}: ×{ratios[busiest]:.2f}"
+        yield subject.label, str(layer), count(tokens), all_ratios, busiest_text
+
+
+def _rank_line(subject: Subject, load: RankLoad) -> tuple[str, ...]:
+    """Return a rank's experts, tokens per iteration, ratio to the mean and wait per iteration."""
+    wait = DASH if load.wait_seconds is None else milliseconds(load.wait_seconds)
+    first, last = load.experts[0], load.experts[-1]
+    experts = f"{first}–{last}" if len(load.experts) > 1 else str(first)
+    tokens = count(round(load.tokens))
+    return subject.label, str(load.rank), experts, tokens, f"×{load.ratio_to_mean:.3f}", wait
+
+
+def _loss_lines(
+    subject: Subject, iterations: Sequence[IterationRouting]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the routers' losses and dropped tokens in the first, the middle and the last iteration."""
+    for index in sorted({0, len(iterations) // 2, len(iterations) - 1}):
+        iteration = iterations[index]
+        figures = (iteration.load_balancing_loss, iteration.z_loss, iteration.entropy_nats)
+        copies = (iteration.computed + iteration.dropped) or 1
+        dropped = percent(iteration.dropped / copies)
+        yield subject.label, str(iteration.iteration), *map(_figure, figures), dropped
 
 
 _TABLES = (
     (
         "routing-experts",
-        f"Tokens of each expert over its even share, mean of the last {_LAST} iterations",
+        f"Tokens of each expert over its even part, mean of the last {_LATE_ITERATIONS} iterations",
         ("Layer", "Tokens × top-k", "Experts, from 0", "Busiest"),
     ),
     (
         "routing-ranks",
         "Tokens of each rank's experts, and its wait in exchanging them",
-        ("Rank", "Experts", "Tokens × top-k an iteration", "Of the mean", "Wait an iteration"),
+        ("Rank", "Experts", "Tokens × top-k per iteration", "Of the mean", "Wait per iteration"),
     ),
     (
         "routing-losses",
@@ -264,70 +385,82 @@ _TABLES = (
         ("Iteration", "Load balancing", "z", "Entropy, nats", "Dropped"),
     ),
 )
+"""Name, title and header of each table of routing."""
 
 
-def _loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
+def _scaled_loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
+    """Return the loads per rank, with waits scaled to the time per iteration of the report's row."""
     scale = subject.evidence.scale
+    loads = compute_rank_loads(record, subject.split, subject.run.measurements.communication)
     return tuple(
         replace(load, wait_seconds=load.wait_seconds and scale * load.wait_seconds)
-        for load in compute_rank_loads(
-            record, subject.split, subject.run.measurements.communication
-        )
+        for load in loads
     )
 
 
 MAX_LAYERS = 4
-_HIGHEST = 2.0
-"""Shares from here on have one colour."""
+_MAX_COLOURED_RATIO = 2.0
+"""Ratio to an even split from which on all experts have one colour."""
 
 
 def draw_routing(figure: Figure, iterations: Sequence[IterationRouting]) -> None:
-    """Fill a figure: a heat map for each of up to four layers, and the losses over time."""
-    from matplotlib.colors import TwoSlopeNorm
-
+    """Draw a heat map of experts × iterations for up to MAX_LAYERS layers, and the losses below."""
     layers = choose_layers(tuple(iterations[0].tokens))
     figure.set_size_inches(WIDTH_INCHES, 1.15 * len(layers) + 2.0)
     # Constrained layout does not see that the curves' labels reach further left than the maps'.
     figure.set_layout_engine("constrained", rect=(0.03, 0, 0.97, 1))
-    places = figure.add_gridspec(
+    cells = figure.add_gridspec(
         len(layers) + 1, len(_MEANS), height_ratios=[*(1.0 for _ in layers), 1.3]
     )
-    maps = [figure.add_subplot(places[row, :]) for row in range(len(layers))]
-    first, last = iterations[0].iteration, iterations[-1].iteration
-    half = (last - first) / max(1, len(iterations) - 1) / 2 or 0.5
-    for axes, layer in zip(maps, layers, strict=True):
-        by_expert = list(zip(*expert_token_ratios(iterations, layer), strict=True))
-        picture = axes.imshow(
-            by_expert,
-            aspect="auto",
-            interpolation="nearest",
-            cmap="PuOr_r",
-            norm=TwoSlopeNorm(1.0, 0.0, _HIGHEST),
-            extent=(first - half, last + half, len(by_expert) - 0.5, -0.5),
-        )
-        axes.set_ylabel(f"layer {layer}\nexpert", fontsize=8)
-        axes.set_yticks([0, len(by_expert) - 1])
-        axes.tick_params(labelsize=8, length=0, labelbottom=axes is maps[-1])
-    bar = figure.colorbar(picture, ax=maps, extend="max", pad=0.02)
-    bar.set_label("tokens over even share", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
-    names = ("load-balancing loss (1 is even)", "z-loss", "entropy, nats")
-    for column, (name, field) in enumerate(zip(names, _MEANS, strict=True)):
-        axes = figure.add_subplot(places[len(layers), column])
-        values = [(found.iteration, getattr(found, field)) for found in iterations]
-        known = [(iteration, value) for iteration, value in values if value is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), color=entry_colour(0), linewidth=1.2)
-        axes.set_title(name, fontsize=8)
+    maps = [figure.add_subplot(cells[row, :]) for row in range(len(layers))]
+    _draw_heat_maps(figure, maps, layers, iterations)
+    titles = ("load-balancing loss (1 is even)", "z-loss", "entropy, nats")
+    for column, (title, field) in enumerate(zip(titles, _MEANS, strict=True)):
+        axes = figure.add_subplot(cells[len(layers), column])
+        values = [(iteration.iteration, getattr(iteration, field)) for iteration in iterations]
+        points = [(number, value) for number, value in values if value is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=entry_colour(0), linewidth=1.2)
+        axes.set_title(title, fontsize=8)
         axes.set_xlabel("iteration", fontsize=8)
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.tick_params(labelsize=8)
         add_grid(axes)
 
 
+def _draw_heat_maps(
+    figure: Figure,
+    maps: Sequence[Axes],
+    layers: Sequence[int],
+    iterations: Sequence[IterationRouting],
+) -> None:
+    """Draw one heat map per layer with a common colour bar."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    first, last = iterations[0].iteration, iterations[-1].iteration
+    half_step = (last - first) / max(1, len(iterations) - 1) / 2 or 0.5
+    for axes, layer in zip(maps, layers, strict=True):
+        ratios_by_expert = list(zip(*expert_token_ratios(iterations, layer), strict=True))
+        num_experts = len(ratios_by_expert)
+        picture = axes.imshow(
+            ratios_by_expert,
+            aspect="auto",
+            interpolation="nearest",
+            cmap="PuOr_r",
+            norm=TwoSlopeNorm(1.0, 0.0, _MAX_COLOURED_RATIO),
+            extent=(first - half_step, last + half_step, num_experts - 0.5, -0.5),
+        )
+        axes.set_ylabel(f"layer {layer}\nexpert", fontsize=8)
+        axes.set_yticks([0, num_experts - 1])
+        axes.tick_params(labelsize=8, length=0, labelbottom=axes is maps[-1])
+    bar = figure.colorbar(picture, ax=list(maps), extend="max", pad=0.02)
+    bar.set_label("tokens over even part", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+
+
 def choose_layers(layers: Sequence[int]) -> list[int]:
-    """All, or of many the first, the last and some between."""
+    """Return all layers, or MAX_LAYERS of them spread evenly from the first to the last."""
     if len(layers) <= MAX_LAYERS:
         return list(layers)
-    places = [round(k * (len(layers) - 1) / (MAX_LAYERS - 1)) for k in range(MAX_LAYERS)]
-    return [layers[place] for place in places]
+    step = (len(layers) - 1) / (MAX_LAYERS - 1)
+    return [layers[round(index * step)] for index in range(MAX_LAYERS)]

@@ -1,8 +1,8 @@
-"""One traced iteration as data and as a picture: a lane a rank, micro batches numbered, idle in grey.
+"""Read one traced iteration of a run and draw it: one lane per rank, micro batches numbered, idle in grey.
 
-Under a pipeline's measured schedule stands the ideal one, on the same axis: equal stages that take the
-measured mean of a pass, and messages that take no time. In a report's charts, and as `trace` on the
-command line.
+The input is a run's trace file (`trace.json`). Below a pipeline's measured schedule the picture has the
+ideal schedule on the same time axis: all stages take the measured mean time per pass, and messages take no
+time. The report draws these pictures, and `parakit trace` does so for one run.
 """
 
 from __future__ import annotations
@@ -31,107 +31,136 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORWARD, BACKWARD, IDLE = ("#4c86c6", "#9cc0e7"), ("#3e9c6b", "#98d3b2"), "#c9c9c9"
-"""Dark and light by virtual stage, as in the planner's schedules."""
-_PHASES: dict[str, str] = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
-_CALL = "#b2182b"
+"""Colours by virtual stage: dark for even, light for odd, as in the planner's schedules."""
+_PHASE_COLOURS: dict[str, str] = {Phase.GRADIENT_SYNC: "#d9822b", Phase.OPTIMIZER: "#8c6bb1"}
+_CALL_COLOUR = "#b2182b"
 MAX_RANKS = 16
 _WIDTH_INCHES = 9.0
-_LANE, _CALLS = 0.62, 0.16
-"""Heights of a rank's lane and of the thin one for its calls, in units of one rank."""
-_NARROWEST_LABEL = 0.012
-"""Of the axis' length; narrower passes carry no number."""
+_LANE_HEIGHT, _CALL_HEIGHT = 0.62, 0.16
+"""Heights of a rank's lane and of the thin lane of its calls; the distance between ranks is 1."""
+_MIN_LABELLED_FRACTION = 0.012
+"""Fraction of the time axis; passes that are shorter carry no number."""
+_JOINED_GAP_FRACTION = 1 / 1000
+"""Fraction of the time axis; calls that are closer are drawn as one."""
 
 
-_LANE_OF_CALLS = "communication"
+_COMMUNICATION = "communication"
 _PASSES = {"forward-compute": Pass.FORWARD, "backward-compute": Pass.BACKWARD}
+"""Names of Megatron's timers of a pass, with the direction of the pass."""
+
+PICTURE = "timeline.svg"
+MAX_PICTURES = 8
+
+
+class NoTraceError(ValueError):
+    """Error that a run has no trace to draw; the message says what is missing and how to get it."""
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A span of one rank's time."""
+    """Span of time of one rank, with a name: a pass, a phase or a communication call."""
 
     rank: int
     name: str
     category: str
-    """A phase's name, or `communication`."""
+    """Name of a phase, or `communication`."""
     start_ms: float
     end_ms: float
     step: Step | None = None
-    """Which micro batch, through which virtual stage; of forward and backward passes only."""
+    """Micro batch and virtual stage of a forward or backward pass; None for other spans."""
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a communication call, from being issued to having its result."""
-        return self.category == _LANE_OF_CALLS
+        """True for a communication call; its span lasts from its start to its result."""
+        return self.category == _COMMUNICATION
 
     @property
     def group(self) -> str:
-        """The process group of a call."""
+        """Process group of a communication call; empty for other spans."""
         return self.name.rpartition(" ")[2] if self.is_call else ""
 
     @property
     def milliseconds(self) -> float:
-        """How long it lasted."""
+        """Duration of the span in milliseconds."""
         return self.end_ms - self.start_ms
 
 
 def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[TraceSpan, ...]:
-    """The pieces of a run folder's trace, by rank and start; empty if nothing was traced.
+    """Return the spans of a run folder's trace by rank and start; empty if nothing was traced.
+
+    Args:
+        folder: The run folder.
+        split: The run's parallelism, from which the order of its passes follows.
+        microbatches: Micro batches per iteration.
 
     Raises:
         FileNotFoundError: The run left no trace.
         msgspec.DecodeError: The file is not a trace of this kit.
     """
     events = read_trace_events(folder / TRACE_FILE)
-    pieces = [TraceSpan(int(e.pid), e.name, e.cat, e.ts / 1000, e.end / 1000) for e in events]
-    found: list[TraceSpan] = []
-    for rank in sorted({piece.rank for piece in pieces}):
-        own = sorted((p for p in pieces if p.rank == rank), key=lambda p: (p.start_ms, -p.end_ms))
-        steps = _steps(rank, split, microbatches)
-        for piece in own:
-            # Numbered as the schedule orders them on this rank's stage.
-            order = steps[_PASSES[piece.name]] if piece.name in _PASSES else []
-            found.append(replace(piece, step=order.pop(0)) if order else piece)
-    return tuple(found)
+    spans = [
+        TraceSpan(int(event.pid), event.name, event.cat, event.ts / 1000, event.end / 1000)
+        for event in events
+    ]
+    numbered_spans: list[TraceSpan] = []
+    for rank in sorted({span.rank for span in spans}):
+        spans_of_rank = [span for span in spans if span.rank == rank]
+        spans_of_rank.sort(key=lambda span: (span.start_ms, -span.end_ms))
+        # The schedule knows the order of passes on this rank's stage, and the trace has their times.
+        steps = _list_steps(rank, split, microbatches)
+        for span in spans_of_rank:
+            upcoming = steps[_PASSES[span.name]] if span.name in _PASSES else []
+            numbered_spans.append(replace(span, step=upcoming.pop(0)) if upcoming else span)
+    return tuple(numbered_spans)
 
 
-def _steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
+def _list_steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
+    """Return a rank's forward and backward steps in the order in which its schedule runs them."""
     if split.pipeline == 1:
-        return {way: [Step(way, n) for n in range(microbatches)] for way in _PASSES.values()}
-    worker, schedule, virtual = (
-        split.pipeline_rank(rank),
-        split.executed_schedule,
-        split.virtual_stages,
+        return {
+            direction: [Step(direction, number) for number in range(microbatches)]
+            for direction in _PASSES.values()
+        }
+    timeline = simulate_schedule(
+        split.executed_schedule, split.pipeline, microbatches, virtual=split.virtual_stages
     )
-    timeline = simulate_schedule(schedule, split.pipeline, microbatches, virtual=virtual)
+    stage = split.pipeline_rank(rank)
     events = sorted(timeline.events, key=lambda event: event.start)
-    own = [event.step for event in events if event.worker == worker]
-    return {way: [step for step in own if step.direction is way] for way in _PASSES.values()}
+    steps = [event.step for event in events if event.worker == stage]
+    return {
+        direction: [step for step in steps if step.direction is direction]
+        for direction in _PASSES.values()
+    }
 
 
 def select_passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
-    """Forward and backward passes, outermost spans only."""
-    return [piece for piece in pieces if piece.name in _PASSES]
+    """Return the spans that are whole forward or backward passes."""
+    return [span for span in pieces if span.name in _PASSES]
 
 
 def traced_idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
-    """Idle over working time of each rank, from the first forward to the last backward."""
-    found, busy = select_passes(pieces), defaultdict[int, float](float)
-    for piece in found:
-        busy[piece.rank] += piece.milliseconds
-    start, end = _span(found)
-    return {rank: (end - start) / work - 1 for rank, work in sorted(busy.items()) if work}
+    """Return each rank's idle time over its working time.
+
+    It counts from the first forward to the last backward of all ranks.
+    """
+    passes = select_passes(pieces)
+    working_ms = defaultdict[int, float](float)
+    for span in passes:
+        working_ms[span.rank] += span.milliseconds
+    start, end = _time_range(passes)
+    return {rank: (end - start) / work - 1 for rank, work in sorted(working_ms.items()) if work}
 
 
-def _span(pieces: Sequence[TraceSpan]) -> tuple[float, float]:
-    """When the first begins and the last ends, in ms."""
-    starts, ends = [p.start_ms for p in pieces], [p.end_ms for p in pieces]
-    return min(starts, default=0.0), max(ends, default=0.0)
+def _time_range(pieces: Sequence[TraceSpan]) -> tuple[float, float]:
+    """Return the first start and the last end of spans in milliseconds; two zeros without spans."""
+    start = min((span.start_ms for span in pieces), default=0.0)
+    end = max((span.end_ms for span in pieces), default=0.0)
+    return start, end
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One iteration to draw."""
+    """One traced iteration, ready to be drawn."""
 
     name: str
     title: str
@@ -139,123 +168,162 @@ class Scene:
     split: Parallelism
     microbatches: int
     on_gpu: bool
-    """Then the trace, taken on the host, shows when kernels were launched."""
+    """True for a run on GPUs: the trace, taken on the host, then has the times of kernel launches."""
 
     @cached_property
     def ideal(self) -> SimulatedSchedule:
-        """The same schedule with equal stages of the measured mean duration."""
-        split = self.split
-        worked = [(piece.step, piece.milliseconds) for piece in select_passes(self.pieces)]
-        forward, backward = (
-            split.virtual_stages * mean(ms for step, ms in worked if step and step.direction is way)
-            for way in (Pass.FORWARD, Pass.BACKWARD)
-        )
+        """Schedule of the run with equal stages, which take the measured mean time per pass."""
+        passes = select_passes(self.pieces)
         return simulate_schedule(
-            *(split.executed_schedule, split.pipeline, self.microbatches),
-            virtual=split.virtual_stages,
-            forward=forward,
-            backward=backward,
+            *(self.split.executed_schedule, self.split.pipeline, self.microbatches),
+            virtual=self.split.virtual_stages,
+            forward=self._mean_pass_ms(passes, Pass.FORWARD),
+            backward=self._mean_pass_ms(passes, Pass.BACKWARD),
         )
+
+    def _mean_pass_ms(self, passes: Sequence[TraceSpan], direction: Pass) -> float:
+        """Return the mean milliseconds that a rank spends on a micro batch in one direction."""
+        per_virtual_stage = mean(
+            span.milliseconds for span in passes if span.step and span.step.direction is direction
+        )
+        return self.split.virtual_stages * per_virtual_stage
 
 
 def draw_iteration(scene: Scene) -> Chart:
-    """The picture, with what it shows in words."""
-    return draw_chart(scene.name, scene.title, describe_scene(scene), partial(_paint, scene=scene))
+    """Draw a traced iteration, with a description of the picture."""
+    painter = partial(_draw_panels, scene=scene)
+    return draw_chart(scene.name, scene.title, describe_scene(scene), painter)
 
 
 def describe_scene(scene: Scene) -> str:
-    """What is to be seen, with its numbers."""
+    """Return what the picture shows, with each rank's idle time and the ideal schedule's bubble."""
     idle = traced_idle_over_work(scene.pieces)
     text = (
         "One iteration on one time axis: numbers are micro batches, the thin lane is communication "
         "from its call to its result."
     )
     if scene.on_gpu:
-        return f"{text} The host's clock: kernels were launched then, and ran later."
+        return f"{text} Times are the host's clock: kernels were launched then, and ran later."
     if scene.split.pipeline == 1 or not idle:
         return text
-    measured = ", ".join(f"rank {rank} {share:.0%}" for rank, share in idle.items())
-    bubble = mean(traced_idle_over_work(_ideal_pieces(scene.ideal)).values())
+    idle_text = ", ".join(f"rank {rank} {fraction:.0%}" for rank, fraction in idle.items())
+    bubble = mean(traced_idle_over_work(_ideal_spans(scene.ideal)).values())
     return (
-        f"{text} Idle in this iteration between the first forward and the last backward, over the "
-        f"work: {measured}; with equal stages and free messages the bubble of "
-        f"{scene.ideal.schedule.paper_name} is {bubble:.0%} of the work."
+        f"{text} Idle time between the first forward and the last backward, relative to working time:"
+        f" {idle_text}. With equal stages and messages that take no time, the bubble of "
+        f"{scene.ideal.schedule.paper_name} is {bubble:.0%} of the working time."
     )
 
 
-def _ideal_pieces(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
+def _ideal_spans(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
+    """Return the passes of a simulated schedule as spans; a stage stands for a rank."""
     names = {direction: name for name, direction in _PASSES.items()}
     return tuple(
-        TraceSpan(e.worker, names[e.step.direction], "", e.start, e.end, e.step)
-        for e in timeline.events
+        TraceSpan(
+            rank=event.worker,
+            name=names[event.step.direction],
+            category="",
+            start_ms=event.start,
+            end_ms=event.end,
+            step=event.step,
+        )
+        for event in timeline.events
     )
 
 
-def _paint(figure: Figure, scene: Scene) -> None:
-    ranks = sorted({piece.rank for piece in scene.pieces})[:MAX_RANKS]
-    shown = [piece for piece in scene.pieces if piece.rank in ranks]
-    origin, end = _span(shown)
+def _draw_panels(figure: Figure, scene: Scene) -> None:
+    """Draw the measured iteration of up to MAX_RANKS ranks and, for a pipeline, the ideal schedule."""
+    ranks = sorted({span.rank for span in scene.pieces})[:MAX_RANKS]
+    spans = [span for span in scene.pieces if span.rank in ranks]
+    origin, end = _time_range(spans)
     length = end - origin
-    rows, has_ideal = [len(ranks)], scene.split.pipeline > 1
-    if has_ideal:  # Longer than what was traced if passes are missing from the trace.
+    lanes_per_panel, has_ideal = [len(ranks)], scene.split.pipeline > 1
+    if has_ideal:
+        # The ideal schedule is longer than the traced one if passes are missing from the trace.
         length = max(length, scene.ideal.length)
-        rows.append(scene.split.pipeline)
-    figure.set_size_inches(_WIDTH_INCHES, 0.75 + sum(0.32 + 0.42 * count for count in rows))
+        lanes_per_panel.append(scene.split.pipeline)
+    height = 0.75 + sum(0.32 + 0.42 * lanes for lanes in lanes_per_panel)
+    figure.set_size_inches(_WIDTH_INCHES, height)
+    ratios = {"height_ratios": lanes_per_panel}
     panels = figure.subplots(
-        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows}
+        len(lanes_per_panel), 1, sharex=True, squeeze=False, gridspec_kw=ratios
     )[:, 0]
-    names = [f"rank {rank}" for rank in ranks]
-    _panel(panels[0], shown, origin, length, names)
+    rank_names = [f"rank {rank}" for rank in ranks]
+    _draw_panel(panels[0], spans, origin=origin, length=length, names=rank_names)
     panels[0].set_title("measured", fontsize=9)
     if has_ideal:
         stages = [f"stage {stage}" for stage in range(scene.split.pipeline)]
-        _panel(panels[1], _ideal_pieces(scene.ideal), 0.0, length, stages)
+        _draw_panel(panels[1], _ideal_spans(scene.ideal), origin=0.0, length=length, names=stages)
         title = f"ideal {scene.ideal.schedule.paper_name}, equal stages, free messages"
         panels[1].set_title(title, fontsize=9)
     panels[-1].set_xlabel("ms")
-    _legend(figure, shown)
+    _draw_legend(figure, spans)
 
 
-def _panel(
-    axes: Axes, pieces: Sequence[TraceSpan], origin: float, length: float, names: Sequence[str]
+def _draw_panel(
+    axes: Axes, spans: Sequence[TraceSpan], *, origin: float, length: float, names: Sequence[str]
 ) -> None:
-    places = {rank: place for place, rank in enumerate(sorted({p.rank for p in pieces}))}
-    if worked := select_passes(pieces):
-        start, end = _span(worked)
-        for place in places.values():
-            lane = (place - _LANE / 2, _LANE)
-            axes.broken_barh([(start - origin, end - start)], lane, facecolor=IDLE, linewidth=0)
-    for piece in pieces:
-        # Waiting is the grey behind, and outer spans hold inner ones.
-        colour = _PHASES.get(piece.category)
-        if piece.step:
-            shades = FORWARD if piece.step.direction is Pass.FORWARD else BACKWARD
-            colour = shades[piece.step.chunk % 2]
-        if colour is None:
-            continue
-        place, left, width = places[piece.rank], piece.start_ms - origin, piece.milliseconds
-        edge = {"linewidth": 0.4, "edgecolor": "white"} if piece.step else {"linewidth": 0}
-        axes.broken_barh([(left, width)], (place - _LANE / 2, _LANE), facecolor=colour, **edge)
-        if piece.step and width > _NARROWEST_LABEL * length:
-            text, hue = str(piece.step.microbatch + 1), "black" if piece.step.chunk % 2 else "white"
-            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "clip_on": True}
-            number = axes.text(left + width / 2, place, text, color=hue, **look)
-            number.set_in_layout(False)
-    for rank, place in places.items():
-        calls = _joined([p for p in pieces if p.is_call and p.rank == rank], length / 1000)
-        bars = [(start - origin, end - start) for start, end in calls]
-        axes.broken_barh(bars, (place + _LANE / 2 + 0.02, _CALLS), facecolor=_CALL, linewidth=0)
-    axes.set_yticks(range(len(places)), list(names))
-    axes.set_ylim(len(places) - 0.45, -0.45)
+    """Draw one lane per rank.
+
+    Args:
+        axes: The panel.
+        spans: Spans of all its ranks.
+        origin: Time in milliseconds at which the axis starts.
+        length: Length of the axis in milliseconds.
+        names: Name of each lane, by rank.
+    """
+    lanes = {rank: lane for lane, rank in enumerate(sorted({span.rank for span in spans}))}
+    if passes := select_passes(spans):
+        # The grey of waiting lies below everything, from the first to the last pass of all ranks.
+        start, end = _time_range(passes)
+        for lane in lanes.values():
+            extent = (lane - _LANE_HEIGHT / 2, _LANE_HEIGHT)
+            axes.broken_barh([(start - origin, end - start)], extent, facecolor=IDLE, linewidth=0)
+    for span in spans:
+        _draw_span(axes, span, lane=lanes[span.rank], origin=origin, length=length)
+    for rank, lane in lanes.items():
+        calls = [span for span in spans if span.is_call and span.rank == rank]
+        joined_calls = _join_calls(calls, gap=_JOINED_GAP_FRACTION * length)
+        bars = [(start - origin, end - start) for start, end in joined_calls]
+        extent = (lane + _LANE_HEIGHT / 2 + 0.02, _CALL_HEIGHT)
+        axes.broken_barh(bars, extent, facecolor=_CALL_COLOUR, linewidth=0)
+    axes.set_yticks(range(len(lanes)), list(names))
+    axes.set_ylim(len(lanes) - 0.45, -0.45)
     axes.set_xlim(0, length)
     axes.spines[["left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
 
 
-def _joined(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]:
-    """Spans of calls; those closer than `gap` are drawn as one, a run has hundreds of them."""
+def _draw_span(axes: Axes, span: TraceSpan, *, lane: int, origin: float, length: float) -> None:
+    """Draw a pass with its number, or a phase; other spans have no colour and are not drawn."""
+    start, width = span.start_ms - origin, span.milliseconds
+    extent = (lane - _LANE_HEIGHT / 2, _LANE_HEIGHT)
+    if span.step is None:
+        colour = _PHASE_COLOURS.get(span.category)
+        if colour is not None:
+            axes.broken_barh([(start, width)], extent, facecolor=colour, linewidth=0)
+        return
+    shades = FORWARD if span.step.direction is Pass.FORWARD else BACKWARD
+    is_odd_chunk = span.step.chunk % 2 == 1
+    colour = shades[1] if is_odd_chunk else shades[0]
+    axes.broken_barh([(start, width)], extent, facecolor=colour, linewidth=0.4, edgecolor="white")
+    if width > _MIN_LABELLED_FRACTION * length:
+        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "clip_on": True}
+        number = axes.text(
+            *(start + width / 2, lane, str(span.step.microbatch + 1)),
+            color="black" if is_odd_chunk else "white",
+            **look,
+        )
+        number.set_in_layout(False)
+
+
+def _join_calls(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]:
+    """Return starts and ends of calls in milliseconds; calls closer than `gap` become one span.
+
+    A run has hundreds of calls per iteration, which could not be told from one another.
+    """
     spans: list[tuple[float, float]] = []
-    for call in sorted(calls, key=lambda piece: piece.start_ms):
+    for call in sorted(calls, key=lambda span: span.start_ms):
         if spans and call.start_ms - spans[-1][1] < gap:
             spans[-1] = (spans[-1][0], max(spans[-1][1], call.end_ms))
         else:
@@ -263,29 +331,22 @@ def _joined(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]
     return spans
 
 
-def _legend(figure: Figure, pieces: Sequence[TraceSpan]) -> None:
+def _draw_legend(figure: Figure, spans: Sequence[TraceSpan]) -> None:
+    """Draw the colours' meanings above the panels."""
     from matplotlib.patches import Patch
 
-    kinds = {"forward": FORWARD[0], "backward": BACKWARD[0]}
-    if any(piece.step and piece.step.chunk for piece in pieces):
-        kinds |= {"forward, 2nd part": FORWARD[1], "backward, 2nd part": BACKWARD[1]}
-    kinds |= {phase.replace("_", " "): colour for phase, colour in _PHASES.items()}
-    kinds |= {"communication": _CALL, "idle": IDLE}
-    handles = [Patch(color=colour, label=label) for label, colour in kinds.items()]
+    colours = {"forward": FORWARD[0], "backward": BACKWARD[0]}
+    if any(span.step and span.step.chunk for span in spans):
+        colours |= {"forward, 2nd part": FORWARD[1], "backward, 2nd part": BACKWARD[1]}
+    colours |= {phase.replace("_", " "): colour for phase, colour in _PHASE_COLOURS.items()}
+    colours |= {"communication": _CALL_COLOUR, "idle": IDLE}
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
     look: dict[str, Any] = {"fontsize": 8, "handlelength": 1, "columnspacing": 1}
     figure.legend(handles=handles, loc="outside upper left", ncols=8, labelcolor=INK, **look)
 
 
-PICTURE = "timeline.svg"
-MAX_PICTURES = 8
-
-
-class NoTraceError(ValueError):
-    """There is nothing to draw; the message says what is missing and how to get it."""
-
-
 def draw_timelines(entries: Sequence[Entry]) -> list[Chart]:
-    """A picture for every entry that left a trace, the first eight."""
+    """Return a picture per row whose newest run left a usable trace, MAX_PICTURES at most."""
     charts: list[Chart] = []
     for entry in entries:
         if len(charts) < MAX_PICTURES and (entry.run.path / TRACE_FILE).is_file():
@@ -296,39 +357,52 @@ def draw_timelines(entries: Sequence[Entry]) -> list[Chart]:
 
 
 def build_scene(run: Run, name: str = "timeline", label: str = "") -> Scene:
-    """What to draw of a run.
+    """Read a run's trace and return the iteration to draw.
+
+    Args:
+        run: The run.
+        name: Name of the picture, as of its file.
+        label: Name of the run's row in the title; empty takes its strategy.
 
     Raises:
-        NoTraceError: It left no usable trace, or its split is not known.
+        NoTraceError: The run left no usable trace, or its split or micro batch is not known.
     """
     spec = run.spec
     if spec is None:
-        why = "does not record how it was split, so its passes cannot be placed"
-        raise NoTraceError(f"{run.name} {why}.")
+        reason = "does not record how it was split, so its passes cannot be placed"
+        raise NoTraceError(f"{run.name} {reason}.")
     if not spec.microbatches:
         raise NoTraceError(f"{run.name} does not record its micro batch, so passes have no number.")
     try:
-        pieces = read_trace(run.path, spec.parallelism, spec.microbatches)
+        spans = read_trace(run.path, spec.parallelism, spec.microbatches)
     except FileNotFoundError:
-        why = f"has no {TRACE_FILE}; train at least 5 iterations with the ledger on"
-        raise NoTraceError(f"{run.name} {why}.") from None
+        raise NoTraceError(
+            f"{run.name} has no {TRACE_FILE}; train at least 5 iterations with the ledger on."
+        ) from None
     except (OSError, ValueError) as error:
         raise NoTraceError(f"{run.name}: {TRACE_FILE} cannot be used ({error}).") from None
-    # Calls in groups of one rank are left out: Megatron makes them, nothing moves.
+    # Megatron also calls collectives in groups of one rank, which move nothing, so they are left out.
     record = run.measurements.communication
-    single = {c.group for r in record.ranks for c in r.calls if c.ranks == 1} if record else set()
-    shown = tuple(piece for piece in pieces if not (piece.is_call and piece.group in single))
-    if not shown:
+    groups_of_one = {
+        call.group
+        for rank in (record.ranks if record else ())
+        for call in rank.calls
+        if call.ranks == 1
+    }
+    spans = tuple(span for span in spans if not (span.is_call and span.group in groups_of_one))
+    if not spans:
         raise NoTraceError(f"{run.name} traced nothing; train at least 5 iterations.")
     title = f"Iteration of {label or run.strategy}, {run.model}"
-    return Scene(name, title, shown, spec.parallelism, spec.microbatches, run.device != "cpu")
+    return Scene(
+        name, title, spans, spec.parallelism, spec.microbatches, on_gpu=run.device != "cpu"
+    )
 
 
 def write_timeline(run: Run) -> tuple[Path, str]:
-    """Draw a run's iteration into its folder; gives the picture and what it shows.
+    """Draw a run's traced iteration into its folder; return the picture's path and its description.
 
     Raises:
-        NoTraceError: As `scene_of`.
+        NoTraceError: The run left no usable trace, or its split or micro batch is not known.
     """
     chart, path = draw_iteration(build_scene(run)), run.path / PICTURE
     path.write_text(chart.svg)
@@ -336,7 +410,16 @@ def write_timeline(run: Run) -> tuple[Path, str]:
 
 
 def trace_run(wanted: str | None, root: Path, console: Console) -> int:
-    """Draw the traced iteration of a run and say where picture and trace are; 1 if it has none."""
+    """Draw the traced iteration of a run and print the paths of picture and trace.
+
+    Args:
+        wanted: A run folder or a target such as `pp2-gpt2-tiny-2cpu`; None takes the newest run.
+        root: Folder of all runs.
+        console: Console to print to.
+
+    Returns:
+        0, or 1 if there is no such run or it has no usable trace.
+    """
     try:
         run = find_run(wanted, root)
         picture, text = write_timeline(run)
@@ -350,7 +433,7 @@ def trace_run(wanted: str | None, root: Path, console: Console) -> int:
 
 
 def find_run(wanted: str | None, root: Path) -> Run:
-    """A run folder by path, or the newest of a target such as `pp2-gpt2-tiny-2cpu`, or the newest.
+    """Load a run folder, the newest run of a target such as `pp2-gpt2-tiny-2cpu`, or the newest run.
 
     Raises:
         NoTraceError: There is no such run.
@@ -358,10 +441,14 @@ def find_run(wanted: str | None, root: Path) -> Run:
     if wanted and Path(wanted).is_dir():
         return load_folder(Path(wanted))
     target = (wanted or "").removeprefix("train-").removeprefix("trace-")
-    folders = [f for f in find_run_folders(root) if not target or f.name.endswith(f"-{target}")]
+    folders = [
+        folder
+        for folder in find_run_folders(root)
+        if not target or folder.name.endswith(f"-{target}")
+    ]
     if not folders:
-        what = f"of {target} " if target else ""
+        of_target = f"of {target} " if target else ""
         raise NoTraceError(
-            f"There is no run {what}in {root}; make trace-<strategy>-<model>-<N>cpu trains one."
+            f"There is no run {of_target}in {root}; make trace-<strategy>-<model>-<N>cpu trains one."
         )
     return load_folder(folders[-1])

@@ -1,118 +1,233 @@
-"""What each strategy sends, why that much, and how tensor, sequence and context parallelism compare."""
+"""Explain which bytes each strategy sends, and how CP compares with TP and SP.
+
+The figures come from the runs' `comm.json`, which counts every communication call of a steady iteration.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parakit.costs import Phase
 from parakit.formatting.units import DASH, amount, count, joined
+from parakit.reporting.analyse.statistics import describe_ratio
 from parakit.reporting.analyse.time_shares import mean
-from parakit.reporting.explain.predicted import CallComparison, Subject, find_subject
+from parakit.reporting.explain.predicted import (
+    CallComparison,
+    CallRow,
+    Subject,
+    Unattributed,
+    find_subject,
+)
 
-_LARGEST = 3
-"""Groups of calls that are named in a sentence."""
-_SMALLEST_SHARE = 0.01
-"""Of what a rank sends; smaller groups of calls are in the table only."""
-_NAMED = 3
-_INSIDE = (Phase.FORWARD, Phase.BACKWARD)
+_MAX_CALL_GROUPS = 3
+"""Groups of calls that a sentence names; the table of calls has all."""
+_MIN_FRACTION_NAMED = 0.01
+"""Fraction of a rank's bytes; smaller groups of calls are in the table only."""
+_MAX_PURPOSES = 3
+_NOTABLE_DIFFERENCE = 0.1
+"""Relative difference of bytes between gloo and NCCL from which on a sentence names it."""
+_PASSES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def traffic_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """What a configuration of several ranks sends, beside its closed form."""
+    """Yield what the busiest rank sends, measured and in closed form; nothing for a single rank."""
     if subject.split.world_size > 1:
-        yield f"{subject.label}: {_sent(subject.evidence.calls)}{_over_nccl(subject)}"
+        sent = _describe_sent_bytes(subject.evidence.calls)
+        yield f"{subject.label}: {sent}{_compare_with_nccl(subject)}"
 
 
-def _sent(calls: Sequence[CallComparison]) -> str:
-    if not calls:
-        return "no communication ledger, so what it sends is not known."
-    rank = max(calls, key=lambda comparison: comparison.measured_wire_bytes)
-    made = sum(row.measured_calls for row in rank.rows)
-    worth = _SMALLEST_SHARE * rank.measured_wire_bytes
-    rows = [row for row in rank.rows if row.measured_wire_bytes > worth]
-    parts = []
-    for row in sorted(rows, key=lambda row: -row.measured_wire_bytes)[:_LARGEST]:
-        names = row.what.split("; ") if row.what else ["in no closed form"]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        parts.append(
-            f"{amount(row.measured_wire_bytes)} in {count(row.measured_calls)} {row.operation} of "
-            f"{row.group} ({'; '.join(names[:_NAMED])}{more})"
-        )
-    verdict = (
-        f"Every call of every rank is in the closed form; it has {count(rank.predicted_wire_bytes)} "
-        f"bytes for this rank, the ledger {count(rank.measured_wire_bytes)}."
-    )
-    if left := [item for comparison in calls for item in comparison.unattributed]:
-        told = [
-            f"{abs(item.calls)} {item.operation} of {item.group} with {count(item.payload_bytes)}"
-            f" bytes {'made and in no closed form' if item.calls > 0 else 'predicted and not made'}"
-            for item in left[:_LARGEST]
-        ]
-        more = f", and {len(left) - _LARGEST} more kinds" if len(left) > _LARGEST else ""
-        verdict = f"Not attributed: {joined(told)}{more}."
-    return (
-        f"rank {rank.rank} sends {amount(rank.measured_wire_bytes)} in {count(made)} "
-        f"calls an iteration: {joined(parts)}. {verdict}"
-    )
+def answer_traffic(subjects: Sequence[Subject]) -> str:
+    """Return which strategy sends most and least, and whether the closed forms agree.
 
-
-def _over_nccl(subject: Subject) -> str:
-    """What the same calls would send by NCCL's rings, where gloo sends a tenth more or less."""
-    sent, rings = subject.entry.sent_bytes, subject.entry.nccl_bytes
-    if sent is None or rings is None or abs(sent - rings) <= 0.1 * rings:
+    Empty if no run of several ranks left a communication log.
+    """
+    sent_bytes: dict[str, int] = {}
+    labels_of_deviating: list[str] = []
+    for subject in subjects:
+        if subject.split.world_size > 1 and subject.evidence.calls:
+            busiest = _busiest_rank(subject.evidence.calls)
+            sent_bytes[subject.label] = busiest.measured_wire_bytes
+            if any(comparison.unattributed for comparison in subject.evidence.calls):
+                labels_of_deviating.append(subject.label)
+    if not sent_bytes:
         return ""
-    return f" By NCCL's rings it would send {amount(rings)}: gloo reduces and scatters by an all-reduce."
+    highest, lowest = (
+        max(sent_bytes, key=lambda label: sent_bytes[label]),
+        min(sent_bytes, key=lambda label: sent_bytes[label]),
+    )
+    text = f"The busiest rank of {highest} sends {amount(sent_bytes[highest])} per iteration"
+    if highest != lowest:
+        text += f", the most of all; {lowest} sends the least, {amount(sent_bytes[lowest])}"
+    if labels_of_deviating:
+        return f"{text}. Calls of {joined(labels_of_deviating[:_MAX_CALL_GROUPS])} differ from the closed form."
+    return f"{text}. Every measured call is in the planner's closed form."
+
+
+def _busiest_rank(calls: Sequence[CallComparison]) -> CallComparison:
+    """Return the rank that sends most bytes."""
+    return max(calls, key=lambda comparison: comparison.measured_wire_bytes)
+
+
+def _describe_sent_bytes(calls: Sequence[CallComparison]) -> str:
+    """Return the busiest rank's bytes and largest groups of calls, and whether the closed form agrees."""
+    if not calls:
+        return "there is no comm.json, so the bytes that it sends are not known."
+    rank = _busiest_rank(calls)
+    num_calls = sum(row.measured_calls for row in rank.rows)
+    least = _MIN_FRACTION_NAMED * rank.measured_wire_bytes
+    rows = [row for row in rank.rows if row.measured_wire_bytes > least]
+    rows.sort(key=lambda row: -row.measured_wire_bytes)
+    parts = [_describe_call_group(row) for row in rows[:_MAX_CALL_GROUPS]]
+    deviations = [item for comparison in calls for item in comparison.unattributed]
+    if deviations:
+        verdict = _describe_deviations(deviations)
+    else:
+        verdict = (
+            "Every call of every rank is in the closed form; for this rank it has "
+            f"{count(rank.predicted_wire_bytes)} bytes, measured are {count(rank.measured_wire_bytes)}."
+        )
+    return (
+        f"rank {rank.rank} sends {amount(rank.measured_wire_bytes)} in {count(num_calls)} "
+        f"calls per iteration: {joined(parts)}. {verdict}"
+    )
+
+
+def _describe_call_group(row: CallRow) -> str:
+    """Return bytes, calls, operation, group and purposes of one row of calls."""
+    purposes = row.what.split("; ") if row.what else ["in no closed form"]
+    more = len(purposes) - _MAX_PURPOSES
+    more_text = f" and {more} more" if more > 0 else ""
+    return (
+        f"{amount(row.measured_wire_bytes)} in {count(row.measured_calls)} {row.operation} of "
+        f"{row.group} ({'; '.join(purposes[:_MAX_PURPOSES])}{more_text})"
+    )
+
+
+def _describe_deviations(deviations: Sequence[Unattributed]) -> str:
+    """Return the first calls that only the run or only the closed form has."""
+    texts = [
+        f"{abs(item.calls)} {item.operation} of {item.group} with {count(item.payload_bytes)} bytes"
+        f" {'made and in no closed form' if item.calls > 0 else 'predicted and not made'}"
+        for item in deviations[:_MAX_CALL_GROUPS]
+    ]
+    more = len(deviations) - _MAX_CALL_GROUPS
+    more_text = f", and {more} more kinds" if more > 0 else ""
+    return f"Not attributed: {joined(texts)}{more_text}."
+
+
+def _compare_with_nccl(subject: Subject) -> str:
+    """Return what the calls would send by NCCL's rings; empty if gloo sends about as much."""
+    sent, nccl = subject.entry.sent_bytes, subject.entry.nccl_bytes
+    if sent is None or nccl is None or abs(sent - nccl) <= _NOTABLE_DIFFERENCE * nccl:
+        return ""
+    return f" By NCCL's rings it would send {amount(nccl)}: gloo reduces and scatters by an all-reduce."
 
 
 def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """Context parallelism beside tensor parallelism of the same ranks and batch."""
-    split, spec = subject.split, subject.evidence.configuration
-    if split.context == 1:
+    """Yield a comparison of CP with TP and with SP on as many ranks; nothing without CP or such runs."""
+    spec = subject.evidence.configuration
+    counterparts = _find_tensor_parallel(subject, subjects)
+    for counterpart in counterparts:
+        yield f"{subject.label} against {counterpart.label}{_compare_traffic(subject, counterpart)}"
+    if not counterparts:
         return
-    tensor = replace(split, context=1, tensor=split.tensor * split.context)
-    wanted = [replace(tensor, sequence_parallel=sequence) for sequence in (False, True)]
-    found = [find_subject(subjects, subject, other, same_batch=True) for other in wanted]
-    others = list(filter(None, found))
-    for other in others:
-        yield f"{subject.label} against {other.label}{_against(subject, other)}"
-    limits = (
-        "the ledger counts what the ring sends; whether it hides behind attention "
-        "shows only in a trace of the device."
-    )
     if spec is not None and spec.cp_comm_type == "all_gather":
-        limits = (
-            "keys and values are gathered here before attention starts; that a ring "
-            "hides behind attention cannot be seen in this run."
+        yield (
+            f"{subject.label}: keys and values are gathered here before attention starts. This run"
+            " cannot show how much of a ring's communication overlaps with attention."
         )
-    if others:
-        yield f"{subject.label}: {limits}"
+    else:
+        yield (
+            f"{subject.label}: comm.json counts the bytes of the ring. Only a trace of the device shows"
+            " whether they overlap with attention."
+        )
 
 
-def _against(subject: Subject, other: Subject) -> str:
-    figures, exposed = [], []
-    for each in (subject, other):
-        record, times = each.run.measurements.communication, each.evidence.times
-        if record is None or not record.ranks:
-            return ": a communication ledger is missing."
-        rank = max(record.ranks, key=lambda found: found.wire_bytes)
-        inside = [call for call in rank.calls if call.phase in _INSIDE and call.ranks > 1]
-        sync = [call for call in rank.calls if call.phase is Phase.GRADIENT_SYNC]
-        sent = [sum(call.wire_bytes for call in calls) for calls in (inside, sync)]
-        figures.append((*sent, sum(call.calls for call in inside)))
-        waited = times and mean(
-            sum(rank.communication_seconds.get(phase, 0.0) for phase in _INSIDE)
-            / rank.iteration_seconds
-            for rank in times.ranks
-            if rank.iteration_seconds
+def _find_tensor_parallel(subject: Subject, subjects: Sequence[Subject]) -> list[Subject]:
+    """Return the TP row and the SP row with a CP row's ranks and batch; empty without CP."""
+    split = subject.split
+    if split.context == 1:
+        return []
+    tensor = replace(split, context=1, tensor=split.tensor * split.context)
+    splits = [replace(tensor, sequence_parallel=is_sequence) for is_sequence in (False, True)]
+    rows = [find_subject(subjects, subject, other, same_batch=True) for other in splits]
+    return [row for row in rows if row is not None]
+
+
+def answer_context(subjects: Sequence[Subject]) -> str:
+    """Return how many bytes CP sends in its passes relative to TP and SP, and the gradients it adds.
+
+    Empty if there is no such pair of rows with communication logs.
+    """
+    for subject in subjects:
+        traffic = _measure_traffic(subject)
+        if traffic is None:
+            continue
+        texts = []
+        for counterpart in _find_tensor_parallel(subject, subjects):
+            other = _measure_traffic(counterpart)
+            if other is not None and other.pass_bytes:
+                ratio = traffic.pass_bytes / other.pass_bytes
+                texts.append(f"{describe_ratio(ratio)} than {counterpart.label}")
+        if texts:
+            return (
+                f"In forward and backward {subject.label} sends {joined(texts)}. It also sums"
+                f" {amount(traffic.gradient_bytes)} of gradients per iteration."
+            )
+    return ""
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Bytes that the busiest rank sends per iteration, and the time that ranks wait for them."""
+
+    pass_bytes: int
+    """Bytes in forward and backward, without groups of one rank."""
+    pass_calls: int
+    gradient_bytes: int
+    waiting_fraction: float | None
+    """Fraction of the iteration that ranks wait in these passes, on average; None without times."""
+
+
+def _measure_traffic(subject: Subject) -> _Traffic | None:
+    """Return the traffic of a run's busiest rank; None without a communication log."""
+    record, times = subject.run.measurements.communication, subject.evidence.times
+    if record is None or not record.ranks:
+        return None
+    rank = max(record.ranks, key=lambda candidate: candidate.wire_bytes)
+    pass_calls = [call for call in rank.calls if call.phase in _PASSES and call.ranks > 1]
+    sync_calls = [call for call in rank.calls if call.phase is Phase.GRADIENT_SYNC]
+    waiting_fraction = None
+    if times is not None:
+        waiting_fraction = mean(
+            sum(rank_time.communication_seconds.get(phase, 0.0) for phase in _PASSES)
+            / rank_time.iteration_seconds
+            for rank_time in times.ranks
+            if rank_time.iteration_seconds
         )
-        exposed.append(DASH if waited is None else f"{waited:.0%}")
-    (ours, our_sync, our_calls), (theirs, their_sync, their_calls) = figures
-    ratio = ours / theirs if theirs else float("inf")
+    return _Traffic(
+        pass_bytes=sum(call.wire_bytes for call in pass_calls),
+        pass_calls=sum(call.calls for call in pass_calls),
+        gradient_bytes=sum(call.wire_bytes for call in sync_calls),
+        waiting_fraction=waiting_fraction,
+    )
+
+
+def _compare_traffic(subject: Subject, other: Subject) -> str:
+    """Return bytes, calls and waiting of two rows beside each other, as the end of a sentence."""
+    traffic, counterpart = _measure_traffic(subject), _measure_traffic(other)
+    if traffic is None or counterpart is None:
+        return ": a comm.json is missing."
+    ratio = traffic.pass_bytes / counterpart.pass_bytes if counterpart.pass_bytes else float("inf")
+    fractions = [
+        DASH if measured.waiting_fraction is None else f"{measured.waiting_fraction:.0%}"
+        for measured in (traffic, counterpart)
+    ]
     return (
-        f", in forward and backward: {amount(ours)} instead of {amount(theirs)} on the wire "
-        f"(×{ratio:.2f}, {'less' if ours < theirs else 'more'}), in {count(our_calls)} instead of "
-        f"{count(their_calls)} calls; waiting for them is {exposed[0]} instead of {exposed[1]} of "
-        f"the iteration. The gradients it also has to sum add {amount(our_sync)}; {other.label} sums "
-        f"{amount(their_sync)}."
+        f", in forward and backward: {amount(traffic.pass_bytes)} instead of {amount(counterpart.pass_bytes)} on"
+        f" the wire ({describe_ratio(ratio)}), in {count(traffic.pass_calls)} instead of"
+        f" {count(counterpart.pass_calls)} calls. Waiting for them takes {fractions[0]} instead of"
+        f" {fractions[1]} of the iteration. In addition {subject.label} sums"
+        f" {amount(traffic.gradient_bytes)} of gradients, {other.label} {amount(counterpart.gradient_bytes)}."
     )

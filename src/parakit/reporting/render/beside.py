@@ -1,4 +1,4 @@
-"""Tables of the report beside what others say: published figures, the planner, an earlier report."""
+"""Define the tables that compare a report with others: published figures, the planner, an earlier report."""
 
 from __future__ import annotations
 
@@ -11,113 +11,125 @@ from parakit.reporting.analyse.planned import PlannedEntry
 from parakit.reporting.analyse.published import Match
 from parakit.reporting.analyse.report import Report
 
-MatchOf = tuple[Entry, Match]
-_MS = 1e3
+MatchedEntry = tuple[Entry, Match]
+"""Row of the report with one published quantity that matches it."""
+_MS_PER_SECOND = 1e3
 
 
-def page_matches_table(report: Report) -> Table[MatchOf]:
-    """Published quantities beside the measured ones, with where they come from."""
+def page_matches_table(report: Report) -> Table[MatchedEntry]:
+    """Return published quantities with the measured ones, for the page."""
+    columns = (
+        *_COMMON_COLUMNS,
+        Column[MatchedEntry]("Published", lambda pair: _published_text(pair[1])),
+        Column[MatchedEntry]("Time per sample over baseline's: here | published", _baseline_ratios),
+        Column[MatchedEntry]("Of", lambda pair: _source_text(pair[1]), right=False),
+        Column[MatchedEntry]("Expected", lambda pair: _expected_text(pair[1])),
+        _VERDICT,
+        Column[MatchedEntry]("What differs", lambda pair: "; ".join(pair[1].differs), right=False),
+    )
+    return Table(columns, _list_matches(report))
 
-    def of(match: Match) -> str:
-        figure = match.figure
-        caution = f"; {figure.caution}" if figure.caution else ""
-        return f"{figure.model}, {figure.source.hardware} ({figure.source.name}){caution}"
 
-    def expected(match: Match) -> str | None:
-        low, high = match.expected_low, match.expected_high
-        known = match.verdict != "not comparable"
-        return f"{number(low)} – {number(high)}" if known else None
+def markdown_matches_table(report: Report) -> Table[MatchedEntry]:
+    """Return published quantities with the measured ones, in fewer columns for Markdown."""
 
-    def against_baseline(pair: MatchOf) -> str | None:
-        """Time a sample over baseline's, here and as published."""
-        entry, match = pair
-        token = entry.per_token
-        if match.quantity != "iteration time" or not (token or entry.published_ratio):
-            return None
-        ratios = (token.ratio if token else None, entry.published_ratio)
-        return " | ".join(f"×{ratio:.2f}" if ratio else DASH for ratio in ratios)
+    def published_with_source(match: Match) -> str:
+        return f"{_published_text(match)} ({match.figure.model}, {match.figure.source.name})"
 
     columns = (
-        *_OF_MATCH[:3],
-        Column[MatchOf]("Published", lambda pair: _readings(pair[1])),
-        Column[MatchOf]("Time a sample, of baseline: here | published", against_baseline),
-        Column[MatchOf]("Of", lambda pair: of(pair[1]), right=False),
-        Column[MatchOf]("Expected", lambda pair: expected(pair[1])),
-        _OF_MATCH[3],
-        Column[MatchOf]("What differs", lambda pair: "; ".join(pair[1].differs), right=False),
+        *_COMMON_COLUMNS,
+        Column[MatchedEntry]("Published", lambda pair: published_with_source(pair[1])),
+        _VERDICT,
+        Column[MatchedEntry]("What differs", lambda pair: ", ".join(pair[1].differs), right=False),
     )
-    return Table(columns, _matches(report))
+    return Table(columns, _list_matches(report))
 
 
-def markdown_matches_table(report: Report) -> Table[MatchOf]:
-    """The same in fewer columns."""
-
-    def readings(match: Match) -> str:
-        return f"{_readings(match)} ({match.figure.model}, {match.figure.source.name})"
-
-    columns = (
-        *_OF_MATCH[:3],
-        Column[MatchOf]("Published", lambda pair: readings(pair[1])),
-        _OF_MATCH[3],
-        Column[MatchOf]("What differs", lambda pair: ", ".join(pair[1].differs), right=False),
-    )
-    return Table(columns, _matches(report))
-
-
-def _matches(report: Report) -> tuple[MatchOf, ...]:
+def _list_matches(report: Report) -> tuple[MatchedEntry, ...]:
+    """Return every row with each published quantity that matches it."""
     return tuple((entry, match) for entry in report.entries for match in entry.matches)
 
 
-def _readings(match: Match) -> str:
+def _published_text(match: Match) -> str:
+    """Return the published values with their unit."""
     return f"{', '.join(map(number, match.published))} {match.unit}"
 
 
-def _measured(pair: MatchOf) -> str | None:
+def _measured_text(pair: MatchedEntry) -> str | None:
+    """Return the measured value with its unit; None if it was not measured."""
     match = pair[1]
     return f"{number(match.measured)} {match.unit}" if match.measured else None
 
 
-_OF_MATCH = (
-    Column[MatchOf]("Strategy", lambda pair: pair[0].label, right=False),
-    Column[MatchOf]("Quantity", lambda pair: pair[1].quantity, right=False),
-    Column[MatchOf]("Measured", _measured),
-    Column[MatchOf]("Verdict", lambda pair: pair[1].verdict, right=False, style=lambda _: ""),
+def _source_text(match: Match) -> str:
+    """Return model, hardware and write-up of a published figure, with its caution."""
+    figure = match.figure
+    caution = f"; {figure.caution}" if figure.caution else ""
+    return f"{figure.model}, {figure.source.hardware} ({figure.source.name}){caution}"
+
+
+def _expected_text(match: Match) -> str | None:
+    """Return the range in which a reproduced value lies; None if nothing can be compared."""
+    if match.verdict == "not comparable":
+        return None
+    return f"{number(match.expected_low)} – {number(match.expected_high)}"
+
+
+def _baseline_ratios(pair: MatchedEntry) -> str | None:
+    """Return the time per sample over baseline's, measured and published; None if both are unknown."""
+    entry, match = pair
+    measured_ratio = entry.per_token.ratio if entry.per_token else None
+    if match.quantity != "iteration time" or not (measured_ratio or entry.published_ratio):
+        return None
+    ratios = (measured_ratio, entry.published_ratio)
+    return " | ".join(f"×{ratio:.2f}" if ratio else DASH for ratio in ratios)
+
+
+_COMMON_COLUMNS = (
+    Column[MatchedEntry]("Strategy", lambda pair: pair[0].label, right=False),
+    Column[MatchedEntry]("Quantity", lambda pair: pair[1].quantity, right=False),
+    Column[MatchedEntry]("Measured", _measured_text),
+)
+_VERDICT = Column[MatchedEntry](
+    "Verdict", lambda pair: pair[1].verdict, right=False, style=lambda _: ""
 )
 
 
 def planned_table(report: Report) -> Table[PlannedEntry]:
-    """What the planner predicts of each row, and how far predictions like it are off."""
+    """Return the planner's times with the measured ones and the error of similar predictions."""
 
     def interval(row: PlannedEntry) -> str:
         ends = row.known.interval() or ()
-        return " – ".join(number(_MS * end) for end in ends) or "nothing near was measured"
+        return (
+            " – ".join(number(_MS_PER_SECOND * end) for end in ends) or "nothing near was measured"
+        )
 
     columns = (
-        Column[PlannedEntry]("Strategy", lambda p: p.entry.label, right=False),
-        Column[PlannedEntry]("ms/iteration", lambda p: p.entry.time_ms, number),
-        Column[PlannedEntry]("Predicted", lambda p: _MS * p.known.seconds, number),
-        Column[PlannedEntry]("Error", lambda p: p.error, signed_percent),
+        Column[PlannedEntry]("Strategy", lambda row: row.entry.label, right=False),
+        Column[PlannedEntry]("ms/iteration", lambda row: row.entry.time_ms, number),
+        Column[PlannedEntry]("Predicted", lambda row: _MS_PER_SECOND * row.known.seconds, number),
+        Column[PlannedEntry]("Error", lambda row: row.error, signed_percent),
         Column[PlannedEntry]("80% interval", interval),
-        Column[PlannedEntry]("By", lambda p: str(p.known), right=False),
+        Column[PlannedEntry]("By", lambda row: str(row.known), right=False),
     )
     return Table(columns, report.planned)
 
 
 def corrections_table(report: Report) -> Table[Correction]:
-    """What the write-ups that are shown got wrong."""
+    """Return the errors of the write-ups whose figures the report shows."""
     columns = (
-        Column[Correction]("Source", lambda c: c.name, right=False),
-        Column[Correction]("It says", lambda c: c.says, right=False),
-        Column[Correction]("Right", lambda c: c.right, right=False),
+        Column[Correction]("Source", lambda correction: correction.name, right=False),
+        Column[Correction]("It says", lambda correction: correction.says, right=False),
+        Column[Correction]("Right", lambda correction: correction.right, right=False),
     )
     return Table(columns, report.corrections)
 
 
 def changes_table(report: Report) -> Table[Change]:
-    """What is not as it was in the earlier report."""
+    """Return the changes against an earlier report."""
     columns = (
-        Column[Change]("Row", lambda c: c.row, right=False),
-        Column[Change]("Change", lambda c: c.kind, right=False, style=lambda found: ""),
-        Column[Change]("Numbers", lambda c: c.text, right=False),
+        Column[Change]("Row", lambda change: change.row, right=False),
+        Column[Change]("Change", lambda change: change.kind, right=False, style=lambda _: ""),
+        Column[Change]("Numbers", lambda change: change.text, right=False),
     )
     return Table(columns, report.changes)

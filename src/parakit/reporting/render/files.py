@@ -1,4 +1,8 @@
-"""The report folder, every file whole or not at all, and `latest` points at the newest; and as text."""
+"""Write a report's folder and print it in a terminal.
+
+The folder holds `report.html`, `report.md`, `results.csv`, `results.json` and the charts as SVG. Each file
+is written atomically. The link `latest` beside the folder points at the newest report.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,9 @@ from parakit.artifacts.io import write_atomically
 from parakit.artifacts.run import encode_run
 from parakit.formatting.presented import PresentedTable
 from parakit.formatting.table import Table, csv_table, markdown_table, markdown_text, rich_table
+from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.published import Match
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import RESULTS
 from parakit.reporting.canvas import Chart, can_draw, evenly_spread_indexes, extreme_indexes
@@ -27,35 +33,37 @@ from parakit.reporting.render import beside, tables
 from parakit.reporting.render.charts import draw_charts
 from parakit.reporting.render.headline import headline_and_sentences, write_headline
 from parakit.reporting.render.page import render_page
+from parakit.reporting.render.sentences import write_sentences
+from parakit.reporting.render.summary import summary_sentences, terminal_sentences
 
 MAX_SAMPLES = 2000
-"""Samples a run that `results.json` keeps; longer runs are thinned evenly."""
+"""Largest number of samples per run in `results.json`; longer runs are thinned evenly."""
 
 
 @dataclass(frozen=True, repr=False)
 class FinishedReport(PresentedTable):
-    """A report with its headline and its explanation, before any file of it is written."""
+    """Report with its headline and its explanation, before any file is written."""
 
     report: Report
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Rows of the report: runs of one configuration, pooled."""
+        """Rows of the report; a row pools the runs of one configuration."""
         return self.report.entries
 
     @cached_property
     def explanation(self) -> Explanation:
-        """Sentences on what each run pays for; empty without a communication log."""
+        """Answers to what each run pays for; empty if no run left a measurement."""
         return explain(self.report)
 
     @cached_property
     def headline(self) -> str:
-        """The report in a few words."""
+        """Main result: which row is fastest, and what the other rows pay for."""
         return write_headline(self.report, self.explanation.paid)
 
     def show(self, console: Console) -> None:
-        """Print the tables, the headline and the verdicts, as `parakit report` does."""
-        print_report(self.report, self.headline, console)
+        """Print the tables and a summary of a few sentences, as `parakit report` does."""
+        print_report(self.report, write_headline(self.report), console)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `results.json` of the report's folder holds."""
@@ -78,12 +86,14 @@ class FinishedReport(PresentedTable):
 
     @cached_property
     def json_text(self) -> str:
-        """Text of `results.json`: every row with all that the page shows of it."""
+        """Text of `results.json`: every row with all figures that the page shows."""
         return _json_text(self.report, self.headline, self.explanation)
 
 
 def write_report(finished: FinishedReport, folder: Path) -> None:
-    """Write all files of a report.
+    """Write all files of a report, delete SVG files of an earlier one, and point `latest` at the folder.
+
+    A file or folder named `latest` that is no link is left alone.
 
     Raises:
         OSError: The folder cannot be written.
@@ -102,7 +112,6 @@ def write_report(finished: FinishedReport, folder: Path) -> None:
             stale.unlink()
     for name, text in contents.items():
         write_atomically(folder / name, text)
-    # `latest` beside the folder points at it; a real file of that name is left alone.
     link, partial = folder.parent / "latest", folder.parent / ".latest.partial"
     if folder.name != link.name and (link.is_symlink() or not link.exists()):
         partial.unlink(missing_ok=True)
@@ -111,59 +120,57 @@ def write_report(finished: FinishedReport, folder: Path) -> None:
 
 
 def _json_text(report: Report, headline: str, explanation: Explanation) -> str:
-    explained: dict[str, Any] = msgspec.to_builtins(explanation)
-    for run, each in explanation.evidence.items():
-        if each.configuration:
-            # As RECOMPUTE= says it.
-            recompute = str(each.configuration.recompute)
-            explained["evidence"][run]["configuration"]["recompute"] = recompute
+    """Return the text of `results.json`."""
+    explanation_data: dict[str, Any] = msgspec.to_builtins(explanation)
+    for run, evidence in explanation.evidence.items():
+        if evidence.configuration:
+            # The file has the recomputation as RECOMPUTE= states it, and not as the fields of a class.
+            recompute = str(evidence.configuration.recompute)
+            explanation_data["evidence"][run]["configuration"]["recompute"] = recompute
     document = {
         "schema": 1,
         "name": report.name,
         "created_utc": report.created_utc,
         "sentences": headline_and_sentences(headline, report),
         "problems": report.problems,
-        "rows": [_entry_json(entry) for entry in report.entries],
+        "rows": [_entry_data(entry) for entry in report.entries],
         "predicted": [
-            {"label": each.entry.label, "seconds": each.known.seconds, "error": each.error}
-            | each.known.to_dict()
-            for each in report.planned
+            {"label": row.entry.label, "seconds": row.known.seconds, "error": row.error}
+            | row.known.to_dict()
+            for row in report.planned
         ],
         "arguments": report.arguments,
         "corrections": report.corrections,
         "baseline": report.baseline,
         "changes": report.changes,
-        "explanation": explained,
+        "explanation": explanation_data,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+def _entry_data(entry: Entry) -> dict[str, Any]:
+    """Return what `results.json` holds of a row: the columns of `results.csv` and further details."""
     run, configuration = entry.run, entry.configuration
-    # Iteration and loss of so many lines at most, the extremes among them.
-    lines = run.log.iterations
-    known = lines.known("lm_loss")
-    numbers, losses = lines.numbers[known], lines.values("lm_loss")[known]
-    kept = extreme_indexes(losses, MAX_SAMPLES)
-    curve = [[*point] for point in zip(numbers[kept].tolist(), losses[kept].tolist(), strict=True)]
-    found = configuration.estimate
-    # Of a figure what names it and is compared, not the rest of its write-up's table.
-    matches = [asdict(match) for match in entry.matches]
-    published = [m | {"figure": {name: m["figure"][name] for name in _OF_FIGURE}} for m in matches]
+    estimate = configuration.estimate
+    estimate_data = estimate and {name: getattr(estimate, name) for name in _ESTIMATE_FIELDS}
     return {column.name: column.value(entry) for column in RESULTS} | {
         "label": entry.label,
-        "runs": [one.name for one in configuration.runs],
+        "runs": [pooled_run.name for pooled_run in configuration.runs],
         "window": run.window.text,
-        "estimate": {name: getattr(found, name) for name in _OF_ESTIMATE} if found else None,
-        "iteration_ms_samples": [_thin(one.window.samples_ms) for one in configuration.runs],
-        "sample_iterations": [_thin(one.window.iterations) for one in configuration.runs],
-        "loss_curve": curve,
+        "estimate": estimate_data,
+        "iteration_ms_samples": [
+            _thin(pooled_run.window.samples_ms) for pooled_run in configuration.runs
+        ],
+        "sample_iterations": [
+            _thin(pooled_run.window.iterations) for pooled_run in configuration.runs
+        ],
+        "loss_curve": _thinned_losses(run),
         "rates": entry.rates,
         "changes_within": entry.changes_within_run,
         "parity_detail": entry.parity,
         "speed": entry.speed,
         "published_time_a_sample_over_baseline": entry.published_ratio,
-        "published": published,
+        "published": [_match_data(match) for match in entry.matches],
         "memory": run.log.memory,
         "ledgers": run.measurements,
         "device_samples": run.samples.series,
@@ -175,40 +182,59 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-_OF_ESTIMATE = ("median", "low", "high", "count", "runs", "spread", "method")
-_OF_FIGURE = (
+_ESTIMATE_FIELDS = ("median", "low", "high", "count", "runs", "spread", "method")
+_FIGURE_FIELDS = (
     *("source", "backend", "model", "strategy", "devices", "micro_batch_size"),
     *("global_batch_size", "dtype", "iteration_ms", "device_memory_mib", "caution"),
 )
+"""Fields of a published figure that `results.json` holds; the write-up's other figures are left out."""
+
+
+def _match_data(match: Match) -> dict[str, Any]:
+    """Return what `results.json` holds of a published quantity."""
+    data = asdict(match)
+    return data | {"figure": {name: data["figure"][name] for name in _FIGURE_FIELDS}}
+
+
+def _thinned_losses(run: Run) -> list[list[float]]:
+    """Return iteration and loss of MAX_SAMPLES lines at most; the extremes are among them."""
+    lines = run.log.iterations
+    known = lines.known("lm_loss")
+    numbers, losses = lines.numbers[known], lines.values("lm_loss")[known]
+    indexes = extreme_indexes(losses, MAX_SAMPLES)
+    points = zip(numbers[indexes].tolist(), losses[indexes].tolist(), strict=True)
+    return [[iteration, loss] for iteration, loss in points]
 
 
 def _thin(values: Sequence[Any]) -> list[Any]:
-    return [values[place] for place in evenly_spread_indexes(len(values), MAX_SAMPLES)]
+    """Return MAX_SAMPLES values at most, spread evenly."""
+    return [values[index] for index in evenly_spread_indexes(len(values), MAX_SAMPLES)]
 
 
 def print_report(report: Report, headline: str, console: Console) -> None:
-    """Print tables, one for each model and device, the headline and the verdicts."""
+    """Print a table per model and device, a summary of a few sentences, and the report's problems."""
 
-    def kind(entry: Entry) -> tuple[str, str, str]:
+    def group_key(entry: Entry) -> tuple[str, str, str]:
         return entry.run.model, entry.run.device, entry.spec.dtype if entry.spec else ""
 
-    for each, members in groupby(report.entries, key=kind):
-        title = " · ".join(filter(None, each)) or "logs"
-        console.print(rich_table(tables.terminal_results_table(title, [*members], console.width)))
-    for text in (*headline_and_sentences(headline, report), *report.problems):
+    for key, members in groupby(report.entries, key=group_key):
+        title = " · ".join(filter(None, key)) or "logs"
+        table = tables.terminal_results_table(title, [*members], console.width)
+        console.print(rich_table(table))
+    for text in (*terminal_sentences(report, headline), *report.problems):
         console.print(Text(f"• {text}"))
 
 
 def render_markdown(report: Report, charts: Sequence[Chart], headline: str) -> str:
-    """The report as Markdown, charts linked from beside it."""
+    """Return the report as Markdown; charts are linked as SVG files in the same folder."""
     parts = [f"# Report {markdown_text(report.name)}", f"Made {report.created_utc} UTC."]
-    for texts in (headline_and_sentences(headline, report), report.problems):
-        if texts:
-            parts.append("\n".join(f"- {markdown_text(text)}" for text in texts))
+    summary = list(dict.fromkeys((headline, *summary_sentences(report))))
+    parts += [_bullet_list(texts) for texts in (summary, report.problems) if texts]
     if report.entries:
         matches = beside.markdown_matches_table(report)
         nothing = "Nothing was published of these configurations."
         parts += ["## Results", markdown_table(tables.markdown_results_table(report))]
+        parts += ["## All verdicts", _bullet_list(write_sentences(report))]
         parts += ["## How it was measured", markdown_table(tables.windows_table(report))]
         parts += ["## Beside the published figures"]
         parts += [markdown_table(matches) if matches.rows else nothing]
@@ -221,3 +247,8 @@ def render_markdown(report: Report, charts: Sequence[Chart], headline: str) -> s
         wrong = markdown_table(beside.corrections_table(report))
         parts += ["## What the write-ups got wrong", wrong]
     return "\n\n".join(parts) + "\n"
+
+
+def _bullet_list(texts: Sequence[str]) -> str:
+    """Return texts as a Markdown list."""
+    return "\n".join(f"- {markdown_text(text)}" for text in texts)

@@ -1,4 +1,7 @@
-"""The report in a few words and in one figure: what is fastest, by how much, what the others pay for."""
+"""Write the report's headline and the bars below it: which row is fastest, and by how much.
+
+A group is a reference and the rows that are compared with it. The headline has a sentence per group.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
-from parakit.reporting.analyse.statistics import TimeVerdict, adjust_verdicts
+from parakit.reporting.analyse.statistics import TimeVerdict, adjust_verdicts, describe_ratio
 from parakit.reporting.render.sentences import (
     MAX_NAMED,
     group_compared_rows,
@@ -27,118 +30,152 @@ _MAX_COSTS = 3
 
 
 def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
-    """The report in a few words: what changed, else what is fastest and what the others pay for.
+    """Return the report's main result: changes against an earlier report, else the fastest rows.
 
     Args:
         report: The report.
-        paid: How much a run pays beyond baseline's share, and for what most, by its name.
+        paid: Largest cost of runs beyond baseline's fair time and its cause, by run name; empty leaves
+            the costs out.
     """
     if report.baseline:
-        return _against_earlier(report)
+        return _describe_changes(report)
     timed = [entry for entry in report.entries if entry.estimate]
     if not timed:
         return write_sentences(report)[0]
     groups = [members for members in group_compared_rows(report) if len(members) > 1]
     if not groups:
-        if len(timed) > 1 and (withheld := withheld_sentences(report)):
-            return " ".join(withheld)
-        if len(timed) > 1:
-            times = join_first_names(
-                [f"{number(each.time_ms)} ms ({each.label})" for each in timed]
-            )
-            return f"None of {len(timed)} rows compares with another. An iteration takes {times}."
-        (one,) = timed
-        rate = one.rates.tokens_per_second
-        each = f", {number(rate)} tokens/s" if rate else ""
-        return f"{one.label} takes {number(one.time_ms)} ms an iteration{each}."
-    told = [_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
+        return _describe_uncompared(report, timed)
+    texts = [_describe_fastest(members, paid) for members in groups[:_MAX_GROUPS]]
     if len(groups) > _MAX_GROUPS:
-        told.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
-    return " ".join(told)
+        texts.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
+    return " ".join(texts)
 
 
-def _against_earlier(report: Report) -> str:
-    changed = list(dict.fromkeys(c.row for c in report.changes if c.fails_strict))
+def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
+    """Return the times of rows that are not compared with one another, or why they are not."""
+    if len(timed) == 1:
+        entry = timed[0]
+        rate = entry.rates.tokens_per_second
+        rate_text = f", {number(rate)} tokens/s" if rate else ""
+        return f"{entry.label} takes {number(entry.time_ms)} ms per iteration{rate_text}."
+    if withheld := withheld_sentences(report):
+        return " ".join(withheld)
+    times = join_first_names([f"{number(entry.time_ms)} ms ({entry.label})" for entry in timed])
+    return f"None of {len(timed)} rows can be compared with another. An iteration takes {times}."
+
+
+def _describe_changes(report: Report) -> str:
+    """Return which rows changed against an earlier report, and which are undecided."""
+    changed = list(dict.fromkeys(change.row for change in report.changes if change.fails_strict))
     undecided = [
-        f"{c.row} ({c.text.rpartition(': ')[2]})" for c in report.changes if c.kind == UNDECIDED
+        f"{change.row} ({change.text.rpartition(': ')[2]})"
+        for change in report.changes
+        if change.kind == UNDECIDED
     ]
-    open_ = f" Undecided is {join_first_names(undecided)}; repeat the runs." if undecided else ""
+    repeat = f" Undecided is {join_first_names(undecided)}; repeat the runs." if undecided else ""
     if changed:
         rows = plural(len(changed), "row")
-        return f"Against {report.baseline}, {rows} changed: {join_first_names(changed)}.{open_}"
-    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{open_}"
+        return f"Against {report.baseline}, {rows} changed: {join_first_names(changed)}.{repeat}"
+    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{repeat}"
 
 
-def _fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """The fastest row of a group, by how much, and what the others pay for."""
-    reference, *others = members
-    best = min(others, key=judged_ratio)
-    verdicts = [e.judged_time.verdict for e in others if e.judged_time]
-    is_per_device = any(e.speed and e.speed.per_device_token for e in others)
-    per_device = " per device" if is_per_device else ""
-    if TimeVerdict.FASTER in verdicts:
-        # Rows that the runs do not show to be slower than the one of the lowest time.
-        rest = [entry for entry in members if entry is not best]
-        pairs = [compare_speed(best.configuration, each.configuration).judged_time for each in rest]
-        found = zip(rest, adjust_verdicts([pair for pair in pairs if pair]), strict=True)
-        near = [each.label for each, pair in found if pair.verdict is not TimeVerdict.SLOWER]
-        tied = f", with {join_first_names(near)} within noise of it" if near else ""
-        text = (
-            f"{best.label} is the fastest of {len(members)} rows{per_device}{tied}:"
-            f" {number(best.time_ms)} ms an iteration, {_times(best)} of {reference.label}."
-        )
-        if best.speed and best.speed.model_doubt:
-            text += f" T{best.speed.model_doubt[1:]}."
+def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
+    """Return the fastest row of a group with its time, and what the other rows pay for."""
+    compared = members[1:]
+    best = min(compared, key=judged_ratio)
+    if any(
+        entry.judged_time and entry.judged_time.verdict is TimeVerdict.FASTER for entry in compared
+    ):
+        text = _describe_best(best, members)
     else:
-        counts = [(verdicts.count(verdict), verdict) for verdict in TimeVerdict]
-        told = joined(
-            [
-                f"{count} {'with ' * (verdict is TimeVerdict.UNKNOWN)}{verdict}"
-                for count, verdict in counts
-                if count
-            ]
-        )
-        alone = verdicts.count(TimeVerdict.NOISE) == len(others)
-        of = f"{reference.label} ({number(reference.time_ms)} ms an iteration)"
-        result = "all within noise" if alone else told
-        text = f"Of {len(members)} rows none is faster{per_device} than {of}: {result}."
-    # Those that pay for the same together.
-    parts: dict[str, list[str]] = {}
-    for entry in others:
+        text = _describe_none_faster(members)
+    payers_by_part: dict[str, list[str]] = {}
+    for entry in compared:
         if entry.run.name in paid and entry is not best:
-            amount, part = paid[entry.run.name]
-            parts.setdefault(part, []).append(f"{entry.label} {amount}")
-    if not parts:
+            cost, part = paid[entry.run.name]
+            payers_by_part.setdefault(part, []).append(f"{entry.label} {cost}")
+    if not payers_by_part:
         return text
-    most = sorted(parts.items(), key=lambda each: -len(each[1]))[:_MAX_COSTS]
-    costs = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in most)
+    parts = sorted(payers_by_part.items(), key=lambda item: -len(item[1]))[:_MAX_COSTS]
+    costs = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in parts)
     return f"{text} Beyond baseline's share of the work they pay: {costs}."
 
 
-def _times(entry: Entry) -> str:
-    """Return `×0.900 the time a token`, with the device time where the numbers of devices differ."""
-    speed = entry.speed
-    if speed is None or speed.per_device_token is None:
-        return f"×{token_ratio(entry):.3f} the time a token"
+def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
+    """Return that a row is the fastest of its group, by how much, and which rows noise may put first."""
+    near = _find_rows_within_noise(best, members)
+    tied = f", with {join_first_names(near)} within noise of it" if near else ""
+    text = (
+        f"{best.label} is the fastest of {len(members)} rows{_per_device_text(members)}{tied}:"
+        f" {number(best.time_ms)} ms per iteration, {_compare_with_reference(best, members[0])}."
+    )
+    if best.speed and best.speed.model_doubt:
+        doubt = best.speed.model_doubt
+        text += f" {doubt[0].upper()}{doubt[1:]}."
+    return text
+
+
+def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
+    """Return the labels of rows that the runs do not show to be slower than the fastest row."""
+    other_rows = [entry for entry in members if entry is not best]
+    comparisons = [
+        compare_speed(best.configuration, entry.configuration).judged_time for entry in other_rows
+    ]
+    verdicts = adjust_verdicts([comparison for comparison in comparisons if comparison])
+    return [
+        entry.label
+        for entry, comparison in zip(other_rows, verdicts, strict=True)
+        if comparison.verdict is not TimeVerdict.SLOWER
+    ]
+
+
+def _describe_none_faster(members: Sequence[Entry]) -> str:
+    """Return that no row is faster than the reference, with the number of rows per verdict."""
+    reference, compared = members[0], members[1:]
+    verdicts = [entry.judged_time.verdict for entry in compared if entry.judged_time]
+    counts = []
+    for verdict in TimeVerdict:
+        if num_rows := verdicts.count(verdict):
+            preposition = "with " if verdict is TimeVerdict.UNKNOWN else ""
+            counts.append(f"{num_rows} {preposition}{verdict}")
+    result = joined(counts)
+    if verdicts.count(TimeVerdict.NOISE) == len(compared):
+        result = "all within noise"
     return (
-        f"×{speed.per_device_token.ratio:.3f} the device time a token"
-        f" (×{token_ratio(entry):.3g} the time)"
+        f"Of {len(members)} rows none is faster{_per_device_text(members)} than {reference.label}"
+        f" ({number(reference.time_ms)} ms per iteration): {result}."
     )
 
 
+def _per_device_text(members: Sequence[Entry]) -> str:
+    """Return ` per device` if the rows of a group ran on different numbers of devices."""
+    compares_devices = any(entry.speed and entry.speed.per_device_token for entry in members[1:])
+    return " per device" if compares_devices else ""
+
+
+def _compare_with_reference(entry: Entry, reference: Entry) -> str:
+    """Return `35% less time per token than tp2`, with the device time if numbers of devices differ."""
+    time_ratio = describe_ratio(token_ratio(entry))
+    speed = entry.speed
+    if speed is None or speed.per_device_token is None:
+        return f"{time_ratio} time per token than {reference.label}"
+    device_ratio = describe_ratio(speed.per_device_token.ratio)
+    return f"{device_ratio} device time per token than {reference.label} ({time_ratio} time)"
+
+
 def headline_and_sentences(headline: str, report: Report) -> list[str]:
-    """The headline and the verdicts after it."""
+    """Return the headline and then all verdicts, without repetition."""
     return list(dict.fromkeys((headline, *write_sentences(report))))
 
 
 MAX_ROWS = 24
-"""Of a group; more are in the table."""
+"""Bars per group; further rows are in the table only."""
 MAX_GROUPS = 6
 
 
 @dataclass(frozen=True)
 class HeadlineBar:
-    """One row, in milliseconds for as many tokens as the reference's."""
+    """Bar of one row; times are in milliseconds for as many tokens as the reference's iteration has."""
 
     label: str
     verdict: str
@@ -150,37 +187,43 @@ class HeadlineBar:
 
 @dataclass(frozen=True)
 class BarGroup:
-    """Rows that are compared with one another, on one axis."""
+    """Bars of rows that are compared with one another, on one axis."""
 
     title: str
     bars: tuple[HeadlineBar, ...]
     left_out: int
+    """Number of rows beyond MAX_ROWS."""
     axis: float
-    """Its length in milliseconds."""
+    """Length of the axis in milliseconds."""
 
 
 def build_bar_groups(report: Report) -> list[BarGroup]:
-    """Groups of rows that are compared, the largest first; of one row alone that row."""
+    """Return bars for the groups of compared rows, the largest group first.
+
+    A report of a single timed row has one group with one bar.
+    """
     groups = group_compared_rows(report)
-    several = [members for members in groups if len(members) > 1]
-    alone = groups if len(groups) == 1 else []
-    return [_group(members) for members in several[:MAX_GROUPS] or alone]
+    compared = [members for members in groups if len(members) > 1]
+    single = groups if len(groups) == 1 else []
+    return [_build_bar_group(members) for members in compared[:MAX_GROUPS] or single]
 
 
-def _group(members: Sequence[Entry]) -> BarGroup:
-    reference, equal, bars = members[0], True, []
+def _build_bar_group(members: Sequence[Entry]) -> BarGroup:
+    """Return the bars of a group; a time is scaled to the tokens of the reference's iteration."""
+    reference, have_equal_work, bars = members[0], True, []
     for entry in members:
-        pair, own = entry.judged_time, entry.time_ms or 0.0
-        weight = token_ratio(entry) * (reference.time_ms or 0.0) / own
-        equal = equal and abs(weight - 1) < 1e-9
+        milliseconds = entry.time_ms or 0.0
+        weight = token_ratio(entry) * (reference.time_ms or 0.0) / milliseconds
+        have_equal_work = have_equal_work and abs(weight - 1) < 1e-9
         span = entry.interval and (weight * entry.interval[0], weight * entry.interval[1])
-        text = f"{number(weight * own)} ms"
+        text = f"{number(weight * milliseconds)} ms"
         text += f" [{interval(*span)}]" if span else ""
-        text += f", {format_speed(entry)}" if pair else ""
-        verdict = pair.verdict.value if pair else "reference"
-        bars.append(HeadlineBar(entry.label, verdict, weight * own, span, text))
-    many = f"for as many tokens as an iteration of {reference.label}"
-    where = " · ".join(filter(None, (reference.run.model_or_size, reference.run.device)))
-    title = f"Time {'of an iteration' if equal else many}{f', {where}' if where else ''}"
+        text += f", {format_speed(entry)}" if entry.judged_time else ""
+        verdict = entry.judged_time.verdict.value if entry.judged_time else "reference"
+        bars.append(HeadlineBar(entry.label, verdict, weight * milliseconds, span, text))
+    scaled = f"for as many tokens as an iteration of {reference.label}"
+    run = reference.run
+    where = " · ".join(filter(None, (run.model_or_size, run.device)))
+    title = f"Time {'per iteration' if have_equal_work else scaled}{f', {where}' if where else ''}"
     axis = 1.02 * max(bar.interval[1] if bar.interval else bar.time for bar in bars)
     return BarGroup(title, tuple(bars[:MAX_ROWS]), max(0, len(bars) - MAX_ROWS), axis)

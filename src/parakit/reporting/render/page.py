@@ -1,4 +1,4 @@
-"""`report.html`: one file that opens offline; every text from a log is escaped by the template."""
+"""Render `report.html`: one file that works offline; the template escapes every text from a log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from parakit.artifacts.run import RunRecord
 from parakit.formatting import units
 from parakit.formatting.html import environment
-from parakit.formatting.table import Table
+from parakit.formatting.table import Column, Table
 from parakit.formatting.units import DASH
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
@@ -22,72 +23,77 @@ from parakit.reporting.render import beside, tables
 from parakit.reporting.render.headline import build_bar_groups
 from parakit.reporting.render.plots import Plot, build_plots, encode_plots
 from parakit.reporting.render.sentences import write_sentences
+from parakit.reporting.render.summary import summary_sentences
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ARGUMENTS = 120
-_INTERACTIVE = ("iteration-time", "loss", "memory")
-"""Pictures that the page has as curves, or in a place of its own."""
-_OPENED = ("times", "losses", "differences")
-"""Curves that are not folded."""
-_LONGEST = 60
-"""Characters of a value; of a longer one the beginning stands, and the whole behind it."""
-_WIDE = 40
-"""Characters from which on a column of text may be broken."""
+_OTHER_SECTIONS = ("iteration-time", "loss", "memory")
+"""Beginnings of the names of charts that the page shows as curves or in a section of their own."""
+_OPEN_PLOTS = ("times", "losses", "differences")
+"""Names of the curves that are not folded."""
+_MAX_SHOWN_CHARACTERS = 60
+"""Characters of a value that are shown; the rest of a longer value is folded."""
+_MIN_WIDE_CHARACTERS = 40
+"""Characters from which on the text of a column may be broken into lines."""
 
 
 @dataclass(frozen=True)
 class PageCell:
-    """One cell: what is read, and what a sortable table sorts by."""
+    """Cell of a table on the page."""
 
     text: str
     key: float | str = ""
+    """Value by which a sortable table sorts."""
     kind: str = ""
-    """Class of the cell: `number`, `wide`, or `pill` with a verdict that has a colour."""
+    """CSS classes of the cell: `number`, `wide`, or `pill` with a verdict that has a colour."""
     reason: str = ""
-    """Of a dash."""
+    """Tooltip of a dash: why the value is unknown."""
 
 
 def render_page(
     report: Report, charts: Sequence[Chart], headline: str, explanation: Explanation | None = None
 ) -> str:
-    """The whole report as one HTML file."""
+    """Return the whole report as one HTML file."""
     explanation, plots = explanation or Explanation(), build_plots(report)
     memory = [chart for chart in charts if chart.name == "memory"]
-    return (
-        environment(_TEMPLATES)
-        .get_template("page.html.j2")
-        .render(
-            report=report,
-            answer=headline,
-            bars=build_bar_groups(report),
-            plots=plots,
-            plot_data=encode_plots(plots),
-            memory=memory,
-            charts=[chart for chart in charts if not chart.name.startswith(_INTERACTIVE)],
-            opened=_OPENED,
-            longest=_LONGEST,
-            contents=_contents(report, plots, memory, explanation),
-            explanation=explanation,
-            sentences=write_sentences(report),
-            tables=tables,
-            beside=beside,
-            results=tables.page_results_table(report),
-            arguments=tables.arguments_table(report, _MAX_ARGUMENTS),
-            arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
-            provenance=list_provenance,
-            cells_of=build_page_cells,
-            # A heading may be broken after a slash.
-            broken=lambda heading: Markup("/<wbr>").join(re.split(r"/(?=\w\w)", heading)),
-            units=units,
-        )
+    other_charts = [chart for chart in charts if not chart.name.startswith(_OTHER_SECTIONS)]
+    template = environment(_TEMPLATES).get_template("page.html.j2")
+    return template.render(
+        report=report,
+        answer=headline,
+        bars=build_bar_groups(report),
+        plots=plots,
+        plot_data=encode_plots(plots),
+        memory=memory,
+        charts=other_charts,
+        opened=_OPEN_PLOTS,
+        longest=_MAX_SHOWN_CHARACTERS,
+        contents=_list_contents(report, plots, memory, explanation),
+        explanation=explanation,
+        summary=[text for text in summary_sentences(report) if text not in headline],
+        sentences=write_sentences(report),
+        tables=tables,
+        beside=beside,
+        results=tables.page_results_table(report),
+        arguments=tables.arguments_table(report, _MAX_ARGUMENTS),
+        arguments_left=max(0, len(report.arguments) - _MAX_ARGUMENTS),
+        provenance=list_provenance,
+        cells_of=build_page_cells,
+        broken=_allow_breaks_after_slashes,
+        units=units,
     )
 
 
-def _contents(
+def _allow_breaks_after_slashes(heading: str) -> Markup:
+    """Return a column's heading in which a line may be broken after a slash."""
+    return Markup("/<wbr>").join(re.split(r"/(?=\w\w)", heading))
+
+
+def _list_contents(
     report: Report, plots: Sequence[Plot], memory: Sequence[Chart], explanation: Explanation
 ) -> dict[str, str]:
-    """The sections that the page has and lists, by their ids."""
-    there = {
+    """Return the titles of the sections that the page has, by their ids."""
+    sections = {
         "results": report.entries,
         "summary": True,
         "explained": explanation.topics or explanation.tables,
@@ -100,62 +106,79 @@ def _contents(
         "arguments": report.arguments,
         "provenance": report.entries,
     }
-    names = {"summary": "In words", "measured": "How it was measured", "changes": "Changes"}
-    return {id: names.get(id, id.capitalize()) for id, has in there.items() if has}
+    titles = {"summary": "In words", "measured": "How it was measured", "changes": "Changes"}
+    return {
+        section: titles.get(section, section.capitalize())
+        for section, has_content in sections.items()
+        if has_content
+    }
 
 
 def build_page_cells[R](table: Table[R]) -> list[list[PageCell]]:
-    """Cells with what a browser needs to align, colour and sort them."""
-    columns = []
-    for column in table.columns:
-        texts = [column.cell(row) for row in table.rows]
-        broad = max(map(len, texts), default=0) > _WIDE
-        usual = "number" if column.right else "wide" if broad else ""
-        cells = []
-        for row, text in zip(table.rows, texts, strict=True):
-            value, kind = column.value(row), usual
-            # A value of several parts sorts by its first.
-            key = value[0] if isinstance(value, tuple) else value
-            if column.style and text not in ("", DASH):
-                kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-            why = column.why if isinstance(column.why, str) else column.why(row)
-            reason = why if text == DASH else ""
-            cells.append(PageCell(text, "" if key is None else key, kind, reason))
-        columns.append(cells)
+    """Return the cells of a table by line, with their sort keys, CSS classes and tooltips."""
+    columns = [_build_column(table, column) for column in table.columns]
     return [list(line) for line in zip(*columns, strict=True)]
 
 
+def _build_column[R](table: Table[R], column: Column[R]) -> list[PageCell]:
+    """Return the cells of one column."""
+    texts = [column.cell(row) for row in table.rows]
+    is_wide = max(map(len, texts), default=0) > _MIN_WIDE_CHARACTERS
+    usual_kind = "wide" if is_wide else ""
+    if column.right:
+        usual_kind = "number"
+    cells = []
+    for row, text in zip(table.rows, texts, strict=True):
+        value = column.value(row)
+        # A value of several parts sorts by its first part.
+        key = value[0] if isinstance(value, tuple) else value
+        kind = usual_kind
+        if column.style and text not in ("", DASH):
+            kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
+        why = column.why if isinstance(column.why, str) else column.why(row)
+        cells.append(PageCell(text, "" if key is None else key, kind, why if text == DASH else ""))
+    return cells
+
+
 def list_provenance(entry: Entry) -> Mapping[str, str]:
-    """Where a run was made and with what; only what is known."""
-    record, run = entry.run.record, entry.run
-    of, series = run.log.generation, run.samples.series
-    clocks = [clock for each in series for clock in each.sm_clock_mhz if clock]
+    """Return where, when and with which software a run was made; unknown facts are left out."""
+    run = entry.run
+    trainer, series_by_rank = run.log.generation, run.samples.series
+    clocks = [clock for series in series_by_rank for clock in series.sm_clock_mhz if clock]
+    throttle_reasons = sorted({reason for series in series_by_rank for reason in series.throttled})
     facts: dict[str, str | None] = {
         "log": run.log.path,
         "first line": run.log.first_seen,
-        "log format": f"{of.trainer} {of.name}" if of.name else None,
+        "log format": f"{trainer.trainer} {trainer.name}" if trainer.name else None,
         "SM clock": f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None,
-        "clock lowered by": ", ".join(sorted({why for each in series for why in each.throttled})),
+        "clock lowered by": ", ".join(throttle_reasons),
     }
-    if record is not None:
-        host, data = record.host, record.dataset
-        facts |= {
-            "made": record.created_utc,
-            "host": f"{host.name}, {host.cpu}, {host.cores} cores, {units.size(host.memory_bytes)}",
-            "devices": ", ".join(host.devices),
-            "driver": host.driver,
-            "interconnect": host.interconnect,
-            "entry": record.entry.path,
-            "Megatron": run.megatron,
-            "kit commit": record.kit_commit,
-            "code": str(record.code) if record.code else None,
-            "software": ", ".join(f"{name} {v}" for name, v in sorted(record.software.items())),
-            "data": data.prefix if data else None,
-            "data sha256": data.sha256 if data else None,
-            "start checkpoint": record.start_checkpoint,
-            "starting weights": record.start_weights,
-            "seed": str(record.spec.seed),
-            "environment": " ".join(f"{k}={v}" for k, v in sorted(record.environment.items())),
-            "command": shlex.join(record.command),
-        }
+    if run.record is not None:
+        facts |= _recorded_facts(run.record, run.megatron)
     return {name: value for name, value in facts.items() if value}
+
+
+def _recorded_facts(record: RunRecord, megatron: str) -> dict[str, str | None]:
+    """Return the facts of a run's `run.json`."""
+    host, data = record.host, record.dataset
+    software = sorted(record.software.items())
+    environment_variables = sorted(record.environment.items())
+    return {
+        "made": record.created_utc,
+        "host": f"{host.name}, {host.cpu}, {host.cores} cores, {units.size(host.memory_bytes)}",
+        "devices": ", ".join(host.devices),
+        "driver": host.driver,
+        "interconnect": host.interconnect,
+        "entry": record.entry.path,
+        "Megatron": megatron,
+        "kit commit": record.kit_commit,
+        "code": str(record.code) if record.code else None,
+        "software": ", ".join(f"{name} {version}" for name, version in software),
+        "data": data.prefix if data else None,
+        "data sha256": data.sha256 if data else None,
+        "start checkpoint": record.start_checkpoint,
+        "starting weights": record.start_weights,
+        "seed": str(record.spec.seed),
+        "environment": " ".join(f"{name}={value}" for name, value in environment_variables),
+        "command": shlex.join(record.command),
+    }

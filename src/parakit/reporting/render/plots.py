@@ -1,7 +1,8 @@
-"""What the page's curves show: iteration times, losses and what else iteration lines hold, as data.
+"""Build the data of the page's curves: iteration times, losses and the other numbers of iteration lines.
 
-`templates/plots.js` draws them in the browser as SVG: no library that a package index holds is small
-enough (plotly's is 4.5 MB, Bokeh's 1 MB), and a canvas neither prints nor follows the page's colours.
+`templates/plots.js` draws the curves in the browser as SVG. Libraries in package indexes are too large for a
+page (plotly's script has 4.5 MB, Bokeh's 1 MB), and a canvas neither prints sharply nor follows the page's
+colours.
 """
 
 from __future__ import annotations
@@ -21,31 +22,32 @@ from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import extreme_indexes
 
 MAX_SERIES = 12
-"""Rows that one picture draws; more cannot be told apart."""
+"""Largest number of rows per picture; more could not be told from one another."""
 MAX_POINTS = 500
-"""Of one curve: more than the page has pixels for a stretch's least and largest."""
+"""Largest number of points per curve: more than the page's width has pixels for."""
 MAX_MARKS = 9
-_MAX_OTHERS = 6
+_MAX_EXTRA_METRICS = 6
 
 Curve = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""Iterations and values."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve."""
+    """Curve of one row."""
 
     label: str
     colour: int
-    """Place of its row in the report."""
+    """Index of the row in the report, from which the colour follows."""
     x: list[int]
     y: list[float]
     log_lines: list[int | None]
-    """Where each point stands in the run's log; empty where none does (TensorBoard, a parent's log)."""
+    """Line of the run's log per point; None or empty if the point is in no log line (TensorBoard, a parent's log)."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something dated on the axis of iterations."""
+    """Numbered mark on the axis of iterations."""
 
     x: int
     text: str
@@ -53,62 +55,71 @@ class Mark:
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture."""
+    """Picture with its curves."""
 
     name: str
     title: str
     text: str
-    """What is drawn, and of how many rows; the picture's alternative text too."""
+    """Description, with the number of rows; it is the picture's text alternative too."""
     unit: str
     series: tuple[Series, ...]
     marks: tuple[Mark, ...] = ()
     clip: bool = False
-    """Whether values far beyond the others stand as arrows at the edge."""
+    """True draws values far beyond the others as arrows at the edge."""
     overlap: bool = False
-    """Whether curves are expected to lie on one another: later ones are thinner and dashed."""
+    """True draws later curves thinner and dashed, because curves may lie on one another."""
     dots: bool = False
-    """Whether points are joined by nothing."""
+    """True draws points without a line between them."""
 
 
 def build_plots(report: Report) -> list[Plot]:
-    """Every picture that at least two points of a row are known for, in the page's order."""
+    """Return every picture with at least two points of a row, in the page's order."""
     entries = report.entries
     known = [entry.time_ms for entry in entries if entry.time_ms]
-    # On one axis some rows would be pressed flat.
-    apart = len(known) > 1 and max(known) > _FAR * min(known)
+    # If times differ widely, each row is drawn relative to its median, or one axis would flatten some rows.
+    is_relative = len(known) > 1 and max(known) > _FAR * min(known)
 
     def times(run: Run) -> Curve:
         table = run.log.iterations
-        each = table.values("elapsed_ms")
-        whole = ~table.known("first_of_start") & ~table.known("averaged")
-        keep = (each > 0) & whole & np.isfinite(each)
-        usual = np.median(each[keep]) if apart and keep.any() else 1.0
-        return table.numbers[keep], each[keep] / usual
+        milliseconds = table.values("elapsed_ms")
+        is_single = ~table.known("first_of_start") & ~table.known("averaged")
+        keep = (milliseconds > 0) & is_single & np.isfinite(milliseconds)
+        usual = np.median(milliseconds[keep]) if is_relative and keep.any() else 1.0
+        return table.numbers[keep], milliseconds[keep] / usual
 
-    unit = "of its median" if apart else "ms"
-    found = [
-        _plot("times", "Iteration time", unit, entries, times, clip=True),
-        _plot("losses", "Loss", "lm loss", entries, loss_points),
-        _differences(entries),
-        _plot("grad-norm", "Gradient norm", "grad norm", entries, _column("grad_norm"), clip=True),
-        _plot("learning-rate", "Learning rate", "", entries, _column("learning_rate")),
-        _plot("loss-scale", "Loss scale", "", entries, _column("loss_scale")),
+    unit = "of its median" if is_relative else "ms"
+    plots = [
+        _build_plot("times", "Iteration time", unit, entries, times, clip=True),
+        _build_plot("losses", "Loss", "lm loss", entries, loss_points),
+        _build_difference_plot(entries),
+        _build_plot(
+            "grad-norm",
+            "Gradient norm",
+            "grad norm",
+            entries,
+            _column_reader("grad_norm"),
+            clip=True,
+        ),
+        _build_plot("learning-rate", "Learning rate", "", entries, _column_reader("learning_rate")),
+        _build_plot("loss-scale", "Loss scale", "", entries, _column_reader("loss_scale")),
     ]
     names = dict.fromkeys(name for e in entries for name in e.run.log.iterations.other_names)
-    for place, name in enumerate(list(names)[:_MAX_OTHERS], start=1):
-        found.append(
-            _plot(f"other-{place}", name, name, entries, _column(EXTRA_METRIC_PREFIX + name))
+    for index, name in enumerate(list(names)[:_MAX_EXTRA_METRICS], start=1):
+        plots.append(
+            _build_plot(
+                f"other-{index}", name, name, entries, _column_reader(EXTRA_METRIC_PREFIX + name)
+            )
         )
-    return [plot for plot in found if plot is not None]
+    return [plot for plot in plots if plot is not None]
 
 
 def encode_plots(plots: Sequence[Plot]) -> str:
-    """The plots' data for a script element: nothing in it can end the element."""
+    """Return the plots as JSON for a script element; characters that could end the element are escaped."""
     text = msgspec.json.encode({plot.name: plot for plot in plots}).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _plot(
+def _build_plot(
     name: str,
     title: str,
     unit: str,
@@ -117,24 +128,36 @@ def _plot(
     *,
     clip: bool = False,
 ) -> Plot | None:
-    curves = {place: curve(entry.run) for place, entry in enumerate(entries)}
-    curves = {place: (x, y) for place, (x, y) in curves.items() if len(x) > 1}
-    # What never changes needs no picture.
-    changes = name in _ALWAYS or any(np.any(y != y[0]) for _, y in curves.values())
+    """Return the picture of one quantity; None if it has no curve or never changes.
+
+    Args:
+        name: Name of the picture.
+        title: Title.
+        unit: Unit of the values.
+        entries: Rows of the report.
+        curve: Function that reads a run's iterations and values.
+        clip: True draws values far beyond the others as arrows.
+    """
+    curves = {index: curve(entry.run) for index, entry in enumerate(entries)}
+    curves = {index: (x, y) for index, (x, y) in curves.items() if len(x) > 1}
+    # A quantity that never changes needs no picture.
+    changes = name in _ALWAYS_DRAWN or any(np.any(y != y[0]) for _, y in curves.values())
     if not curves or not changes:
         return None
     labels = entry_names(entries)
-    alike = _coinciding(curves) if name in _ALIKE else {}
-    shown = [place for place in curves if place not in alike]
-    drawn, others = shown[:MAX_SERIES], Counter(alike.values())
+    coinciding = _find_coinciding_curves(curves) if name in _MAY_COINCIDE else {}
+    shown = [index for index in curves if index not in coinciding]
+    drawn, num_coinciding = shown[:MAX_SERIES], Counter(coinciding.values())
     series = []
-    for place in drawn:
-        more = others[place]
-        said = f" ({more} other{'s coincide' if more > 1 else ' coincides'})" if more else ""
-        series.append(_series(labels[place] + said, place, entries[place].run, *curves[place]))
+    for index in drawn:
+        more = num_coinciding[index]
+        suffix = f" ({more} other{'s coincide' if more > 1 else ' coincides'})" if more else ""
+        series.append(
+            _build_series(labels[index] + suffix, index, entries[index].run, *curves[index])
+        )
     marks: list[Mark] = []
     if name == "times":
-        rows = [(entries[place].label, entries[place]) for place in drawn]
+        rows = [(entries[index].label, entries[index]) for index in drawn]
         several = len(labels) > 1
         marks = [
             Mark(shift.iteration, f"{label}: {shift.text}" if several else shift.text)
@@ -146,54 +169,61 @@ def _plot(
         marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
     picked = f" The first {len(drawn)} of {len(shown)} rows." if len(shown) > len(drawn) else ""
     text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
-    overlap = name in _ALIKE
+    overlap = name in _MAY_COINCIDE
     return Plot(name, title, text, unit, tuple(series), tuple(marks), clip, overlap)
 
 
-def _coinciding(curves: Mapping[int, Curve]) -> dict[int, int]:
-    """Places of curves that cannot be told from an earlier one in a picture, with that one's place."""
+def _find_coinciding_curves(curves: Mapping[int, Curve]) -> dict[int, int]:
+    """Return the index of an earlier curve per curve that looks the same in a picture."""
     levels = np.concatenate([y for _, y in curves.values()])
-    least = _DISTINCT * float(np.ptp(levels[np.isfinite(levels)]) if len(levels) else 0.0)
+    least = _MIN_DISTANCE * float(np.ptp(levels[np.isfinite(levels)]) if len(levels) else 0.0)
     shown: dict[int, Curve] = {}
-    found = {}
-    for place, (x, y) in curves.items():
+    earlier_by_index = {}
+    for index, (x, y) in curves.items():
         for earlier, (u, v) in shown.items():
             if np.array_equal(u, x) and float(np.max(np.abs(v - y))) <= least:
-                found[place] = earlier
+                earlier_by_index[index] = earlier
                 break
         else:
-            shown[place] = x, y
-    return found
+            shown[index] = x, y
+    return earlier_by_index
 
 
-_DISTINCT = 0.004
-"""Of a picture's height: curves that are closer lie on one another."""
+_MIN_DISTANCE = 0.004
+"""Fraction of a picture's height; curves that are closer count as coinciding."""
 _FAR = 4.0
-_ALWAYS = ("times", "losses")
-_ALIKE = ("losses", "learning-rate", "loss-scale")
+"""Ratio of two rows' times from which on times are drawn relative to their medians."""
+_ALWAYS_DRAWN = ("times", "losses")
+_MAY_COINCIDE = ("losses", "learning-rate", "loss-scale")
 _TEXTS = {
-    "times": "Time of each iteration of the newest run of each row; without the first after a start and"
-    " means of several.",
+    "times": "Time of each iteration of the newest run of each row, without the first one after a start and"
+    " without averages over several.",
     "losses": "Training loss by iteration, of the newest run of each row.",
 }
 
 
-def _series(
-    label: str, place: int, run: Run, x: NDArray[np.int64], y: NDArray[np.float64]
+def _build_series(
+    label: str, index: int, run: Run, x: NDArray[np.int64], y: NDArray[np.float64]
 ) -> Series:
-    kept = extreme_indexes(y, MAX_POINTS)
-    values = [float(f"{value:.7g}") for value in y[kept].tolist()]
-    iterations, table = x[kept], run.log.iterations
+    """Return a curve of at most MAX_POINTS points, with the log line of each point."""
+    indexes = extreme_indexes(y, MAX_POINTS)
+    values = [float(f"{value:.7g}") for value in y[indexes].tolist()]
+    iterations, table = x[indexes], run.log.iterations
     log_lines: list[int | None] = []
     if table.known(LOG_LINE).any():
         numbers = table.numbers
         places = np.minimum(np.searchsorted(numbers, iterations), len(numbers) - 1)
-        lines, own = table.values(LOG_LINE)[places].tolist(), numbers[places] == iterations
-        log_lines = [int(n) if mine else None for n, mine in zip(lines, own.tolist(), strict=True)]
-    return Series(label, place, iterations.tolist(), values, log_lines)
+        lines, is_in_log = table.values(LOG_LINE)[places].tolist(), numbers[places] == iterations
+        log_lines = [
+            int(line) if is_known else None
+            for line, is_known in zip(lines, is_in_log.tolist(), strict=True)
+        ]
+    return Series(label, index, iterations.tolist(), values, log_lines)
 
 
-def _column(name: str) -> Callable[[Run], Curve]:
+def _column_reader(name: str) -> Callable[[Run], Curve]:
+    """Return a function that reads a column of a run's iteration lines."""
+
     def curve(run: Run) -> Curve:
         values = run.log.iterations.values(name)
         keep = np.isfinite(values)
@@ -202,16 +232,22 @@ def _column(name: str) -> Callable[[Run], Curve]:
     return curve
 
 
-def _differences(entries: Sequence[Entry]) -> Plot | None:
-    """Loss less its reference's, where parity was judged."""
+def _build_difference_plot(entries: Sequence[Entry]) -> Plot | None:
+    """Return the picture of loss differences from the references; None if all losses are equal."""
     labels = entry_names(entries)
     series = tuple(
-        _series(labels[place], place, judged, np.array(steps), np.array(units))
-        for place, judged, steps, units in loss_differences(entries)
+        _build_series(
+            labels[difference.index],
+            difference.index,
+            difference.run,
+            np.array(difference.iterations),
+            np.array(difference.units),
+        )
+        for difference in loss_differences(entries)
     )
     if not series:
         return None
-    text = "Loss less its reference's, in units of the last digit that Megatron prints."
+    text = "Loss minus the reference's loss, in units of the last digit that Megatron prints."
     if len(series) > MAX_SERIES:
         text += f" The first {MAX_SERIES} of {len(series)} rows."
     title, unit = "Loss against the reference", "units of the last digit"

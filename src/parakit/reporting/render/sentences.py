@@ -1,4 +1,8 @@
-"""The verdicts of a report in sentences; of many rows of one kind the first, or one for all."""
+"""Write the verdicts of a report as sentences: endings, speed, changes within runs, losses, figures.
+
+The report's page folds these sentences, and `results.json` has them all. If many rows have a verdict of one
+kind, the first ones are written, or one sentence stands for all.
+"""
 
 from __future__ import annotations
 
@@ -21,156 +25,215 @@ from parakit.reporting.analyse.disturbance import ranks_and_cores, why_disturbed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.must_agree import NO_SHAPE
-from parakit.reporting.analyse.parity import LOGS_AGREE, NOT_COMPARABLE
+from parakit.reporting.analyse.parity import HELD, LOGS_AGREE, NOT_COMPARABLE
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import describe_disagreement
-from parakit.reporting.analyse.statistics import TimeVerdict, smallest_visible_difference
+from parakit.reporting.analyse.statistics import (
+    TimeComparison,
+    TimeVerdict,
+    describe_ratio,
+    describe_ratio_interval,
+    smallest_visible_difference,
+)
 
-_MAX_FLAWS = 8
+_MAX_FLAWS = 4
+"""Differing arguments that a sentence names; the table of arguments has all."""
 MAX_NAMED = 8
-_MAX_VALUE = 40
+"""Rows that a sentence names."""
+_MAX_VALUE_LENGTH = 40
 _MAX_SENTENCES = 12
-"""Of one kind; more rows are summed up."""
+"""Sentences of one kind; further rows are counted."""
 
 
 def write_sentences(report: Report) -> list[str]:
-    """The verdicts of a report, one sentence each."""
+    """Return all verdicts of a report, one sentence each."""
     entries = report.entries
     if not entries:
-        first = "" if report.problems else ": train one (make demo), or name logs with LOGS="
-        return [f"There is no run to report on{first}."]
-    rows = [entry.configuration for entry in entries]
-    runs = sum(len((*row.runs, *row.failed_before, *row.running)) for row in rows)
-    ended = _first([said for entry in entries for said in _endings(entry)], "did not end well")
-    told = f"; {'; '.join(ended)}." if ended else ", all ended well."
-    result = [f"{plural(runs, 'run')} in {plural(len(rows), 'configuration')}{told}"]
-    timed = [(entry, entry.estimate) for entry in entries if entry.estimate]
-    if any(entry.run.device == "cpu" for entry, _ in timed):
-        result.append(
-            "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of "
-            "compute and communication is in them; losses, parameters and bytes are exact."
-        )
-    if counts := sorted({found.count for _, found in timed}):
-        span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-        result.append(
-            f"Medians rest on {span} samples a row; which lines were left out, and why, is under"
-            " 'How it was measured' in report.html and report.md."
-        )
-    result += [*withheld_sentences(report), *_speed_sentences(report)]
-    result += [*_assumed_device(report), *_uncompared(report)]
-    within = [f"Within {e.label}, {shift.text}." for e in entries for shift in e.changes_within_run]
-    result += _first(within, "changes within runs are in the notes of their rows.")
-    result += _power_sentences(report)
-    result += [
-        f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
-        for entry, found in timed
-        if found.repeats_disagree
-    ]
-    result += _parity_sentences(report)
-    result += [
-        f"{entry.label}: published {match.quantity} "
-        f"{' and '.join(number(v) for v in match.published)} {match.unit}, measured "
-        f"{number(match.measured)} {match.unit}: {match.verdict} (expected"
-        f" {number(match.expected_low)} to {number(match.expected_high)})."
+        return [ending_sentence(report)]
+    texts = [ending_sentence(report), *_sample_sentences(report), *withheld_sentences(report)]
+    texts += _speed_sentences(report)
+    texts += [*assumed_device_sentences(report), *_uncompared_sentences(report)]
+    within = [
+        f"Within {entry.label}, {change.text}."
         for entry in entries
-        for match in entry.matches
-        if match.verdict != "not comparable"
+        for change in entry.changes_within_run
     ]
-    return [*result, *_beside_others(report)]
+    texts += _limit_sentences(within, "changes within runs are in the notes of their rows.")
+    texts += _power_sentences(report)
+    texts += [
+        f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
+        for entry in entries
+        if entry.estimate and entry.estimate.repeats_disagree
+    ]
+    texts += _parity_sentences(report)
+    texts += published_sentences(report)
+    texts += _planner_sentences(report)
+    return [*texts, *change_sentences(report)]
 
 
-def _first(texts: list[str], others: str) -> list[str]:
-    """As many as are told of one kind, then how many more there are."""
-    more = len(texts) - _MAX_SENTENCES
-    return [*texts[:_MAX_SENTENCES], f"{more} more {others}"] if more > 0 else texts
+def ending_sentence(report: Report) -> str:
+    """Return the number of runs and rows, and which runs did not end well."""
+    if not report.entries:
+        hint = "train one (make demo), or name logs (LOGS=, or after 'parakit report')"
+        return f"There is no run to report on{'' if report.problems else f': {hint}'}."
+    rows = [entry.configuration for entry in report.entries]
+    num_runs = sum(len(row.runs) + len(row.failed_before) + len(row.running) for row in rows)
+    text = f"{plural(num_runs, 'run')} in {plural(len(rows), 'configuration')}"
+    endings: list[str] = []
+    for entry in report.entries:
+        endings += _describe_endings(entry)
+    if not endings:
+        return f"{text}, all ended well."
+    return (
+        f"{text}; not all ended well: {'; '.join(_limit_sentences(endings, 'did not end well'))}."
+    )
 
 
-def _beside_others(report: Report) -> Iterator[str]:
-    """How the planner's times compare, over all rows that it can predict; and what changed since."""
-    errors = {each.entry.label: each.error for each in report.planned if each.error is not None}
-    if errors:
-        worst = max(errors, key=lambda label: abs(errors[label]))
-        mean = sum(map(abs, errors.values())) / len(errors)
-        yield (
-            f"The planner's times are {mean:.0%} off in the mean over {plural(len(errors), 'row')}, "
-            f"{worst}'s most ({signed_percent(errors[worst], 0)}, positive: predicted too slow)."
+def _sample_sentences(report: Report) -> list[str]:
+    """Return what CPU times are worth, and on how many iterations the medians rest."""
+    texts = []
+    timed = [(entry, entry.estimate) for entry in report.entries if entry.estimate]
+    if any(entry.run.device == "cpu" for entry, _ in timed):
+        texts.append(
+            "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of compute and"
+            " communication is in them. Losses, parameters and bytes are exact."
         )
-    if report.baseline:
-        told = [c for c in report.changes if c.fails_strict or c.kind == UNDECIDED]
-        said = "; ".join(f"{c.row}: {c.kind}, {c.text}" for c in told) or "nothing changed"
-        yield f"Against {report.baseline}: {said}."
+    if counts := sorted({estimate.count for _, estimate in timed}):
+        span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+        texts.append(
+            f"Medians rest on {span} iterations per row. 'How it was measured' in report.html and"
+            " report.md tells which iterations were left out, and why."
+        )
+    return texts
+
+
+def published_sentences(report: Report) -> list[str]:
+    """Return a sentence per published quantity that can be compared with a measured one."""
+    texts = []
+    for entry in report.entries:
+        for match in entry.matches:
+            if match.verdict != "not comparable":
+                published = " and ".join(number(value) for value in match.published)
+                texts.append(
+                    f"{entry.label}: published {match.quantity} {published} {match.unit}, measured"
+                    f" {number(match.measured)} {match.unit}: {match.verdict} (expected"
+                    f" {number(match.expected_low)} to {number(match.expected_high)})."
+                )
+    return texts
+
+
+def _limit_sentences(texts: list[str], remainder: str) -> list[str]:
+    """Return the first texts of one kind, and then how many more there are."""
+    more = len(texts) - _MAX_SENTENCES
+    return [*texts[:_MAX_SENTENCES], f"{more} more {remainder}"] if more > 0 else texts
+
+
+def _planner_sentences(report: Report) -> list[str]:
+    """Return the mean error of the planner's times, and the largest; empty if it predicted no row."""
+    errors = {row.entry.label: row.error for row in report.planned if row.error is not None}
+    if not errors:
+        return []
+    worst = max(errors, key=lambda label: abs(errors[label]))
+    mean_error = sum(map(abs, errors.values())) / len(errors)
+    return [
+        f"The planner's times have an error of {mean_error:.0%} on average over"
+        f" {plural(len(errors), 'row')}. The largest is {worst}'s, {signed_percent(errors[worst], 0)}"
+        " (positive: predicted too slow)."
+    ]
+
+
+def change_sentences(report: Report) -> list[str]:
+    """Return the changes against an earlier report in one sentence; empty without such a report."""
+    if not report.baseline:
+        return []
+    changes = [
+        f"{change.row}: {change.kind}, {change.text}"
+        for change in report.changes
+        if change.fails_strict or change.kind == UNDECIDED
+    ]
+    return [f"Against {report.baseline}: {'; '.join(changes) or 'nothing changed'}."]
 
 
 def group_compared_rows(report: Report) -> list[list[Entry]]:
-    """Timed rows that are compared with one another, a reference first; the largest group first."""
-    timed = {e.run.name: [e] for e in report.entries if e.estimate and not e.per_token}
+    """Return groups of timed rows that are compared with one another, the largest group first.
+
+    The first row of a group is its reference. A row that is compared with no other is a group alone.
+    """
+    groups = {
+        entry.run.name: [entry]
+        for entry in report.entries
+        if entry.estimate and not entry.per_token
+    }
     for entry in report.entries:
         if entry.speed and entry.per_token:
-            timed[entry.speed.reference].append(entry)
-    return sorted(timed.values(), key=len, reverse=True)
+            groups[entry.speed.reference].append(entry)
+    return sorted(groups.values(), key=len, reverse=True)
 
 
 def token_ratio(entry: Entry) -> float:
-    """Time a token over the reference's; 1 where nothing is compared."""
+    """Return a row's time per token over its reference's; 1 if it is compared with no other."""
     return entry.per_token.ratio if entry.per_token else 1.0
 
 
 def judged_ratio(entry: Entry) -> float:
-    """Return the ratio that the verdict is on; 1 where nothing is compared."""
+    """Return the ratio on which a row's verdict rests; 1 if it is compared with no other."""
     return entry.judged_time.ratio if entry.judged_time else 1.0
 
 
 def join_first_names(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first MAX_NAMED names, and how many more there are."""
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _power_sentences(report: Report) -> list[str]:
-    """What the intervals assume of runs that were not repeated, and what repeats would show."""
-    found = [
-        e.estimate for e in report.entries if e.estimate and e.estimate.standard_error is not None
+    """Return what the intervals assume of runs that were not repeated, and what repeats would show."""
+    texts = []
+    estimates = [
+        entry.estimate
+        for entry in report.entries
+        if entry.estimate and entry.estimate.standard_error is not None
     ]
-    groups = [str(len(group) - 1) for group in group_compared_rows(report) if len(group) > 2]
-    told = [
-        f"Of {joined(groups)} comparisons with one reference all verdicts are right"
-        " together with 95% (Holm); an interval is of its pair alone."
-    ]
-    told = told if groups else []
-    for scatter in dict.fromkeys(each.scatter for each in found if each.degrees_of_freedom is None):
-        one, three = (
-            smallest_visible_difference(*of) for of in ((1, scatter.assumed), (3, scatter.typical))
+    sizes = [str(len(group) - 1) for group in group_compared_rows(report) if len(group) > 2]
+    if sizes:
+        texts.append(
+            f"All verdicts of {joined(sizes)} comparisons with one reference are right together with"
+            " 95% probability (Holm); an interval holds for its pair alone."
         )
-        told.append(
+    scatters = [e.scatter for e in estimates if e.degrees_of_freedom is None]
+    for scatter in dict.fromkeys(scatters):
+        with_one_run = smallest_visible_difference(1, scatter.assumed)
+        with_three_runs = smallest_visible_difference(3, scatter.typical)
+        texts.append(
             f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
-            f" ({scatter.source}). With one run each, a difference below {one:.1%} cannot be seen; with"
-            f" three runs each that scatter by {scatter.typical:.1%}, one below {three:.1%}."
+            f" ({scatter.source}). With one run each, a difference below {with_one_run:.1%} cannot be"
+            f" seen; with three runs each that scatter by {scatter.typical:.1%}, one below"
+            f" {with_three_runs:.1%}."
         )
-    return told
+    return texts
 
 
 def withheld_sentences(report: Report) -> list[str]:
-    """Return why rows are not compared in speed, one sentence per reason; empty where all are."""
-    disturbed, taking_turns = [], []
+    """Return why rows are not compared in speed, one sentence per reason; empty if all are compared."""
+    disturbed, oversubscribed = [], []
     for entry in report.entries:
         reason = why_withheld(entry.configuration)
         if reason == DISTURBED:
             disturbed.append(f"{entry.label} ({why_disturbed(entry.run)})")
         elif reason == OVERSUBSCRIBED and (known := ranks_and_cores(entry.run)):
             ranks, cores = known
-            taking_turns.append(
-                f"{entry.label} ({plural(ranks, 'rank')} on {plural(cores, 'core')})"
-            )
+            counts = f"{plural(ranks, 'rank')} on {plural(cores, 'core')}"
+            oversubscribed.append(f"{entry.label} ({counts})")
     texts = []
     if disturbed:
         texts.append(
-            f"No speed is compared with {join_first_names(disturbed)}: other programs used the cores. Close them"
-            " and run again."
+            f"No speed is compared with {join_first_names(disturbed)}: other programs used the cores."
+            " Close them and run again."
         )
-    if taking_turns:
+    if oversubscribed:
         texts.append(
-            f"No speed is compared with {join_first_names(taking_turns)}: with more ranks than cores, times say"
-            " nothing about speed."
+            f"No speed is compared with {join_first_names(oversubscribed)}: with more ranks than cores,"
+            " times say nothing about speed."
         )
     return texts + [
         speed_sentence(entry, report)
@@ -180,9 +243,11 @@ def withheld_sentences(report: Report) -> list[str]:
 
 
 def _speed_sentences(report: Report) -> list[str]:
-    """The verdict on every row; of many rows one sentence a verdict."""
-    told = [e for e in report.entries if e.speed and IMPOSSIBLE not in e.speed.caution]
-    texts = [text for entry in told if (text := speed_sentence(entry, report))]
+    """Return the speed verdict of every row; of many rows, one sentence per verdict."""
+    compared = [
+        entry for entry in report.entries if entry.speed and IMPOSSIBLE not in entry.speed.caution
+    ]
+    texts = [text for entry in compared if (text := speed_sentence(entry, report))]
     if len(texts) <= _MAX_SENTENCES:
         return texts
     groups: dict[tuple[str, TimeVerdict, bool], list[Entry]] = {}
@@ -191,194 +256,275 @@ def _speed_sentences(report: Report) -> list[str]:
             judged = entry.speed.judged_time or entry.per_token
             key = entry.speed.reference, judged.verdict, bool(entry.speed.per_device_token)
             groups.setdefault(key, []).append(entry)
-    result = []
     labels = {entry.run.name: entry.label for entry in report.entries}
-    for (name, verdict, is_per_device), members in groups.items():
+    summaries = []
+    for (reference, verdict, is_per_device), members in groups.items():
         ratios = sorted(map(judged_ratio, members))
-        what = "device time a token" if is_per_device else "time a token"
-        span = f"×{ratios[0]:.3f} to ×{ratios[-1]:.3f}" if len(ratios) > 1 else f"×{ratios[0]:.3f}"
-        result.append(
-            f"{plural(len(members), 'row')}: {verdict.against(labels[name])}, {span} the {what}"
-            f" ({join_first_names([entry.label for entry in members])})."
+        unit = "device time per token" if is_per_device else "time per token"
+        span = describe_ratio(ratios[0])
+        if len(ratios) > 1:
+            span = describe_ratio_interval(ratios[0], ratios[-1])
+        names = join_first_names([entry.label for entry in members])
+        summaries.append(
+            f"{plural(len(members), 'row')}: {verdict.against(labels[reference])}, {span} {unit}"
+            f" ({names})."
         )
-    return [*result, "Each row's own verdict and interval are under 'Compared in speed'."]
+    return [*summaries, "Each row's own verdict and interval are under 'Compared in speed'."]
 
 
-def _uncompared(report: Report) -> list[str]:
-    """Logs that no other is comparable with, where others are."""
-    used = {entry.speed.reference for entry in report.entries if entry.speed}
-    timed = [e for e in report.entries if e.run.is_foreign and e.estimate]
-    alone = [e.label for e in timed if not e.speed and e.run.name not in used]
-    if len(timed) < 2 or not alone:
-        return []
-    verb, whose = ("is", "its") if len(alone) == 1 else ("are", "their")
-    return [
-        f"{join_first_names(alone)} {verb} compared with no other log: none is of {whose} model"
-        " (and device, where the logs name one; of equal batch, where they name no model)."
+def _uncompared_sentences(report: Report) -> list[str]:
+    """Return which logs can be compared with no other log, in one sentence; empty if there is none."""
+    references = {entry.speed.reference for entry in report.entries if entry.speed}
+    timed = [entry for entry in report.entries if entry.run.is_foreign and entry.estimate]
+    labels = [
+        entry.label for entry in timed if not entry.speed and entry.run.name not in references
     ]
+    if len(timed) < 2 or not labels:
+        return []
+    verb, whose = ("is", "its") if len(labels) == 1 else ("are", "their")
+    return [
+        f"{join_first_names(labels)} {verb} compared with no other log: none is of {whose} model"
+        " (and device, if the logs name one; of equal batch, if they name no model)."
+    ]
+
+
+def describe_time_ratio(comparison: TimeComparison, unit: str, reference: str) -> str:
+    """Return `takes 35% less time per token than tp2 (95% interval: 23% to 45% less)`.
+
+    Args:
+        comparison: The row's time over the reference's.
+        unit: Kind of time, such as `time per token`.
+        reference: Label of the reference.
+    """
+    return f"takes {_compare_amounts(comparison.ratio, unit, reference)}{_describe_interval(comparison)}"
+
+
+def _compare_amounts(ratio: float, unit: str, reference: str) -> str:
+    """Return `35% less time per token than tp2`, or `2.3 times the time per token of tp2`."""
+    if ratio >= 2:
+        return f"{describe_ratio(ratio)} the {unit} of {reference}"
+    return f"{describe_ratio(ratio)} {unit} than {reference}"
+
+
+def _describe_interval(comparison: TimeComparison) -> str:
+    """Return the ratio's 95% interval in brackets; empty if it is unknown."""
+    if not comparison.low or not comparison.high:
+        return ""
+    interval = describe_ratio_interval(comparison.low, comparison.high)
+    return f" (95% interval: {interval})"
 
 
 def speed_sentence(entry: Entry, report: Report) -> str:
-    """The verdict on an entry's speed; empty where nothing is compared."""
+    """Return the verdict on a row's speed; empty if it is compared with no other, or told elsewhere."""
     comparison = entry.speed
     if comparison is None:
         return ""
-    reference = next(e for e in report.entries if e.run.name == comparison.reference)
-    found = comparison.judged_time
-    if found is None:
+    reference = next(
+        candidate for candidate in report.entries if candidate.run.name == comparison.reference
+    )
+    judged = comparison.judged_time
+    if judged is None:
+        if comparison.caution in WITHHELD:
+            return ""
         return (
             f"{entry.label} against {reference.label}: no verdict on speed, {comparison.caution}."
-            if comparison.caution not in WITHHELD
-            else ""
         )
-    unit = "the time an iteration" if comparison.per_iteration else "the time a token"
-    if comparison.per_device_token:
-        unit = "the device time a token"
-    span = f", {found.span}" if found.span else ""
-    verdict = found.verdict.against(reference.label)
-    text = f"{entry.label} is {verdict}: ×{found.ratio:.3f} {unit}{span}"
-    if comparison.per_device_token:
-        text = f"Per device {text}{_time_with_all_devices(entry, reference)}"
-    if found.verdict is TimeVerdict.UNKNOWN:
-        text = f"{entry.label} against {reference.label}: too few samples for a verdict"
-    elif found.among:
-        text += (
-            f"; alone that would be a difference, among {found.among} comparisons it is none (Holm)"
-        )
-    elif found.verdict is TimeVerdict.NOISE and found.resolution:
-        text += f"; {found.resolution}"
+    text = _verdict_text(entry, reference, comparison, judged)
     if comparison.caution:
         text += f"; {comparison.caution}"
     if comparison.model_doubt:
-        text += f"; {comparison.model_doubt}, so only times a token are compared"
+        text += f"; {comparison.model_doubt}, so only times per token are compared"
     elif comparison.per_iteration is None and not comparison.per_device_token:
-        text += "; a speedup per iteration is refused, their iterations hold different work"
+        text += "; no speedup per iteration is given, because iterations hold different work"
         text += _different_batches(reference.run.spec, entry.run.spec)
-    return f"{text}{_flaws(comparison)}."
+    return f"{text}{_describe_flaws(comparison)}."
+
+
+def _verdict_text(
+    entry: Entry, reference: Entry, comparison: SpeedComparison, judged: TimeComparison
+) -> str:
+    """Return the verdict with its ratio, its interval and what could not be seen."""
+    if judged.verdict is TimeVerdict.UNKNOWN:
+        return f"{entry.label} against {reference.label}: too few samples for a verdict"
+    unit = "time per iteration" if comparison.per_iteration else "time per token"
+    if comparison.per_device_token:
+        unit = "device time per token"
+    if judged.verdict is TimeVerdict.NOISE:
+        text = f"{entry.label} is within noise of {reference.label}: {describe_ratio(judged.ratio)}"
+        text += f" {unit}{_describe_interval(judged)}"
+    else:
+        text = f"{entry.label} {describe_time_ratio(judged, unit, reference.label)}"
+    if comparison.per_device_token:
+        text += _time_with_all_devices(entry, reference)
+    if judged.among:
+        text += f"; alone that would be a difference, among {judged.among} comparisons it is none (Holm)"
+    elif judged.verdict is TimeVerdict.NOISE and judged.resolution:
+        text += f"; {judged.resolution}"
+    return text
 
 
 def _time_with_all_devices(entry: Entry, reference: Entry) -> str:
-    """Return the ratio of times with all devices of both rows, which is no verdict."""
-    counts = f"{entry.run.num_devices} devices against {reference.run.num_devices}"
-    return f"; with {counts} it takes ×{token_ratio(entry):.3g} the time a token"
+    """Return the ratio of times with all devices of both rows, on which no verdict rests."""
+    counts = f"{entry.run.num_devices} devices instead of {reference.run.num_devices}"
+    amounts = _compare_amounts(token_ratio(entry), "time per token", reference.label)
+    return f"; with {counts} it takes {amounts}"
 
 
-def _assumed_device(report: Report) -> list[str]:
-    """Return that logs are compared as if they ran on one device; nothing where they name it."""
-    compared = [e for e in report.entries if e.speed and e.speed.device_is_assumed]
+def assumed_device_sentences(report: Report) -> list[str]:
+    """Return that logs are compared as if they ran on one device; empty if they name their devices."""
+    compared = [entry for entry in report.entries if entry.speed and entry.speed.device_is_assumed]
     if not compared:
         return []
-    logs = {e.run.name for e in compared} | {e.speed.reference for e in compared if e.speed}
-    who = "Neither log names its device" if len(logs) == 2 else "The logs do not name their device"
-    return [f"{who}; the same one is assumed (`DEVICE=` states it)."]
+    logs = {entry.run.name for entry in compared}
+    logs |= {entry.speed.reference for entry in compared if entry.speed}
+    subject = (
+        "Neither log names its device" if len(logs) == 2 else "The logs do not name their device"
+    )
+    return [f"{subject}; the same one is assumed (--device states it, or DEVICE= under make)."]
 
 
-def _flaws(comparison: SpeedComparison) -> str:
-    """What differs and is no part of the strategy, the first few by name and value."""
+def _describe_flaws(comparison: SpeedComparison) -> str:
+    """Return the first differences that are no part of the strategy, by name and values."""
     flaws = [
-        found
-        for found in comparison.differences
-        if not found.part_of_strategy and found.what not in comparison.model_doubt
+        difference
+        for difference in comparison.differences
+        if not difference.part_of_strategy and difference.what not in comparison.model_doubt
     ]
-    told = [found for found in flaws if "/" not in found.reference + found.other]
-    named = []
-    for found in told[:_MAX_FLAWS]:
-        sides = (found.reference, found.other)
-        cut = [s if len(s) <= _MAX_VALUE else f"{s[: _MAX_VALUE - 1]}…" for s in sides]
-        named.append(f"{found.what} ({' | '.join(cut)})")
-    more, paths = len(told) - _MAX_FLAWS, len(flaws) - len(told)
-    named += [f"{more} more"] * (more > 0) + [plural(paths, "path")] * bool(paths)
-    return f"; not the same: {joined(named)}" if named else ""
+    # Paths are long and always differ between machines, so they are only counted.
+    without_paths = [flaw for flaw in flaws if "/" not in flaw.reference + flaw.other]
+    texts = []
+    for flaw in without_paths[:_MAX_FLAWS]:
+        texts.append(f"{flaw.what} ({_cut(flaw.reference)} | {_cut(flaw.other)})")
+    more, num_paths = len(without_paths) - _MAX_FLAWS, len(flaws) - len(without_paths)
+    if more > 0:
+        texts.append(f"{more} more")
+    if num_paths:
+        texts.append(plural(num_paths, "path"))
+    return f"; not the same: {joined(texts)}" if texts else ""
+
+
+def _cut(value: str) -> str:
+    """Return a value, cut to _MAX_VALUE_LENGTH characters."""
+    return value if len(value) <= _MAX_VALUE_LENGTH else f"{value[: _MAX_VALUE_LENGTH - 1]}…"
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
-    """The batches of different work, and that a strategy's is scaled from the model's."""
+    """Return two different batches in brackets, and whether one was scaled by the published rule."""
     if reference is None or other is None or reference.batch == other.batch:
         return ""
     text = f" (batch {reference.batch} | {other.batch}"
-    if reference.parallelism == Parallelism() and other.batch == scale_batch(
-        reference.batch, other.parallelism
-    ):
+    is_scaled = other.batch == scale_batch(reference.batch, other.parallelism)
+    if reference.parallelism == Parallelism() and is_scaled:
         text += (
             f", scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= set one for all"
         )
     return f"{text})"
 
 
-def _endings(entry: Entry) -> Iterator[str]:
-    """What is to be said of an entry's runs but for those that ended well."""
+def _describe_endings(entry: Entry) -> Iterator[str]:
+    """Yield the row's runs that did not end well or are still running, each with its status."""
     row = entry.configuration
     if entry.run.status.status is not Status.OK:
-        yield f"{entry.label} is {_ending(entry.run)}"
+        yield f"{entry.label} ({_describe_ending(entry.run)})"
     if failed := row.failed_before:
-        newest = _ending(failed[-1])
-        several = f"{len(failed)} earlier attempts of {entry.label} failed, the newest is {newest}"
-        one = f"an earlier attempt of {entry.label} is {newest}"
-        yield several if len(failed) > 1 else one
+        newest = _describe_ending(failed[-1])
+        if len(failed) > 1:
+            yield f"{len(failed)} earlier attempts of {entry.label} (the newest: {newest})"
+        else:
+            yield f"an earlier attempt of {entry.label} ({newest})"
     if row.running:
-        yield f"one more of {entry.label} is {_ending(row.running[-1])}"
+        yield f"one more run of {entry.label} ({_describe_ending(row.running[-1])})"
 
 
-def _ending(run: Run) -> str:
-    reason = f" ({run.status.reason.rstrip('.')})" if run.status.reason else ""
-    return f"{run.status.status.replace('_', ' ')}{reason}"
+def _describe_ending(run: Run) -> str:
+    """Return a run's status with its reason, such as `crashed: out of memory on rank 1`."""
+    status = run.status.status.replace("_", " ")
+    return f"{status}: {run.status.reason.rstrip('.')}" if run.status.reason else status
 
 
 def _parity_sentences(report: Report) -> list[str]:
-    entries, result = report.entries, []
-    if held := [e for e in entries if e.parity.verdict == "held"]:
-        units = round(max(e.parity.max_units or 0 for e in held))
-        worst = f"no loss is more than {plural(units, 'unit')} of the last printed digit off"
-        worst = worst if units else "no printed loss differs"
-        fewest = min(e.parity.compared for e in held)
-        basis = "the rounding alone"
-        if all(e.run.is_foreign for e in held):
-            basis = f"{LOGS_AGREE:g} of a loss between logs"
-        elif any(e.parity.repeats for e in held):
-            basis = "the spread of repeats and the rounding"
-        result.append(
-            f"Loss parity held for {join_first_names([e.label for e in held])}: over {fewest} iterations"
-            f" {worst} (tolerance: {basis})."
-        )
-    result += [
-        f"Loss parity of {e.label} is {e.parity.verdict}: the largest difference is"
-        f" {e.parity.max_difference:.3g}."
-        for e in entries
-        if e.parity.verdict.startswith("broken")
-    ]
-    result += _unjudged(entries)
-    differ = [e for e in entries if e.parity.repeats_differ]
-    result += [f"Of {e.label}, {e.parity.repeats_differ}." for e in differ]
-    lost: dict[str, list[str]] = {}
-    for entry in entries:
+    """Return the verdicts on losses: rows that agree, that differ and that cannot be judged."""
+    held = held_parity_sentence(report)
+    texts = [held] if held else []
+    texts += broken_parity_sentences(report)
+    texts += unjudged_parity_sentences(report)
+    for entry in report.entries:
+        if entry.parity.repeats_differ:
+            texts.append(f"{entry.label}: {entry.parity.repeats_differ}.")
+    labels_by_reason: dict[str, list[str]] = {}
+    for entry in report.entries:
         if entry.parity.without_baseline:
-            lost.setdefault(entry.parity.without_baseline, []).append(entry.label)
-    result += [
-        f"Loss parity of {join_first_names(labels)} is not against baseline: {why}."
-        for why, labels in lost.items()
+            labels_by_reason.setdefault(entry.parity.without_baseline, []).append(entry.label)
+    for reason, labels in labels_by_reason.items():
+        texts.append(
+            f"Losses of {join_first_names(labels)} are not compared with baseline: {reason}."
+        )
+    return texts
+
+
+def held_parity_sentence(report: Report) -> str:
+    """Return which rows train the same model as their reference; empty if no losses agree."""
+    held = [entry for entry in report.entries if entry.parity.verdict == HELD]
+    if not held:
+        return ""
+    units = round(max(entry.parity.max_units or 0 for entry in held))
+    difference = "no printed loss differs"
+    if units:
+        difference += f" by more than {plural(units, 'unit')} of its last digit"
+    basis = "the rounding alone"
+    if all(entry.run.is_foreign for entry in held):
+        basis = f"{LOGS_AGREE:g} of a loss between logs"
+    elif any(entry.parity.repeats for entry in held):
+        basis = "the spread of repeats and the rounding"
+    verb = "train" if len(held) > 1 else "trains"
+    fewest = min(entry.parity.compared for entry in held)
+    return (
+        f"{join_first_names([entry.label for entry in held])} {verb} the same model as"
+        f" {_name_references(held, report)}: over {plural(fewest, 'iteration')} {difference}"
+        f" (tolerance: {basis})."
+    )
+
+
+def _name_references(entries: Sequence[Entry], report: Report) -> str:
+    """Return the label of the rows' only reference, or `their references`."""
+    references = {entry.parity.reference for entry in entries}
+    if len(references) > 1:
+        return "their references"
+    for entry in report.entries:
+        if any(run.name in references for run in entry.configuration.runs):
+            return entry.label
+    return "the reference"
+
+
+def broken_parity_sentences(report: Report) -> list[str]:
+    """Return a sentence per row whose losses differ from its reference's by more than rounding."""
+    return [
+        f"{entry.label} does not train the same model as {_name_references([entry], report)}: losses"
+        f" differ from iteration {entry.parity.verdict.partition('@')[2]} on"
+        f" ({entry.parity.verdict}), by up to {entry.parity.max_difference:.3g}."
+        for entry in report.entries
+        if entry.parity.is_broken
     ]
-    return result
 
 
-def _unjudged(entries: Sequence[Entry]) -> list[str]:
+def unjudged_parity_sentences(report: Report) -> list[str]:
     """Return why the losses of foreign logs are not judged, one sentence per reason."""
-    without_shape: list[str] = []
-    labels: dict[str, list[str]] = {}
-    for entry in entries:
+    labels_without_shape: list[str] = []
+    labels_by_reason: dict[str, list[str]] = {}
+    for entry in report.entries:
         if not entry.run.is_foreign or entry.parity.verdict != NOT_COMPARABLE:
             continue
         if entry.parity.reason == f"{entry.run.name} {NO_SHAPE}":
-            without_shape.append(entry.label)
+            labels_without_shape.append(entry.label)
         else:
-            labels.setdefault(entry.parity.reason, []).append(entry.label)
-    result = []
-    if without_shape:
-        is_one = len(without_shape) == 1
-        states = NO_SHAPE if is_one else "do not state their models' shapes"
-        whose = "its" if is_one else "their"
-        result.append(
-            f"{join_first_names(without_shape)} {states}, so {whose} losses are not judged."
-        )
-    for reason, names in labels.items():
-        result.append(f"The losses of {join_first_names(names)} are not judged: {reason}.")
-    return _first(result, "reasons are in the notes of their rows.")
+            labels_by_reason.setdefault(entry.parity.reason, []).append(entry.label)
+    texts = []
+    if labels_without_shape:
+        is_single = len(labels_without_shape) == 1
+        states = NO_SHAPE if is_single else "do not state their models' shapes"
+        whose = "its" if is_single else "their"
+        names = join_first_names(labels_without_shape)
+        texts.append(f"{names} {states}, so {whose} losses are not judged.")
+    for reason, labels in labels_by_reason.items():
+        texts.append(f"The losses of {join_first_names(labels)} are not judged: {reason}.")
+    return _limit_sentences(texts, "reasons are in the notes of their rows.")

@@ -1,7 +1,7 @@
-"""Every table of a report, defined once: its columns and rows, whatever it is rendered to.
+"""Define the tables of a report: each table's columns and rows, for any output format.
 
-The results exist in three selections of the same columns: the page has most, Markdown fewer, and a
-terminal those that fit, the most important first.
+The results exist in three selections of the same columns. The page has most columns, Markdown has fewer,
+and a terminal has those that fit, the most important first. `why` of a column is the tooltip of a dash.
 """
 
 from __future__ import annotations
@@ -17,62 +17,99 @@ from parakit.formatting.units import DASH, bracketed, count, interval, loss, num
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import ArgumentDifference, Report
 from parakit.reporting.analyse.results import describe_other_attempts, write_row_notes
-from parakit.reporting.analyse.statistics import Estimate, TimeComparison
+from parakit.reporting.analyse.statistics import Estimate, TimeComparison, describe_ratio
 
 _MAX_VALUES = 12
-"""Rows whose arguments stand side by side; those of more are counted by value."""
+"""Largest number of rows whose arguments get a column each; in larger reports values are counted."""
+_MAX_DIFFERENCES = 8
+"""Differences that a row of the speed table names; the table of arguments has all."""
 _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "running": "cyan"}
 
 
-def format_ratio(found: TimeComparison) -> str:
-    """`×1.24 slower`, without its interval."""
-    return f"×{found.ratio:.2f} {found.verdict}"
+def format_ratio(comparison: TimeComparison) -> str:
+    """Return a comparison for a table, such as `24% more` or `within noise (1.2% less)`."""
+    ratio = describe_ratio(comparison.ratio)
+    if comparison.verdict.is_clear:
+        return ratio
+    return f"{comparison.verdict} ({ratio})"
 
 
 def format_speed(entry: Entry) -> str:
-    """Return `×1.24 slower`, with the ratio per device where the numbers of devices differ."""
+    """Return the verdict on a row's time per token; empty if it is compared with no other.
+
+    If the numbers of devices differ, the verdict is on the time per device: `95% less, per device 30%
+    more`.
+    """
     speed = entry.speed
     if speed is None or speed.per_token is None:
         return ""
     if speed.per_device_token is None:
         return format_ratio(speed.per_token)
-    return f"×{speed.per_token.ratio:.3g}, per device {format_ratio(speed.per_device_token)}"
+    per_device = format_ratio(speed.per_device_token)
+    return f"{describe_ratio(speed.per_token.ratio)}, per device {per_device}"
 
 
-def format_time(found: Estimate | None, shape: str = ".1f") -> str:
-    """`157.8 [140.5, 175.2]`, by the format specification."""
-    return DASH if found is None else bracketed(found.median, found.low, found.high, shape)
+def format_time(estimate: Estimate | None, shape: str = ".1f") -> str:
+    """Return a time with its interval, such as `157.8 [140.5, 175.2]`; a dash without a time.
+
+    Args:
+        estimate: The time in milliseconds.
+        shape: Format specification of each number.
+    """
+    if estimate is None:
+        return DASH
+    return bracketed(estimate.median, estimate.low, estimate.high, shape)
 
 
-def _published(entry: Entry) -> tuple[float, str] | None:
-    """The published time of the strategy and the same model."""
+def _published_time(entry: Entry) -> tuple[float, str] | None:
+    """Return the published milliseconds per iteration of the row's strategy and model, and their text."""
     figure = entry.figure
     if figure is None or figure.mean_iteration_ms is None or figure.model != entry.run.model:
         return None
     return figure.mean_iteration_ms, number(figure.mean_iteration_ms)
 
 
-def _printed(entry: Entry) -> tuple[float, str] | None:
-    """Megatron's own throughput, with its FLOPs over the kit's count."""
+def _printed_throughput(entry: Entry) -> tuple[float, str] | None:
+    """Return the TFLOP/s that Megatron printed, and their text; the text has its FLOPs over the kit's."""
     rate, factor = entry.rates.printed_tflops_per_device, entry.rates.printed_over_counted
-    over = f" (×{factor:.3g})" if factor else ""
-    return None if rate is None else (rate, number(rate) + over)
+    factor_text = f" (×{factor:.3g})" if factor else ""
+    return None if rate is None else (rate, number(rate) + factor_text)
 
 
 _NO_MODEL = "no time, or no model that a rate follows from"
 
 
-def _no_tokens(entry: Entry) -> str:
+def _why_no_tokens(entry: Entry) -> str:
+    """Return which quantity is missing for tokens/s."""
     run = entry.run
-    lacking = {"time": entry.time_ms, "global batch": run.global_batch_size}
-    names = [name for name, known in (lacking | {"sequence": run.seq_length}).items() if not known]
-    return f"the log does not say its {' and '.join(names)}" if names else "not known"
+    quantities = {
+        "time": entry.time_ms,
+        "global batch": run.global_batch_size,
+        "sequence": run.seq_length,
+    }
+    missing = [name for name, value in quantities.items() if not value]
+    return f"the log does not state its {' and '.join(missing)}" if missing else "not known"
 
 
-def _no_mfu(entry: Entry) -> str:
+def _why_no_mfu(entry: Entry) -> str:
+    """Return why a row has no MFU."""
     if entry.run.device == "cpu":
         return "CPU ranks have no peak rate"
     return next((note for note in entry.rates.notes if note.startswith("no MFU")), _NO_MODEL)
+
+
+def _why_not_compared(entry: Entry) -> str:
+    """Return why a row's time per token is compared with no other."""
+    if entry.speed:
+        return entry.speed.caution or "not comparable"
+    return "the reference, or nothing to compare it with"
+
+
+def _parity_style(entry: Entry) -> str:
+    """Return the colour of a verdict on losses."""
+    if entry.parity.is_broken:
+        return "bold red"
+    return _STYLES.get(entry.parity.verdict, "yellow")
 
 
 _LABEL = Column[Entry]("Strategy", lambda e: e.label, right=False)
@@ -91,16 +128,12 @@ _INTERVAL = Column[Entry](
     why="fewer than 6 iterations count",
 )
 _SPEED = Column[Entry](
-    "Time a token",
+    "Time per token",
     lambda e: (e.per_token.ratio, format_speed(e)) if e.per_token else None,
     itemgetter(1),
-    why=lambda e: (
-        (e.speed.caution or "not comparable")
-        if e.speed
-        else "the reference, or nothing to compare it with"
-    ),
+    why=_why_not_compared,
 )
-_RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number, why=_no_tokens)
+_RATE = Column[Entry]("Tokens/s", lambda e: e.rates.tokens_per_second, number, why=_why_no_tokens)
 _LOSS = Column[Entry](
     "Final loss", lambda e: e.final_loss, loss, why="no line has the loss of a whole step"
 )
@@ -108,11 +141,7 @@ _PARITY = Column[Entry](
     "Parity",
     lambda e: e.parity.verdict or None,
     right=False,
-    style=lambda e: (
-        "bold red"
-        if e.parity.verdict.startswith("broken")
-        else _STYLES.get(e.parity.verdict, "yellow")
-    ),
+    style=_parity_style,
     why="no other run must print the same losses",
 )
 _PARAMETERS = Column[Entry](
@@ -122,14 +151,14 @@ _MEMORY = Column[Entry](
     "Peak memory", lambda e: e.peak_bytes, size, why="neither a ledger nor a memory line"
 )
 _SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
-_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_no_mfu)
+_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_why_no_mfu)
 _PUBLISHED = Column[Entry](
-    "Published ms", _published, itemgetter(1), why="nothing of this model and strategy"
+    "Published ms", _published_time, itemgetter(1), why="nothing of this model and strategy"
 )
 _NOTES = Column[Entry]("Notes", write_row_notes, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, value=lambda e: e.parity.verdict)
 
-_OF_PAGE = (
+_PAGE_COLUMNS = (
     _LABEL,
     _MODEL,
     _DEVICE,
@@ -145,29 +174,34 @@ _OF_PAGE = (
     Column[Entry]("Device memory", lambda e: e.device_bytes, size, why="no reading of a device"),
     _SENT,
     Column[Entry](
-        "Tokens/s/device", lambda e: e.rates.tokens_per_second_per_device, number, why=_no_tokens
+        "Tokens/s/device",
+        lambda e: e.rates.tokens_per_second_per_device,
+        number,
+        why=_why_no_tokens,
     ),
     Column[Entry](
         "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
     ),
-    Column[Entry]("Printed TFLOP/s", _printed, itemgetter(1), why="no line has it"),
+    Column[Entry]("Printed TFLOP/s", _printed_throughput, itemgetter(1), why="no line has it"),
     _MFU,
-    Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_no_mfu),
+    Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_why_no_mfu),
     _PUBLISHED,
 )
 
 
 def _time_and_interval(entry: Entry) -> str:
+    """Return a row's milliseconds per iteration with their 95% interval in brackets."""
     span = f" [{interval(*entry.interval)}]" if entry.interval else ""
     return number(entry.time_ms) + span
 
 
 def _status_and_attempts(entry: Entry) -> str:
+    """Return a row's status with its failed and running attempts: `ok (1 failed)`."""
     attempts = ", ".join(describe_other_attempts(entry.configuration)).replace("earlier ", "")
     return f"{entry.status} ({attempts})" if attempts else entry.status
 
 
-_OF_MARKDOWN = (
+_MARKDOWN_COLUMNS = (
     _LABEL,
     _MODEL,
     _DEVICE,
@@ -182,12 +216,12 @@ _OF_MARKDOWN = (
     _MEMORY,
     _NOTES,
 )
-_OF_TERMINAL = (
+_TERMINAL_COLUMNS = (
     replace(_LABEL, name="strategy", rank=0),
     replace(_STATUS, name="status", rank=5, value=_status_and_attempts),
     replace(_TIME, rank=1),
-    replace(_INTERVAL, name="95%", rank=7, text=lambda found: interval(*found)),
-    replace(_SPEED, name="time a token", rank=8, right=False),
+    replace(_INTERVAL, name="95%", rank=7, text=lambda ends: interval(*ends)),
+    replace(_SPEED, name="time per token", rank=8, right=False),
     replace(_RATE, name="tokens/s", rank=4),
     replace(_MFU, rank=12),
     replace(_LOSS, name="loss", rank=3),
@@ -200,32 +234,45 @@ _OF_TERMINAL = (
 
 
 def page_results_table(report: Report) -> Table[Entry]:
-    """Results with every column of which something is known."""
-    table = Table(_OF_PAGE, report.entries)
-    known = zip(*table.cells, strict=True) if report.entries else [()] * len(_OF_PAGE)
-    columns = (c for c, texts in zip(_OF_PAGE, known, strict=True) if {*texts} - {"", DASH})
+    """Return the results with every column that has a value in some row."""
+    table = Table(_PAGE_COLUMNS, report.entries)
+    columns = []
+    for index, column in enumerate(_PAGE_COLUMNS):
+        texts = {cells[index] for cells in table.cells}
+        if texts - {"", DASH}:
+            columns.append(column)
     return replace(table, columns=tuple(columns))
 
 
 def markdown_results_table(report: Report) -> Table[Entry]:
-    """Results with notes, for a text that is read and not sorted."""
-    return Table(_OF_MARKDOWN, report.entries)
+    """Return the results for Markdown, with notes."""
+    return Table(_MARKDOWN_COLUMNS, report.entries)
 
 
 def terminal_results_table(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
-    """Results of one model on one device, as many columns as fit."""
-    # What did not end well is shown however narrow it is.
-    others = any(e.status != Status.OK or describe_other_attempts(e.configuration) for e in entries)
-    published = any(map(_published, entries))
-    columns = (
-        replace(c, rank=1) if others and c.name == "status" else c
-        for c in _OF_TERMINAL
-        if published or c.name != "published"
+    """Return the results of one model on one device with the columns that fit.
+
+    Args:
+        title: Heading of the table.
+        entries: Rows of the model and device.
+        width: Width of the terminal in characters.
+    """
+    has_published = any(map(_published_time, entries))
+    has_other_status = any(
+        entry.status != Status.OK or describe_other_attempts(entry.configuration)
+        for entry in entries
     )
+    columns = []
+    for column in _TERMINAL_COLUMNS:
+        if column.name == "published" and not has_published:
+            continue
+        # The status of a run that did not end well is shown in the narrowest terminal too.
+        is_important_status = has_other_status and column.name == "status"
+        columns.append(replace(column, rank=1) if is_important_status else column)
     return Table(tuple(columns), tuple(entries), title).fitting(width)
 
 
-_WINDOW = (
+_WINDOW_COLUMNS = (
     _LABEL,
     Column[Entry]("Runs", lambda e: len(e.configuration.runs)),
     Column[Entry]("Window of the newest run", lambda e: e.run.window.text, right=False),
@@ -234,58 +281,87 @@ _WINDOW = (
 
 
 def windows_table(report: Report, *, notes: bool = False) -> Table[Entry]:
-    """Which iterations count, and where the interval comes from."""
+    """Return which iterations count in each row, and where the interval comes from.
+
+    Args:
+        report: The report.
+        notes: True adds the spread of single iterations and the row's notes.
+    """
     spread = Column[Entry]("Spread", lambda e: e.estimate and e.estimate.spread, percent)
-    return Table((*_WINDOW, spread, _NOTES) if notes else _WINDOW, report.entries)
+    columns = (*_WINDOW_COLUMNS, spread, _NOTES) if notes else _WINDOW_COLUMNS
+    return Table(columns, report.entries)
 
 
 def speeds_table(report: Report) -> Table[Entry]:
-    """Each configuration beside its cohort's reference."""
+    """Return each compared row with its reference, ratios, interval and what else differs."""
     compared = tuple(entry for entry in report.entries if entry.per_token)
-
-    def per_iteration(entry: Entry) -> str:
-        found = entry.speed.per_iteration if entry.speed else None
-        if found:
-            return format_ratio(found)
-        other = entry.speed and entry.speed.per_device_token
-        return "refused: other number of devices" if other else "refused: different work"
-
-    def span(entry: Entry) -> str | None:
-        found = entry.judged_time
-        return f"{found.low:.3f} – {found.high:.3f}" if found and found.low and found.high else None
-
-    def differences(entry: Entry) -> str:
-        found = entry.speed.differences if entry.speed else ()
-        return "; ".join(f"{d.what}: {d.reference} | {d.other}" for d in found)
-
     columns = (
         _LABEL,
         Column[Entry]("Against", lambda e: e.speed and e.speed.reference, right=False),
-        Column[Entry]("Time an iteration", per_iteration, right=False),
+        Column[Entry]("Time per iteration", _iteration_time_text, right=False),
         replace(_SPEED, right=False),
-        Column[Entry]("95% interval", span),
+        Column[Entry]("95% interval of the ratio", _ratio_interval_text),
         Column[Entry]("Tokens/s/device", lambda e: e.speed and e.speed.per_device, percent),
-        Column[Entry]("What differs", differences, right=False),
+        Column[Entry]("What differs", _differences_text, right=False),
     )
     return Table(columns, compared)
 
 
+def _iteration_time_text(entry: Entry) -> str:
+    """Return the ratio of times per iteration, or why none is given."""
+    if entry.speed and entry.speed.per_iteration:
+        return format_ratio(entry.speed.per_iteration)
+    if entry.speed and entry.speed.per_device_token:
+        return "refused: other number of devices"
+    return "refused: different work"
+
+
+def _ratio_interval_text(entry: Entry) -> str | None:
+    """Return the 95% interval of the ratio on which the verdict rests; None if it is unknown."""
+    judged = entry.judged_time
+    if judged is None or not judged.low or not judged.high:
+        return None
+    return f"{judged.low:.3f} – {judged.high:.3f}"
+
+
+def _differences_text(entry: Entry) -> str:
+    """Return the first differences between a row and its reference, and how many more there are."""
+    differences = entry.speed.differences if entry.speed else ()
+    texts = [
+        f"{difference.what}: {difference.reference} | {difference.other}"
+        for difference in differences[:_MAX_DIFFERENCES]
+    ]
+    more = len(differences) - _MAX_DIFFERENCES
+    if more > 0:
+        texts.append(f"{more} more, see 'Arguments that differ'")
+    return "; ".join(texts)
+
+
 def arguments_table(report: Report, limit: int) -> Table[ArgumentDifference]:
-    """Arguments that are not the same in all runs, a column for each row of the report."""
+    """Return the first arguments that differ, with a column of values per row of the report.
 
-    def grouped(found: ArgumentDifference) -> str:
-        """The commonest values, each with its number of rows."""
-        counts = Counter(value or "not given" for value in found.values).most_common()
-        texts = [f"{value} ({rows} rows)" for value, rows in counts[:_MAX_VALUES]]
-        more = len(counts) - _MAX_VALUES
-        return ", ".join(texts) + (f" and {more} other values" if more > 0 else "")
+    In a report of more than _MAX_VALUES rows, one column has the values with their number of rows.
 
-    def value_of(place: int) -> Column[ArgumentDifference]:
-        label = report.entries[place].label
-        return Column(label, lambda found: found.values[place] or None, right=False)
-
-    name = Column[ArgumentDifference]("Argument", lambda found: found.name, right=False)
-    values = [Column[ArgumentDifference]("Values", grouped, right=False)]
+    Args:
+        report: The report.
+        limit: Largest number of arguments.
+    """
+    name = Column[ArgumentDifference]("Argument", lambda argument: argument.name, right=False)
+    values = [Column[ArgumentDifference]("Values", _count_values, right=False)]
     if len(report.entries) <= _MAX_VALUES:
-        values = [value_of(place) for place in range(len(report.entries))]
+        values = [_value_column(report, index) for index in range(len(report.entries))]
     return Table((name, *values), report.arguments[:limit])
+
+
+def _count_values(argument: ArgumentDifference) -> str:
+    """Return the most frequent values of an argument, each with its number of rows."""
+    counts = Counter(value or "not given" for value in argument.values).most_common()
+    texts = [f"{value} ({rows} rows)" for value, rows in counts[:_MAX_VALUES]]
+    more = len(counts) - _MAX_VALUES
+    return ", ".join(texts) + (f" and {more} other values" if more > 0 else "")
+
+
+def _value_column(report: Report, index: int) -> Column[ArgumentDifference]:
+    """Return the column with the values of one row of the report."""
+    label = report.entries[index].label
+    return Column(label, lambda argument: argument.values[index] or None, right=False)

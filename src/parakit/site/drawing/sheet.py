@@ -135,7 +135,10 @@ def select_ranks(split: Parallelism) -> list[DrawnRank]:
 
 
 def locate_rank(split: Parallelism, number: int) -> DrawnRank:
-    """Return the indices of a global rank. Experts have dimensions of their own inside of a stage."""
+    """Return a global rank with its index in each dimension.
+
+    Inside of a stage, experts have dimensions of their own.
+    """
     quotient, tensor = divmod(number, split.tensor)
     quotient, context = divmod(quotient, split.context)
     stage, data = divmod(quotient, split.data)
@@ -174,7 +177,7 @@ _SHARED_INDICES = {
 
 
 def group_ranks_by(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
-    """Return the ranks of each process group of a kind, sorted by first rank."""
+    """Group the ranks by their process group of a kind; return the members of each group, by first rank."""
 
     def group_key(rank: DrawnRank) -> tuple[int, ...]:
         return tuple(getattr(rank, index) for index in _SHARED_INDICES[group])

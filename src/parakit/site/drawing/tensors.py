@@ -105,7 +105,7 @@ def _draw_row(sheet: Sheet, row: _TensorRow, ranks: Iterable[DrawnRank], wide: f
 def _draw_parts(
     sheet: Sheet, box: _TensorBox, x: float, y: float, wide: float, *, cut_rows: bool
 ) -> None:
-    """Draw the frame of a tensor and the parts that the rank holds, cut by rows or by columns."""
+    """Draw the frame of a tensor at (x, y), and fill the parts that the rank holds, cut by rows or columns."""
     sheet.draw_box(x, y, wide, _CELL_HEIGHT, "whole")
     for part in box.held:
         start, size = part / box.parts, 1 / box.parts
