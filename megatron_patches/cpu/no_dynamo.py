@@ -54,7 +54,7 @@ _DECORATED_METHODS = (
     "torch.optim:Optimizer.zero_grad",
     "torch.optim:Optimizer.state_dict",
     "torch.optim:Optimizer.load_state_dict",
-    "parakit.accounting.memory:_EveryResult.__torch_dispatch__",
+    "parakit.accounting.memory:_ResultObserver.__torch_dispatch__",
 )
 """Methods whose decorator loads the compiler at the first call."""
 

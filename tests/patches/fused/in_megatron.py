@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_patches.catalogue import PATCHES
 from megatron_patches.context import find_context
 from megatron_patches.registry import apply_patches
-from parakit.accounting.memory import _EveryResult
+from parakit.accounting.memory import _ResultObserver
 
 TOKENS, BATCH, VOCABULARY = 16, 3, 128
 
@@ -93,7 +93,7 @@ def train(fused: str, precisions: Sequence[str]) -> Figures:
     found: Figures = {"applied": apply_patches(PATCHES, context)}
     for precision in precisions:
         found[precision] = figures(fused, precision == "bf16")
-    with _EveryResult(lambda _: None):
+    with _ResultObserver(lambda _: None):
         torch.zeros(1).zero_()
     found["compiler"] = "torch._dynamo" in sys.modules
     return found
