@@ -165,7 +165,8 @@ def _offloaded_modules(spec: RunSpec) -> list[Offloaded]:
         if offload.layers:
             # A layer that is offloaded as one unit takes all its tensors with it. They are counted
             # under a single module.
-            savers = offloading = OFFLOAD_MODULES[:1]
+            savers: tuple[str, ...] = OFFLOAD_MODULES[:1]
+            offloading = savers
         else:
             savers = tensor.savers
             offloading = tuple(name for name in savers if name in offload.modules)
