@@ -223,7 +223,10 @@ def _attend_gathered(
 
 
 def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return Megatron's mask for this rank's queries; None if Megatron gives none.
+    """Return Megatron's mask for this rank's queries under `--reset-attention-mask`; otherwise None.
+
+    A causal mask without documents is computed again in backward. Given to the checkpoint, it would be
+    stored for backward.
 
     `args` and `kwargs` are the arguments of `forward` after query, key and value.
 
@@ -241,7 +244,7 @@ def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"'{getattr(attention.config, 'softmax_type', 'vanilla')}', no bias, no packed sequences, "
             "and --reset-attention-mask only where a mask is given."
         )
-    return hidden
+    return hidden if _ends_at_documents() else None
 
 
 @wrap_original
