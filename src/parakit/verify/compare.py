@@ -62,6 +62,7 @@ from parakit.verify.comparison import (
     ComparedTensor,
     ComparisonKey,
     ParameterFault,
+    SkippedTensors,
     TensorComparison,
     relative_error,
 )
@@ -169,12 +170,14 @@ def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> CaptureComparison:
-    """Return the comparison of all tensors of two captures.
+    """Compare all tensors of a strategy's capture with the reference's.
 
     Args:
-        reference: Capture with measured responses.
+        reference: Capture of the reference. It must hold the responses, which are the measured changes of its
+            tensors when all weights change by one rounding error.
         strategy: Capture to compare.
-        drifted: Errors that rounding in earlier iterations may cause; empty if it was not measured.
+        drifted: Relative error that rounding in earlier iterations may cause, by tensor, as `measure_drift`
+            returns it; empty if it was not measured.
 
     Returns:
         One comparison per tensor, in the order of computation, and the tensors that could not be compared.
@@ -225,6 +228,7 @@ class _Comparer:
         self._tolerances = Tolerances(reference)
         self._comparisons: dict[ComparisonKey, TensorComparison] = {}
         self._names_by_obstacle: defaultdict[str, list[str]] = defaultdict(list)
+        self._obstacles_of_outputs: set[str] = set()
         self._num_seen = self._num_skipped = self._num_flips = 0
         self._order: dict[ComparisonKey, float] = {}
         for tensor_key in order_tensor_keys(reference):
@@ -240,18 +244,23 @@ class _Comparer:
 
     def result(self) -> CaptureComparison:
         """Return the comparisons so far, in the order in which an iteration computes the tensors."""
-        obstacles = [
-            f"{' '.join(dict.fromkeys(names))}: {obstacle}"
+        skipped = tuple(
+            SkippedTensors(
+                reason=obstacle,
+                names=tuple(dict.fromkeys(names)),
+                has_outputs=obstacle in self._obstacles_of_outputs,
+            )
             for obstacle, names in self._names_by_obstacle.items()
-        ]
+        )
         return CaptureComparison(
             comparisons=tuple(sorted(self._comparisons.values(), key=_sort_key)),
-            not_aligned=(*self._strategy.notes(), *self._reference.notes(), *obstacles),
+            not_aligned=(*self._strategy.notes(), *self._reference.notes(), *map(str, skipped)),
             seen=self._num_seen,
             compared=self._num_seen - self._num_skipped,
             routing_flips=self._num_flips,
             constant=self._count_constant_starts(),
             initialised=len(list_initial_pieces(self._strategy)),
+            skipped=skipped,
             pairs_of=self._align_all_ranks,
             similar_tensors=self._list_similar_tensors,
         )
@@ -360,10 +369,10 @@ class _Comparer:
                 self._num_seen += 1
                 aligned = self._aligner.align(rank_capture, record)
                 if aligned.ours is None or aligned.reference is None:
-                    self._skip(aligned.obstacle, f"{tensor_key.name} {tensor_key.slot}")
+                    self._skip_activation(aligned.obstacle, tensor_key)
                     continue
                 if self._is_overflow(tensor_key.stage, aligned.ours, aligned.reference):
-                    self._skip(_OVERFLOW, f"{tensor_key.name} {tensor_key.slot}")
+                    self._skip_activation(_OVERFLOW, tensor_key)
                     continue
                 tensor = ComparedTensor(
                     rank.rank,
@@ -403,18 +412,21 @@ class _Comparer:
         tensor_key: TensorKey,
         scale: float,
     ) -> float:
-        """Return the relative error of a rank's part, reduced if all elements of the part are small.
+        """Return the relative error of the part of a tensor that one rank holds.
 
-        The tolerance is measured on the full tensor. Small elements that are sums of larger numbers round
-        as much as large elements do, so the error of a part with small elements is taken relative to the
+        An error above the tolerance is reduced if the part's elements are smaller than the full tensor's.
+        The tolerance is measured on the full tensor, and a small element that is a sum of larger numbers has
+        the same absolute rounding error as a large element. So the error is then taken relative to the
         quadratic mean of the full tensor. `scale` is the factor by which the reference was multiplied.
         """
         error = relative_error(tensor.ours, tensor.reference)
-        if not 0 < comparison.tolerance < error < np.inf:
+        is_within_tolerance = error <= comparison.tolerance
+        must_be_equal = comparison.tolerance <= 0
+        if is_within_tolerance or must_be_equal or not np.isfinite(error):
             return error
         mean_of_full_tensor = self._aligner.quadratic_mean(tensor_key) * scale
-        expected_norm = mean_of_full_tensor * np.sqrt(tensor.reference.size)
-        return error * min(1.0, float(np.linalg.norm(tensor.reference) / expected_norm))
+        norm_of_average_part = mean_of_full_tensor * np.sqrt(tensor.reference.size)
+        return error * min(1.0, float(np.linalg.norm(tensor.reference) / norm_of_average_part))
 
     def _compare_routing(self, rank_capture: RankCapture, record: TensorRecord) -> None:
         """Compare the experts that a router chose, which must be equal but for ties within rounding.
@@ -433,7 +445,7 @@ class _Comparer:
         self._num_seen += not is_earlier
         if choice.ours is None or choice.reference is None or scores.reference is None:
             if not is_earlier:
-                self._skip(choice.obstacle, f"{tensor_key.name} {tensor_key.slot}")
+                self._skip_activation(choice.obstacle, tensor_key)
             return
         rank = rank_capture.rank
         tolerance = self._tolerances.tolerance_for(
@@ -811,8 +823,14 @@ class _Comparer:
             self._comparisons[key] = TensorComparison(key, tolerance=tolerance, order=order)
         return self._comparisons[key]
 
+    def _skip_activation(self, obstacle: str, tensor_key: TensorKey) -> None:
+        """Count a strategy's activation as not compared, and list its module and slot under the reason."""
+        self._skip(obstacle, f"{tensor_key.name} {tensor_key.slot}")
+        if tensor_key.stage is CaptureStage.OUTPUTS:
+            self._obstacles_of_outputs.add(obstacle)
+
     def _skip(self, obstacle: str, name: str, *, num_tensors: int = 1) -> None:
-        """Count tensors as not compared, and list `name` under the reason."""
+        """Count `num_tensors` tensors as not compared, and list `name` under the reason `obstacle`."""
         self._num_skipped += num_tensors
         self._names_by_obstacle[obstacle].append(name)
 
@@ -927,9 +945,10 @@ def _list_scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]
 def _sum_token_counts(
     capture: Capture,
 ) -> tuple[dict[ComparisonKey, Array], dict[ComparisonKey, TensorRecord]]:
-    """Return each router's tokens per expert, summed over ranks, and the first record of each router.
+    """Return the number of tokens that each router sent to each expert, summed over the ranks.
 
-    Ranks whose tokens another tensor-parallel rank routes too are left out.
+    Without sequence parallelism all tensor-parallel ranks route the same tokens, so only the first of them
+    counts. The second result holds each router's first record.
     """
     totals: dict[ComparisonKey, Array] = {}
     first_records: dict[ComparisonKey, TensorRecord] = {}
