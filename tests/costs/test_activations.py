@@ -224,7 +224,7 @@ def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
 @pytest.mark.parametrize(
     ("offload", "changes", "sentence"),
     [
-        (Offload(layers=4), {}, "leaves none of the model's 4 layers; use at most 3"),
+        (Offload(layers=4), {}, "offloads all of the model's 4 layers; use at most 3"),
         (Offload(layers=1), {"parallelism": Parallelism(pipeline=2)}, "refuses PP 2"),
         (Offload(layers=1), {"recompute": Recompute.SELECTIVE}, "refuses recomputation"),
         (Offload(layers=1, modules=("core_attn",)), {}, "excludes --cpu-offloading-num-layers"),
@@ -235,11 +235,11 @@ def test_an_iteration_waits_for_copies_that_arithmetic_does_not_hide() -> None:
         (
             fine("core_attn"),
             {"recompute": Recompute.FULL},
-            "whole layers recomputed is not planned",
+            "full layers recomputed is not planned",
         ),
         (fine("moe_act", "fused_group_mlp"), {}, "fused_group_mlp includes moe_act"),
-        (fine("moe_act"), {"recompute": Recompute.parse("moe")}, "makes moe_act again"),
-        (fine("core_attn"), {"shape": replace(TINY, blocks="*-")}, "offload is not planned"),
+        (fine("moe_act"), {"recompute": Recompute.parse("moe")}, "also recomputes moe_act"),
+        (fine("core_attn"), {"shape": replace(TINY, blocks="*-")}, "are not planned on the host"),
     ],
 )
 def test_what_megatron_refuses_has_its_sentence(

@@ -102,7 +102,7 @@ def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
     split, batch = Parallelism(context=32), Batch(1, 1)
     assert refusals(LARGE.shape, split, batch) == ()
     (found,) = refusals(LARGE.shape, split, batch, cp_comm_type="a2a")
-    assert "16 key/value heads a TP rank, which all-to-all CP 32 does not divide" in found
+    assert "16 key/value heads per TP rank, which all-to-all CP 32 does not divide" in found
 
 
 def test_layers_that_do_not_divide_are_refused_with_the_flags_that_lay_them() -> None:

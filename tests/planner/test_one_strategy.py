@@ -205,9 +205,9 @@ def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_le
     assert found["parallelism"]["virtual_stages"] == 2
     assert "make train-tp2pp2-gpt3-13b-4gpu " in found["command"]
     assert main([*words[:2], "--strategy", "tp2pp3", *words[4:], laid]) == 2
-    assert "does not lay on PP 3: it has 4 stages; use" in capsys.readouterr().err
+    assert "cannot place on PP 3: it has 4 stages; use" in capsys.readouterr().err
     assert main([*words, f"{laid[:-1]}mL"]) == 2
-    assert "has 1 depths (m) of multi-token prediction and gpt3-13b 0;" in capsys.readouterr().err
+    assert "has 1 MTP layers (m) and gpt3-13b has 0;" in capsys.readouterr().err
     assert main(["--model", "gpt3-13b", "--gpus", "8", laid]) == 2
     assert "which is of one strategy; name it: STRATEGY=" in capsys.readouterr().err
 

@@ -39,21 +39,26 @@ def layer_activation_bytes(spec: RunSpec) -> int:
     They are the layer's input and all tensors that backward does not recompute. With full
     recomputation they are the input of one checkpoint.
     """
-    if spec.recompute.is_full:
-        inputs = [
-            times * (2 if kind.shape.blocks == MTP else 1) for times, kind in spec.block_specs
-        ]
-        return sum(inputs) * residual_bytes(spec)
-    return _layer_bytes(spec.one_layer_per_stage)
+    if not spec.recompute.is_full:
+        return _layer_bytes(spec.one_layer_per_stage)
+    # A block that begins a layer of multi-token prediction has two inputs: hidden states and the
+    # embeddings of the following tokens.
+    inputs = sum(
+        times * (2 if block_spec.shape.blocks == MTP else 1)
+        for times, block_spec in spec.block_specs
+    )
+    return inputs * residual_bytes(spec)
 
 
 @lru_cache(maxsize=4096)
 def _layer_bytes(spec: RunSpec) -> int:
     """Return the bytes that one layer stores per micro batch without full recomputation."""
     if len(spec.shape.blocks) > 1:
-        return sum(times * _layer_bytes(kind) for times, kind in spec.block_specs)
-    again = spec.recompute.modules
-    return sum(tensor.size for tensor in _tensors(spec) if again.isdisjoint(tensor.modules))
+        return sum(times * _layer_bytes(block_spec) for times, block_spec in spec.block_specs)
+    recomputed_modules = spec.recompute.modules
+    return sum(
+        tensor.size for tensor in _tensors(spec) if recomputed_modules.isdisjoint(tensor.modules)
+    )
 
 
 def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
@@ -63,20 +68,26 @@ def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
     The first `dense` layers are dense. All offloaded tensors are taken to be those of layers with
     experts.
     """
+    # Full recomputation covers the first layers of the stage. Each of its checkpoints stores one
+    # input. The layers after the last checkpoint store all activations.
     checkpoints = spec.recompute.layers_per_checkpoint(layers)
-    recomputed = sum(checkpoints)
-    stored = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
-    dense_kept = max(0, dense - recomputed)
-    without_recompute = spec.without_recompute if spec.recompute.is_full else spec
-    if layers_with_experts := layers - recomputed - dense_kept:
-        stored += layers_with_experts * layer_activation_bytes(without_recompute)
-    if dense_kept:
-        stored += dense_kept * layer_activation_bytes(without_recompute.with_dense_layers)
-    return stored - offloaded_bytes(spec, layers).freed if spec.offload else stored
+    recomputed_layers = sum(checkpoints)
+    stored_bytes = len(checkpoints) * layer_activation_bytes(spec) if checkpoints else 0
+    stored_dense_layers = max(0, dense - recomputed_layers)
+    stored_other_layers = layers - recomputed_layers - stored_dense_layers
+    storing_spec = spec.without_recompute if spec.recompute.is_full else spec
+    if stored_other_layers:
+        stored_bytes += stored_other_layers * layer_activation_bytes(storing_spec)
+    if stored_dense_layers:
+        stored_bytes += stored_dense_layers * layer_activation_bytes(storing_spec.with_dense_layers)
+    if spec.offload:
+        stored_bytes -= offloaded_bytes(spec, layers).freed
+    return stored_bytes
 
 
 def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
-    """Return the peak of the bytes that backward recomputes in a virtual stage of `layers` layers.
+    """Return the bytes by which recomputation in backward raises the peak of a virtual stage of
+    `layers` layers; 0 if nothing is recomputed.
 
     Backward reaches the recomputed layers last. Activations of layers that it has freed by then
     make room for one checkpoint's layers, which are recomputed together.
@@ -84,16 +95,25 @@ def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     if spec.recompute == Recompute.NONE:
         return 0
     if len(spec.shape.blocks) > 1:
-        return max(recomputed_bytes(kind) for _, kind in spec.block_specs)
-    full = layer_activation_bytes(spec.without_recompute)
-    stored, checkpoints = layer_activation_bytes(spec), spec.recompute.layers_per_checkpoint(layers)
+        return max(recomputed_bytes(block_spec) for _, block_spec in spec.block_specs)
+    full_layer_bytes = layer_activation_bytes(spec.without_recompute)
+    stored_bytes = layer_activation_bytes(spec)
+    if not spec.recompute.is_full:
+        return full_layer_bytes - stored_bytes
+    checkpoints = spec.recompute.layers_per_checkpoint(layers)
     if not checkpoints:
-        return 0 if spec.recompute.is_full else full - stored
-    freed = (layers - sum(checkpoints)) * full
-    # Of checkpoints of one size the last needs most: nothing of the others is free then.
-    backward = checkpoints[::-1]
-    needed = (size * full - (1 + backward.index(size)) * stored for size in set(checkpoints))
-    return max(0, max(needed) - freed)
+        return 0
+    layers_after_checkpoints = layers - sum(checkpoints)
+    freed_bytes = layers_after_checkpoints * full_layer_bytes
+    # Backward recomputes the last checkpoint first. By then it has freed the inputs of that
+    # checkpoint and of those already passed. Among checkpoints with equally many layers, the first
+    # in backward needs the most memory, so one checkpoint of each size is enough.
+    in_backward_order = checkpoints[::-1]
+    needed_bytes = 0
+    for size in set(checkpoints):
+        freed_inputs = 1 + in_backward_order.index(size)
+        needed_bytes = max(needed_bytes, size * full_layer_bytes - freed_inputs * stored_bytes)
+    return max(0, needed_bytes - freed_bytes)
 
 
 class Offloaded(NamedTuple):
@@ -126,12 +146,11 @@ def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloade
         count = (layers - first) * len(groups)
         count -= int(count * (1 - spec.offload.fraction))
     full_layers, remaining_groups = divmod(max(0, count), len(groups))
-    return Offloaded(
-        *(
-            full_layers * sum(sizes) + sum(sizes[:remaining_groups])
-            for sizes in zip(*groups, strict=True)
-        )
-    )
+    freed = full_layers * sum(group.freed for group in groups)
+    freed += sum(group.freed for group in groups[:remaining_groups])
+    copied = full_layers * sum(group.copied for group in groups)
+    copied += sum(group.copied for group in groups[:remaining_groups])
+    return Offloaded(freed, copied)
 
 
 def _offloaded_modules(spec: RunSpec) -> list[Offloaded]:
@@ -143,16 +162,19 @@ def _offloaded_modules(spec: RunSpec) -> list[Offloaded]:
     for tensor in _tensors(spec):
         if tensor.elements < offload.min_elements:
             continue
-        # Whatever is saved in a whole layer goes with it.
-        savers = tensor.savers if not offload.layers else (OFFLOAD_MODULES[0],)
-        offloading = [name for name in savers if offload.layers or name in offload.modules]
+        if offload.layers:
+            # A layer that is offloaded as one unit takes all its tensors with it. They are counted
+            # under a single module.
+            savers: tuple[str, ...] = OFFLOAD_MODULES[:1]
+            offloading = savers
+        else:
+            savers = tensor.savers
+            offloading = tuple(name for name in savers if name in offload.modules)
         for name in offloading:
             copied[name] += tensor.size
-        if (
-            savers
-            and len(offloading) == len(savers)
-            and not spec.recompute.recomputes(*tensor.modules)
-        ):
+        # A tensor leaves the device only with the last module that stores the tensor.
+        all_offload = bool(savers) and len(offloading) == len(savers)
+        if all_offload and not spec.recompute.recomputes(*tensor.modules):
             freed[offloading[-1]] += tensor.size
     return [Offloaded(freed[name], copied[name]) for name in OFFLOAD_MODULES if copied[name]]
 
@@ -220,7 +242,8 @@ def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
         yield from _mlp_tensors(spec, spec.shape.ffn_hidden, ("mlp",))
 
 
-_ALONE = ("layernorm",)
+_SEPARATE_NORM = ("layernorm",)
+"""The module that recomputes the output of a norm that is a layer of its own."""
 
 
 def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
@@ -231,12 +254,15 @@ def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
     Norms before experts and latent attention are layers of their own.
     """
     shape = spec.shape
-    before_attention = _ALONE if shape.latent or not spec.fused_norms else ()
-    dense: tuple[str, ...] = ("mlp",) if spec.fused_norms else _ALONE
-    before_mlp = _ALONE if shape.experts else dense
-    by_block = {ATTENTION: before_attention, MLP: before_mlp, EXPERTS: before_mlp}
+    before_attention: tuple[str, ...] = ()
+    if shape.latent or not spec.fused_norms:
+        before_attention = _SEPARATE_NORM
+    before_mlp: tuple[str, ...] = ("mlp",)
+    if shape.experts or not spec.fused_norms:
+        before_mlp = _SEPARATE_NORM
     if not shape.blocks:
         return before_attention, before_mlp
+    by_block = {ATTENTION: before_attention, MLP: before_mlp, EXPERTS: before_mlp}
     return (by_block.get(shape.blocks, ()),) * shape.norms_per_layer
 
 
@@ -256,14 +282,21 @@ def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
     steps = norm_steps(spec)
-    norms = norm_modules(spec)
-    for index, modules in enumerate(norms):
-        attends = index == 0 and spec.shape.blocks in ("", ATTENTION)
-        inside = ("qkv_linear",) if attends else ()
-        alone = ("attn_norm",) if attends else ("mlp_norm",)
-        yield _stored_tensor(spec, elements, (), *(alone if modules == _ALONE else inside))
-        routed = spec.shape.experts and index == len(norms) - 1
-        yield (_stored_tensor if routed else _linear_input)(spec, elements, modules, *inside)
+    modules_by_norm = norm_modules(spec)
+    for index, modules in enumerate(modules_by_norm):
+        is_before_attention = index == 0 and spec.shape.blocks in ("", ATTENTION)
+        is_before_router = spec.shape.experts and index == len(modules_by_norm) - 1
+        # The linear layer that follows the norm stores the norm's output. A fused norm is a part
+        # of that layer, which then stores the norm's input too.
+        output_savers = ("qkv_linear",) if is_before_attention else ()
+        input_savers = output_savers
+        if modules == _SEPARATE_NORM:
+            input_savers = ("attn_norm",) if is_before_attention else ("mlp_norm",)
+        yield _stored_tensor(spec, elements, (), *input_savers)
+        if is_before_router:
+            yield _stored_tensor(spec, elements, modules, *output_savers)
+        else:
+            yield _linear_input(spec, elements, modules, *output_savers)
         if steps > 1:
             yield _stored_tensor(spec, elements, modules)
     if spec.dropout:
@@ -296,35 +329,32 @@ def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
 
     Backward recomputes convolution and states (`mamba_ssm: mamba_split_conv1d_scan_combined`).
     """
-    tensor = spec.parallelism.tensor
-    yield _stored_tensor(
-        spec, spec.micro_batch_tokens * (mamba.projected_columns + mamba.width) // tensor
-    )
-    yield _linear_input(spec, spec.micro_batch_tokens * mamba.width // tensor)
+    tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
+    yield _stored_tensor(spec, tokens * (mamba.projected_columns + mamba.width) // tensor)
+    yield _linear_input(spec, tokens * mamba.width // tensor)
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored tensors of attention without latent projections: Q, K, V and the output."""
-    shape = spec.shape
-    # Unfused products take K and V repeated for each head (`repeat_interleave`).
+    shape, tokens, tensor = spec.shape, spec.micro_batch_tokens, spec.parallelism.tensor
+    # Attention without a fused kernel repeats K and V for every head (`repeat_interleave`) and
+    # stores the repeated tensors.
     repeats = not spec.fused_attention and not spec.recompute.recomputes("core_attn")
-    keys = shape.heads if repeats else shape.query_groups
-    tensor = spec.parallelism.tensor
-    for heads in (shape.heads, keys, keys):
-        yield _stored_tensor(
-            spec, spec.micro_batch_tokens * heads * shape.head_width // tensor, (), "core_attn"
-        )
-    if _keeps_whole_projection(spec) and keys == shape.query_groups:
-        replaced = (shape.heads + keys) * shape.head_width
-        yield _stored_tensor(spec, spec.micro_batch_tokens * replaced // tensor, (), "core_attn")
-    attended = spec.micro_batch_tokens * shape.heads * shape.head_width // tensor
-    yield from _attention_output(spec, attended)
+    key_heads = shape.heads if repeats else shape.query_groups
+    for heads in (shape.heads, key_heads, key_heads):
+        yield _stored_tensor(spec, tokens * heads * shape.head_width // tensor, (), "core_attn")
+    if _stores_full_projection(spec) and key_heads == shape.query_groups:
+        width = (shape.heads + key_heads) * shape.head_width
+        yield _stored_tensor(spec, tokens * width // tensor, (), "core_attn")
+    output_elements = tokens * shape.heads * shape.head_width // tensor
+    yield from _attention_output(spec, output_elements)
     if spec.parallelism.context > 1 and spec.cp_comm_type == "a2a":
-        # As heads have it, before it goes back to where its tokens are (`context_parallel.py`).
-        yield _stored_tensor(spec, attended, (), "core_attn")
+        # All-to-all context parallelism also stores the output as it is split by heads, before the
+        # second all-to-all splits it by tokens (`context_parallel.py`).
+        yield _stored_tensor(spec, output_elements, (), "core_attn")
 
 
-def _keeps_whole_projection(spec: RunSpec) -> bool:
+def _stores_full_projection(spec: RunSpec) -> bool:
     """Return True if Q and K are stored twice: before rotation in the projection's output, and
     rotated.
 
@@ -332,9 +362,10 @@ def _keeps_whole_projection(spec: RunSpec) -> bool:
     (`dot_product_attention/utils.py: get_qkv_layout`), as does the dry run, and context parallelism
     gathers V; PyTorch's attention takes the view.
     """
-    torchs = spec.device is DeviceKind.CPU or spec.fused_attention
-    rotary = not spec.shape.positions
-    return torchs and rotary and not spec.fused_norms and spec.parallelism.context == 1
+    is_torch_attention = spec.device is DeviceKind.CPU or spec.fused_attention
+    is_rotary = not spec.shape.positions
+    has_own_layers = not spec.fused_norms
+    return is_torch_attention and is_rotary and has_own_layers and spec.parallelism.context == 1
 
 
 def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
@@ -357,15 +388,16 @@ def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterato
     (`multi_latent_attention.py`).
     """
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
+    normed_modules = modules if spec.fused_norms else ()
     for rank in (latent.query_rank, latent.key_value_rank):
         yield _stored_tensor(spec, tokens * rank, (), "qkv_linear")
-        yield _linear_input(spec, tokens * rank, modules if spec.fused_norms else (), "qkv_linear")
+        yield _linear_input(spec, tokens * rank, normed_modules, "qkv_linear")
     yield _stored_tensor(spec, tokens * latent.rotary_width, (), "qkv_linear")
-    heads = spec.micro_batch_tokens * spec.shape.heads // spec.parallelism.tensor
-    key = latent.head_width + latent.rotary_width
-    for width in (key, key, latent.value_width):
-        yield _stored_tensor(spec, heads * width, modules, "core_attn")
-    yield from _attention_output(spec, heads * latent.value_width)
+    head_rows = spec.micro_batch_tokens * spec.shape.heads // spec.parallelism.tensor
+    key_width = latent.head_width + latent.rotary_width
+    for width in (key_width, key_width, latent.value_width):
+        yield _stored_tensor(spec, head_rows * width, modules, "core_attn")
+    yield from _attention_output(spec, head_rows * latent.value_width)
 
 
 def _scores(spec: RunSpec) -> _Tensor:
@@ -384,11 +416,10 @@ def _scores(spec: RunSpec) -> _Tensor:
 
 def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[_Tensor]:
     """Yield both wide tensors of an MLP: the input and the output of its activation."""
-    shape, tensor = spec.shape, spec.parallelism.tensor
-    yield _stored_tensor(
-        spec, spec.micro_batch_tokens * (ffn * (2 if shape.gated else 1) // tensor), modules
-    )
-    yield _linear_input(spec, spec.micro_batch_tokens * ffn // tensor, modules)
+    tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
+    first_columns = ffn * (2 if spec.shape.gated else 1) // tensor
+    yield _stored_tensor(spec, tokens * first_columns, modules)
+    yield _linear_input(spec, tokens * ffn // tensor, modules)
 
 
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -404,17 +435,21 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)
     routed = round(tokens * split * shape.experts_per_token * spec.expert_receive_ratio)
     ffn = shape.expert_ffn_hidden // split
-    first = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
-    hidden = shape.latent_experts or shape.hidden  # Whole, as column-parallel layers read it.
-    fused = "fused_group_mlp"
-    permuted, wide = (fused,) * 2 if fused in spec.offload.modules else ("expert_fc1", "moe_act")
-    yield _linear_input(spec, routed * hidden, modules, permuted)
-    yield _stored_tensor(spec, routed * first, modules, wide)
+    first_columns = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
+    # ETP does not split the hidden state, because column-parallel layers read all of it.
+    hidden = shape.latent_experts or shape.hidden
+    fused, activation_modules = "fused_group_mlp", ("moe", "moe_act")
+    first_saver, activation_saver = "expert_fc1", "moe_act"
+    if fused in spec.offload.modules:
+        # One kernel computes the whole MLP and stores all of its tensors.
+        first_saver = activation_saver = fused
+    yield _linear_input(spec, routed * hidden, modules, first_saver)
+    yield _stored_tensor(spec, routed * first_columns, modules, activation_saver)
     if shape.clamps_activations:
-        yield _stored_tensor(spec, routed * first, ("moe", "moe_act"))
+        yield _stored_tensor(spec, routed * first_columns, activation_modules)
     if not shape.gated:
-        yield _stored_tensor(spec, routed * ffn, ("moe", "moe_act"))
-    yield _linear_input(spec, routed * ffn, ("moe", "moe_act"), fused)
+        yield _stored_tensor(spec, routed * ffn, activation_modules)
+    yield _linear_input(spec, routed * ffn, activation_modules, fused)
     if shape.latent_experts:
         yield _stored_tensor(spec, tokens * shape.latent_experts, modules)
     scores = spec.micro_batch_tokens * shape.experts // spec.sequence_shards

@@ -60,8 +60,9 @@ def find_violations(
         "micro batch": batch.micro_batch_size,
         "global batch": batch.global_batch_size,
     }
-    if wrong := next((f"{name} is {size}" for name, size in sizes.items() if size < 1), None):
-        return (f"{wrong}; use 1 or more.",)
+    for name, size in sizes.items():
+        if size < 1:
+            return (f"{name} is {size}; use 1 or more.",)
     return (
         *_tensor_rules(spec, release),
         *_pipeline_rules(spec),
@@ -75,10 +76,10 @@ def find_violations(
 
 
 def divisors(number: int, limit: int | None = None) -> list[int]:
-    """Divisors of `number` up to `limit`, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    found = small + [number // d for d in reversed(small) if d * d != number]
-    return [d for d in found if limit is None or d <= limit]
+    """Return the divisors of `number` up to `limit`, in order; None means no limit."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return [divisor for divisor in small + large if limit is None or divisor <= limit]
 
 
 def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[str]:
@@ -86,9 +87,10 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
     shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor = parallelism.tensor
     splits = {"attention heads": shape.heads, "MLP columns": shape.ffn_hidden}
-    # From 0.16 on ranks may share a group, such as the one of multi-query attention.
-    shared = release is not None and release >= _SHARED_GROUPS and tensor % shape.query_groups == 0
-    if shape.query_groups != shape.heads and not shared:
+    # From Megatron 0.16 on, several TP ranks may share one query group, as in multi-query attention.
+    allows_sharing = release is not None and release >= _SHARED_GROUPS
+    is_shared = allows_sharing and tensor % shape.query_groups == 0
+    if shape.query_groups != shape.heads and not is_shared:
         splits["query groups"] = shape.query_groups
     for dimension, value in splits.items():
         if value % tensor:
@@ -97,11 +99,11 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
                 f"{model} has {value} {dimension}, which TP {tensor} does not divide; "
                 f"use a TP of {degrees}."
             )
-    part = shape.seq_length // parallelism.context
-    if parallelism.sequence_parallel and part % tensor:
+    positions = shape.seq_length // parallelism.context
+    if parallelism.sequence_parallel and positions % tensor:
         yield (
-            f"Sequence parallelism splits {part} positions a rank over TP {tensor} and leaves a "
-            f"remainder; use a sequence length that is a multiple of {tensor * parallelism.context}."
+            f"Sequence parallelism splits {positions} positions per rank over TP {tensor}, which does not "
+            f"divide them; use a sequence length that is a multiple of {tensor * parallelism.context}."
         )
 
 
@@ -114,37 +116,50 @@ def _pipeline_rules(spec: RunSpec) -> Iterator[str]:
             f"{strategy_name(parallelism)} is trained by plain PyTorch, not by Megatron-LM; use "
             f"BACKEND=native, or pp{pipeline}."
         )
-    if unknown := sorted(set(shape.blocks) - set(BLOCKS)):
+    unknown_blocks = sorted(set(shape.blocks) - set(BLOCKS))
+    if unknown_blocks:
         yield (
-            f"{model} has the blocks {shape.blocks}, of which {', '.join(unknown)} is not planned; use "
-            f"{_choices(BLOCKS)}."
+            f"{model} has the blocks {shape.blocks}; the planner does not know "
+            f"{', '.join(unknown_blocks)}; use {_choices(BLOCKS)}."
         )
+    problem = spec.stages.find_problem(shape.layers, pipeline, virtual)
     if shape.blocks and pipeline > 1:
-        yield (f"{model} has the blocks {shape.blocks}, whose stages are not planned; use PP 1.")
+        yield (
+            f"{model} has the blocks {shape.blocks}, which are not planned over pipeline stages; use "
+            "PP 1."
+        )
     elif virtual > 1 and pipeline == 1:
         yield (
             f"{virtual} virtual stages need more than one pipeline stage; use PP 2 or more, or one "
             "virtual stage."
         )
-    elif problem := spec.stages.find_problem(shape.layers, pipeline, virtual):
-        stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
-        ways = _choices([d for d in _degrees(shape.layers) if shape.layers % (d * virtual) == 0])
-        # The pipelines of plain PyTorch lay layers evenly alone.
-        uneven = (
-            None if parallelism.schedule else find_uneven_split(shape.layers, pipeline, virtual)
-        )
-        flags = f", or {' '.join(uneven.flags)}" if uneven else ""
-        if spec.stages == EVEN_SPLIT:
-            problem = f"which {stages} does not divide"
-        else:
-            split = " ".join(spec.stages.flags) or "the most even split"
-            problem = f"which {split} does not lay on {stages}: {problem}"
-        yield f"{model} has {shape.layers} layers, {problem}; use a PP of {ways}{flags}."
+    elif problem:
+        yield _explain_stage_problem(spec, problem)
     elif spec.stages.layout and spec.stages.mtp_layers_in_layout != shape.mtp_layers:
         yield (
-            f"{' '.join(spec.stages.flags)} has {spec.stages.mtp_layers_in_layout} depths (m) of multi-token "
-            f"prediction and {model} {shape.mtp_layers}; write as many as --mtp-num-layers says."
+            f"{' '.join(spec.stages.flags)} has {spec.stages.mtp_layers_in_layout} MTP layers (m) and "
+            f"{model} has {shape.mtp_layers}; write as many as --mtp-num-layers states."
         )
+
+
+def _explain_stage_problem(spec: RunSpec, problem: str) -> str:
+    """Return the sentence for layers that cannot be placed on the stages because of `problem`.
+
+    The sentence suggests PP degrees, and flags for unequal stages if these are possible.
+    """
+    parallelism, layers = spec.parallelism, spec.shape.layers
+    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
+    degrees = _choices([degree for degree in _degrees(layers) if layers % (degree * virtual) == 0])
+    # Pipelines of plain PyTorch place layers evenly only, so unequal stages are no way out there.
+    uneven = None if parallelism.schedule else find_uneven_split(layers, pipeline, virtual)
+    flags = f", or {' '.join(uneven.flags)}" if uneven else ""
+    if spec.stages == EVEN_SPLIT:
+        reason = f"which {stages} does not divide"
+    else:
+        split = " ".join(spec.stages.flags) or "the most even split"
+        reason = f"which {split} cannot place on {stages}: {problem}"
+    return f"{_model_name(spec)} has {layers} layers, {reason}; use a PP of {degrees}{flags}."
 
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:
@@ -153,7 +168,8 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
     context, cp_comm_type = spec.parallelism.context, spec.cp_comm_type
     if shape.blocks and context > 1:
         yield (
-            f"{model} has the blocks {shape.blocks}, whose context parallelism is not planned; use CP 1."
+            f"{model} has the blocks {shape.blocks}, which are not planned under context parallelism; "
+            "use CP 1."
         )
     if shape.positions and shape.seq_length > shape.positions:
         yield (
@@ -171,14 +187,15 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
         )
     if cp_comm_type not in CP_COMM_TYPES:
         yield (
-            f"'{cp_comm_type}' is no context-parallel communication the kit knows; use "
+            f"The kit does not know the context-parallel algorithm --cp-comm-type {cp_comm_type}; use "
             f"{_choices(CP_COMM_TYPES)}."
         )
-    groups = shape.query_groups // spec.parallelism.tensor
-    if cp_comm_type == "a2a" and groups % context:
+    groups_per_rank = shape.query_groups // spec.parallelism.tensor
+    if cp_comm_type == "a2a" and groups_per_rank % context:
         yield (
-            f"{model} keeps {groups} key/value heads a TP rank, which all-to-all CP {context} does "
-            f"not divide; use a CP of {_choices(_degrees(groups))}, or --cp-comm-type p2p."
+            f"{model} has {groups_per_rank} key/value heads per TP rank, which all-to-all CP {context} "
+            f"does not divide; use a CP of {_choices(_degrees(groups_per_rank))}, or "
+            "--cp-comm-type p2p."
         )
 
 
@@ -197,15 +214,16 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         return
     count = batch.global_batch_size // step
     if parallelism.virtual_stages > 1 and count % parallelism.pipeline:
-        wanted = round_up(count, parallelism.pipeline) * step
+        divisible_batch = round_up(count, parallelism.pipeline) * step
         yield (
-            f"The interleaved schedule runs {plural(count, 'micro batch')} a rank, which is no multiple "
-            f"of PP {parallelism.pipeline}; use a global batch of {wanted} or a smaller micro batch."
+            f"The interleaved schedule runs {plural(count, 'micro batch')} per rank, which is no multiple "
+            f"of PP {parallelism.pipeline}; use a global batch of {divisible_batch} or a smaller micro "
+            "batch."
         )
     if parallelism.schedule is PipelineSchedule.PIPEDREAM and count > 1:
         yield (
-            f"PipeDream makes an update after each micro batch, and the global batch of "
-            f"{batch.global_batch_size} is {count} of them; use a micro batch of "
+            f"PipeDream updates the weights after each micro batch, and the global batch of "
+            f"{batch.global_batch_size} has {count} micro batches; use a micro batch of "
             f"{batch.global_batch_size}, or pipedream{parallelism.pipeline}bw."
         )
     if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW and count < parallelism.pipeline:
@@ -237,8 +255,8 @@ def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
     if shape.bias:
         yield "Experts have no biases (f4fa7d6b refuses them); add --disable-bias-linear."
     yield from _expert_layout_rules(spec)
-    newer = release is not None and release >= _EXPERTS_IN_FP16
-    if expert > 1 and spec.dtype == "fp16" and not newer:
+    allows_fp16 = release is not None and release >= _EXPERTS_IN_FP16
+    if expert > 1 and spec.dtype == "fp16" and not allows_fp16:
         yield "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
 
 
@@ -266,15 +284,17 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
             f"{model}'s experts have {shape.expert_ffn_hidden} columns, which ETP {split} does not "
             f"divide; use an ETP of {_choices(_degrees(shape.expert_ffn_hidden))}."
         )
-    ranks = parallelism.data * parallelism.context
-    if ranks * tensor % split:
-        return  # Which `_expert_tensor_rules` has a sentence for.
-    ranks = ranks * tensor // split
+    ranks_per_stage = parallelism.data * parallelism.context * tensor
+    if ranks_per_stage % split:
+        # `_expert_tensor_rules` has the sentence for this case.
+        return
+    ranks = ranks_per_stage // split
     if ranks % parallelism.expert:
-        inside = "DP x CP" if split == tensor else f"what ETP {split} leaves of DP x CP x TP"
+        product = "DP x CP" if split == tensor else f"DP x CP x TP / ETP {split}"
+        degrees = _choices([degree for degree in _degrees(ranks) if shape.experts % degree == 0])
         yield (
-            f"EP {parallelism.expert} lies inside {inside} = {ranks} and does not divide it; use an EP "
-            f"of {_choices([d for d in _degrees(ranks) if shape.experts % d == 0])}."
+            f"EP {parallelism.expert} lies inside {product} = {ranks} and does not divide it; use an EP "
+            f"of {degrees}."
         )
 
 
@@ -308,76 +328,96 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
-    # The checkpoint of an MLP returns its bias as well, so autograd makes the parameter a result of that
-    # checkpoint, whose backward pass then asks for its own (`transformer_layer.py: recompute_mlp`).
     """Yield why the recomputation is impossible or not planned; `patched` allows Megatron's endless
     backward.
     """
-    again = not spec.recompute.is_full and spec.recompute.recomputes("mlp")
-    if again and spec.shape.bias and not spec.shape.experts and not patched:
+    recomputes_mlp = not spec.recompute.is_full and spec.recompute.recomputes("mlp")
+    if recomputes_mlp and spec.shape.bias and not spec.shape.experts and not patched:
+        # The checkpoint of an MLP returns the MLP's bias too, so autograd takes the parameter for a
+        # result of the checkpoint. The checkpoint's backward then waits for its own result
+        # (`transformer_layer.py: recompute_mlp`).
         yield (
             "--recompute-modules mlp on layers with biases never ends in Megatron's backward pass; add "
             "--disable-bias-linear, or leave mlp out."
         )
 
-    partly = spec.recompute.is_full and spec.recompute != Recompute.FULL
-    if spec.shape.blocks and partly:
+    is_partial = spec.recompute.is_full and spec.recompute != Recompute.FULL
+    if spec.shape.blocks and is_partial:
         yield (
-            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, some of which recomputed or several "
-            "together are not planned; use --recompute-method uniform --recompute-num-layers 1."
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}; recomputing only some of them, or "
+            "several together, is not planned; use --recompute-method uniform --recompute-num-layers 1."
         )
-    if spec.shape.mtp_layers and partly:
+    if spec.shape.mtp_layers and is_partial:
         yield (
-            f"{_model_name(spec)} predicts tokens ahead, whose layers Megatron recomputes one by one or not "
-            "at all; use --recompute-method uniform --recompute-num-layers 1."
+            f"{_model_name(spec)} has MTP layers, which Megatron recomputes one by one or not at all; use "
+            "--recompute-method uniform --recompute-num-layers 1."
         )
 
 
 def _offload_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why the offload is impossible or not planned, one sentence per reason."""
     offload, recompute = spec.offload, spec.recompute
-    whole, fine = "--cpu-offloading-num-layers", "--fine-grained-activation-offloading"
-    flag = whole if offload.layers else fine
+    flag = _OFFLOAD_LAYERS if offload.layers else _OFFLOAD_MODULES
     if offload.layers and offload.modules:
-        yield f"{fine} excludes {whole}; use one of them."
+        yield f"{_OFFLOAD_MODULES} excludes {_OFFLOAD_LAYERS}; use one of them."
     if spec.device is DeviceKind.CPU or not spec.fused_norms:
         yield f"{flag} needs a GPU and Transformer Engine; leave it out here."
     if spec.shape.blocks:
         yield (
-            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, whose activations' offload is not "
-            f"planned; leave {flag} out."
+            f"{_model_name(spec)} has the blocks {spec.shape.blocks}, whose activations are not planned on "
+            f"the host; leave {flag} out."
         )
-    if offload.layers:
-        if offload.layers >= spec.shape.layers:
-            yield (
-                f"{whole} {offload.layers} leaves none of {_model_name(spec)}'s {spec.shape.layers} layers; "
-                f"use at most {spec.shape.layers - 1}."
-            )
-        if spec.parallelism.pipeline > 1:
-            yield f"{whole} refuses PP {spec.parallelism.pipeline}; use {fine}, or PP 1."
-        if recompute != Recompute.NONE:
-            yield f"{whole} refuses recomputation; use {fine}, or no recomputation."
+    if not offload.layers:
+        yield from _offload_module_rules(set(offload.modules), recompute)
         return
-    modules = set(offload.modules)
-    if "attn_proj" in modules and "core_attn" not in modules:
-        yield "--offload-modules attn_proj needs core_attn, which keeps the same tensor; add it."
-    experts = modules & {"expert_fc1", "moe_act"}
-    if "fused_group_mlp" in modules and experts:
+    if offload.layers >= spec.shape.layers:
         yield (
-            f"--offload-modules fused_group_mlp includes {_choices(sorted(experts))}; leave out either."
+            f"{_OFFLOAD_LAYERS} {offload.layers} offloads all of {_model_name(spec)}'s "
+            f"{spec.shape.layers} layers; use at most {spec.shape.layers - 1}."
+        )
+    if spec.parallelism.pipeline > 1:
+        yield (
+            f"{_OFFLOAD_LAYERS} refuses PP {spec.parallelism.pipeline}; use {_OFFLOAD_MODULES}, or PP 1."
+        )
+    if recompute != Recompute.NONE:
+        yield (
+            f"{_OFFLOAD_LAYERS} refuses recomputation; use {_OFFLOAD_MODULES}, or no recomputation."
+        )
+
+
+_OFFLOAD_LAYERS = "--cpu-offloading-num-layers"
+_OFFLOAD_MODULES = "--fine-grained-activation-offloading"
+
+
+def _offload_module_rules(modules: set[str], recompute: Recompute) -> Iterator[str]:
+    """Yield why these modules cannot be offloaded together or with this recomputation, one sentence
+    per reason.
+    """
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield "--offload-modules attn_proj needs core_attn, which stores the same tensor; add it."
+    expert_modules = modules & {"expert_fc1", "moe_act"}
+    if "fused_group_mlp" in modules and expert_modules:
+        yield (
+            f"--offload-modules fused_group_mlp includes {_choices(sorted(expert_modules))}; leave one of "
+            "them out."
         )
     if recompute.is_full:
-        # Its first pass saves nothing, and the second gives to the host what backward reads at once.
-        yield f"{fine} with whole layers recomputed is not planned; recompute modules."
-        return
-    if recompute.recomputes("moe") and (inside := modules & {"fused_group_mlp"} | experts):
+        # The first forward of a recomputed layer stores nothing. The second forward would send to
+        # the host what backward reads at once.
         yield (
-            f"--recompute-modules moe makes {_choices(sorted(inside))} again, which --offload-modules "
-            "then refuses; leave out either."
+            f"{_OFFLOAD_MODULES} with full layers recomputed is not planned; recompute modules instead."
+        )
+        return
+    modules_inside_moe = modules & {"expert_fc1", "moe_act", "fused_group_mlp"}
+    if recompute.recomputes("moe") and modules_inside_moe:
+        yield (
+            f"--recompute-modules moe also recomputes {_choices(sorted(modules_inside_moe))}, which "
+            "--offload-modules then refuses; leave one of them out."
         )
     if recompute.recomputes("core_attn") and "core_attn" in modules:
-        # Its checkpoint does not enter the group that the commit behind it looks for (`attention.py`).
-        yield "core_attn is recomputed or offloaded, not both; leave out either."
+        # The checkpoint of core_attn does not open the group of tensors that Megatron closes after
+        # attention (`attention.py`).
+        yield "core_attn is recomputed or offloaded, not both; leave one of them out."
 
 
 def _degrees(number: int) -> list[int]:

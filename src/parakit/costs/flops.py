@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parakit.config.model import LINEAR, MAMBA, MTP, ModelShape
+from parakit.config.model import LINEAR, MAMBA, MTP, LatentAttention, ModelShape
 from parakit.config.run import RunSpec
 
 _BACKWARD_AND_FORWARD = 3
@@ -66,53 +66,101 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     Only the experts that a token is routed to count. The vocabulary is padded as for one device, so
     that strategies are compared on equal work.
     """
-    layers = shape.count_layers_by_kind(shape.mtp_layers)
-    every = [(count * times, kind) for count, layer in layers for times, kind in layer.block_shapes]
-    every.append((shape.mtp_layers, shape.with_only_block(MTP)))
-    kinds = [(times, _kind_flops(kind, seq_length)) for times, kind in every]
-    names = ("attention_projections", "attention_scores", "mlp", "router")
-    layer = {name: sum(times * getattr(kind, name) for times, kind in kinds) for name in names}
+    projections = scores = mlp = router = 0
+    for times, block_shape in _count_blocks(shape):
+        flops = _block_flops(block_shape, seq_length)
+        projections += times * flops.attention_projections
+        scores += times * flops.attention_scores
+        mlp += times * flops.mlp
+        router += times * flops.router
     logits = 2 * shape.predicted_tokens * shape.hidden * shape.padded_vocabulary()
-    return TokenFlops(**layer, logits=logits)
+    return TokenFlops(projections, scores, mlp=mlp, router=router, logits=logits)
 
 
-def _kind_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
-    """Return the forward FLOPs per token of one layer of one kind, without logits."""
+def _count_blocks(shape: ModelShape) -> list[tuple[int, ModelShape]]:
+    """Return how often each kind of layer or block occurs in the model, each with its shape.
+
+    Layers of multi-token prediction are included, and the blocks that join their two inputs.
+    """
+    counts = [
+        (layers * times, block_shape)
+        for layers, layer_shape in shape.count_layers_by_kind(shape.mtp_layers)
+        for times, block_shape in layer_shape.block_shapes
+    ]
+    counts.append((shape.mtp_layers, shape.with_only_block(MTP)))
+    return counts
+
+
+def _block_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
+    """Return the forward FLOPs per token of one layer or block of one kind, without logits."""
     length = shape.effective_attention_length(seq_length or shape.seq_length)
-    queries = shape.heads * shape.head_width
-    keys_and_values = 2 * shape.query_groups * shape.head_width
-    matrices = 3 if shape.gated else 2
-    hidden, routed = shape.hidden, shape.latent_experts or shape.hidden
-    mlp = shape.ffn_hidden * hidden
+    projection_products, score_flops = _mixer_flops(shape, length)
+    hidden = shape.hidden
+    products_per_matrix, router_products = hidden * shape.ffn_hidden, 0
     if shape.experts:
-        mlp = shape.experts_per_token * shape.expert_ffn_hidden * routed
-        mlp += shape.shared_expert_ffn * hidden
-    widths = (3 if shape.output_gate else 2) * queries + keys_and_values
-    projections, scores = hidden * widths, 2 * queries * length
-    if latent := shape.latent:
-        up_to, values = latent.query_rank or hidden, shape.heads * latent.value_width
-        rotated = shape.heads * (latent.head_width + latent.rotary_width)
-        projections = hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_width)
-        projections += latent.key_value_rank * (shape.heads * latent.head_width + values)
-        projections += up_to * rotated + values * hidden
-        scores = (rotated + values) * length
-    if shape.blocks == MAMBA and shape.mamba:
-        projections = hidden * (shape.mamba.projected_columns + shape.mamba.width)
-        scores = _SCAN * shape.mamba.width * shape.mamba.state
-    elif shape.blocks == LINEAR and (linear := shape.linear):
-        projections = hidden * (linear.projected_columns + linear.value_channels)
-        projections += linear.kernel * linear.convolved_channels
-        projections += _DELTA_RULE * linear.value_channels * linear.value_width
-    elif shape.blocks == MTP:
-        projections = 2 * hidden * hidden
-    narrowed = 2 * hidden * shape.latent_experts if shape.experts else 0
+        # Experts may work at a smaller width: one projection before and one after them.
+        routed_width = shape.latent_experts or hidden
+        products_per_matrix = shape.experts_per_token * shape.expert_ffn_hidden * routed_width
+        products_per_matrix += shape.shared_expert_ffn * hidden
+        router_products = hidden * (shape.experts + 2 * shape.latent_experts)
+    matrices = 3 if shape.gated else 2
     return TokenFlops(
-        attention_projections=2 * projections,
-        attention_scores=round(scores),
-        mlp=2 * matrices * mlp,
-        router=2 * (hidden * shape.experts + narrowed),
+        attention_projections=2 * projection_products,
+        attention_scores=round(score_flops),
+        mlp=2 * matrices * products_per_matrix,
+        router=2 * router_products,
         logits=0,
     )
+
+
+def _mixer_flops(shape: ModelShape, length: float) -> tuple[int, float]:
+    """Return the products of the projections and the FLOPs of the scores of the block that mixes
+    tokens.
+
+    One product is a multiplication and an addition per token, which are 2 FLOPs. Each token attends
+    to `length / 2` tokens on average. The block is attention, latent attention, a Mamba-2 mixer,
+    linear attention, or the projection that joins the two inputs of multi-token prediction.
+    """
+    hidden = shape.hidden
+    if shape.blocks == MAMBA and shape.mamba:
+        scan_flops = _SCAN * shape.mamba.width * shape.mamba.state
+        return hidden * (shape.mamba.projected_columns + shape.mamba.width), scan_flops
+    if shape.blocks == MTP:
+        return 2 * hidden * hidden, _score_flops(shape, length)
+    if shape.blocks == LINEAR and shape.linear:
+        linear = shape.linear
+        products = hidden * (linear.projected_columns + linear.value_channels)
+        products += linear.kernel * linear.convolved_channels
+        products += _DELTA_RULE * linear.value_channels * linear.value_width
+        return products, _score_flops(shape, length)
+    if shape.latent:
+        return _latent_projection_products(shape, shape.latent), _score_flops(shape, length)
+    # The output projection and an output gate are as wide as the queries.
+    query_widths = 3 if shape.output_gate else 2
+    columns = (query_widths * shape.heads + 2 * shape.query_groups) * shape.head_width
+    return hidden * columns, _score_flops(shape, length)
+
+
+def _score_flops(shape: ModelShape, length: float) -> float:
+    """Return the FLOPs per token of Q·Kᵀ and the product with V, if each token attends to
+    `length / 2` tokens on average.
+    """
+    if not shape.latent:
+        return 2 * shape.heads * shape.head_width * length
+    query_width = shape.latent.head_width + shape.latent.rotary_width
+    return shape.heads * (query_width + shape.latent.value_width) * length
+
+
+def _latent_projection_products(shape: ModelShape, latent: LatentAttention) -> int:
+    """Return the products per token of latent attention's down-projections, up-projections and
+    output projection.
+    """
+    queries = shape.heads * (latent.head_width + latent.rotary_width)
+    keys, values = shape.heads * latent.head_width, shape.heads * latent.value_width
+    down = shape.hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_width)
+    # Without a query rank, queries are projected from the hidden state directly.
+    up = (latent.query_rank or shape.hidden) * queries + latent.key_value_rank * (keys + values)
+    return down + up + values * shape.hidden
 
 
 def flops_by_convention(spec: RunSpec, counts: Collection[str]) -> float:
@@ -121,22 +169,26 @@ def flops_by_convention(spec: RunSpec, counts: Collection[str]) -> float:
 
     `counts` are words of `FLOP_CONVENTIONS`; empty means the model's own FLOPs.
     """
-    flops, recomputed = token_flops(spec.shape), 0.0
+    flops = token_flops(spec.shape)
     scores = flops.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)
     logits = 0 if NO_VOCABULARY in counts else flops.logits
     mlp = flops.mlp + flops.router
+    forward = flops.attention_projections + scores + mlp + logits
+    recomputed = 0.0
     if WITH_RECOMPUTE in counts:
-        repeats, ranks = spec.recompute.recomputes, range(spec.parallelism.pipeline)
-        recomputed += scores if repeats("core_attn") else 0
-        recomputed += mlp if repeats("moe" if spec.shape.experts else "mlp") else 0
-        recomputed += flops.attention_projections if repeats() else 0
-        if spec.recompute.is_block_method:
-            recomputed *= sum(map(spec.num_recomputed_layers, ranks)) / sum(
-                map(spec.num_layers_on_stage, ranks)
-            )
-    return (
-        _BACKWARD_AND_FORWARD * (flops.attention_projections + scores + mlp + logits) + recomputed
-    )
+        recompute = spec.recompute
+        if recompute.recomputes("core_attn"):
+            recomputed += scores
+        if recompute.recomputes("moe" if spec.shape.experts else "mlp"):
+            recomputed += mlp
+        if recompute.is_full:
+            recomputed += flops.attention_projections
+        if recompute.is_block_method:
+            # The method `block` recomputes only the first layers of each virtual stage.
+            ranks = range(spec.parallelism.pipeline)
+            recomputed_layers = sum(map(spec.num_recomputed_layers, ranks))
+            recomputed *= recomputed_layers / sum(map(spec.num_layers_on_stage, ranks))
+    return _BACKWARD_AND_FORWARD * forward + recomputed
 
 
 def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) -> int:

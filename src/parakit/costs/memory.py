@@ -35,9 +35,9 @@ _FP32_BYTES = 4
 
 def embedding_bytes(spec: RunSpec) -> int:
     """Return the bytes that the embedding stores: its dropout's mask, one byte per element."""
-    return (
-        spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards if spec.dropout else 0
-    )
+    if not spec.dropout:
+        return 0
+    return spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
 
 
 def head_bytes(spec: RunSpec) -> int:
@@ -60,9 +60,12 @@ def logits_bytes(spec: RunSpec) -> int:
     process_mtp_loss`).
     """
     overwritten = (spec.fused_loss and spec.loss_impl == "te") or "cross_entropy" in spec.fused
-    copied = spec.dtype != "fp32" and not overwritten
-    kept = (_FP32_BYTES if copied else spec.element_bytes) * spec.shape.predicted_tokens
-    return (kept + (spec.element_bytes if copied else 0)) * logit_elements(spec)
+    if spec.dtype == "fp32" or overwritten:
+        bytes_per_logit = spec.element_bytes * spec.shape.predicted_tokens
+    else:
+        # The fp32 copies of all predicted tokens are live, and the half-precision logits of one.
+        bytes_per_logit = _FP32_BYTES * spec.shape.predicted_tokens + spec.element_bytes
+    return bytes_per_logit * logit_elements(spec)
 
 
 def head_backward_bytes(spec: RunSpec) -> int:
@@ -72,9 +75,10 @@ def head_backward_bytes(spec: RunSpec) -> int:
     Each TP rank holds the full gradient of the hidden states and then reduces it
     (`tensor_parallel/layers.py`).
     """
-    whole = spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
-    scattered = residual_bytes(spec) if spec.sequence_shards > 1 else 0
-    return spec.element_bytes * logit_elements(spec) + whole + scattered
+    logit_gradients = spec.element_bytes * logit_elements(spec)
+    hidden_gradients = spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
+    reduced_gradients = residual_bytes(spec) if spec.sequence_shards > 1 else 0
+    return logit_gradients + hidden_gradients + reduced_gradients
 
 
 def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
@@ -88,18 +92,19 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[int, ...]) -> int:
-    """Return the peak of the bytes in flight on a rank; `each` is the bytes per micro batch of each
-    chunk.
+    """Return the peak of the bytes in flight on a rank.
+
+    `bytes_per_chunk` is the bytes per micro batch of each chunk.
     """
     chunks = chunks_in_flight(spec, pipeline_rank)
     if len(set(bytes_per_chunk)) == 1:
         return chunks * bytes_per_chunk[0]
-    # What is begun and ended repeats after a group of micro batches.
-    steps = min(
-        spec.microbatches * len(bytes_per_chunk),
-        chunks + spec.parallelism.pipeline * len(bytes_per_chunk),
-    )
-    return _peak_bytes_in_flight(bytes_per_chunk, spec.parallelism.pipeline, chunks, steps)
+    # After warm-up, the chunks that forward and backward pass through repeat with every group of PP
+    # micro batches. One group after warm-up therefore has the peak.
+    pipeline, chunks_per_rank = spec.parallelism.pipeline, len(bytes_per_chunk)
+    all_steps = spec.microbatches * chunks_per_rank
+    steps = min(all_steps, chunks + pipeline * chunks_per_rank)
+    return _peak_bytes_in_flight(bytes_per_chunk, pipeline, chunks, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -112,13 +117,12 @@ def _peak_bytes_in_flight(
     Megatron runs PP micro batches through one chunk and then through the next; backward begins with
     the last chunk (`get_schedule_table`).
     """
-    forwards = [bytes_per_chunk[step // pipeline % len(bytes_per_chunk)] for step in range(steps)]
-    current = peak = sum(forwards[:chunks])
-    backwards = (
-        bytes_per_chunk[-1 - step // pipeline % len(bytes_per_chunk)] for step in range(steps)
-    )
-    for begun, ended in zip(forwards[chunks:], backwards, strict=False):
-        current += begun - ended
+    chunk_by_step = [step // pipeline % len(bytes_per_chunk) for step in range(steps)]
+    stored_by_forward = [bytes_per_chunk[chunk] for chunk in chunk_by_step]
+    freed_by_backward = (bytes_per_chunk[-1 - chunk] for chunk in chunk_by_step)
+    current = peak = sum(stored_by_forward[:chunks])
+    for stored, freed in zip(stored_by_forward[chunks:], freed_by_backward, strict=False):
+        current += stored - freed
         peak = max(peak, current)
     return peak
 
@@ -145,9 +149,11 @@ once, over the same published measurements.
 """
 
 _WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
-_OLDER_WORKSPACE_BYTES, _OLDER_FUSED_BYTES = 8_519_680, 4 * MIB
-_FIXED_WORKSPACE_BYTES = 32 * MIB
-_HANDLES, _GROUPED_STREAMS = 2, 4
+"""Bytes of one workspace of cuBLAS and of one of Transformer Engine, by generation of the GPU."""
+_OLDER_CUBLAS_BYTES, _OLDER_TRANSFORMER_ENGINE_BYTES = 8_519_680, 4 * MIB
+"""The same for GPUs before Hopper."""
+_DETERMINISTIC_CUBLAS_BYTES = 32 * MIB
+_CUBLAS_HANDLES, _GROUPED_STREAMS = 2, 4
 
 
 def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
@@ -159,10 +165,12 @@ def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
     of its own (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), and four
     more for grouped products.
     """
-    usual = _WORKSPACE_BYTES.get(generation, _OLDER_WORKSPACE_BYTES)
-    handle = _FIXED_WORKSPACE_BYTES if deterministic else usual
-    transformer_engine = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
-    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * transformer_engine
+    cublas_workspace = _WORKSPACE_BYTES.get(generation, _OLDER_CUBLAS_BYTES)
+    if deterministic:
+        cublas_workspace = _DETERMINISTIC_CUBLAS_BYTES
+    fused_workspace = _WORKSPACE_BYTES.get(generation, _OLDER_TRANSFORMER_ENGINE_BYTES)
+    fused_workspaces = 1 + (_GROUPED_STREAMS if grouped else 0)
+    return _CUBLAS_HANDLES * cublas_workspace + fused_workspaces * fused_workspace
 
 
 CPU_PROCESS_BYTES = 900 * MIB
@@ -214,15 +222,17 @@ def bytes_per_parameter(spec: RunSpec) -> Precision:
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
     if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
-    own_adam = not spec.parallelism.sharding.wraps_modules
-    remainders = own_adam and not types.main_parameters and not spec.fp8_recipe
+    is_distributed_optimizer = not spec.parallelism.sharding.wraps_modules
+    main_parameters = _TYPE_BYTES[types.main_parameters or "fp32"]
+    if is_distributed_optimizer and not types.main_parameters and not spec.fp8_recipe:
+        main_parameters = 2
+    first_moment = _TYPE_BYTES[types.first_moment or "fp32"]
+    second_moment = _TYPE_BYTES[types.second_moment or "fp32"]
     return replace(
         usual,
         gradients=gradients,
-        main_parameters=2 if remainders else _TYPE_BYTES[types.main_parameters or "fp32"],
-        adam=sum(
-            _TYPE_BYTES[moment or "fp32"] for moment in (types.first_moment, types.second_moment)
-        ),
+        main_parameters=main_parameters,
+        adam=first_moment + second_moment,
     )
 
 
@@ -307,20 +317,26 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
     updated = _count_updated_parameters(parameters, spec)
     state = _state_bytes(spec, parameters, precision, updated)
-    last = pipeline_rank == spec.parallelism.pipeline - 1
-    base, blocks = _allocator_bytes(spec, precision.gradient_copies * updated, last)
-    room = limit - sum(state) - base - blocks
-    if room < 0 or (activations := activation_bytes(spec, pipeline_rank)) > room:
+    is_last = pipeline_rank == spec.parallelism.pipeline - 1
+    fixed, reclaimable = _allocator_bytes(spec, precision.gradient_copies * updated, is_last)
+    allocator = fixed + reclaimable
+    available = limit - sum(state) - allocator
+    if available < 0:
         return None
-    communication, whole = communication_bytes(spec)
-    temporaries = max(
-        _temporary_bytes(spec, pipeline_rank) + whole, _update_bytes(spec, updated) - activations
-    )
+    activations = activation_bytes(spec, pipeline_rank)
+    if activations > available:
+        return None
+    communication, output_layer = communication_bytes(spec)
+    # The update begins when all activations are free again, so it adds to the peak only what
+    # exceeds them.
+    backward_temporaries = _temporary_bytes(spec, pipeline_rank) + output_layer
+    update_temporaries = _update_bytes(spec, updated) - activations
+    temporaries = max(backward_temporaries, update_temporaries)
     temporaries += placeholder_bytes(spec, pipeline_rank)
-    if activations + temporaries + communication > room:
+    if activations + temporaries + communication > available:
         return None
     return PredictedMemory(
-        *state, activations, temporaries, communication, base + blocks, reclaimable=blocks
+        *state, activations, temporaries, communication, allocator, reclaimable=reclaimable
     )
 
 
@@ -349,32 +365,37 @@ def keeps_quantised_weights(spec: RunSpec) -> bool:
     return spec.quantised_weights and spec.fp8_recipe not in (Fp8Recipe.NONE, Fp8Recipe.NVFP4)
 
 
-def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -> int:
+def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, unquantised_bytes: int) -> int:
     """Return the bytes of quantised linear weights, minus those of weights that they replace.
 
     Each module stores its weights twice, as forward and as backward reads them (row by row and
-    transposed), over an iteration's micro batches; biases are counted too. They are stored beside
-    weights of `whole` bytes or replace them. Weights that are gathered on demand store no quantised
-    copy (`--keep-fp8-transpose-cache` is off by default).
+    transposed), over an iteration's micro batches; biases are counted too. The quantised weights
+    are stored besides weights of `unquantised_bytes` bytes per parameter, or replace them. Weights
+    that are gathered on demand store no quantised copy (`--keep-fp8-transpose-cache` is off by
+    default).
     """
     if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
-    linear = parameters.attention + parameters.dense_mlp + parameters.experts
-    beside = 0 if keeps_quantised_weights(spec) else whole
-    return int((2 * FP8_RECIPE_BYTES[spec.fp8_recipe] - whole + beside) * linear)
+    linear_weights = parameters.attention + parameters.dense_mlp + parameters.experts
+    bytes_per_weight = 2 * FP8_RECIPE_BYTES[spec.fp8_recipe]
+    if keeps_quantised_weights(spec):
+        bytes_per_weight -= unquantised_bytes
+    return int(bytes_per_weight * linear_weights)
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Return the peak of the activation bytes that a pipeline rank stores for backward."""
-    chunks = spec.layers_per_chunk(pipeline_rank)
-    kinds = tuple(zip(chunks, spec.dense_layers_per_chunk(pipeline_rank), strict=True))
-    bytes_by_kind = {kind: chunk_activation_bytes(spec, *kind) for kind in set(kinds)}
-    stored = _bytes_in_flight(spec, pipeline_rank, tuple(bytes_by_kind[kind] for kind in kinds))
+    layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
+    # Layers and dense layers of each chunk. Chunks with the same numbers store equally much.
+    chunks = tuple(zip(layers_per_chunk, spec.dense_layers_per_chunk(pipeline_rank), strict=True))
+    bytes_by_chunk = {chunk: chunk_activation_bytes(spec, *chunk) for chunk in set(chunks)}
+    stored = _bytes_in_flight(spec, pipeline_rank, tuple(bytes_by_chunk[chunk] for chunk in chunks))
     if spec.offload:
         stored += _bytes_still_on_device(spec, pipeline_rank)
-    flights = max(1, layers_in_flight(spec, pipeline_rank) // max(1, sum(chunks)))
     if pipeline_rank == 0:
-        stored += flights * embedding_bytes(spec)
+        layers = max(1, sum(layers_per_chunk))
+        microbatches_in_flight = max(1, layers_in_flight(spec, pipeline_rank) // layers)
+        stored += microbatches_in_flight * embedding_bytes(spec)
     if pipeline_rank == spec.parallelism.pipeline - 1:
         stored += head_bytes(spec) + spec.shape.total_mtp_layers * embedding_bytes(spec)
         if spec.shape.mtp_layers:
@@ -388,14 +409,16 @@ def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     They are the last group of each module, later replaced by the groups that backward reads next,
     and the bytes that later stages keep on request.
     """
-    chunks = spec.layers_per_chunk(pipeline_rank)
-    last = next((layers for layers in reversed(chunks) if layers), 0)
-    begun = offloaded_bytes(spec, last).freed - offloaded_bytes(spec, last, first=True).freed
-    asked = pipeline_rank * spec.offload.kept_bytes_per_stage
-    if not asked:
-        return begun
-    gone = tuple(offloaded_bytes(spec, layers).freed for layers in chunks)
-    return begun + min(asked, _bytes_in_flight(spec, pipeline_rank, gone) - begun)
+    layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
+    last_layers = next((layers for layers in reversed(layers_per_chunk) if layers), 0)
+    last_groups = offloaded_bytes(spec, last_layers).freed
+    last_groups -= offloaded_bytes(spec, last_layers, first=True).freed
+    requested = pipeline_rank * spec.offload.kept_bytes_per_stage
+    if not requested:
+        return last_groups
+    freed_per_chunk = tuple(offloaded_bytes(spec, layers).freed for layers in layers_per_chunk)
+    offloaded = _bytes_in_flight(spec, pipeline_rank, freed_per_chunk) - last_groups
+    return last_groups + min(requested, offloaded)
 
 
 _HOST_STATE_BYTES = 4 + 4 + 8
@@ -430,12 +453,13 @@ def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMe
     """Return the pipeline rank with the peak memory, and its memory; None if a rank exceeds `limit`
     bytes.
     """
-    by_rank = {}
+    memory_by_rank = {}
     for rank in distinct_ranks(spec):
-        if not (memory := _memory_within(spec, rank, limit)):
+        memory = _memory_within(spec, rank, limit)
+        if memory is None:
             return None
-        by_rank[rank] = memory
-    return max(by_rank.items(), key=lambda item: item[1].needed)
+        memory_by_rank[rank] = memory
+    return max(memory_by_rank.items(), key=lambda rank_and_memory: rank_and_memory[1].needed)
 
 
 def distinct_ranks(spec: RunSpec) -> set[int]:
@@ -443,8 +467,10 @@ def distinct_ranks(spec: RunSpec) -> set[int]:
     each kind.
     """
     ends = {0, spec.parallelism.pipeline - 1}
-    alike = spec.stages == EVEN_SPLIT and not spec.shape.dense_layers
-    return ends if alike else ends | middle_ranks(spec).keys()
+    if spec.stages == EVEN_SPLIT and not spec.shape.dense_layers:
+        # Ranks between the ends then have the same layers as the first one, and fewer in flight.
+        return ends
+    return ends | middle_ranks(spec).keys()
 
 
 def middle_ranks(spec: RunSpec) -> dict[int, int]:
@@ -454,20 +480,23 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
     Ranks are of one kind if they have equally many layers and dense layers. Without a layout and
     without dense layers among those with experts, all are of one kind.
     """
-    between = range(1, spec.parallelism.pipeline - 1)
-    if not (spec.stages.layout or spec.shape.dense_layers):
-        return {1: len(between)} if between else {}
-    return _find_distinct_ranks(spec.stage_layout_spec)
+    if spec.stages.layout or spec.shape.dense_layers:
+        return _find_distinct_ranks(spec.stage_layout_spec)
+    num_ranks = spec.parallelism.pipeline - 2
+    return {1: num_ranks} if num_ranks > 0 else {}
 
 
 @lru_cache(maxsize=4096)
 def _find_distinct_ranks(spec: RunSpec) -> dict[int, int]:
     """Return the first rank of each kind between both ends, and the number of ranks of that kind."""
-    between = range(1, spec.parallelism.pipeline - 1)
-    layers = [
-        (spec.num_layers_on_stage(rank), sum(spec.dense_layers_per_chunk(rank))) for rank in between
+    layers_by_rank = [
+        (spec.num_layers_on_stage(rank), sum(spec.dense_layers_per_chunk(rank)))
+        for rank in range(1, spec.parallelism.pipeline - 1)
     ]
-    return {1 + layers.index(number): times for number, times in Counter(layers).items()}
+    return {
+        1 + layers_by_rank.index(layers): num_ranks
+        for layers, num_ranks in Counter(layers_by_rank).items()
+    }
 
 
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
@@ -501,9 +530,8 @@ def _update_bytes(spec: RunSpec, updated: int) -> int:
     if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
         return 0
     stored_types = (types.main_parameters, types.first_moment, types.second_moment)
-    return (
-        _FP32_BYTES * sum(state_type not in ("", "fp32") for state_type in stored_types) * updated
-    )
+    num_copies = sum(state_type not in ("", "fp32") for state_type in stored_types)
+    return num_copies * _FP32_BYTES * updated
 
 
 def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
@@ -522,28 +550,36 @@ def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool)
 
 def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the larger of two peaks: in a layer's backward, and at the loss and the output layer's
-    backward.
-
-    In a layer's backward, gradients of its MLP's wide tensors and recomputed activations are live.
+    backward. Only the last pipeline rank has the second peak.
     """
-    shape, element = spec.shape, spec.element_bytes
-    ffn = shape.ffn_hidden
-    if shape.experts:
-        ffn = round(shape.experts_per_token * shape.expert_ffn_hidden * spec.expert_receive_ratio)
-    width = ffn * (3 if shape.gated else 2) // spec.parallelism.tensor
-    recomputed = max(
-        recomputed_bytes(spec, layers) for layers in set(spec.layers_per_chunk(pipeline_rank))
-    )
-    peak = element * spec.micro_batch_tokens * width + recomputed
-    if pipeline_rank == spec.parallelism.pipeline - 1:
-        peak = max(peak, logits_bytes(spec))
-        if spec.fused_norms:  # Without, what a dry run holds is exact so.
-            peak = max(peak, head_backward_bytes(spec))
-            # Where the output layer gathers its input under SP, kept for good.
-            peak += (
-                element * spec.micro_batch_tokens * shape.hidden if spec.sequence_shards > 1 else 0
-            )
+    peak = _layer_backward_bytes(spec, pipeline_rank)
+    if pipeline_rank < spec.parallelism.pipeline - 1:
+        return peak
+    peak = max(peak, logits_bytes(spec))
+    if not spec.fused_norms:
+        # A dry run, which has Megatron's own layers, measures exactly this peak.
+        return peak
+    peak = max(peak, head_backward_bytes(spec))
+    if spec.sequence_shards > 1:
+        # Under SP the output layer gathers its input into a buffer that is never freed.
+        peak += spec.element_bytes * spec.micro_batch_tokens * spec.shape.hidden
     return peak
+
+
+def _layer_backward_bytes(spec: RunSpec, pipeline_rank: int) -> int:
+    """Return the live bytes in a layer's backward: gradients of its MLP's wide tensors, and
+    recomputed activations.
+    """
+    shape = spec.shape
+    columns = shape.ffn_hidden
+    if shape.experts:
+        columns_per_token = shape.experts_per_token * shape.expert_ffn_hidden
+        columns = round(columns_per_token * spec.expert_receive_ratio)
+    # A gated activation has an input of twice as many columns, and an output.
+    wide_columns = columns * (3 if shape.gated else 2) // spec.parallelism.tensor
+    gradients = spec.element_bytes * spec.micro_batch_tokens * wide_columns
+    distinct_layers = set(spec.layers_per_chunk(pipeline_rank))
+    return gradients + max(recomputed_bytes(spec, layers) for layers in distinct_layers)
 
 
 def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
@@ -567,31 +603,35 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
     (`collectives/data.py: _fsdp_calls`).
     """
     parallelism, sharding = spec.parallelism, spec.parallelism.sharding
-    pipeline = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
+    messages = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
     if not sharding.wraps_modules:
-        return pipeline, 0
-    precision, layer = (
-        bytes_per_parameter(spec),
-        max(layer_parameters(k).total for _, k in spec.block_specs),
-    )
+        return messages, 0
+    precision = bytes_per_parameter(spec)
+    layer_elements = max(layer_parameters(kind).total for _, kind in spec.block_specs)
     if not sharding.shards_weights:
-        return pipeline + precision.gradients * layer, 0
-    layers = pipeline + 2 * layer * (precision.weights + precision.gradients)
-    table = spec.padded_vocabulary // parallelism.tensor * spec.shape.hidden
-    weights, gradient = precision.weights * table, precision.gradients * table
+        return messages + precision.gradients * layer_elements, 0
+    two_layers = 2 * layer_elements * (precision.weights + precision.gradients)
+    in_layers = messages + two_layers
+    output_elements = spec.padded_vocabulary // parallelism.tensor * spec.shape.hidden
+    weights = precision.weights * output_elements
+    gradient = precision.gradients * output_elements
+    # The bytes for messages and layers are free at the loss. They hold the output layer first.
     if sharding.is_torch_fsdp:
-        return layers, max(0, weights + gradient - layers)
-    return layers, weights + max(0, gradient - layers)
+        return in_layers, max(0, weights + gradient - in_layers)
+    # Megatron-FSDP gathers the output layer's weights once per iteration, so they stay.
+    return in_layers, weights + max(0, gradient - in_layers)
 
 
-def _allocator_bytes(spec: RunSpec, copies: int, last: bool) -> tuple[int, int]:
+def _allocator_bytes(spec: RunSpec, gradient_copies: int, is_last: bool) -> tuple[int, int]:
     """Return the bytes that are never returned, and those in blocks that are empty at the peak.
 
-    The empty blocks are those of the update's `copies` of gradients and of the logits. The caching
-    allocator returns them to the device before it runs out (`c10/cuda/CUDACachingAllocator.cpp:
-    release_cached_blocks`).
+    The empty blocks are those of the update's copies of gradients, `gradient_copies` bytes, and on
+    the last pipeline rank those of the logits. The caching allocator returns them to the device
+    before it runs out of memory (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`).
     """
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES, 0
-    logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
-    return DEVICE_BASE_BYTES + dispatcher_bytes(spec), copies + logits
+    empty_blocks = gradient_copies
+    if is_last:
+        empty_blocks += LOGIT_SLACK_BYTES * logit_elements(spec)
+    return DEVICE_BASE_BYTES + dispatcher_bytes(spec), empty_blocks

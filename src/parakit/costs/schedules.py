@@ -119,38 +119,44 @@ def simulate_schedule(
             f"PipeDream-2BW needs as many micro batches as its {pipeline} stages (arXiv:2006.09503 "
             f"section 3.1), not {microbatches}; use {pipeline}."
         )
+    # Pairs of the first micro batch and the number of micro batches between two flushes.
     rounds = [(0, microbatches * iterations)]
     if not schedule.is_asynchronous:
-        rounds = [(i * microbatches, microbatches) for i in range(iterations)]
+        rounds = [(index * microbatches, microbatches) for index in range(iterations)]
     seconds = {Pass.FORWARD: forward / virtual, Pass.BACKWARD: backward / virtual}
     events: list[Event] = []
     start = 0.0
     for first, count in rounds:
-        orders = [_order(schedule, worker, pipeline, count, virtual) for worker in range(pipeline)]
-        events += _run(orders, first, start, virtual, seconds, transfer)
+        steps_by_worker = [
+            _order_steps(schedule, worker, pipeline, count, virtual) for worker in range(pipeline)
+        ]
+        events += _run_steps(steps_by_worker, first, start, virtual, seconds, transfer)
         start = max(event.end for event in events)
     return SimulatedSchedule(schedule, pipeline, microbatches, iterations, virtual, tuple(events))
 
 
-def _order(
+def _order_steps(
     schedule: PipelineSchedule, worker: int, pipeline: int, count: int, virtual: int
 ) -> list[Step]:
     """Return the steps of one worker in order, for `count` micro batches."""
-    forwards = [_virtual_step(Pass.FORWARD, k, pipeline, virtual) for k in range(count * virtual)]
-    backwards = [_virtual_step(Pass.BACKWARD, k, pipeline, virtual) for k in range(count * virtual)]
+    indices = range(count * virtual)
+    forwards = [_virtual_step(Pass.FORWARD, index, pipeline, virtual) for index in indices]
+    backwards = [_virtual_step(Pass.BACKWARD, index, pipeline, virtual) for index in indices]
     if schedule is PipelineSchedule.GPIPE:
         return forwards + backwards[::-1]
-    warmup = min(_warmup(worker, pipeline, virtual), len(forwards))
+    warmup = min(_count_warmup_forwards(worker, pipeline, virtual), len(forwards))
     steps = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         steps += [forward, backward]
     return steps + backwards[len(forwards) - warmup :]
 
 
-def _warmup(worker: int, pipeline: int, virtual: int) -> int:
-    """Return the number of forwards of 1F1B before the first backward."""
-    stages = pipeline - worker - 1
-    return 2 * stages + (virtual - 1) * pipeline if virtual > 1 else stages
+def _count_warmup_forwards(worker: int, pipeline: int, virtual: int) -> int:
+    """Return the number of forwards that 1F1B runs on a worker before alternating with backwards."""
+    stages_after = pipeline - worker - 1
+    if virtual == 1:
+        return stages_after
+    return 2 * stages_after + (virtual - 1) * pipeline
 
 
 def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> Step:
@@ -164,8 +170,8 @@ def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> S
     return Step(direction, group * pipeline + position % pipeline, chunk)
 
 
-def _run(
-    orders: list[list[Step]],
+def _run_steps(
+    steps_by_worker: list[list[Step]],
     first: int,
     start: float,
     virtual: int,
@@ -174,42 +180,54 @@ def _run(
 ) -> list[Event]:
     """Return the events of all workers: each step starts when its worker is free and its input has
     arrived.
+
+    Args:
+        steps_by_worker: The steps of each worker in order, with micro batches counted from 0.
+        first: Index of the first micro batch over all iterations.
+        start: Time at which all workers are free.
+        virtual: Virtual stages per worker.
+        seconds: Duration of a pass through one virtual stage.
+        transfer: Duration of a message between two workers.
     """
-    pipeline = len(orders)
-    done: dict[tuple[int, Step], float] = {}
-    free, position = [start] * pipeline, [0] * pipeline
+    pipeline = len(steps_by_worker)
+    end_by_step: dict[tuple[int, Step], float] = {}
+    free_at, next_index = [start] * pipeline, [0] * pipeline
     events: list[Event] = []
-    waiting = sum(map(len, orders))
-    while waiting:
-        before = waiting
-        for worker, order in enumerate(orders):
-            while position[worker] < len(order):
-                step = order[position[worker]]
-                source, ready = _source(step, worker, pipeline, virtual), 0.0
+    remaining = sum(map(len, steps_by_worker))
+    while remaining:
+        remaining_before = remaining
+        for worker, steps in enumerate(steps_by_worker):
+            while next_index[worker] < len(steps):
+                step = steps[next_index[worker]]
+                source = _find_source(step, worker, pipeline, virtual)
+                input_arrives = 0.0
                 if source is not None:
-                    if source not in done:
+                    if source not in end_by_step:
+                        # The worker waits. Other workers run on until they have sent its input.
                         break
-                    ready = done[source] + transfer * (source[0] != worker)
-                begin = max(free[worker], ready)
+                    is_message = source[0] != worker
+                    input_arrives = end_by_step[source] + transfer * is_message
+                begin = max(free_at[worker], input_arrives)
                 end = begin + seconds[step.direction]
-                done[worker, step] = free[worker] = end
-                shown = Step(step.direction, step.microbatch + first, step.chunk)
-                events.append(Event(worker, shown, begin, end))
-                position[worker] += 1
-                waiting -= 1
-        if waiting == before:
+                end_by_step[worker, step] = free_at[worker] = end
+                numbered_step = Step(step.direction, step.microbatch + first, step.chunk)
+                events.append(Event(worker, numbered_step, begin, end))
+                next_index[worker] += 1
+                remaining -= 1
+        if remaining == remaining_before:
             raise RuntimeError("The schedule deadlocks.")
     return events
 
 
-def _source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, Step] | None:
+def _find_source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, Step] | None:
     """Return the worker and step whose output this step needs; None for the first forward."""
-    forward, stage = step.direction is Pass.FORWARD, step.chunk * pipeline + worker
-    if forward and stage == 0:
+    is_forward, stage = step.direction is Pass.FORWARD, step.chunk * pipeline + worker
+    if is_forward and stage == 0:
         return None
-    if not forward and stage == pipeline * virtual - 1:
+    if not is_forward and stage == pipeline * virtual - 1:
         return worker, Step(Pass.FORWARD, step.microbatch, step.chunk)
-    chunk, neighbour = divmod(stage - 1 if forward else stage + 1, pipeline)
+    source_stage = stage - 1 if is_forward else stage + 1
+    chunk, neighbour = divmod(source_stage, pipeline)
     return neighbour, Step(step.direction, step.microbatch, chunk)
 
 
@@ -234,17 +252,17 @@ class ScheduleFigures:
 
 def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
     """Return the measurements of a timeline."""
-    workers = range(timeline.pipeline)
-    by_worker = [[e for e in timeline.events if e.worker == worker] for worker in workers]
+    events_by_worker: list[list[Event]] = [[] for _ in range(timeline.pipeline)]
+    for event in timeline.events:
+        events_by_worker[event.worker].append(event)
     working = sum(event.end - event.start for event in timeline.events) / timeline.pipeline
     idle = timeline.length - working
-    staleness = [_staleness(events, timeline) for events in by_worker]
+    stored_forwards = [_count_stored_forwards(events) for events in events_by_worker]
+    staleness = [_count_stale_updates(events, timeline) for events in events_by_worker]
     return ScheduleFigures(
         bubble=idle / working,
         idle_fraction=idle / timeline.length,
-        activations=tuple(
-            _count_stored_forwards(events) / timeline.virtual for events in by_worker
-        ),
+        activations=tuple(count / timeline.virtual for count in stored_forwards),
         weight_versions=tuple(updates + 1 for updates in staleness),
         staleness=tuple(staleness),
     )
@@ -269,21 +287,23 @@ def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
         return (float(microbatches),) * pipeline
     if timeline.schedule.is_asynchronous:
         microbatches *= timeline.iterations
-    chunks = (_warmup(worker, pipeline, virtual) + 1 for worker in range(pipeline))
+    chunks = (_count_warmup_forwards(worker, pipeline, virtual) + 1 for worker in range(pipeline))
     return tuple(min(count, microbatches * virtual) / virtual for count in chunks)
 
 
 def _count_stored_forwards(events: list[Event]) -> int:
     """Return the maximum number of forwards whose backward has not ended."""
     current = peak = 0
-    for event in sorted(events, key=lambda e: e.start):
-        current += 1 if event.step.direction is Pass.FORWARD else 0
-        peak = max(peak, current)
-        current -= 1 if event.step.direction is Pass.BACKWARD else 0
+    for event in sorted(events, key=lambda event: event.start):
+        if event.step.direction is Pass.FORWARD:
+            current += 1
+            peak = max(peak, current)
+        else:
+            current -= 1
     return peak
 
 
-def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
+def _count_stale_updates(events: list[Event], timeline: SimulatedSchedule) -> int:
     """Return the maximum number of updates between a micro batch's forward and its backward.
 
     PipeDream updates after every backward; others update only between iterations. With two weight
@@ -294,10 +314,19 @@ def _staleness(events: list[Event], timeline: SimulatedSchedule) -> int:
         return min(timeline.schedule.staleness(timeline.pipeline, 0), timeline.iterations - 1)
     if timeline.schedule is not PipelineSchedule.PIPEDREAM:
         return 0
-    backwards = [e for e in events if e.step.direction is Pass.BACKWARD]
-    starts = {e.step.microbatch: e.start for e in events if e.step.direction is Pass.FORWARD}
-    ends = sorted(e.end for e in backwards)
-    return max(
-        bisect_right(ends, backward.start) - bisect_right(ends, starts[backward.step.microbatch])
-        for backward in backwards
-    )
+    forward_starts: dict[int, float] = {}
+    backwards: list[Event] = []
+    for event in events:
+        if event.step.direction is Pass.FORWARD:
+            forward_starts[event.step.microbatch] = event.start
+        else:
+            backwards.append(event)
+    # Each backward ends with an update.
+    update_times = sorted(backward.end for backward in backwards)
+    most_updates = 0
+    for backward in backwards:
+        forward_start = forward_starts[backward.step.microbatch]
+        updates_before_forward = bisect_right(update_times, forward_start)
+        updates_before_backward = bisect_right(update_times, backward.start)
+        most_updates = max(most_updates, updates_before_backward - updates_before_forward)
+    return most_updates
