@@ -178,9 +178,10 @@ def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: in
 
 
 def hidden_keys(rank: int, ranks: int, local_length: int) -> Tensor:
-    """Return the causal mask as Megatron writes it, [1, 1, local_length, local_length·ranks].
+    """Return the causal attention mask of one context-parallel rank, as Megatron writes masks.
 
-    It is True where a query may not attend to a key. Rows are the positions of `rank`, columns are in the
+    The mask has the shape [1, 1, local_length, local_length·ranks], and is True where a query may not attend to
+    a key. Its rows are the tokens that `rank` holds, in the rank's order. Its columns are all tokens in the
     order of the sequence.
     """
     queries = rank_positions(rank, ranks, local_length)

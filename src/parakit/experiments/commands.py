@@ -33,19 +33,23 @@ def run_named_experiment(
     model: str | None = None,
     given: Namespace | None = None,
 ) -> int:
-    """Run the experiment of a file, or with GPU= predict it; return the exit code.
+    """Train all runs of an experiment and print its table; with GPU= predict the table instead.
 
     Args:
-        name: Name of the file in `examples/experiments/`.
-        options: Make variables.
+        name: Name of the experiment's file in `examples/experiments/`.
+        options: Make variables of every run.
         console: Shows progress and tables.
-        model: MODEL=; None is the file's model.
-        given: Arguments that only some experiments have: GPU=, DTYPE=, JSON=, and a target that every cell trains.
+        model: Value of MODEL=; None takes the model that the file names.
+        given: Arguments that only some experiments have: GPU=, DTYPE= and JSON= of a prediction, and the make
+            target that all runs share, such as `train-dp2-gpt2-tiny-2cpu`. None leaves them all unset.
+
+    Returns:
+        The exit code: 0 if all went well.
 
     Raises:
-        LaunchError: There is no such experiment, it cannot work here, or a run did not end well; or GPU=, DTYPE=
-            or JSON= is set and there is no prediction.
-        ValueError: The experiment cannot be predicted.
+        LaunchError: No experiment has this name, or it cannot run on this machine. GPU= is set and the
+            experiment has no prediction, or DTYPE= or JSON= is set without GPU=.
+        ValueError: The prediction fails.
     """
     if given is not None and getattr(given, "gpu", None):
         if name not in PREDICTIONS:
@@ -56,8 +60,8 @@ def run_named_experiment(
     for variable in ("dtype", "json"):
         if getattr(given, variable, None):
             raise LaunchError(
-                f"{variable.upper()}= of an experiment is its prediction's; name a device too, such as "
-                "GPU=a100-80g."
+                f"{variable.upper()}= applies only to the prediction of an experiment; add the device to "
+                "predict, such as GPU=a100-80g."
             )
     target = getattr(given, "target", None)
     trained = parse_target(target) if target else None

@@ -165,11 +165,21 @@ class Runner:
         return outcome
 
     def _format_title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
-        """Return the begin of a progress line: number of the cell, repeat if there are several, and name."""
+        """Return the beginning of a progress line, such as `[3/12] repeat 2 native dp2`.
+
+        It has the number of the cell among all cells, the number of the repeat if the cell has several, and
+        the cell's name.
+        """
         backend, strategy = launch.spec.backend, cell.job.strategy
-        short = strategy if backend == Backend.MEGATRON else f"{backend} {strategy}"
-        # Cells of a sweep differ in more than strategy and backend.
-        name = cell.name if self.experiment.file.skips_illegal or cell.label else short
+        # Experiments that skip illegal cells, such as a sweep, have cells that differ in more than strategy and
+        # backend, for example in the model. So these cells, and cells with a label, are shown by full name.
+        needs_full_name = self.experiment.file.skips_illegal or bool(cell.label)
+        if needs_full_name:
+            name = cell.name
+        elif backend == Backend.MEGATRON:
+            name = strategy
+        else:
+            name = f"{backend} {strategy}"
         repeat_text = f" repeat {repeat}" if cell.repeats > 1 else ""
         return f"[{number}/{len(self.launches)}]{repeat_text} {name}"
 

@@ -82,9 +82,27 @@ class Fold:
 
 
 def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
-    """Return the formats that a log's iterations may have, and an iterator over its pieces.
+    """Return the formats that a log's iteration lines may have, and an iterator over its complete lines.
 
-    The result has one format if the beginning of the log shows an iteration, else all formats.
+    The first result has one format if the beginning of the log shows an iteration, else all known formats. The
+    iterator starts at the beginning of the file. It yields blocks of lines, unpacked, and joins lines that a
+    terminal or `fold` has cut.
+
+    Raises:
+        OSError: The file cannot be opened or read.
+    """
+    sample = _read_until_iteration(path)
+    fold, joined_sample = _unfold_sample(sample)
+    pieces = _number_lines(read_chunks(path))
+    if fold is not None:
+        pieces = _unfold(pieces, fold)
+    return _find_formats(joined_sample.decode("utf-8", "replace")), pieces
+
+
+def _read_until_iteration(path: Path) -> bytes:
+    """Return the beginning of a log with its first iteration of Megatron's format.
+
+    Without such an iteration, it has at least _SAMPLE_BYTES, or is the full log if the log is shorter.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -94,17 +112,24 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
         sample += chunk
         # The line of the first iteration may be cut within the text that shows its format.
         joined = sample.replace(b"\n", b"").decode("utf-8", "replace")
-        if formats[0].opening.search(joined) or len(sample) >= _SAMPLE_BYTES:
+        # The first format is Megatron's, which nearly all logs have. A log of another format is read up to
+        # _SAMPLE_BYTES.
+        shows_megatron = formats[0].opening.search(joined) is not None
+        if shows_megatron or len(sample) >= _SAMPLE_BYTES:
             break
-    fold, joined_sample = _unfold_sample(sample)
-    text = joined_sample.decode("utf-8", "replace")
-    for format_ in formats:
-        lines = text.splitlines() if format_.opening.search(text) else ()
-        if any(format_.find(line[:MAX_LINE]) for line in lines if format_.word in line):
-            formats = (format_,)
-            break
-    pieces = _number_lines(read_chunks(path))
-    return formats, _unfold(pieces, fold) if fold else pieces
+    return sample
+
+
+def _find_formats(text: str) -> tuple[LineFormat, ...]:
+    """Return the first format of which the text has an iteration line; all formats if it has none."""
+    formats = load_line_formats()
+    for line_format in formats:
+        if not line_format.opening.search(text):
+            continue
+        lines = (line for line in text.splitlines() if line_format.word in line)
+        if any(line_format.find(line[:MAX_LINE]) for line in lines):
+            return (line_format,)
+    return formats
 
 
 def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:

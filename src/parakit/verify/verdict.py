@@ -46,6 +46,8 @@ _MAX_ACCUMULATED_RATIO = 2.0
 """Largest error over tolerance that errors of several modules, each within its tolerance, may add up to."""
 _MAX_ROUNDING_RATIO = 1e4
 """Error over tolerance that rounding does not reach within a few dozen iterations."""
+_MAX_NAMES_LENGTH = 200
+"""Most characters of tensor names in an error message."""
 _MAX_STORED_BYTES = 64 * 2**20
 """Largest size of the two tensors that are written to `first.npz`."""
 
@@ -275,7 +277,10 @@ def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgeme
 def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> None:
     """Raise an error if outputs of modules were captured and none of them was compared.
 
-    Otherwise a strategy would be called right although no module of it was checked.
+    Otherwise a strategy would be called right although none of its modules was checked.
+
+    Raises:
+        VerifyError: No output was compared; the message names outputs and the reason.
     """
     has_outputs = any(
         record.tensor_key.stage is CaptureStage.OUTPUTS
@@ -286,10 +291,14 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
         comparison.key[0] is CaptureStage.OUTPUTS for comparison in compared.comparisons
     )
     if has_outputs and not is_output_compared:
-        names, _, reason = (compared.not_aligned or ("",))[-1].rpartition(": ")
+        skipped_outputs = [skipped for skipped in compared.skipped if skipped.has_outputs]
+        example = ""
+        if skipped_outputs:
+            names = " ".join(skipped_outputs[-1].names)[:_MAX_NAMES_LENGTH]
+            example = f" ({names}: {skipped_outputs[-1].reason})"
         raise VerifyError(
-            f"None of the modules' tensors could be aligned with the reference's ({names[:200]}: "
-            f"{reason}); compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
+            f"None of the modules' tensors could be aligned with the reference's{example}; "
+            "compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
             "modules in the same way."
         )
 

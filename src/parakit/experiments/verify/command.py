@@ -386,15 +386,25 @@ class _IterationVerification:
     def _explain_by_parts(
         self, judgement: Judgement, reference: Capture, ours: Capture
     ) -> Judgement:
-        """Return the judgement with the part of a gradient that is wrong, if the gradient alone does not say.
+        """Return the judgement with the wrong part of a gradient as the kind of the error.
 
-        The reference is trained again, with gradients by part, and once without each further loss.
+        The parts are the gradients of each micro batch and of each additional loss. The judgement is returned
+        unchanged if no part explains the error. The reference is trained once more to capture the gradient
+        of each micro batch. It is also trained once without each additional loss that the model has, with the
+        reference's inputs in every module, so that only the gradient of this loss is missing.
+
+        Args:
+            judgement: Judgement whose first wrong tensor is a gradient.
+            reference: Capture of the reference on one rank.
+            ours: Capture of the strategy that was judged.
 
         Raises:
             VerifyError: A run failed.
         """
         launch = self.verification.reference
         captures_without_loss: dict[str, Capture] = {}
+        # Earlier iterations without a loss lead to other weights, so the reference's weights, expert choices
+        # and module inputs replace those of the runs without a loss.
         inputs = self._tensor_folder("given-to-reference")
         write_forced(reference, reference, inputs)
         for name, flag in FURTHER_LOSSES.items():

@@ -483,18 +483,27 @@ def _parse_recompute(stated: str, fused: bool) -> Recompute:
 
 
 def _parse_fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
-    """Return the fp8 recipe of a dtype's cell; an empty cell takes the source's."""
+    """Return the fp8 or fp4 recipe that the dtype of a published measurement names, such as `FP8-MX`.
+
+    A 16-bit or 32-bit dtype has the recipe `NONE`. If the measurement states no dtype, that is, `dtype` is
+    empty, the source's fact `unstated_bits` is read in its place. A plain `FP8` has the recipe of the source's
+    fact `fp8`.
+    """
     text = (dtype or source["unstated_bits"]).lower()
+    # "CS" stands for current scaling, which has one scale per tensor. `FP8-CS (FP8-MX)` names the recipe of
+    # the measurement first, and another in brackets.
+    has_current_scaling = "cs" in text
     if "fp4" in text:
         return Fp8Recipe.NVFP4
     if "fp8" not in text:
         return Fp8Recipe.NONE
-    if "mx" in text and "cs" not in text:
+    if has_current_scaling or "tensorwise" in text:
+        return Fp8Recipe.TENSORWISE
+    if "mx" in text:
         return Fp8Recipe.MXFP8
     if "block" in text or "rowwise" in text:
         return Fp8Recipe.BLOCKWISE
-    is_tensorwise = "cs" in text or "tensorwise" in text
-    return Fp8Recipe.TENSORWISE if is_tensorwise else Fp8Recipe(source["fp8"])
+    return Fp8Recipe(source["fp8"])
 
 
 def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any]) -> Execution:
