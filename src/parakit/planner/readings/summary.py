@@ -157,7 +157,7 @@ def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
     """
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
-    used, held_out = "the other two thirds", "held out of the fit"
+    used, held_out = "used by the fit", "held out of the fit"
     return _build_groups(fitted, lambda item: held_out if item.measurement.is_held_out else used)
 
 
