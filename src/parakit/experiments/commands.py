@@ -82,17 +82,18 @@ def run_parity_check(options: Options, console: Console, verify: bool = False) -
 
 
 def run_sweep(given: Namespace, options: Options, console: Console) -> int:
-    """Run the sweep NAME= over MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; return 0 if every cell is complete.
+    """Run the sweep NAME= over MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; return 0 if all of its runs ended well.
 
     Raises:
-        LaunchError: A word is no model, strategy, backend or number of devices, or no cell is legal.
+        LaunchError: A variable names an unknown model, strategy, backend or number of devices, or none of their
+            combinations can be trained.
     """
     axes = {name: getattr(given, name.lower()) or "" for name in AXES}
     return _run_experiment(load_sweep(given.name or SWEEP, options, axes), console)
 
 
 def _run_experiment(experiment: Experiment, console: Console) -> int:
-    """Run an experiment with the table that its file names; return the exit code."""
+    """Train an experiment's runs and make the table that its file names; return the exit code."""
     return run_experiment(experiment, find_output(experiment.file.table), console)
 
 
@@ -115,7 +116,10 @@ def report_parity(study: Study, verifies: bool = False) -> int:
 
 
 def _verify_strategies(study: Study, strategies: Container[str]) -> None:
-    """Verify strategies of a study tensor by tensor; the results are added to their newest run folders."""
+    """Verify some strategies of a study tensor by tensor; copy each result to the strategy's newest run folder.
+
+    A strategy without a finished run is left out.
+    """
     for result in study.results:
         job = result.cell.job
         if job.strategy in strategies and result.runs:
@@ -128,7 +132,7 @@ def _verify_strategies(study: Study, strategies: Container[str]) -> None:
 
 
 def describe_broken_parity(rows: Sequence[Entry]) -> list[str]:
-    """Return a sentence per row whose losses are not known to agree with the reference's."""
+    """Return one sentence per row whose losses differ from the reference's, or were not compared with them."""
     return [
         f"Parity of {row.strategy}: {row.parity.verdict or 'not known'} (status {row.status})."
         for row in rows

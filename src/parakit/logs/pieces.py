@@ -36,7 +36,7 @@ _WEIGHT = 4
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes of a log, with the numbers of their lines in the file."""
+    """Consecutive lines of a log as bytes, with the numbers of the lines in the file."""
 
     data: bytes
     numbers: Sequence[int]
@@ -46,7 +46,7 @@ class LogPiece:
 
 
 class Cut(Enum):
-    """Way in which lines were cut."""
+    """Way in which a program has cut long lines in several lines."""
 
     ANYWHERE = auto()
     """Cut at the width (`fold`, a terminal)."""
@@ -58,13 +58,16 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Fold:
-    """Width at which a log's lines were cut, and the way."""
+    """Width at which a program has cut a log's long lines, and the way in which it has cut them."""
 
     width: int
     cut: Cut
 
     def joint(self, line: bytes, following: bytes) -> bytes | None:
-        """Return the text between two parts of a cut line, empty or a blank; None if `line` was not cut."""
+        """Return the text to put between `line` and `following` to undo a cut: a lost blank, or nothing.
+
+        None means that `following` does not continue `line`.
+        """
         if self.cut is Cut.ANYWHERE or b" " not in line:
             return b"" if len(line) == self.width else None
         if self.cut is Cut.BEHIND_BLANKS and not line.endswith(b" "):
@@ -133,9 +136,11 @@ def _find_formats(text: str) -> tuple[LineFormat, ...]:
 
 
 def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
-    """Return how the lines of a log's beginning were cut, and the beginning with joined lines.
+    """Find out how the lines of a log's beginning were cut, and return it with the joined beginning.
 
-    None means that joining lines does not give more numbers; the beginning is then returned as it is.
+    Each possible way of cutting is undone, and the way counts whose result shows the most numbers of iterations.
+    None means that no way gives clearly more numbers than the lines as they are; the beginning is then returned
+    unchanged.
     """
     lines = sample.split(b"\n")[:-1]
     width = max(map(len, lines), default=0)
@@ -187,7 +192,11 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
-    """Yield the bytes of a log in pieces of complete lines. A line longer than MAX_LINE comes in parts."""
+    """Yield the bytes of a log as pieces of complete lines with their numbers.
+
+    The last line, and the parts of a line that is longer than MAX_LINE, come as pieces of their own with `whole`
+    False.
+    """
     unfinished, inside_line, number = b"", False, 1
     for chunk in chunks:
         data = unfinished + chunk
@@ -209,7 +218,10 @@ def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
 
 
 def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
-    """Yield the lines as they were before they were cut, each with the number of its first part."""
+    """Join the lines that were cut; yield pieces in which each joined line has the number of its first line.
+
+    A line is not joined further once it is longer than MAX_LINE.
+    """
     joined_line, number = b"", 0
     last: bytes | None = None
     for piece in pieces:
@@ -231,7 +243,10 @@ def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
 
 
 def _count_numbers(text: bytes) -> int:
-    """Return how many numbers the iteration lines of a text have; times and losses have a higher weight."""
+    """Return how many numbers can be read from the iteration lines of a text.
+
+    The time and the loss of an iteration count 1 + _WEIGHT times.
+    """
     count = 0
     for line in text.decode("utf-8", "replace").splitlines():
         for iteration in find_iterations(line):
@@ -243,7 +258,10 @@ def _count_numbers(text: bytes) -> int:
 
 
 def _open_zstd(raw: IO[bytes]) -> Callable[[int], bytes]:
-    """Return a function that reads a file packed with zstd. A damaged file raises EOFError."""
+    """Return a function that reads and unpacks so many bytes of a file packed with zstd.
+
+    The function raises EOFError if the file is damaged.
+    """
     # Few logs are packed with zstd, so the import is not made at the top.
     import zstandard
 

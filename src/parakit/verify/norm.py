@@ -29,10 +29,10 @@ NormGroups = tuple[tuple[int, ...], ...]
 def check_norm_counts(
     strategy: Capture, expected: Iterable[ParameterKey] = ()
 ) -> Iterator[ParameterFault]:
-    """Yield for each parameter with a reduced gradient whether every rank's norm counts it once.
+    """Check for each parameter with a reduced gradient that the gradient norm counts each element once.
 
-    Several ranks can have different norms; the one with the most wrong elements is reported. Nothing is
-    yielded if no rank computed a norm.
+    Ranks can compute different norms; the norm with the most wrong elements is reported. Nothing is yielded if
+    no rank computed a norm.
 
     Args:
         strategy: Capture to check.
@@ -73,7 +73,9 @@ def _check_parameter(
     groups: NormGroups,
     ranks: Sequence[int],
 ) -> ParameterFault:
-    """Check how often one norm counts each element of a parameter.
+    """Return whether one norm counts each element of a parameter once; if not, which ranks are at fault.
+
+    The kind of the result is empty if each element is counted once.
 
     Args:
         parts: Parts of the parameter's gradient on all ranks.
@@ -141,7 +143,11 @@ def _describe_missing(
 
 
 def _find_holders(parts: Sequence[ParameterPart], is_wanted: Array) -> tuple[int, ...]:
-    """Return the ranks whose parts hold, or count, any of the wanted elements of the full parameter."""
+    """Return the ranks with at least one of the elements for which `is_wanted` is True, in order.
+
+    A rank has an element if its part of a gradient holds the element. For parts that say which elements a
+    norm counts, it has an element if it counts the element.
+    """
     ranks = set()
     for part in parts:
         values = part.values()
