@@ -87,9 +87,8 @@ def test_flags_are_read_back_and_count_for_virtual_stages() -> None:
 
 def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_there_are() -> None:
     """The layout of a functional test of Megatron's: 16 layers and one ahead on PP 2."""
-    words = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
-    words = (*words, "Et*3|(tt|)*6,tmL")
-    stages = parse_stage_split(Flags(words))
+    arguments = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
+    stages = parse_stage_split(Flags((*arguments, "Et*3|(tt|)*6,tmL")))
     assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
     assert (
         stages.find_problem(16, 2, 4),

@@ -111,8 +111,8 @@ def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRu
     with pytest.raises(LaunchError) as refused:
         dry_run(target, extra=mine)
     assert str(refused.value).splitlines() == [
-        "--swigluu is no flag of Megatron (0.14 to 0.20); did you mean --swiglu?",
-        "--my-own-flag is no flag of Megatron (0.14 to 0.20); leave it out.",
+        "Megatron (0.14 to 0.20) has no flag --swigluu; did you mean --swiglu?",
+        "Megatron (0.14 to 0.20) has no flag --my-own-flag; leave it out.",
     ]
 
 
