@@ -65,7 +65,10 @@ def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
     ("words", "message"),
     [
         (FINE, "needs --offload-modules; use some of attn_norm"),
-        (f"{FINE} --offload-modules mlp", "does not know the value mlp of --offload-modules; use attn_norm"),
+        (
+            f"{FINE} --offload-modules mlp",
+            "does not know the value mlp of --offload-modules; use attn_norm",
+        ),
         (f"{FINE} --offload-modules fused_group_mlp", "needs --use-transformer-engine-op-fuser"),
         (
             f"{FINE} --offload-modules moe_act --activation-offload-fraction 2",

@@ -69,7 +69,7 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
     assert spec.state_types.offloaded_fraction == 0.5
     assert spec_from_flags([*SHAPE.split(), *flags_from_spec(spec)], 1, DeviceKind.GPU) == spec
     assert parse_state_types(Flags([*words, "--optimizer-cpu-offload"])).offloaded_fraction == 1
-    with pytest.raises(ValueError, match="offload-fraction nan is no share of the optimizer"):
+    with pytest.raises(ValueError, match="offload-fraction nan is no fraction of the optimizer"):
         parse_state_types(Flags([*words, *halved[:2], "nan"]))
     with pytest.raises(ValueError, match="offload needs --use-precision-aware-optimizer"):
         parse_state_types(Flags(halved))
@@ -178,5 +178,7 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
 
 def test_a_module_that_megatron_lacks_is_named() -> None:
     words = "--recompute-granularity selective --recompute-modules mlp norm"
-    with pytest.raises(ValueError, match="does not know the value norm of --recompute-modules; use core_attn"):
+    with pytest.raises(
+        ValueError, match="does not know the value norm of --recompute-modules; use core_attn"
+    ):
         parse_recompute(Flags(words.split()))

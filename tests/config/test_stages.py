@@ -87,16 +87,17 @@ def test_flags_are_read_back_and_count_for_virtual_stages() -> None:
 
 def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_there_are() -> None:
     """The layout of a functional test of Megatron's: 16 layers and one ahead on PP 2."""
-    arguments = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
-    stages = parse_stage_split(Flags((*arguments, "Et*3|(tt|)*6,tmL")))
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    arguments = (*pipeline, "--pipeline-model-parallel-layout", "Et*3|(tt|)*6,tmL")
+    stages = parse_stage_split(Flags(arguments))
     assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
     assert (
         stages.find_problem(16, 2, 4),
         stages.virtual_stages_in_layout(2),
         stages.mtp_layers_in_layout,
     ) == ("", 4, 1)
-    assert parallelism_from_flags(words, 2).virtual_stages == 4
-    assert parse_stage_split(Flags((*words[:2], *stages.flags))) == stages
+    assert parallelism_from_flags(arguments, 2).virtual_stages == 4
+    assert parse_stage_split(Flags((*pipeline, *stages.flags))) == stages
 
 
 def test_layouts_are_spread_with_fewer_layers_at_the_ends_or_filled_from_the_first() -> None:
