@@ -72,7 +72,7 @@ def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
         (f"{FINE} --offload-modules fused_group_mlp", "needs --use-transformer-engine-op-fuser"),
         (
             f"{FINE} --offload-modules moe_act --activation-offload-fraction 2",
-            "--activation-offload-fraction is 0 to 1",
+            "0 to 1 for --activation-offload-fraction",
         ),
         ("--cpu-offloading-num-layers -1", "is -1; use 0 or more"),
     ],
