@@ -310,7 +310,8 @@ def _gpt_oss(config: _Config) -> dict[str, object]:
         "--disable-bias-linear": False,
         "--add-qkv-bias": False,
         "--softmax-type": "learnable",
-        "--window-size": f"{config.whole('sliding_window') - 1},0",  # A token sees itself, too.
+        # Megatron does not count the token itself, and Hugging Face does.
+        "--window-size": f"{config.whole('sliding_window') - 1},0",
         "--window-attn-skip-freq": 2,
         "--no-rope-fusion": True,
     }

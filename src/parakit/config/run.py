@@ -447,12 +447,12 @@ class RunSpec:
         dense, recomputed_dense = self.count_dense_layers(pipeline_rank)
         specs = []
         if layers > dense:
-            specs.append(self._with_even_stages(layers - dense, recomputed - recomputed_dense))
+            specs.append(self._build_even_spec(layers - dense, recomputed - recomputed_dense))
         if dense:
-            specs.append(self.with_dense_layers._with_even_stages(dense, recomputed_dense))
+            specs.append(self.with_dense_layers._build_even_spec(dense, recomputed_dense))
         return tuple(specs)
 
-    def _with_even_stages(self, layers: int, recomputed: int) -> RunSpec:
+    def _build_even_spec(self, layers: int, recomputed: int) -> RunSpec:
         """Return a run with `layers` layers of one kind on every stage, of which `recomputed` are
         recomputed.
         """

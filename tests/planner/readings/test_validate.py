@@ -183,7 +183,7 @@ SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
         ),
         (
             {"flags": f"{SAID} --micro-batch-size 1 --hybrid-layer-pattern MQ"},
-            "has the block 'Q', which is not known",
+            "has the unknown block 'Q'",
         ),
     ],
 )
