@@ -182,7 +182,15 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def build_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test data sets for the ranks that read: TP rank 0 of the outer stages."""
+    """Return the train, validation and test data set, as Megatron's training loop asks for them.
+
+    Only tensor-parallel rank 0 of the first and the last pipeline stage reads data. All other ranks get None
+    for each data set.
+
+    Args:
+        samples: Number of train, validation and test samples.
+        vp_stage: Virtual pipeline stage; None without virtual stages.
+    """
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
 

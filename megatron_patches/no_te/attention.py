@@ -178,9 +178,10 @@ def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: in
 
 
 def hidden_keys(rank: int, ranks: int, local_length: int) -> Tensor:
-    """Return the causal mask as Megatron writes it, [1, 1, local_length, local_length·ranks].
+    """Return the causal attention mask of one context-parallel rank, as Megatron writes masks.
 
-    It is True where a query may not attend to a key. Rows are the positions of `rank`, columns are in the
+    The mask has the shape [1, 1, local_length, local_length·ranks], and is True where a query may not attend to
+    a key. Its rows are the tokens that `rank` holds, in the rank's order. Its columns are all tokens in the
     order of the sequence.
     """
     queries = rank_positions(rank, ranks, local_length)
@@ -223,7 +224,10 @@ def _attend_gathered(
 
 
 def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return Megatron's mask for this rank's queries; None if Megatron gives none.
+    """Return Megatron's mask for this rank's queries under `--reset-attention-mask`; otherwise None.
+
+    A causal mask without documents is computed again in backward. Given to the checkpoint, it would be
+    stored for backward.
 
     `args` and `kwargs` are the arguments of `forward` after query, key and value.
 
@@ -241,7 +245,7 @@ def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"'{getattr(attention.config, 'softmax_type', 'vanilla')}', no bias, no packed sequences, "
             "and --reset-attention-mask only where a mask is given."
         )
-    return hidden
+    return hidden if _ends_at_documents() else None
 
 
 @wrap_original

@@ -147,7 +147,7 @@ def _timed(run: Run) -> Run:
 
 
 def _row(name: str, runs: Sequence[Run]) -> BenchRow:
-    counting = [run for run in runs if run.counts]
+    counting = [run for run in runs if run.has_measurements]
     spec = runs[-1].spec
     assert spec is not None
     row = BenchRow(name, spec.dtype, spec.fused)

@@ -95,7 +95,7 @@ def iteration_times(run: Run) -> dict[int, float]:
 
 def calls_of(run: Run) -> int:
     """Calls in an iteration, of the busiest rank; groups of one rank included."""
-    record = run.ledgers.communication
+    record = run.measurements.communication
     return (
         max((sum(c.calls for c in rank.calls) for rank in record.ranks), default=0) if record else 0
     )

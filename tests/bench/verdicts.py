@@ -98,7 +98,7 @@ def _shape(kept: float, generator: np.random.Generator) -> Shape:
     found = estimate_time([samples.tolist()])
     assert found is not None
     # Without the scatter that one run is assumed to have.
-    half = 1.96 * ((found.error or 0.0) ** 2 - ON_GPUS.assumed**2) ** 0.5 * found.median
+    half = 1.96 * ((found.standard_error or 0.0) ** 2 - ON_GPUS.assumed**2) ** 0.5 * found.median
     return found.median, found.median - half, found.median + half
 
 

@@ -83,6 +83,6 @@ def test_both_stages_of_a_pipeline_are_idle_and_the_ideal_share_stands_beside(
 def test_every_question_is_answered_for_the_eight(explanation: Explanation) -> None:
     assert len(explanation.topics) == 7
     text = " ".join(sentence for topic in explanation.topics for sentence in topic.sentences)
-    assert "1,111,564 bytes for this rank, the ledger 1,111,564" in text
+    assert "for this rank it has 1,111,564 bytes, measured are 1,111,564." in text
     assert "Not attributed" not in text
     assert "Nothing is moved to the host." in text

@@ -81,7 +81,7 @@ def test_stages_that_do_not_divide_the_layers_are_left_out() -> None:
 def test_a_device_makes_compare_zero_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a100-80g", "DTYPE": "fp16"}) == 0
     assert "predicted: gpt3-64m on nodes with one a100-80g each" in capsys.readouterr().out
-    with pytest.raises(LaunchError, match="DTYPE= of an experiment is its prediction's"):
+    with pytest.raises(LaunchError, match="DTYPE= applies only to the prediction"):
         run("compare-zero", {"DTYPE": "fp16"})
     with pytest.raises(ValueError, match="There is no GPU 'a1000'"):
         run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a1000"})

@@ -98,18 +98,24 @@ class Identity:
 
 
 def identify_run(record: RunRecord) -> Identity:
-    """Return the identity of a recorded run."""
-    return Identity(
-        identify_training(
-            record.spec,
-            parse_flag_values(record.argv),
-            record.exit_interval,
-            record.environment,
-            record.dataset.sha256 if record.dataset else None,
-        ),
-        CodeIdentity(record.entry, record.code, sorted_pairs(record.software), record.image),
-        identify_host(record.host),
+    """Return what a recorded run trained, with which code and on which host, from its `run.json`.
+
+    Two runs with equal identities train the same, and their times can be compared.
+    """
+    training = identify_training(
+        record.spec,
+        parse_flag_values(record.argv),
+        iterations=record.exit_interval,
+        environment=record.environment,
+        dataset=record.dataset.sha256 if record.dataset else None,
     )
+    code = CodeIdentity(
+        entry=record.entry,
+        code=record.code,
+        software=sorted_pairs(record.software),
+        image=record.image,
+    )
+    return Identity(training=training, code=code, host=identify_host(record.host))
 
 
 def identify_training(

@@ -222,14 +222,15 @@ Rounding decides if two experts' scores agree to about 1e-6, which was counted i
 def find_routing_divergence(
     first: Mapping[int, TokenCounts], second: Mapping[int, TokenCounts], dtype: str
 ) -> int | None:
-    """Return the first iteration in which rounding led to other numbers of tokens per expert.
+    """Return the first iteration in which two runs sent other numbers of tokens to the experts through rounding.
 
-    Rounding decides if the scores of two experts are almost equal. From then on two runs train differently,
-    so that their losses can be compared only up to this iteration. In 16 bits this happens more often,
-    between scores that agree to about 1e-2.
+    Rounding decides which expert a token gets if the scores of two experts are almost equal. From this
+    iteration on the two runs train differently, so their losses can be compared only up to it. In 16 bits this
+    happens more often, between scores that agree to about 1e-2.
 
-    None means that no number differs, or that in fp32 more than MAX_FRACTION_MOVED_BY_ROUNDING of the
-    choices differ at once. That has another cause, which the losses must show.
+    None means that all numbers of tokens are equal. It also means that in fp32 more than
+    MAX_FRACTION_MOVED_BY_ROUNDING of the tokens change their expert in one iteration. Rounding cannot move so
+    many tokens, so the runs differ for another reason, and their losses must be compared in full to show it.
     """
     for iteration in sorted(first.keys() & second.keys()):
         if first[iteration] == second[iteration]:

@@ -91,10 +91,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_exact_config_flags(path: Path) -> tuple[str, ...]:
-    """Return Megatron's flags for a model whose weights are to be converted.
+    """Return Megatron's flags for the model of a `config.json` whose weights are to be converted.
+
+    The flags are those of `read_config_flags`. This function also refuses a model that Megatron's flags only
+    approximate, because its converted weights would compute something else.
 
     Raises:
-        ConfigError: As `read_config_flags`, or no flag of Megatron expresses a value.
+        ConfigError: `read_config_flags` refuses the file, the weights of this architecture cannot be
+            converted, or a field has a value that no flag of Megatron expresses.
     """
     config = _Config(path, read_config(path))
     kind = config.values["model_type"]
@@ -106,7 +110,9 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
     if config.has("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
     flags = read_config_flags(path)
-    for field, value, wanted in _inexact(config):
+    inexact_field = next(iter(_inexact(config)), None)
+    if inexact_field is not None:
+        field, value, wanted = inexact_field
         raise ConfigError(
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
             f"{wanted} can be converted."

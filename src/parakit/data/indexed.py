@@ -362,17 +362,20 @@ def write_manifest(
     identity: RunIdentity,
     shards: Sequence[ShardHash],
 ) -> None:
-    """Write the manifest of the finished `.bin` and `.idx` at `prefix`, and flush it to the disk.
+    """Write `PREFIX.manifest.json` for the finished `.bin` and `.idx` at `prefix`, and flush it to the disk.
 
     Args:
         prefix: Path of the data set without suffix.
         json_key: Key of the text in the input's JSON lines.
         engine: Program that encoded the text.
         problems: Number of documents by kind of problem.
-        identity: Inputs and settings of the run.
-        shards: All shards of the `.bin` in order; at least one.
+        identity: Input files and settings of the tokenization.
+        shards: Size and hash of all shards of the `.bin` in order; at least one.
     """
     dataset = open_dataset(prefix)
+    # The hash of a shard covers the `.bin` from its first byte to the shard's end, so the last shard's hash
+    # is that of the full file.
+    bin_sha256 = shards[-1].sha256
     manifest = Manifest(
         json_key=json_key,
         documents=dataset.documents,
@@ -380,7 +383,7 @@ def write_manifest(
         tokens=dataset.tokens,
         dtype=dataset.dtype,
         text_bytes=sum(shard.text_bytes for shard in shards),
-        bin_sha256=shards[-1].sha256,
+        bin_sha256=bin_sha256,
         idx_sha256=compute_sha256(dataset.idx_path),
         engine=engine,
         problems=dict(problems),

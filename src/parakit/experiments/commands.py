@@ -33,19 +33,23 @@ def run_named_experiment(
     model: str | None = None,
     given: Namespace | None = None,
 ) -> int:
-    """Run the experiment of a file, or with GPU= predict it; return the exit code.
+    """Train all runs of an experiment and print its table; with GPU= predict the table instead.
 
     Args:
-        name: Name of the file in `examples/experiments/`.
-        options: Make variables.
+        name: Name of the experiment's file in `examples/experiments/`.
+        options: Make variables of every run.
         console: Shows progress and tables.
-        model: MODEL=; None is the file's model.
-        given: Arguments that only some experiments have: GPU=, DTYPE=, JSON=, and a target that every cell trains.
+        model: Value of MODEL=; None takes the model that the file names.
+        given: Arguments that only some experiments have: GPU=, DTYPE= and JSON= of a prediction, and the make
+            target that all runs share, such as `train-dp2-gpt2-tiny-2cpu`. None leaves them all unset.
+
+    Returns:
+        The exit code: 0 if all went well.
 
     Raises:
-        LaunchError: There is no such experiment, it cannot work here, or a run did not end well; or GPU=, DTYPE=
-            or JSON= is set and there is no prediction.
-        ValueError: The experiment cannot be predicted.
+        LaunchError: No experiment has this name, or it cannot run on this machine. GPU= is set and the
+            experiment has no prediction, or DTYPE= or JSON= is set without GPU=.
+        ValueError: The prediction fails.
     """
     if given is not None and getattr(given, "gpu", None):
         if name not in PREDICTIONS:
@@ -56,8 +60,8 @@ def run_named_experiment(
     for variable in ("dtype", "json"):
         if getattr(given, variable, None):
             raise LaunchError(
-                f"{variable.upper()}= of an experiment is its prediction's; name a device too, such as "
-                "GPU=a100-80g."
+                f"{variable.upper()}= applies only to the prediction of an experiment; add the device to "
+                "predict, such as GPU=a100-80g."
             )
     target = getattr(given, "target", None)
     trained = parse_target(target) if target else None
@@ -78,17 +82,18 @@ def run_parity_check(options: Options, console: Console, verify: bool = False) -
 
 
 def run_sweep(given: Namespace, options: Options, console: Console) -> int:
-    """Run the sweep NAME= over MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; return 0 if every cell is complete.
+    """Run the sweep NAME= over MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; return 0 if all of its runs ended well.
 
     Raises:
-        LaunchError: A word is no model, strategy, backend or number of devices, or no cell is legal.
+        LaunchError: A variable names an unknown model, strategy, backend or number of devices, or none of their
+            combinations can be trained.
     """
     axes = {name: getattr(given, name.lower()) or "" for name in AXES}
     return _run_experiment(load_sweep(given.name or SWEEP, options, axes), console)
 
 
 def _run_experiment(experiment: Experiment, console: Console) -> int:
-    """Run an experiment with the table that its file names; return the exit code."""
+    """Train an experiment's runs and make the table that its file names; return the exit code."""
     return run_experiment(experiment, find_output(experiment.file.table), console)
 
 
@@ -111,7 +116,10 @@ def report_parity(study: Study, verifies: bool = False) -> int:
 
 
 def _verify_strategies(study: Study, strategies: Container[str]) -> None:
-    """Verify strategies of a study tensor by tensor; the results are added to their newest run folders."""
+    """Verify some strategies of a study tensor by tensor; copy each result to the strategy's newest run folder.
+
+    A strategy without a finished run is left out.
+    """
     for result in study.results:
         job = result.cell.job
         if job.strategy in strategies and result.runs:
@@ -124,7 +132,7 @@ def _verify_strategies(study: Study, strategies: Container[str]) -> None:
 
 
 def describe_broken_parity(rows: Sequence[Entry]) -> list[str]:
-    """Return a sentence per row whose losses are not known to agree with the reference's."""
+    """Return one sentence per row whose losses differ from the reference's, or were not compared with them."""
     return [
         f"Parity of {row.strategy}: {row.parity.verdict or 'not known'} (status {row.status})."
         for row in rows

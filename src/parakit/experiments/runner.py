@@ -1,6 +1,8 @@
 """Train the cells of an experiment one after another, and find runs that were made before.
 
-A cell that fails does not stop the others. `parakit.artifacts.identity` decides which run stands for which launch.
+A "cell" is one combination of model, strategy, devices and options that an experiment trains, once or several times.
+A cell that fails does not stop the others. `parakit.artifacts.identity` decides which finished run can be used in place
+of which launch.
 `LAUNCHER=slurm make sweep` submits the missing runs as job arrays, one per number and kind of devices.
 """
 
@@ -42,7 +44,7 @@ NO_TIME = "no time was left for it"
 
 @dataclass(frozen=True)
 class CellResult:
-    """Runs of one cell that exist by now."""
+    """Runs of one cell that exist so far, and why a run failed."""
 
     cell: Cell
     launch: Launch
@@ -94,7 +96,10 @@ class Runner:
             self._train_all()
 
     def _train_all(self) -> None:
-        """Train every repeat of every cell that has no run yet, and print a line per repeat."""
+        """Train every repeat of every cell that has no run yet, and print a line per repeat.
+
+        A cell that has failed is not trained again. A repeat for which the time budget is too short is left out.
+        """
         cells, self._began = list(self.launches), time.monotonic()
         steps = order_repeats(cells)
         for step, (repeat, cell) in enumerate(steps, start=1):
@@ -123,7 +128,7 @@ class Runner:
         return self.experiment.budget_seconds - (time.monotonic() - self._began)
 
     def list_results(self) -> list[CellResult]:
-        """Return a result per cell, in order."""
+        """Return the runs that exist so far, one result per cell in the experiment's order."""
         results = []
         for cell, launch in self.launches.items():
             failure, folder = self._failures.get(cell, ("", None))
@@ -133,7 +138,10 @@ class Runner:
         return results
 
     def _list_runs(self, cell: Cell, launch: Launch) -> list[Path]:
-        """Return the run folders that count for a cell by now, newest first."""
+        """Return the folders of a cell's runs that ended well so far, newest first.
+
+        Runs that were made before this experiment are included, unless the experiment's file excludes them.
+        """
         if not self.experiment.file.takes_finished:
             return self._runs.get(cell, [])[::-1]
         if launch.job.options.slurm is not None:
@@ -143,7 +151,10 @@ class Runner:
         return runs[: cell.repeats]
 
     def _train_once(self, cell: Cell, launch: Launch, title: str) -> str:
-        """Train one repeat of a cell, and record its folder, failure and time; return the outcome as text."""
+        """Train one repeat of a cell; return the outcome as text.
+
+        The run's folder or failure, and the seconds it took, are stored in this runner.
+        """
         began, folder = time.monotonic(), None
         try:
             launch = launch.fork_from_pool(self._warm) if self.experiment.file.warm else launch
@@ -165,20 +176,30 @@ class Runner:
         return outcome
 
     def _format_title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
-        """Return the begin of a progress line: number of the cell, repeat if there are several, and name."""
+        """Return the beginning of a progress line, such as `[3/12] repeat 2 native dp2`.
+
+        It has the number of the cell among all cells, the number of the repeat if the cell has several, and
+        the cell's name.
+        """
         backend, strategy = launch.spec.backend, cell.job.strategy
-        short = strategy if backend == Backend.MEGATRON else f"{backend} {strategy}"
-        # Cells of a sweep differ in more than strategy and backend.
-        name = cell.name if self.experiment.file.skips_illegal or cell.label else short
+        # Experiments that skip illegal cells, such as a sweep, have cells that differ in more than strategy and
+        # backend, for example in the model. So these cells, and cells with a label, are shown by full name.
+        needs_full_name = self.experiment.file.skips_illegal or bool(cell.label)
+        if needs_full_name:
+            name = cell.name
+        elif backend == Backend.MEGATRON:
+            name = strategy
+        else:
+            name = f"{backend} {strategy}"
         repeat_text = f" repeat {repeat}" if cell.repeats > 1 else ""
         return f"[{number}/{len(self.launches)}]{repeat_text} {name}"
 
 
 def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
-    """Return every repeat of every cell in the order of training, as number of the repeat and cell.
+    """Return all repeats of all cells in the order of training, each as the number of the repeat, from 1, and the cell.
 
-    Repeats of a cell are not adjacent, so that a slow drift of the machine falls on all cells alike. Cells with
-    more repeats come first, because a median of one run has no scatter by which others could be judged.
+    Each cell is trained once before any cell is trained again, so that a slow drift of the machine affects all cells.
+    Cells with more repeats come first, because only they show how much repeated times differ.
     """
     return [
         (repeat, cell)
@@ -194,10 +215,10 @@ STATES_NOT_RESUBMITTED = ("queued", "running", Status.OK.value)
 
 
 def find_finished_runs(launch: Launch) -> list[Path]:
-    """Return the folders of runs on this machine that did exactly this and ended well, newest first.
+    """Return the folders of runs on this machine that trained exactly this launch and ended well, newest first.
 
-    A run that was resumed in its own folder counts if each attempt was made here and did the same: its losses are
-    those of an undisturbed run, and its times leave out the first iterations after a start.
+    A run that was interrupted and resumed counts if all of its attempts were made on this machine and trained the
+    same. Its losses are those of an undisturbed run, and its times leave out the first iterations after each start.
     """
     folders = _find_candidate_folders(launch)
     if not folders:
@@ -207,7 +228,7 @@ def find_finished_runs(launch: Launch) -> list[Path]:
 
 
 def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
-    """Submit the repeats that are neither finished, queued nor running, as job arrays with their make variables.
+    """Submit the repeats that are neither finished nor queued nor running to Slurm, one job array per kind of devices.
 
     Raises:
         LaunchError: Slurm is not installed, does not answer, or refuses a job.
@@ -242,7 +263,7 @@ def find_runs_finished_in_slurm(launch: Launch) -> list[Path]:
 
 
 def _read_states(runs: Path) -> dict[str, str]:
-    """Return the state of each run in a runs folder by the run's name."""
+    """Return the state (such as `queued` or `ok`) of each run in a runs folder, by the run's name."""
     return {status.run: status.state for status in read_run_statuses(runs)}
 
 
@@ -258,10 +279,11 @@ def _find_runs_in_state(
 
 
 def _was_submitted(folder: Path, launch: Launch) -> bool:
-    """Return True if the job of a run folder was submitted for exactly this launch, on whatever machine.
+    """Return True if the Slurm job of a run folder was submitted to train exactly this launch.
 
-    The submitted record is compared, which was composed here; `run.json` is what the nodes made of it. A job that
-    was requeued counts; one that was resumed with other flags does not.
+    The launch is compared with the record that was written when the job was submitted, because `run.json` describes
+    the node that trained. A job that was requeued counts. A job that was resumed with other flags does not, nor does
+    a folder whose records cannot be read.
     """
     job = read_job_record(folder)
     if job is None or job.submitted is None:
@@ -303,7 +325,10 @@ def _read_attempts(folder: Path) -> list[RunRecord]:
 
 
 def _stands_for(folder: Path, identity: Identity) -> bool:
-    """Return True if the run ended well and each of its attempts has an identity that stands for this one."""
+    """Return True if a run ended well, and each of its attempts can be used in place of a run with this identity.
+
+    A folder whose records cannot be read gives False.
+    """
     try:
         attempts, status = _read_attempts(folder), records.read_status(folder)
     except (

@@ -116,15 +116,16 @@ def calibrate_machine(devices: str | None, runs: Path, console: Console) -> int:
 
 
 def find_local_device(kind: DeviceKind, ranks: int, instead: str, otherwise: str = "") -> Device:
-    """Return the planner's description of a rank's device: a GPU of this machine, or a CPU core.
+    """Return the planner's description of the device that one rank uses: a GPU of this machine, or a CPU core.
 
-    A CPU rank's memory is its fraction of the machine's free memory.
+    A CPU rank gets an equal fraction of the machine's free memory.
 
     Args:
-        kind: Whether the ranks are GPUs or CPU cores.
+        kind: Whether the ranks use GPUs or CPU cores.
         ranks: The number of ranks.
-        instead: What to do where there are too few GPUs, as the end of a sentence.
-        otherwise: What else to do about a GPU that the planner does not know, besides adding its rates.
+        instead: Advice that ends the error message on too few GPUs, such as `DEVICES=2cpu measures CPU ranks`.
+        otherwise: Further advice that ends the error message on a GPU without known rates. It must begin with
+            a comma; empty adds nothing.
 
     Raises:
         LaunchError: There are too few GPUs, or the planner does not know their rates.

@@ -264,16 +264,18 @@ class DeviceSampler(BackgroundThread):
 def _make_device_sampler(
     launch: Launch, ranks: RankProcesses
 ) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
-    """Return a function that yields rank and device sample of this machine's ranks."""
+    """Return a function that samples the device of every rank on this machine, and yields rank and sample."""
     if launch.spec.device is not DeviceKind.GPU:
         return make_cpu_sampler(ranks.find_by_rank)
     nodes, num_local_ranks = launch.nodes, launch.local_devices
     gpus = visible_gpus()[:num_local_ranks]
 
     def sample_ranks() -> Iterator[tuple[int, DeviceSample]]:
+        if nodes is None:
+            return sample_gpus(gpus)
         # torchrun numbers the ranks. The processes show their ranks; if no process is visible, ranks are
         # assumed to follow the nodes' order.
-        first = min(ranks.find_by_rank(), default=nodes.rank * num_local_ranks) if nodes else 0
-        return sample_gpus(gpus, first)
+        first_rank_by_node_order = nodes.rank * num_local_ranks
+        return sample_gpus(gpus, min(ranks.find_by_rank(), default=first_rank_by_node_order))
 
     return sample_ranks

@@ -59,7 +59,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class LineLayout:
-    """Layout of one kind of iteration line."""
+    """Positions of the numbers in iteration lines of one length, and the bytes that are equal in all of them."""
 
     length: int
     classes: Bytes
@@ -74,9 +74,14 @@ class LineLayout:
     """Fields with a value that is no number of digits (`nan`), which is equal in all lines of this kind."""
 
     def read(self, lines: Bytes) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
-        """Return for each line whether it has this layout, and the fields of all lines by name.
+        """Read the numbers of many lines at once.
 
-        `lines` has one row of bytes per line. Fields of lines without this layout are meaningless.
+        Args:
+            lines: One row of bytes per line; all rows have the length of this layout.
+
+        Returns:
+            True for each line that has this layout, and one array per field of an iteration, by the field's name.
+            The arrays have a value per line, which is meaningless for lines without this layout.
         """
         classes = _CLASSES[lines]
         is_equal = classes == self.classes
@@ -95,11 +100,14 @@ class LineLayout:
 
 
 def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
-    """Return the layout of a line with one iteration; None if the line cannot be read by column.
+    """Return where the numbers of an iteration line are, so that similar lines can be read without its format.
+
+    None means that similar lines cannot be read in this way. For example, the line is torn, has several iterations
+    or other characters than ASCII, or has a number with too many digits.
 
     Args:
         line: A line without its line end.
-        format_: Format that parses the line.
+        format_: Format of the log's iteration lines.
     """
     if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
         return None
@@ -126,7 +134,7 @@ def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
 
 
 def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
-    """Return the layout of a line whose fields are `parts`, in order; None if no part is the iteration."""
+    """Return the layout of a line from its fields in order; None if it has no number of the iteration."""
     numbers, constants, free = [], [], np.zeros(len(line), np.bool_)
     free[: parts[0].start] = True
     free[parts[-1].stop :] = True  # Bytes after the last field are not read.
@@ -158,7 +166,11 @@ def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
 
 
 def _locate_number(part: LineField, line: bytes) -> _Number | None:
-    """Return the positions of a part's digits; None if its value is no number of digits."""
+    """Return the positions of the digits of one field in a line.
+
+    None means that the field has no value, that the value is no plain number (such as `nan`), or that it has more
+    digits than can be computed exactly.
+    """
     if not part.field or part.value is None:
         return None
     match = _NUMBER.match(line, part.start, part.stop)
@@ -183,7 +195,10 @@ def _locate_number(part: LineField, line: bytes) -> _Number | None:
 
 
 def _compute_values(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return the number of each line, and whether it is exact to the last bit (per line, or for all)."""
+    """Return the number that each line has at a layout's positions, and whether it is exact to the last bit.
+
+    The second array has one element per line, or a single element that holds for all lines.
+    """
     mantissa = _compute_integers(lines, number.digits)
     if find_dtype(number.field) is np.int64:
         return mantissa.astype(np.int64), np.ones(1, np.bool_)
@@ -226,11 +241,14 @@ class LogBlock:
         self.columns = Columns(len(self.stops), {LOG_LINE: np.array(numbers, np.int64)})
 
     def text(self, first: int, behind: int) -> bytes:
-        """Return the lines from `first` to before `behind`, with their newlines."""
+        """Return the bytes of the lines with index `first` to `behind` - 1, with their newlines."""
         return self.data[self.starts[first] : self.stops[behind - 1] + 1]
 
     def fill(self, layout: LineLayout, first: int = 0) -> None:
-        """Read the lines with a layout from line `first` on into `columns`, and mark them as plain."""
+        """Read all lines that have a layout into `columns`, and mark them in `plain`.
+
+        Lines before index `first`, and lines that are marked already, are left as they are.
+        """
         lengths = self.stops[first:] - self.starts[first:]
         candidates = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
         if not len(candidates):
@@ -247,7 +265,10 @@ class LogBlock:
             self.columns.known[name][lines] = True
 
     def sections(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield the sections of plain and of other lines: first line, line after the last, whether plain."""
+        """Yield the longest sections of lines that are all plain, or all not plain, in order.
+
+        Each section is the index of its first line, the index after its last line, and True if it is plain.
+        """
         edges = np.flatnonzero(self.plain[1:] != self.plain[:-1]) + 1
         bounds = [0, *edges.tolist(), len(self.plain)]
         for first, behind in pairwise(bounds):
@@ -271,7 +292,15 @@ class LayoutReader:
         self._failures = 0
 
     def block(self, data: bytes, numbers: Sequence[int]) -> LogBlock:
-        """Return complete lines as a block, in which all lines with a known or new layout are read."""
+        """Return a block of complete lines whose iteration lines are read by column.
+
+        Iteration lines without a known layout teach the reader new layouts. No more are learned after _MAX_LAYOUTS
+        layouts, or after _MAX_FAILURES lines in succession that have none.
+
+        Args:
+            data: Lines with their newlines.
+            numbers: Number of each line in the file.
+        """
         block = LogBlock(data, numbers)
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):
@@ -288,7 +317,10 @@ class LayoutReader:
         return block
 
     def _learn(self, block: LogBlock, index: int, line: bytes, format_: LineFormat) -> None:
-        """Learn the layout of a line, if it has one, and read the lines from `index` on with the layout."""
+        """Learn the layout of the line with index `index`, and read this and later lines of the block with it.
+
+        A line without a layout, or with an event, is counted as a failure and teaches nothing.
+        """
         layout = None if self._event_pattern.search(line) else learn_layout(line, format_)
         if layout is None:
             self._failures += 1

@@ -49,7 +49,10 @@ _MAX_LENGTH = 1 << 14
 
 
 class LineSplitter:
-    """Splitter of bytes into clean lines. The bytes may be fed in pieces that end anywhere."""
+    """Splitter of a log's bytes into clean lines.
+
+    `feed` gets the bytes in order, in chunks that may end anywhere, and `finish` returns the last line.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -57,9 +60,9 @@ class LineSplitter:
         """Text after the last line end so far."""
 
     def feed(self, data: bytes) -> list[tuple[int, str]]:
-        """Return the lines that end in these bytes, each with the number of newlines before it in `data`.
+        """Return the clean lines that end in `data`, each with the number of newlines before it in `data`.
 
-        Empty lines are left out.
+        Empty lines are left out. Bytes after the last line end are stored for the next call.
         """
         text = self._decoder.decode(data.translate(None, _CONTROLS))
         text = self._unfinished + (text if text.isascii() else _INVISIBLE.sub("", text))
@@ -76,7 +79,7 @@ class LineSplitter:
         ]
 
     def finish(self) -> list[str]:
-        """Return the last line if no line end followed it; else nothing."""
+        """Return the log's last line if no line end follows it; else an empty list."""
         last_line = self._unfinished + self._decoder.decode(b"", final=True)
         self._unfinished = ""
         return [drop_escapes(last_line)] if last_line else []
@@ -95,7 +98,10 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def split_lines(text: str) -> tuple[list[str], str]:
-    """Return the complete lines of a text, clean and cut to MAX_LINE, and the text after the last line end."""
+    """Return the complete lines of a text, and the text after its last line end.
+
+    The lines have no ANSI escapes. A line longer than MAX_LINE is returned as several lines.
+    """
     lines = text.splitlines()
     unfinished = lines.pop() if lines and text[-1] not in "\r\n" else ""
     if any(len(line) > MAX_LINE for line in lines):
@@ -106,12 +112,15 @@ def split_lines(text: str) -> tuple[list[str], str]:
 
 
 def drop_escapes(line: str) -> str:
-    """Return a line without ANSI escapes, also broken ones."""
+    """Return a line without its ANSI escapes, complete or broken."""
     return _ANSI.sub("", line).replace("\x1b", "") if "\x1b" in line else line
 
 
 def unwrap_json(line: str) -> str:
-    """Return the line that a container's log wraps in JSON (`{"log": …}`); any other line as it is."""
+    """Return the program's line that a container's log has wrapped in JSON, such as `{"log": "text"}`.
+
+    A line that is not wrapped in this way is returned unchanged.
+    """
     if not line.startswith(_JSON_PREFIXES):
         return line
     try:
@@ -128,7 +137,7 @@ def make_printable(text: str) -> str:
 
 
 def is_torn(line: str) -> bool:
-    """Return True if a line has a label of its rank and its end is missing."""
+    """Return True if a line begins with its rank's label (`3: `) and is cut off, as a launcher tears lines."""
     label = _LABEL.match(line)
     return label is not None and _UNFINISHED.search(line, label.end()) is not None
 
@@ -141,7 +150,11 @@ class TornLines:
         """Text by label of a line that is torn, or of an argument whose value may continue."""
 
     def join(self, line: str) -> list[str]:
-        """Return the lines that are complete with this one: none, one, or the one before it too."""
+        """Take the next line of a log, and return the lines that are complete now, in order.
+
+        The list is empty if `line` is the first part of a torn line. It has two lines if an earlier first part with
+        the same label turns out not to be continued by `line`. A line without label is returned at once.
+        """
         label = _LABEL.match(line)
         if label is None or len(line) > _MAX_LENGTH:
             return [line]
@@ -159,7 +172,7 @@ class TornLines:
         return lines if is_unfinished else [*lines, label[0] + text]
 
     def flush(self) -> list[str]:
-        """Return the torn lines whose second part never came, and forget all lines."""
+        """Return the first parts of torn lines that no second part has followed, and forget all lines."""
         torn_lines = [
             label + text for label, text in self._before.items() if not _ARGUMENT.match(text)
         ]
@@ -168,7 +181,7 @@ class TornLines:
 
     @staticmethod
     def _is_continuation(before: str, text: str) -> bool:
-        """Return True if `text` is the second part of the line `before` with the same label."""
+        """Return True if `text` continues the torn line `before`; both had the same label."""
         if _ARGUMENT.match(before):
             return _VALUE_END.match(text) is not None
         joined = before + text
@@ -194,7 +207,7 @@ def _cut_line(line: str) -> list[str]:
 
 
 def _find_last_iteration(line: str, start: int, stop: int) -> int | None:
-    """Return where the last iteration between `start` and `stop` begins; None if there is none."""
+    """Return the index at which the last iteration between `start` and `stop` begins; None if there is none."""
     for line_format in load_line_formats():
         index = line.rfind(line_format.word, start, stop)
         # The word of a format is also in lines that are no iterations.

@@ -36,7 +36,7 @@ _WEIGHT = 4
 
 @dataclass(frozen=True)
 class LogPiece:
-    """Bytes of a log, with the numbers of their lines in the file."""
+    """Consecutive lines of a log as bytes, with the numbers of the lines in the file."""
 
     data: bytes
     numbers: Sequence[int]
@@ -46,7 +46,7 @@ class LogPiece:
 
 
 class Cut(Enum):
-    """Way in which lines were cut."""
+    """Way in which a program has cut long lines in several lines."""
 
     ANYWHERE = auto()
     """Cut at the width (`fold`, a terminal)."""
@@ -58,13 +58,16 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Fold:
-    """Width at which a log's lines were cut, and the way."""
+    """Width at which a program has cut a log's long lines, and the way in which it has cut them."""
 
     width: int
     cut: Cut
 
     def joint(self, line: bytes, following: bytes) -> bytes | None:
-        """Return the text between two parts of a cut line, empty or a blank; None if `line` was not cut."""
+        """Return the text to put between `line` and `following` to undo a cut: a lost blank, or nothing.
+
+        None means that `following` does not continue `line`.
+        """
         if self.cut is Cut.ANYWHERE or b" " not in line:
             return b"" if len(line) == self.width else None
         if self.cut is Cut.BEHIND_BLANKS and not line.endswith(b" "):
@@ -82,9 +85,27 @@ class Fold:
 
 
 def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
-    """Return the formats that a log's iterations may have, and an iterator over its pieces.
+    """Return the formats that a log's iteration lines may have, and an iterator over its complete lines.
 
-    The result has one format if the beginning of the log shows an iteration, else all formats.
+    The first result has one format if the beginning of the log shows an iteration, else all known formats. The
+    iterator starts at the beginning of the file. It yields blocks of lines, unpacked, and joins lines that a
+    terminal or `fold` has cut.
+
+    Raises:
+        OSError: The file cannot be opened or read.
+    """
+    sample = _read_until_iteration(path)
+    fold, joined_sample = _unfold_sample(sample)
+    pieces = _number_lines(read_chunks(path))
+    if fold is not None:
+        pieces = _unfold(pieces, fold)
+    return _find_formats(joined_sample.decode("utf-8", "replace")), pieces
+
+
+def _read_until_iteration(path: Path) -> bytes:
+    """Return the beginning of a log with its first iteration of Megatron's format.
+
+    Without such an iteration, it has at least _SAMPLE_BYTES, or is the full log if the log is shorter.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -94,23 +115,32 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
         sample += chunk
         # The line of the first iteration may be cut within the text that shows its format.
         joined = sample.replace(b"\n", b"").decode("utf-8", "replace")
-        if formats[0].opening.search(joined) or len(sample) >= _SAMPLE_BYTES:
+        # The first format is Megatron's, which nearly all logs have. A log of another format is read up to
+        # _SAMPLE_BYTES.
+        shows_megatron = formats[0].opening.search(joined) is not None
+        if shows_megatron or len(sample) >= _SAMPLE_BYTES:
             break
-    fold, joined_sample = _unfold_sample(sample)
-    text = joined_sample.decode("utf-8", "replace")
-    for format_ in formats:
-        lines = text.splitlines() if format_.opening.search(text) else ()
-        if any(format_.find(line[:MAX_LINE]) for line in lines if format_.word in line):
-            formats = (format_,)
-            break
-    pieces = _number_lines(read_chunks(path))
-    return formats, _unfold(pieces, fold) if fold else pieces
+    return sample
+
+
+def _find_formats(text: str) -> tuple[LineFormat, ...]:
+    """Return the first format of which the text has an iteration line; all formats if it has none."""
+    formats = load_line_formats()
+    for line_format in formats:
+        if not line_format.opening.search(text):
+            continue
+        lines = (line for line in text.splitlines() if line_format.word in line)
+        if any(line_format.find(line[:MAX_LINE]) for line in lines):
+            return (line_format,)
+    return formats
 
 
 def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
-    """Return how the lines of a log's beginning were cut, and the beginning with joined lines.
+    """Find out how the lines of a log's beginning were cut, and return it with the joined beginning.
 
-    None means that joining lines does not give more numbers; the beginning is then returned as it is.
+    Each possible way of cutting is undone, and the way counts whose result shows the most numbers of iterations.
+    None means that no way gives clearly more numbers than the lines as they are; the beginning is then returned
+    unchanged.
     """
     lines = sample.split(b"\n")[:-1]
     width = max(map(len, lines), default=0)
@@ -162,7 +192,11 @@ def read_chunks(path: Path) -> Iterator[bytes]:
 
 
 def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
-    """Yield the bytes of a log in pieces of complete lines. A line longer than MAX_LINE comes in parts."""
+    """Yield the bytes of a log as pieces of complete lines with their numbers.
+
+    The last line, and the parts of a line that is longer than MAX_LINE, come as pieces of their own with `whole`
+    False.
+    """
     unfinished, inside_line, number = b"", False, 1
     for chunk in chunks:
         data = unfinished + chunk
@@ -184,7 +218,10 @@ def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
 
 
 def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
-    """Yield the lines as they were before they were cut, each with the number of its first part."""
+    """Join the lines that were cut; yield pieces in which each joined line has the number of its first line.
+
+    A line is not joined further once it is longer than MAX_LINE.
+    """
     joined_line, number = b"", 0
     last: bytes | None = None
     for piece in pieces:
@@ -206,7 +243,10 @@ def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
 
 
 def _count_numbers(text: bytes) -> int:
-    """Return how many numbers the iteration lines of a text have; times and losses have a higher weight."""
+    """Return how many numbers can be read from the iteration lines of a text.
+
+    The time and the loss of an iteration count 1 + _WEIGHT times.
+    """
     count = 0
     for line in text.decode("utf-8", "replace").splitlines():
         for iteration in find_iterations(line):
@@ -218,7 +258,10 @@ def _count_numbers(text: bytes) -> int:
 
 
 def _open_zstd(raw: IO[bytes]) -> Callable[[int], bytes]:
-    """Return a function that reads a file packed with zstd. A damaged file raises EOFError."""
+    """Return a function that reads and unpacks so many bytes of a file packed with zstd.
+
+    The function raises EOFError if the file is damaged.
+    """
     # Few logs are packed with zstd, so the import is not made at the top.
     import zstandard
 

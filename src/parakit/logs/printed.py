@@ -37,7 +37,10 @@ _FIRST_LINES = 5000
 def parse_printed_spec(
     arguments: Mapping[str, str], global_batch_size: int | None
 ) -> RunSpec | None:
-    """Return what printed arguments say was trained; None if they are incomplete or contradict each other.
+    """Return the run that the arguments in a log describe: model, parallelism, batch and precision.
+
+    None means that arguments are missing or damaged, or contradict one another. A batch size or vocabulary that
+    the log does not print is 0.
 
     Args:
         arguments: The arguments, as `canonicalise_arguments` returns them.
@@ -78,14 +81,19 @@ def parse_printed_spec(
 
 
 def _read_vocabulary_size(arguments: Mapping[str, str]) -> int:
-    """Return the size of the tokenizer's vocabulary, else the padded size; 0 if the log has neither."""
+    """Return the size of the tokenizer's vocabulary, or else the padded size; 0 if the arguments have neither."""
     usual = str(GPT2_VOCABULARY) if arguments.get("tokenizer_type") == "GPT2BPETokenizer" else ""
     texts = (arguments.get("vocab_size", ""), usual, arguments.get("padded_vocab_size", ""))
     return next((int(text) for text in texts if text.isdecimal()), 0)
 
 
 def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
-    """Return True if degrees and number of ranks are printed, and the ranks are a multiple of the degrees."""
+    """Return True if the printed parallel sizes agree with the printed number of ranks.
+
+    The number of ranks must be a multiple of the product of the parallel sizes. False also means that the
+    tensor-parallel size is missing, that the numbers of ranks and of data-parallel ranks are both missing, or that one
+    of the numbers is below 1.
+    """
     texts = [arguments.get(name, "").strip() for name in (*_DEGREES, *_RANKS)]
     numbers = [int(text) if re.fullmatch(r"-?\d{1,9}", text) else None for text in texts]
     *degrees, world, data = numbers
@@ -97,9 +105,10 @@ def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
 
 
 def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the arguments without those whose number cannot be read, and these as texts.
+    """Return the arguments without unreadable numbers, and a text (`name value`) per unreadable number.
 
-    Arguments that define a model stay even if they cannot be read, so that no model is taken from the others.
+    An argument of the model or its parallelism stays although its number cannot be read, so that no model is made
+    from the other arguments alone.
     """
     readable, unread = dict(arguments), []
     for name, value in arguments.items():
@@ -120,7 +129,10 @@ def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str]
 
 @cache
 def _known_shapes() -> dict[ModelShape, str]:
-    """Return the names of known models by shape without vocabulary; of equal shapes the first name."""
+    """Return the name of each known model by its shape without the vocabulary.
+
+    If several models have one shape, the name is that of the first model.
+    """
     named = [
         (_without_read_vocabulary_size(load_model(name).shape), name) for name in model_names()
     ]
@@ -132,9 +144,9 @@ def _without_read_vocabulary_size(shape: ModelShape) -> ModelShape:
 
 
 def find_device_name(path: Path) -> str:
-    """Return the name of the device in a log, as in the table of `nvidia-smi` or in a line of the trainer.
+    """Return the name of the device that a log names, for example in the table of `nvidia-smi`.
 
-    The name is empty if the first lines of the log name no device or several.
+    The name is empty if the first _FIRST_LINES lines name no device, or several different devices.
 
     Raises:
         OSError: The file cannot be read.
@@ -152,9 +164,9 @@ def find_device_name(path: Path) -> str:
 
 
 def find_device_in_arguments(arguments: Mapping[str, str]) -> str:
-    """Return the kind of device that the arguments imply; empty where they imply none.
+    """Return the kind of device that the arguments imply, or an empty text if they imply none.
 
-    HCCL, the library of Ascend's devices, says no more than that they are NPUs.
+    Only HCCL, the communication library of Ascend, implies a kind. It does not tell which of Ascend's NPUs it is.
     """
     return "Ascend NPU" if arguments.get("distributed_backend") == "hccl" else ""
 
@@ -166,9 +178,9 @@ _OTHER_DEVICES = re.compile(r"\b(?:Ascend ?9\d0\w*|(?:AMD )?Instinct MI\d{2,3}\w
 
 @cache
 def _load_device_names() -> tuple[dict[str, str], re.Pattern[str]]:
-    """Return the names of known devices by their lower case, and a pattern that finds the names.
+    """Return the names of known devices by their spelling in lower case, and a pattern that finds NVIDIA's names.
 
-    The pattern has longer names first, so that a name is not taken for a shorter one.
+    The pattern has longer names first, because a longer name may begin with a shorter one.
     """
     devices = load_hardware().devices.values()
     names = {

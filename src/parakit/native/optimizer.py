@@ -93,12 +93,20 @@ def _get_local_gradient(parameter: nn.Parameter) -> Tensor:
 def _count_copies(parameter: nn.Parameter) -> int:
     """Return how many ranks hold the same part of a distributed parameter.
 
-    0 means that the parameter is not distributed: every rank holds all of it.
+    0 means that the parameter is not distributed: every rank holds all of it. The gradient must exist.
     """
     gradient = parameter.grad
-    if isinstance(gradient, DTensor):
-        return int(any(placement.is_shard() for placement in gradient.placements))
-    return int(getattr(parameter, COPIES_ATTRIBUTE, 0))
+    if not isinstance(gradient, DTensor):
+        return int(getattr(parameter, COPIES_ATTRIBUTE, 0))
+    placements = gradient.placements
+    if not any(placement.is_shard() for placement in placements):
+        return 0
+    # The ranks along a dimension of the mesh that does not split the tensor hold the same shard.
+    return math.prod(
+        size
+        for placement, size in zip(placements, gradient.device_mesh.shape, strict=True)
+        if not placement.is_shard()
+    )
 
 
 class MuonAdamW(torch.optim.Optimizer):

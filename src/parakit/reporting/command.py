@@ -97,7 +97,7 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
     try:
         stated = device_by_key(device) if device else None
     except UnknownHardwareError as error:
-        raise ValueError(f"--device {device} (DEVICE={device}): {error}") from None
+        raise ValueError(f"DEVICE={device}: {error}") from None
     named = [path_and_name for word in logs for path_and_name in named_logs(word)]
     return BuildOptions(
         paths=tuple(path for path, _ in named),

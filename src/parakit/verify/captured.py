@@ -43,7 +43,7 @@ PARAMETERS = (
 )
 """Stages whose tensors have a parameter's shape."""
 ParameterKey = tuple[Any, ...]
-"""Identity of one full tensor: key of the parameter, offset of the layer if layers are stacked, slot."""
+"""Key of one full tensor, equal on all ranks: parameter, offset of the layer if layers are stacked, slot."""
 
 
 class VerifyError(ValueError):
@@ -68,13 +68,13 @@ class RankCapture:
         return records
 
     def read_changes(self, file: str) -> dict[tuple[str, str, str], float]:
-        """Read the relative changes of tensors when the iteration was repeated.
+        """Return how far each of the rank's tensors changed when the iteration was repeated.
 
         Args:
             file: Name of the JSON file in the rank's folder, such as `responses.json`.
 
         Returns:
-            The change by stage, name and slot of the tensor.
+            The relative change by stage, name and slot of the tensor.
         """
         changes: dict[str, float] = msgspec.json.decode((self.folder / file).read_bytes())
         return {tuple(key.split("|")): change for key, change in changes.items()}  # type: ignore[misc]
@@ -87,7 +87,7 @@ class RankCapture:
         return np.memmap(path, mode="r")
 
     def tensor_bytes(self, record: TensorRecord) -> bytes:
-        """Return the bytes of a tensor as the rank had them in memory."""
+        """Return a copy of a tensor's bytes, as the rank had them in memory."""
         return self._bytes[record.offset_bytes : record.offset_bytes + record.size_bytes].tobytes()
 
     def values(self, record: TensorRecord) -> Array:
@@ -117,10 +117,13 @@ class Capture:
         return modules
 
     def responses(self) -> dict[tuple[str, str, str], float]:
-        """Return each tensor's response: its largest relative change over all ranks.
+        """Return how far each tensor changes when all weights change by one rounding error.
 
-        A response is measured when all weights change by one rounding error. The key is the stage, the
-        name of the full parameter or module, and the slot.
+        The change is relative, and the largest over all ranks. The key is the stage, the name of the full
+        parameter or module, and the slot. Only a reference that trained with rounding probes has responses.
+
+        Raises:
+            FileNotFoundError: A rank measured no responses.
         """
         responses: dict[tuple[str, str, str], float] = {}
         for rank_capture in self.ranks:
@@ -132,7 +135,7 @@ class Capture:
 
     @cached_property
     def largest_gradient(self) -> float:
-        """Largest absolute value of all reduced gradients; infinite if an element is not finite."""
+        """Largest absolute value of all reduced gradients of all ranks; infinite if an element is not finite."""
         largest = 0.0
         for parts in group_parameter_parts(self, CaptureStage.REDUCED_GRADIENTS).values():
             for part in parts:
@@ -143,7 +146,7 @@ class Capture:
         return largest
 
     def notes(self) -> Iterator[str]:
-        """Yield each distinct note of a rank on a tensor that it could not capture."""
+        """Yield the ranks' notes on tensors that they could not capture, each distinct note once."""
         yield from dict.fromkeys(
             note for rank_capture in self.ranks for note in rank_capture.rank.notes
         )
@@ -164,7 +167,7 @@ class ParameterPart:
 
     @property
     def key(self) -> ParameterKey:
-        """Identity of the full tensor, which all of its parts share."""
+        """Key of the full tensor, which is equal for the parts on all ranks."""
         placement = self.placement
         num_stacked = len(placement.global_shape) - len(self.record.shape)
         return (placement.key, placement.global_offset[:num_stacked], self.record.tensor_key.slot)
@@ -185,7 +188,7 @@ class ParameterPart:
         return self.rank_capture.rank.rank
 
     def values(self) -> Array:
-        """Return the part's values, with NaN for elements that only another rank's shard holds."""
+        """Return the part's values; elements that this rank does not hold are NaN."""
         return self.rank_capture.values(self.record)
 
     def owned_elements(self, values: Array) -> Array:
@@ -206,7 +209,7 @@ class ParameterPart:
 def group_parameter_parts(
     capture: Capture, stage: CaptureStage, slot_prefix: str = ""
 ) -> dict[ParameterKey, list[ParameterPart]]:
-    """Return the parts of every full tensor of a stage, by the tensor's key, over all ranks.
+    """Return the tensors of a stage that have a parameter's shape, as a list of all ranks' parts per tensor.
 
     Tensors whose slot does not begin with `slot_prefix` are left out.
     """
@@ -223,9 +226,10 @@ def group_parameter_parts(
 
 
 def assemble_parameter(parts: list[ParameterPart], capture: Capture) -> Array:
-    """Return the full tensor that `parts` cover, with zeros for elements that no rank holds.
+    """Join all ranks' parts of a tensor into the full tensor; elements that no rank holds are 0.
 
-    For local gradients, return what their reduction over the ranks should give.
+    The result for local gradients, which are not reduced yet, is the gradient that their reduction over the
+    ranks should give.
     """
     first, shape = parts[0], parts[0].full_shape
     is_local_gradient = first.record.tensor_key.stage is CaptureStage.LOCAL_GRADIENTS
@@ -252,9 +256,10 @@ def assemble_region(
     region: tuple[slice, ...],
     shape: tuple[int, ...],
 ) -> Array | None:
-    """Return a region of the full tensor; None if the region does not have `shape`.
+    """Join all ranks' parts of a tensor, and return a region of the full tensor.
 
-    If the tensor has another number of dimensions than `shape`, the full tensor is the region.
+    The full tensor is returned if its number of dimensions is not that of `shape`. None means that the result
+    would not have the shape `shape`.
     """
     full = assemble_parameter(parts, capture)
     values = full[region] if full.ndim == len(shape) else full
@@ -264,11 +269,12 @@ def assemble_region(
 def average_local_gradients(
     parts: list[ParameterPart], capture: Capture
 ) -> list[list[tuple[ParameterPart, Array]]]:
-    """Return the means of a parameter's local gradients over data- and context-parallel copies.
+    """Average a parameter's local gradients over the data- and context-parallel ranks.
 
-    Each inner list belongs to one region of the parameter and has one mean per group of copies, with the
-    first part of that group. The means of one region either add up to the gradient (a norm's, under
-    sequence parallelism) or are each the full gradient.
+    Returns:
+        One list per region of the parameter. It has one mean per group of data- and context-parallel ranks,
+        with the part of the group's first rank. If several groups hold one region, such as the tensor-parallel
+        ranks of a norm, their means either add up to the gradient or are each the full gradient.
     """
     copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
     for part in parts:
@@ -307,7 +313,7 @@ def encode_tensor(values: Array, dtype: str) -> memoryview:
 
 
 def decode_tensor(stored: Array, dtype: str) -> Array:
-    """Return the values of bytes in a captured dtype, flat; bfloat16 and float16 are widened to float32."""
+    """Return captured bytes as a flat array of the dtype; bfloat16 and float16 are widened to float32."""
     if dtype == "bfloat16":
         float32_bits = stored.view(np.uint16).astype(np.uint32) << 16
         return float32_bits.view(np.float32)
@@ -322,12 +328,13 @@ def round_to_dtype(values: Array, dtype: str) -> Array:
 
 
 def order_tensor_keys(capture: Capture) -> list[TensorKey]:
-    """Return every tensor key without its micro batch, in the order in which one rank would compute them.
+    """Return the keys of all ranks' tensors in the order in which a single rank would compute the tensors.
 
-    Consecutive layers of a rank form a chunk. Chunks are ordered by their first layer, and in the backward
-    pass the other way round. A tensor that only a later rank of a pipeline stage has, such as one of the
-    rank's experts, comes directly before the tensor that follows it on that rank.
+    The keys have no micro batch, so that each tensor comes once. The order follows the layers, in the backward
+    pass from last to first. Ranks of one pipeline stage can hold different tensors, such as experts: a tensor
+    that only a later rank holds comes directly before the tensor that follows it on that rank.
     """
+    # A position is the stage, the first layer of the rank's chunk of consecutive layers, and the place in it.
     positions: dict[TensorKey, tuple[int, float, float]] = {}
     pipeline_ranks_seen: set[int] = set()
     for rank_capture in capture.ranks:
@@ -367,7 +374,7 @@ def order_tensor_keys(capture: Capture) -> list[TensorKey]:
 
 
 def _first_layers_of_chunks(tensor_keys: Mapping[TensorKey, None]) -> dict[int | None, int]:
-    """Return the first layer of the chunk that each layer is in, by layer number."""
+    """Return, by layer number, the first layer of the run of consecutive layers that the layer belongs to."""
     layers = {_layer_number(tensor_key.name) for tensor_key in tensor_keys}
     first_layers: dict[int | None, int] = {}
     for layer in sorted(layer for layer in layers if layer is not None):
@@ -378,7 +385,10 @@ def _first_layers_of_chunks(tensor_keys: Mapping[TensorKey, None]) -> dict[int |
 def _positions_before_known_tensor_keys(
     tensor_keys: Sequence[TensorKey], positions: Mapping[TensorKey, tuple[int, float, float]]
 ) -> dict[TensorKey, float]:
-    """Return positions for new tensor keys that come before a tensor key with a known position."""
+    """Return positions for the keys without one, each just before the next key that has a position.
+
+    Keys after the last key with a position are left out.
+    """
     new_positions: dict[TensorKey, float] = {}
     next_position: float | None = None
     for tensor_key in reversed(tensor_keys):

@@ -62,6 +62,7 @@ from parakit.verify.comparison import (
     ComparedTensor,
     ComparisonKey,
     ParameterFault,
+    SkippedTensors,
     TensorComparison,
     relative_error,
 )
@@ -81,7 +82,7 @@ from parakit.verify.tolerance import (
 STAGES = tuple(CaptureStage)
 """Stages in the order in which an iteration passes through them."""
 _SMALL_STEP = 1e-6
-"""Distance in the order between a tensor and the tensor that the strategy alone computes after it."""
+"""Distance between the positions of a tensor and of the tensor after it that only the strategy has."""
 _GRADIENT = "gradient"
 _WEIGHT = "weight"
 _SECOND_MOMENT = "exp_avg_sq"
@@ -128,18 +129,19 @@ Drift = Mapping[ComparisonKey, float]
 
 
 def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
-    """Return how far rounding in earlier iterations moves each weight and optimizer state.
+    """Return the relative error that rounding in earlier iterations causes in each weight and optimizer state.
 
     Adam divides by the gradient's size, so at a high learning rate an error grows from one iteration to
     the next.
 
     Args:
-        reference: The undisturbed run.
-        runs: Runs whose weights were changed by one rounding error in each earlier iteration.
+        reference: Capture of the undisturbed run.
+        runs: Captures of runs whose weights were changed by one rounding error in each earlier iteration.
 
     Returns:
-        The largest relative error over all runs. It is at least twice the error, in units of `RESPONSES`,
-        that any tensor of the same slot has. Tensors with an infinite error are left out.
+        The largest relative error of each tensor over all runs, by tensor. An error that is small compared
+        with other tensors of its slot is raised to twice the slot's largest error over `RESPONSES`. Tensors
+        with an infinite error are left out.
     """
     largest_errors: dict[ComparisonKey, float] = {}
     for run in runs:
@@ -169,12 +171,14 @@ def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
 def compare(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> CaptureComparison:
-    """Return the comparison of all tensors of two captures.
+    """Compare all tensors of a strategy's capture with the reference's.
 
     Args:
-        reference: Capture with measured responses.
+        reference: Capture of the reference. It must hold the responses, which are the measured changes of its
+            tensors when all weights change by one rounding error.
         strategy: Capture to compare.
-        drifted: Errors that rounding in earlier iterations may cause; empty if it was not measured.
+        drifted: Relative error that rounding in earlier iterations may cause, by tensor, as `measure_drift`
+            returns it; empty if it was not measured.
 
     Returns:
         One comparison per tensor, in the order of computation, and the tensors that could not be compared.
@@ -195,7 +199,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _FirstCopy:
-    """First copy of a part of a parameter, which the other ranks' copies must equal."""
+    """The copy of a parameter's region that is compared first. The copies on all other ranks must equal it."""
 
     rank: int
     values: Array
@@ -208,7 +212,7 @@ class _SimilarTensors:
     stage: CaptureStage
     slot: str
     is_same_parameter: bool
-    """Whether they belong to the wrong tensor's own parameter, and not to all other parameters."""
+    """True if these tensors belong to the same parameter as the wrong tensor, False if to all others."""
     label: str = ""
     """Text that names the tensor; empty to name it after its parameter."""
 
@@ -225,6 +229,7 @@ class _Comparer:
         self._tolerances = Tolerances(reference)
         self._comparisons: dict[ComparisonKey, TensorComparison] = {}
         self._names_by_obstacle: defaultdict[str, list[str]] = defaultdict(list)
+        self._obstacles_of_outputs: set[str] = set()
         self._num_seen = self._num_skipped = self._num_flips = 0
         self._order: dict[ComparisonKey, float] = {}
         for tensor_key in order_tensor_keys(reference):
@@ -240,26 +245,32 @@ class _Comparer:
 
     def result(self) -> CaptureComparison:
         """Return the comparisons so far, in the order in which an iteration computes the tensors."""
-        obstacles = [
-            f"{' '.join(dict.fromkeys(names))}: {obstacle}"
+        skipped = tuple(
+            SkippedTensors(
+                reason=obstacle,
+                names=tuple(dict.fromkeys(names)),
+                has_outputs=obstacle in self._obstacles_of_outputs,
+            )
             for obstacle, names in self._names_by_obstacle.items()
-        ]
+        )
         return CaptureComparison(
             comparisons=tuple(sorted(self._comparisons.values(), key=_sort_key)),
-            not_aligned=(*self._strategy.notes(), *self._reference.notes(), *obstacles),
+            not_aligned=(*self._strategy.notes(), *self._reference.notes(), *map(str, skipped)),
             seen=self._num_seen,
             compared=self._num_seen - self._num_skipped,
             routing_flips=self._num_flips,
             constant=self._count_constant_starts(),
             initialised=len(list_initial_pieces(self._strategy)),
+            skipped=skipped,
             pairs_of=self._align_all_ranks,
             similar_tensors=self._list_similar_tensors,
         )
 
     def _count_constant_starts(self) -> int | None:
-        """Return how many parameters and buffers of several elements start with a single value.
+        """Return how many parameters and buffers have one equal value in all elements when the iteration starts.
 
-        None means that the reference captured no tensors at the start of the iteration.
+        Tensors with a single element are not counted. None means that the reference captured no tensors at
+        the start of the iteration.
         """
         parts_by_key = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
         starts = [parts for key, parts in parts_by_key.items() if key[2] in INITIAL_SLOTS]
@@ -271,7 +282,10 @@ class _Comparer:
         return num_constant if starts else None
 
     def _align_all_ranks(self, key: ComparisonKey, micro_batch: int) -> list[ComparedTensor]:
-        """Return every rank's tensor of an activation and a micro batch; without unaligned tensors."""
+        """Return one activation in one micro batch: each rank's tensor with the reference's that it must equal.
+
+        Ranks whose tensor cannot be aligned with the reference's are left out.
+        """
         tensors = []
         for rank_capture in self._strategy.ranks:
             for record in rank_capture.records:
@@ -288,11 +302,12 @@ class _Comparer:
         return tensors
 
     def _list_similar_tensors(self, comparison: TensorComparison) -> Iterator[tuple[str, Array]]:
-        """Yield tensors of the reference that the worst tensor may be mixed up with, by name.
+        """Yield names and values of the reference's tensors that a strategy may have used by mistake.
 
-        For a tensor of a parameter's shape: the same region of all other parameters; for a weight, also
-        its value before the iteration; for an optimizer state, also the parameter's own gradient. For an
-        activation: the same tensor of other ranks and of other micro batches.
+        A wrong tensor of a parameter's shape is compared with the same region of all other parameters. A
+        weight is also compared with its value before the iteration, and an optimizer state with the gradient
+        of its parameter. A wrong activation is compared with the same activation of other ranks and of other
+        micro batches. Nothing is yielded if the comparison has no worst tensor.
         """
         (stage, name, slot), worst = comparison.key, comparison.worst
         if worst is None:
@@ -326,7 +341,11 @@ class _Comparer:
     def _list_similar_activations(
         self, key: ComparisonKey, tensor: ComparedTensor
     ) -> Iterator[tuple[str, Array]]:
-        """Yield what the rank should have in other micro batches, and other ranks in this one."""
+        """Yield the reference's tensors of an activation that the rank of `tensor` may have used by mistake.
+
+        They are what this rank should have in other micro batches, and what other ranks should have in the
+        micro batch of `tensor`, each with a name such as `rank 1`. Equal tensors are left out.
+        """
         for micro_batch in range(self._strategy.first.micro_batches):
             for other in self._align_all_ranks(key, micro_batch):
                 is_same_rank = other.rank == tensor.rank
@@ -344,7 +363,11 @@ class _Comparer:
                     yield label, other.reference
 
     def compare_activations(self) -> None:
-        """Compare inputs and outputs of modules, losses and activation gradients."""
+        """Compare inputs and outputs of modules, losses, expert choices and activation gradients.
+
+        Tensors that cannot be aligned with the reference's, and gradients that overflow in both runs, are
+        listed as not compared.
+        """
         summed: dict[object, list[tuple[TensorRecord, ComparedTensor]]] = {}
         for rank_capture in self._strategy.ranks:
             rank = rank_capture.rank
@@ -360,10 +383,10 @@ class _Comparer:
                 self._num_seen += 1
                 aligned = self._aligner.align(rank_capture, record)
                 if aligned.ours is None or aligned.reference is None:
-                    self._skip(aligned.obstacle, f"{tensor_key.name} {tensor_key.slot}")
+                    self._skip_activation(aligned.obstacle, tensor_key)
                     continue
                 if self._is_overflow(tensor_key.stage, aligned.ours, aligned.reference):
-                    self._skip(_OVERFLOW, f"{tensor_key.name} {tensor_key.slot}")
+                    self._skip_activation(_OVERFLOW, tensor_key)
                     continue
                 tensor = ComparedTensor(
                     rank.rank,
@@ -385,7 +408,10 @@ class _Comparer:
             _add_sum_or_copies(comparison, [tensor for _, tensor in group_tensors])
 
     def _is_overflow(self, stage: CaptureStage, *tensors: Array) -> bool:
-        """Return True if a gradient overflows in a step that Megatron skips for the reference too."""
+        """Return True if one of the tensors is a gradient that overflows, and the reference overflows as well.
+
+        Megatron then skips the optimizer step of both runs.
+        """
         if stage not in _SCALED_STAGES or not self._reference_overflows:
             return False
         return not all(np.isfinite(values).all() for values in tensors)
@@ -403,24 +429,28 @@ class _Comparer:
         tensor_key: TensorKey,
         scale: float,
     ) -> float:
-        """Return the relative error of a rank's part, reduced if all elements of the part are small.
+        """Return the relative error of the part of a tensor that one rank holds.
 
-        The tolerance is measured on the full tensor. Small elements that are sums of larger numbers round
-        as much as large elements do, so the error of a part with small elements is taken relative to the
+        An error above the tolerance is reduced if the part's elements are smaller than the full tensor's.
+        The tolerance is measured on the full tensor, and a small element that is a sum of larger numbers has
+        the same absolute rounding error as a large element. So the error is then taken relative to the
         quadratic mean of the full tensor. `scale` is the factor by which the reference was multiplied.
         """
         error = relative_error(tensor.ours, tensor.reference)
-        if not 0 < comparison.tolerance < error < np.inf:
+        is_within_tolerance = error <= comparison.tolerance
+        must_be_equal = comparison.tolerance <= 0
+        if is_within_tolerance or must_be_equal or not np.isfinite(error):
             return error
         mean_of_full_tensor = self._aligner.quadratic_mean(tensor_key) * scale
-        expected_norm = mean_of_full_tensor * np.sqrt(tensor.reference.size)
-        return error * min(1.0, float(np.linalg.norm(tensor.reference) / expected_norm))
+        norm_of_average_part = mean_of_full_tensor * np.sqrt(tensor.reference.size)
+        return error * min(1.0, float(np.linalg.norm(tensor.reference) / norm_of_average_part))
 
     def _compare_routing(self, rank_capture: RankCapture, record: TensorRecord) -> None:
-        """Compare the experts that a router chose, which must be equal but for ties within rounding.
+        """Compare the experts that a router chose for each token with the reference's choice.
 
-        Ties are counted in every iteration. Choices of iterations before the captured one are not
-        compared otherwise.
+        A token may get another expert if the two scores differ by rounding alone. Such tokens are counted in
+        `_num_flips`, for all iterations up to the captured one. Other differences are errors, but only in the
+        captured iteration: choices of earlier iterations are not compared.
         """
         tensor_key = record.tensor_key
         scores_tensor_key = msgspec.structs.replace(
@@ -433,7 +463,7 @@ class _Comparer:
         self._num_seen += not is_earlier
         if choice.ours is None or choice.reference is None or scores.reference is None:
             if not is_earlier:
-                self._skip(choice.obstacle, f"{tensor_key.name} {tensor_key.slot}")
+                self._skip_activation(choice.obstacle, tensor_key)
             return
         rank = rank_capture.rank
         tolerance = self._tolerances.tolerance_for(
@@ -477,7 +507,14 @@ class _Comparer:
         actual: Mapping[ParameterKey, list[ParameterPart]],
         expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Compare all parts of one tensor, given all tensors of its stage in both captures."""
+        """Compare all ranks' parts of the tensor `key` with the reference's full tensor.
+
+        Args:
+            stage: Stage of the tensor.
+            key: Key of the tensor in both mappings.
+            actual: Parts of all tensors of the stage in the strategy's capture.
+            expected: Parts of all tensors of the stage in the reference's capture.
+        """
         parts, slot, name = actual[key], key[2], expected[key][0].name
         full = assemble_parameter(expected[key], self._reference)
         if self._is_overflow(stage, full, *(part.values() for part in parts)):
@@ -504,11 +541,12 @@ class _Comparer:
     def _compare_local_gradients(
         self, comparison: TensorComparison, parts: list[ParameterPart], full: Array
     ) -> None:
-        """Compare gradients before reduction, as a sum over ranks or as copies, whichever fits better.
+        """Compare a parameter's gradients before the reduction over ranks with the full gradient `full`.
 
-        The module decides whether ranks that are no data-parallel copies add up: with sequence parallelism
-        a norm's gradient is either a sum over tensor-parallel ranks or the full gradient on each. Both are
-        right here; a wrong choice shows in the gradient after the reduction.
+        The gradients of tensor-parallel ranks are compared as a sum or each by itself, whichever has the
+        smaller error. For example, with sequence parallelism the ranks' gradients of a norm either add up to
+        the full gradient, or are each the full gradient; the module's code decides. Both are right before the
+        reduction, and a reduction that does not match shows in the reduced gradient.
         """
         for means_by_part in average_local_gradients(parts, self._strategy):
             tensors = [
@@ -518,10 +556,10 @@ class _Comparer:
             _add_sum_or_copies(comparison, tensors)
 
     def list_missing_tensors(self) -> None:
-        """Add the tensors that the reference has and no rank of the strategy.
+        """Add all tensors that the reference has and that no rank of the strategy has.
 
-        A missing tensor is wrong if the strategy has its parameter, and has the same slot of other
-        parameters. Any other missing tensor is listed as not compared.
+        A missing tensor is an error if the strategy holds the parameter and captured the same slot (such as
+        `gradient`) for other parameters. Any other missing tensor is listed as not compared.
         """
         known_parameters = {
             key[:2] for key in group_parameter_parts(self._strategy, CaptureStage.WEIGHTS)
@@ -554,7 +592,7 @@ class _Comparer:
 
     @cached_property
     def _update_reaches(self) -> dict[ParameterKey, list[ParameterPart]]:
-        """Parts of the reference's `REACH` tensors: how far earlier updates could move each weight."""
+        """Parts of the reference's `UPDATE_MAGNITUDE` tensors: how far earlier updates could move each weight."""
         return group_parameter_parts(self._reference, CaptureStage.WEIGHTS, UPDATE_MAGNITUDE)
 
     @property
@@ -570,10 +608,11 @@ class _Comparer:
         parts: list[ParameterPart],
         expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Compare how far each weight moved, beyond what rounding of weight and gradient explains.
+        """Compare the changes of a parameter's weights in this iteration with the reference's changes.
 
-        Each part's error is added to `comparison`. Updates of an optimizer without second moment are counted
-        as not compared.
+        A difference that rounding of the weight and of its gradient explains is no error. The error of each
+        rank's part is added to `comparison`. Updates of an optimizer without second moment are counted as not
+        compared.
         """
         weight_slot = key[2].removesuffix(UPDATE_SUFFIX).strip() or _WEIGHT
         second_moment = self._second_moments.get((*key[:2], _SECOND_MOMENT))
@@ -612,10 +651,11 @@ class _Comparer:
         parts: list[ParameterPart],
         expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Compare a weight at the start of the iteration, in units of how far updates could move it.
+        """Compare a weight at the start of the iteration with the reference's.
 
-        Each part's error is added to `comparison`. A weight whose reach was not captured is compared as it
-        is, if its optimizer keeps no second moment.
+        Each difference is divided by the distance that the earlier updates could have moved the weight, and
+        the error of each rank's part is added to `comparison`. The values themselves are compared if this
+        distance was not captured and the optimizer keeps no second moment.
         """
         full = assemble_parameter(expected[key], self._reference)
         reach = self._update_reaches.get((*key[:2], UPDATE_MAGNITUDE))
@@ -639,10 +679,10 @@ class _Comparer:
             comparison.add(tensor, largest_row_mean(scaled))
 
     def compare_weights_with_masters(self) -> None:
-        """Compare each weight bit for bit with the strategy's own fp32 master copy, rounded to its dtype.
+        """Compare each of the strategy's weights bit for bit with its fp32 master copy, rounded to its dtype.
 
-        The reference is not needed. In few iterations weights in bf16 move less than they are rounded, so
-        weights that no update reaches would be right within their tolerance.
+        This check finds weights that the optimizer does not update. The comparison with the reference would
+        not find them, because bf16 weights move less in a few iterations than they are rounded.
         """
         weights = group_parameter_parts(self._strategy, CaptureStage.WEIGHTS, _WEIGHT)
         masters = group_parameter_parts(self._strategy, CaptureStage.OPTIMIZER_STATE, _MASTER)
@@ -687,7 +727,10 @@ class _Comparer:
                     comparison.add_copies(tensor, holder.rank.rank)
 
     def compare_scalars(self) -> None:
-        """Compare tensors without micro batch or placement: step numbers, and the norm of each rank."""
+        """Compare the optimizer's step numbers, and each rank's gradient norm, with the reference's.
+
+        A norm is listed as not compared if the rank does not clip gradients and one of the two norms is 0.
+        """
         expected: dict[TensorKey, tuple[RankCapture, TensorRecord]] = {}
         for rank_capture, record in _list_scalars(self._reference):
             expected.setdefault(record.tensor_key, (rank_capture, record))
@@ -721,7 +764,10 @@ class _Comparer:
                 comparison.copies.append(tensor)
 
     def _reference_names(self) -> dict[str, str]:
-        """Return the reference's name of each parameter of the strategy; tied copies have two names."""
+        """Return the reference's name of each of the strategy's parameters, by the strategy's name.
+
+        The names differ for tied weights, such as the embedding, which a pipeline holds under two names.
+        """
         expected = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
         names: dict[str, str] = {}
         for key, parts in group_parameter_parts(self._strategy, CaptureStage.WEIGHTS).items():
@@ -731,7 +777,7 @@ class _Comparer:
         return names
 
     def compare_token_counts(self) -> None:
-        """Compare how many tokens each expert got in the iteration, summed over the ranks that route."""
+        """Compare the number of tokens that each expert got in the iteration, summed over all routing ranks."""
         our_counts, first_records = _sum_token_counts(self._strategy)
         reference_counts, _ = _sum_token_counts(self._reference)
         for key, ours in our_counts.items():
@@ -743,9 +789,10 @@ class _Comparer:
             self._get_comparison(key, first_records[key]).add(tensor)
 
     def compare_unobserved_gradients(self) -> None:
-        """Compare the gradients of the strategy's iteration without probes with those with probes.
+        """Check that capturing does not change the strategy's gradients.
 
-        Ranks that did not repeat the iteration without probes are skipped.
+        Some ranks have repeated the iteration without capturing anything, and stored how far each reduced
+        gradient changed. A change above the gradient's tolerance is an error. Other ranks are skipped.
         """
         for rank_capture in self._strategy.ranks:
             if not (rank_capture.folder / UNOBSERVED_FILE).is_file():
@@ -781,12 +828,15 @@ class _Comparer:
             self._add_fault((CaptureStage.NORM, fault.name, COUNTED_ONCE), fault)
 
     def check_initialization(self) -> None:
-        """Check the strategy's own initialization, whose errors the loaded weights hide."""
+        """Check the weights with which the strategy would start if it did not load the reference's weights."""
         for fault in find_wrong_initializations(self._reference, self._strategy):
             self._add_fault((CaptureStage.WEIGHTS, fault.name, INITIAL), fault)
 
     def _add_fault(self, key: ComparisonKey, fault: ParameterFault) -> None:
-        """Add the result of a check of one parameter; the first description of a key is kept."""
+        """Add the result of a check of one parameter to the comparison `key`.
+
+        Ranks of several faults are joined. The largest fraction and the first description are kept.
+        """
         weight_key = (CaptureStage.WEIGHTS, fault.name, _WEIGHT)
         order = self._order.get(weight_key, float(len(self._order)))
         comparison = self._comparisons.setdefault(
@@ -811,18 +861,24 @@ class _Comparer:
             self._comparisons[key] = TensorComparison(key, tolerance=tolerance, order=order)
         return self._comparisons[key]
 
+    def _skip_activation(self, obstacle: str, tensor_key: TensorKey) -> None:
+        """Count a strategy's activation as not compared, and list its module and slot under the reason."""
+        self._skip(obstacle, f"{tensor_key.name} {tensor_key.slot}")
+        if tensor_key.stage is CaptureStage.OUTPUTS:
+            self._obstacles_of_outputs.add(obstacle)
+
     def _skip(self, obstacle: str, name: str, *, num_tensors: int = 1) -> None:
-        """Count tensors as not compared, and list `name` under the reason."""
+        """Count `num_tensors` tensors as not compared, and list `name` under the reason `obstacle`."""
         self._num_skipped += num_tensors
         self._names_by_obstacle[obstacle].append(name)
 
 
 def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
-    """Return the position of a comparison in the result.
+    """Return a key that sorts comparisons in the order in which their errors cause one another.
 
-    Tensors at the start of the iteration come first. The norm's value comes after what the norm counts,
-    which is the cause if both are wrong. A parameter's own initialization comes last, because loaded
-    weights replace it and so it causes no other error.
+    Tensors at the start of the iteration come first. The value of the gradient norm comes after the elements
+    that it counts, because a wrong count makes the value wrong. The strategy's initialization comes last: the
+    loaded weights replace it, so it causes no other error.
     """
     stage, _, slot = comparison.key
     is_initialization = slot == INITIAL
@@ -838,7 +894,7 @@ def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
 
 
 def _add_sum_or_copies(comparison: TensorComparison, tensors: list[ComparedTensor]) -> None:
-    """Add tensors of several ranks whose reference is equal: as one sum, or each by itself.
+    """Add tensors of several ranks with an equal reference to a comparison: as one sum, or each by itself.
 
     The sum is added if its error is smaller than the largest error of a single tensor.
     """
@@ -886,9 +942,14 @@ def _compare_parts(comparison: TensorComparison, parts: list[ParameterPart], ful
 def _find_stale_weights(
     part: ParameterPart, master: Array, is_mastered: Array
 ) -> ParameterFault | None:
-    """Return the fault of a rank's weights that differ from their master copy; None if all are equal.
+    """Compare a rank's weights with the rounded master copy; return the fault, or None if all are equal.
 
-    Elements that no rank has a master copy of are left out, and those that the rank does not hold.
+    Elements without a master copy, and elements that the rank does not hold, are left out.
+
+    Args:
+        part: The rank's weights.
+        master: Full fp32 master copy of the parameter.
+        is_mastered: True for each element of the full parameter that has a master copy.
     """
     values, region = part.values(), part.region()
     is_compared = is_mastered[region] & part.owned_elements(values)
@@ -906,9 +967,10 @@ def _compare_copy(
     part: ParameterPart,
     values: Array,
 ) -> None:
-    """Compare a rank's copy bit for bit with the first copy of the same region; note both if they differ.
+    """Compare a rank's copy of a region bit for bit with the first copy of the same region.
 
-    `first_copies` is keyed by region and gets this copy if it is the first one.
+    If they differ, both ranks are added to the comparison's `replicas_differ`. `first_copies` holds the first
+    copies by region; this copy is added to it if its region has none yet.
     """
     first = first_copies.setdefault(str(part.region()), _FirstCopy(part.rank, values))
     if first.rank != part.rank and first.values.tobytes() != values.tobytes():
@@ -927,9 +989,10 @@ def _list_scalars(capture: Capture) -> Iterator[tuple[RankCapture, TensorRecord]
 def _sum_token_counts(
     capture: Capture,
 ) -> tuple[dict[ComparisonKey, Array], dict[ComparisonKey, TensorRecord]]:
-    """Return each router's tokens per expert, summed over ranks, and the first record of each router.
+    """Return the number of tokens that each router sent to each expert, summed over the ranks.
 
-    Ranks whose tokens another tensor-parallel rank routes too are left out.
+    Without sequence parallelism all tensor-parallel ranks route the same tokens, so only the first of them
+    counts. The second result holds each router's first record.
     """
     totals: dict[ComparisonKey, Array] = {}
     first_records: dict[ComparisonKey, TensorRecord] = {}
@@ -942,7 +1005,7 @@ def _sum_token_counts(
 
 
 def _may_be_partial_sum(rank: CapturedRank, tensor_key: TensorKey) -> bool:
-    """Return True if tensor-parallel ranks with the same part may each hold one term of its sum.
+    """Return True if an activation may be the sum of the tensors that several tensor-parallel ranks hold.
 
     Ranks that share an expert add up their outputs after the expert and not inside it. If there are fewer
     key/value heads than ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
@@ -966,5 +1029,8 @@ def _is_replicated_output(rank: CapturedRank, tensor_key: TensorKey) -> bool:
 
 
 def _make_key(tensor_key: TensorKey) -> ComparisonKey:
-    """Return the key of the comparison that a tensor belongs to."""
+    """Return the key of the comparison that a tensor belongs to: stage, full name and slot.
+
+    So one comparison has the tensors of all ranks and micro batches.
+    """
     return (tensor_key.stage, full_parameter_name(tensor_key.name), tensor_key.slot)

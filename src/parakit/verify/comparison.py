@@ -112,6 +112,20 @@ class ParameterFault:
 
 
 @dataclass(frozen=True)
+class SkippedTensors:
+    """Tensors that were not compared for one reason."""
+
+    reason: str
+    names: tuple[str, ...]
+    """Names of the tensors, each once: `module slot`, or the name of a parameter."""
+    has_outputs: bool
+    """True if an output of a module is among the tensors."""
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.names)}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class CaptureComparison:
     """Comparison of all tensors of two captures."""
 
@@ -129,6 +143,8 @@ class CaptureComparison:
     """Number of parameters and buffers that start with one value; None if no start was captured."""
     initialised: int = 0
     """Number of parameter parts of the strategy whose initialization was checked."""
+    skipped: tuple[SkippedTensors, ...] = ()
+    """Tensors that were not compared, by reason; `not_aligned` has a line for each reason."""
     pairs_of: Callable[[ComparisonKey, int], list[ComparedTensor]] = lambda *_: []
     """Function from an activation's key and a micro batch to the compared tensors of every rank."""
     similar_tensors: Callable[[TensorComparison], Iterable[tuple[str, Array]]] = lambda _: ()

@@ -29,10 +29,10 @@ NormGroups = tuple[tuple[int, ...], ...]
 def check_norm_counts(
     strategy: Capture, expected: Iterable[ParameterKey] = ()
 ) -> Iterator[ParameterFault]:
-    """Yield for each parameter with a reduced gradient whether every rank's norm counts it once.
+    """Check for each parameter with a reduced gradient that the gradient norm counts each element once.
 
-    Several ranks can have different norms; the one with the most wrong elements is reported. Nothing is
-    yielded if no rank computed a norm.
+    Ranks can compute different norms; the norm with the most wrong elements is reported. Nothing is yielded if
+    no rank computed a norm.
 
     Args:
         strategy: Capture to check.
@@ -73,7 +73,9 @@ def _check_parameter(
     groups: NormGroups,
     ranks: Sequence[int],
 ) -> ParameterFault:
-    """Check how often one norm counts each element of a parameter.
+    """Return whether one norm counts each element of a parameter once; if not, which ranks are at fault.
+
+    The kind of the result is empty if each element is counted once.
 
     Args:
         parts: Parts of the parameter's gradient on all ranks.
@@ -111,30 +113,41 @@ def _describe_missing(
     is_missing: Array,
     fraction: float,
 ) -> ParameterFault:
-    """Describe why elements are missing from a norm.
+    """Return the fault of a parameter with elements that one norm does not count.
 
-    Either a rank in the norm's groups did not count elements that it holds, or the ranks that counted the
-    elements are in none of the norm's groups.
+    The fault names the ranks that are missing from the sum, and why. Either these ranks are in none of the
+    process groups over which the norm was summed, or they are in a group and skipped elements that they hold.
+
+    Args:
+        parts: Parts of the parameter's gradient on all ranks.
+        counted: Parts that ranks counted, 1 for an element that is counted.
+        groups: Groups of ranks over which the norm was summed.
+        ranks: Ranks that computed this norm.
+        is_missing: True for each element of the full parameter that the norm does not count.
+        fraction: Fraction of the elements whose count is wrong.
     """
+    name = parts[0].name
     summed_ranks = {rank for group in groups for rank in group}
     holders = _find_holders(parts, is_missing)
-    ranks_outside = tuple(
-        rank for rank in _find_holders(counted, is_missing) if rank not in summed_ranks
-    )
-    ranks_inside: tuple[int, ...] = ()
-    if not ranks_outside:
-        ranks_inside = tuple(rank for rank in holders if rank in summed_ranks)
-    if ranks_inside:
-        kind = f"not counted in the norm by {_format_ranks(ranks_inside)}"
-        return ParameterFault(parts[0].name, ranks=ranks_inside, kind=kind, fraction=fraction)
-    ranks_at_fault = ranks_outside or holders
-    norm, missing = _format_ranks(ranks), _format_ranks(ranks_at_fault)
+    counting_ranks = _find_holders(counted, is_missing)
+    counting_outside = tuple(rank for rank in counting_ranks if rank not in summed_ranks)
+    holders_inside = tuple(rank for rank in holders if rank in summed_ranks)
+    if holders_inside and not counting_outside:
+        kind = f"not counted in the norm by {_format_ranks(holders_inside)}"
+        return ParameterFault(name, ranks=holders_inside, kind=kind, fraction=fraction)
+    # Without a holder in the groups, the norm lacks the elements whether or not a holder counted them.
+    ranks_outside = counting_outside or holders
+    norm, missing = _format_ranks(ranks), _format_ranks(ranks_outside)
     kind = f"not counted in the norm of {norm}: {missing} not in its group"
-    return ParameterFault(parts[0].name, ranks=ranks_at_fault, kind=kind, fraction=fraction)
+    return ParameterFault(name, ranks=ranks_outside, kind=kind, fraction=fraction)
 
 
 def _find_holders(parts: Sequence[ParameterPart], is_wanted: Array) -> tuple[int, ...]:
-    """Return the ranks whose parts hold, or count, any of the wanted elements of the full parameter."""
+    """Return the ranks with at least one of the elements for which `is_wanted` is True, in order.
+
+    A rank has an element if its part of a gradient holds the element. For parts that say which elements a
+    norm counts, it has an element if it counts the element.
+    """
     ranks = set()
     for part in parts:
         values = part.values()

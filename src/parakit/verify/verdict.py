@@ -1,4 +1,4 @@
-"""Judge a strategy by its captured tensors: it held, or its first wrong tensor is located.
+"""Judge a strategy by its captured tensors: all agree with the reference's, or the first wrong one is located.
 
 The inputs are the captures of the reference and of the strategy. The result is a `Judgement`: the `Verdict`
 that is written to `verdict.json`, with the comparisons that it rests on.
@@ -46,6 +46,8 @@ _MAX_ACCUMULATED_RATIO = 2.0
 """Largest error over tolerance that errors of several modules, each within its tolerance, may add up to."""
 _MAX_ROUNDING_RATIO = 1e4
 """Error over tolerance that rounding does not reach within a few dozen iterations."""
+_MAX_NAMES_LENGTH = 200
+"""Most characters of tensor names in an error message."""
 _MAX_STORED_BYTES = 64 * 2**20
 """Largest size of the two tensors that are written to `first.npz`."""
 
@@ -62,9 +64,10 @@ class Judgement:
 
     @property
     def may_have_spread(self) -> bool:
-        """True if the first wrong tensor may be wrong only because another tensor is.
+        """True if the first wrong tensor is an output of a module or an activation gradient.
 
-        A loss that is wrong although all outputs are right is wrong by itself.
+        Such a tensor may be wrong only because an error in another tensor has spread to it. All other tensors,
+        such as a loss after right outputs, are wrong by themselves.
         """
         spreading_stages = (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS)
         return self.first is not None and self.first.key[0] in spreading_stages
@@ -76,9 +79,9 @@ class Judgement:
 
     @property
     def carries_earlier(self) -> bool:
-        """True if the first wrong tensor may carry over rounding of earlier iterations.
+        """True if rounding in earlier iterations may explain the error of the first wrong tensor.
 
-        That is so for weights and optimizer states, unless the error is too large for rounding.
+        That is so for weights and optimizer states, unless their error is too large for rounding.
         """
         carried_stages = (CaptureStage.OPTIMIZER_STATE, CaptureStage.WEIGHTS)
         return (
@@ -89,7 +92,11 @@ class Judgement:
 
     @property
     def is_near_tolerance(self) -> bool:
-        """True if the first wrong tensor is within twice its tolerance, and need not be equal bit for bit."""
+        """True if the error of the first wrong tensor is below twice its tolerance.
+
+        False for tensors that must be equal bit for bit, for missing elements and for other faults without a
+        tolerance, and if all tensors are right.
+        """
         if self.first is None or self.first.tolerance == 0:
             return False
         is_exact = bool(self.first.replicas_differ or self.first.uncovered or self.first.fault)
@@ -97,11 +104,11 @@ class Judgement:
 
     @property
     def needs_same_start(self) -> bool:
-        """True if the comparison must be repeated from the reference's weights and expert choices.
+        """True if the strategy must be trained once more, with the reference's initial weights and expert choices.
 
-        That is so if a router chose other experts because of rounding, since all later tensors then differ.
-        It is also so if a tensor is wrong and the weights at the start are not equal: a weight whose gradient
-        is all rounding moves as far as any other, and a module can turn that into a larger error.
+        This removes two differences that are no errors of the strategy. A router may have chosen other
+        experts because of rounding, and all later tensors then differ. Or the weights at the start of the
+        iteration differ by rounding, which a module can turn into a larger error.
         """
         if self.first is not None and self.first.key[2] == UNOBSERVED_GRADIENT:
             return False
@@ -116,10 +123,10 @@ class Judgement:
 
 
 def check_same_work(reference: Capture, strategy: Capture) -> None:
-    """Raise an error unless both runs do the same work: batches, losses, dropout and loss scales.
+    """Raise an error unless both runs train the same batches, with the same losses, dropout and loss scales.
 
     Raises:
-        VerifyError: The message names the setting that differs.
+        VerifyError: A setting differs; the message names it.
     """
     ours, expected = strategy.first, reference.first
     settings: dict[str, tuple[object, object]] = {
@@ -150,10 +157,14 @@ def _global_batch_size(rank: CapturedRank) -> int:
 
 
 def _check_equal_token_counts(capture: Capture) -> None:
-    """Raise an error if micro batches have different numbers of tokens.
+    """Raise an error if the micro batches of a run have different numbers of tokens.
 
-    Without a loss per token, each micro batch counts the same whatever its number of tokens, so runs with
-    micro batches of different sizes would train different losses.
+    Without `--calculate-per-token-loss` each micro batch has the same weight in the loss, whatever its number
+    of tokens. So two runs with other micro batches would then train different losses. Nothing is checked with
+    context parallelism.
+
+    Raises:
+        VerifyError: The numbers differ.
     """
     token_counts = {
         float(rank_capture.values(record).sum())
@@ -171,10 +182,13 @@ def _check_equal_token_counts(capture: Capture) -> None:
 
 
 def _check_same_loss_scales(reference: Capture, strategy: Capture) -> None:
-    """Raise an error if in fp16 one of the runs alone skips a step because gradients overflow.
+    """Raise an error if only one of the two runs skips an fp16 step because gradients overflow.
 
-    With gradients near the largest fp16 number, the parts or sums of one layout overflow and those of the
-    other do not.
+    If gradients are near the largest fp16 number, the sums over the ranks of one layout may overflow while
+    those of the other layout do not.
+
+    Raises:
+        VerifyError: One run skips a step; the message names the iteration and a smaller loss scale.
     """
     scales = list(zip(strategy.first.loss_scales, reference.first.loss_scales, strict=False))
     skipped_iteration: int | None = None
@@ -201,9 +215,13 @@ def _check_same_loss_scales(reference: Capture, strategy: Capture) -> None:
 
 
 def _check_same_dropout_masks(reference: CapturedRank, strategy: CapturedRank) -> None:
-    """Raise an error if dropout is used and the two layouts draw different masks.
+    """Raise an error if a run uses dropout and the two runs draw different masks.
 
-    Megatron draws masks from random streams that depend on the layout, so layouts must be identical.
+    Megatron draws masks from random streams that depend on the parallel sizes and the micro batches, so these
+    must be equal in both runs.
+
+    Raises:
+        VerifyError: Dropout is used and they differ.
     """
     reference_batch = (reference.micro_batch_size, reference.micro_batches)
     strategy_batch = (strategy.micro_batch_size, strategy.micro_batches)
@@ -226,12 +244,13 @@ def _check_same_dropout_masks(reference: CapturedRank, strategy: CapturedRank) -
 def judge(
     reference: Capture, strategy: Capture, drifted: Drift = MappingProxyType({})
 ) -> Judgement:
-    """Compare two captures and return the verdict: held, or the first wrong tensor.
+    """Compare two captures and return the verdict: the strategy held, or which tensor is the first wrong one.
 
     Args:
-        reference: Capture with measured responses.
+        reference: Capture of the reference, with measured responses (`Capture.responses`).
         strategy: Capture to judge.
-        drifted: Errors that rounding in earlier iterations may cause; empty if it was not measured.
+        drifted: Relative error that rounding in earlier iterations may cause, by tensor (`measure_drift`);
+            empty if it was not measured.
 
     Raises:
         VerifyError: The runs did different work, or no module's tensors could be aligned.
@@ -243,7 +262,10 @@ def judge(
 
 
 def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgement:
-    """Return the verdict on compared captures, with the error located if there is one."""
+    """Return the judgement that follows from a comparison; the first wrong tensor, if any, is located in the model.
+
+    `strategy` is the capture that was compared.
+    """
     wrong = compared.wrong()
     base = VerifyVerdict(
         VerifyOutcome.DIFFERS if wrong else VerifyOutcome.HELD,
@@ -275,7 +297,10 @@ def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgeme
 def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> None:
     """Raise an error if outputs of modules were captured and none of them was compared.
 
-    Otherwise a strategy would be called right although no module of it was checked.
+    Otherwise a strategy would be called right although none of its modules was checked.
+
+    Raises:
+        VerifyError: No output was compared; the message names outputs and the reason.
     """
     has_outputs = any(
         record.tensor_key.stage is CaptureStage.OUTPUTS
@@ -286,10 +311,14 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
         comparison.key[0] is CaptureStage.OUTPUTS for comparison in compared.comparisons
     )
     if has_outputs and not is_output_compared:
-        names, _, reason = (compared.not_aligned or ("",))[-1].rpartition(": ")
+        skipped_outputs = [skipped for skipped in compared.skipped if skipped.has_outputs]
+        example = ""
+        if skipped_outputs:
+            names = " ".join(skipped_outputs[-1].names)[:_MAX_NAMES_LENGTH]
+            example = f" ({names}: {skipped_outputs[-1].reason})"
         raise VerifyError(
-            f"None of the modules' tensors could be aligned with the reference's ({names[:200]}: "
-            f"{reason}); compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
+            f"None of the modules' tensors could be aligned with the reference's{example}; "
+            "compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
             "modules in the same way."
         )
 
@@ -297,14 +326,16 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
 def write_forced(
     reference: Capture, strategy: Capture, folder: Path, *, start_alone: bool = False
 ) -> None:
-    """Write the reference's tensors as the strategy's ranks would hold them, to replace the ranks' own.
+    """Write files with which the strategy can run on the reference's tensors in place of the tensors it computes.
+
+    Each rank gets a folder with its part of the reference's tensors, split as the strategy splits them.
 
     Args:
         reference: Capture that gives the values.
         strategy: Capture that gives the ranks and the split of each tensor.
-        folder: Folder for the ranks' folders.
-        start_alone: True writes weights and buffers at the start, and the experts that routers choose.
-            False also writes the inputs of modules and the gradients of their outputs.
+        folder: Folder in which the ranks' folders are made.
+        start_alone: True writes only the weights and buffers at the start of the iteration, and the experts
+            that routers choose. False also writes the inputs of modules and the gradients of their outputs.
     """
     aligner = ActivationAligner(reference, strategy)
     parts_by_key = group_parameter_parts(reference, CaptureStage.WEIGHTS)
@@ -329,7 +360,10 @@ def write_forced(
 
 
 def _is_module_input(tensor_key: TensorKey) -> bool:
-    """Return True for an input of a module in the forward pass, or in the backward pass."""
+    """Return True for a module's input in the forward pass, and for the gradient of its output.
+
+    The gradient of the output is what a module gets as input in the backward pass.
+    """
     if tensor_key.stage is CaptureStage.OUTPUTS:
         return tensor_key.slot.startswith("input.")
     return tensor_key.stage is CaptureStage.ACTIVATION_GRADIENTS and tensor_key.slot.startswith(
@@ -338,16 +372,17 @@ def _is_module_input(tensor_key: TensorKey) -> bool:
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
-    """Return the judgement with the first module that is wrong by itself.
+    """Find out whether a module is wrong although its inputs are right, and return the new judgement.
 
-    If no module is wrong by itself and the first error is below twice its tolerance, the errors of several
-    modules have added up: the judgement of `forced` is returned, with the first error as a note. If the
-    first error is larger, the judgement is returned as not confirmed.
+    There are three results. If such a module exists, the first one is located and the judgement is confirmed.
+    If there is none and the first error is at most twice its tolerance, the errors of several modules have
+    added up: the judgement of `forced` is returned, with the first error as a note. If the first error is
+    larger, the judgement is returned as not confirmed.
 
     Args:
-        judgement: Judgement of the strategy's own run.
+        judgement: Judgement of the strategy with its computed tensors.
         reference: Capture of the reference.
-        forced: Capture of the strategy's run with the reference's tensors as inputs of all modules.
+        forced: Capture of the strategy with the reference's tensors as inputs of all modules.
     """
     compared = compare(reference, forced)
     wrong_by_itself = compared.wrong(*LOCAL)
@@ -367,10 +402,11 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
 
 
 def count_seeds(judgement: Judgement, num_wrong: int, num_seeds: int) -> Judgement:
-    """Return a judgement near the tolerance whose kind states the ratio and how many seeds are wrong.
+    """Return the judgement with error over tolerance, and the number of wrong seeds, in the kind of its error.
 
-    The kind of the error stays in front if every seed is wrong. If only some seeds are, the error may be
-    rounding, in which a test can find any kind by chance.
+    The kind that was found stays in front if every seed is wrong. If only some seeds are wrong, the error may
+    be rounding, to which any kind can fit by chance, so the kind is dropped. A judgement without a wrong tensor
+    is returned unchanged.
     """
     if judgement.first is None:
         return judgement
@@ -400,7 +436,10 @@ def write_verdict(folder: Path, judgement: Judgement) -> None:
 
 
 def _build_junit(verdict: VerifyVerdict, name: str) -> Element:
-    """Return a JUnit suite with one test, which fails if the strategy differs and else errs or passes."""
+    """Return the verdict as a JUnit suite with one test.
+
+    The test passes if the strategy held, fails if it differs, and has an error if it cannot be compared.
+    """
     suite = Element("testsuite", name="verify", tests="1")
     case = SubElement(suite, "testcase", classname="verify", name=name)
     if verdict.verdict is not VerifyOutcome.HELD:
@@ -413,5 +452,5 @@ def _build_junit(verdict: VerifyVerdict, name: str) -> Element:
 
 
 def refuse_comparison(reason: str) -> Judgement:
-    """Return the judgement that the captures are not comparable, for a reason."""
+    """Return the judgement `not comparable` with a sentence that says why."""
     return Judgement(VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason=reason))

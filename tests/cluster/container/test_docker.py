@@ -231,7 +231,9 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
     docker: FakeDocker, tmp_path: Path
 ) -> None:
     options = Options(runtime=RuntimeName.DOCKER, megatron_lm=tmp_path)
-    with pytest.raises(LaunchError, match="image's own Megatron; unset MEGATRON_LM, or set RUNTIME=host"):
+    with pytest.raises(
+        LaunchError, match="image's own Megatron; unset MEGATRON_LM, or set RUNTIME=host"
+    ):
         choose_runtime(options, DeviceKind.GPU)
 
 

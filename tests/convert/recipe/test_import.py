@@ -50,7 +50,9 @@ def test_a_recipe_becomes_a_model_and_the_target_that_trains_it(
 
 
 def test_a_file_whose_name_names_no_model_is_refused(fields: Fields, kit: Path) -> None:
-    with pytest.raises(LaunchError, match=r"___\.yaml gives no name .* give NAME=my-model"):
+    with pytest.raises(
+        LaunchError, match=r"___\.yaml has no letters or digits .* set NAME=my-model"
+    ):
         import_recipe(str(write(kit / "___.yaml", fields)), None, None, Console())
     assert not list(kit.glob("examples/*/models/.args"))
 
@@ -67,7 +69,7 @@ def test_another_model_of_that_name_stays(fields: Fields, kit: Path) -> None:
     file = str(write(kit / "r.yaml", fields))
     other = kit / "examples/gpt3/models/mine.args"
     other.write_text("--num-layers 1\n")
-    with pytest.raises(LaunchError, match=r"There is a model .*mine\.args already"):
+    with pytest.raises(LaunchError, match=r"Another model is in .*mine\.args already"):
         import_recipe(file, "mine", None, Console())
     assert other.read_text() == "--num-layers 1\n"
 

@@ -58,7 +58,7 @@ def test_only_a_pipeline_that_flushes_must_have_the_references_losses() -> None:
 def test_the_write_ups_claims_are_judged_by_what_is_held() -> None:
     versions, asynchronous, memory, bubble = judge_claims(RUNS)
     assert asynchronous.startswith("“Asynchronous execution”: confirmed")
-    assert "here 1 and 0, and the losses differ from baseline's by up to 2.0e-02" in asynchronous
+    assert "here 1 and 0. The losses differ from baseline's by up to 2.0e-02" in asynchronous
     assert versions.startswith("“Weight versioning”: confirmed")
     assert memory.startswith("“Memory usage higher”: contradicted"), "all peaks are equal here"
     assert "cannot be judged" in bubble

@@ -232,7 +232,7 @@ def test_over_a_split_sequence_a_bias_or_packed_sequences_are_refused_and_not_ig
         attn_mask_type=AttnMaskType.causal, config=SimpleNamespace(window_size=None)
     )
     mask = torch.ones(1)
-    assert _find_mask(module, (mask,), {argument: None}) is mask
+    assert _find_mask(module, (mask,), {argument: None}) is None
     with pytest.raises(NotImplementedError, match="no bias, no packed sequences"):
         _find_mask(module, (mask,), {argument: object()})
 

@@ -50,7 +50,7 @@ def test_iterations_that_were_trained_twice_are_compared(family: tuple[Run, Run]
     assert resumption_sentence(parent) == ""
     assert resumption_sentence(child) == (
         "Iterations 5 to 5 were trained before and after it resumed: their losses (1 compared) are "
-        "off by up to 10,000,000 units of the last printed digit."
+        "different by up to 10,000,000 units of the last printed digit."
     )
     as_before = msgspec.structs.replace(child.replaced_iterations[0], lm_loss=19.5)
     assert "are the same to" in resumption_sentence(

@@ -63,9 +63,9 @@ from parakit.verify import (
 )
 
 Train = Callable[[str, Launch], str]
-"""Function that trains one part of a verification, given the part's name and its launch.
+"""Function that trains one run of a verification, given the run's name (such as `reference`) and its launch.
 
-It leaves the run's log next to the part's tensors (`LOG_FILE`), and returns why the run failed; empty if it ended
+It leaves the run's log next to the captured tensors (`LOG_FILE`), and returns why the run failed; empty if it ended
 well.
 """
 
@@ -94,8 +94,11 @@ class SharedReferences:
         """Return a function that trains as `train` does, but takes stored references instead of training them.
 
         Args:
-            train: Function that trains a part; its tensors are expected in `scratch`.
+            train: Function that trains a run and leaves its tensors in the folder `scratch/<name of the run>`.
             scratch: Folder in which a stored reference appears as a link.
+
+        Returns:
+            The function. A reference that is not stored yet is trained and stored.
         """
 
         def train_or_link(part: str, launch: Launch) -> str:
@@ -119,7 +122,11 @@ class SharedReferences:
 
 
 def _hash_reference(launch: Launch) -> str:
-    """Return a hash of all in a launch that its tensors depend on and that verifications of a command vary."""
+    """Return a hash by which reference runs with equal tensors are recognised.
+
+    It has the flags, the number of devices, the program, the patch file and the captured iteration. Everything
+    else is equal for all verifications of one command.
+    """
     names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
     values = (launch.environment.get(name, "") for name in names)
     parts = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
@@ -155,14 +162,17 @@ def run_verification(
     also: Path | None = None,
     shared: SharedReferences | None = None,
 ) -> Judgement:
-    """Check that a verification can run here, train its runs, and write, print and return the judgement.
+    """Train the runs of a verification, and write, print and return the judgement.
+
+    Nothing is trained if a run cannot work on this machine.
 
     Args:
         verification: The composed strategy and reference.
         console: Shows progress and verdict, and a notice if flags or variables changed the model.
         folder: Folder for the run folders and the results.
-        also: A run folder that gets a copy of the results, or None.
-        shared: Stored references of other strategies, which this verification uses and extends.
+        also: A run folder that gets a copy of the results; None makes no copy.
+        shared: Stored reference runs of other strategies. This verification takes the runs that it needs, and
+            adds those that it trains. None trains all runs.
 
     Raises:
         LaunchError: The verification cannot run here; nothing was written.
@@ -178,7 +188,7 @@ def run_verification(
         with _make_scratch_folder(folder) as scratch:
 
             def train(part: str, launch: Launch) -> str:
-                """Train as other targets do, in a run folder with the part's name."""
+                """Train one run in a run folder that is named as the run; return why it failed, or an empty text."""
                 run, status = execute_launch(launch, folder, console, part)
                 run.rename(folder / part)
                 keep_log(folder / part / LOG_FILE, scratch / part)
@@ -228,11 +238,12 @@ def keep_log(log: Path, tensors: Path) -> None:
 
 
 def train_and_judge(verification: Verification, scratch: Path, train: Train) -> Judgement:
-    """Train the parts of a verification with `train` in `scratch`, and return the judgement.
+    """Train the runs of a verification with the function `train`, and return the judgement on their tensors.
 
     If all tensors held, the values that the logs print are compared, too. If the iteration begins with wrong
-    weights, the judgement is on an earlier one: the first that differs, found by bisection. An error near its
-    tolerance is verified with other seeds, too: rounding exceeds a measured tolerance in few of them, a fault in all.
+    weights, the first iteration that differs is found by bisection, and the judgement is about that iteration. If an
+    error is near its tolerance, the strategy is verified with other seeds, too: rounding exceeds the tolerance with
+    few seeds, and a fault with all of them. Tensors are written to `scratch`.
     """
     judgement = _IterationVerification(
         verification.iteration, verification, scratch, train
@@ -256,10 +267,10 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
 def _count_wrong_seeds(
     judgement: Judgement, verification: Verification, scratch: Path, train: Train
 ) -> Judgement:
-    """Return the judgement with the number of seeds in which some tensor is wrong.
+    """Verify a strategy with further seeds; return the judgement with the number of seeds that have a wrong tensor.
 
-    Other seeds start from the same weights, with other batches. A seed that cannot be compared is not
-    counted.
+    The runs with other seeds start from the same weights and train other batches. A seed whose runs cannot be
+    compared is not counted.
     """
     num_wrong = num_seeds = 1
     for number in range(1, NEAR_SEEDS):
@@ -277,8 +288,8 @@ def _count_wrong_seeds(
 class _IterationVerification:
     """Verification by the tensors of one iteration.
 
-    The iteration is trained in parts: `reference` and `strategy` always, the others only if they are needed. Each
-    part has a folder of tensors in `scratch`.
+    The runs `reference` and `strategy` are always trained, and further runs only if a judgement needs them. Each run
+    trains up to this iteration, and has a folder of tensors in `scratch`.
     """
 
     iteration: int
@@ -286,16 +297,19 @@ class _IterationVerification:
     scratch: Path
     train: Train
     label: str = ""
-    """End of the parts' names for another seed than the requested one; empty for the requested seed."""
+    """End of the runs' names for another seed than the requested one; empty for the requested seed."""
 
     @property
     def suffix(self) -> str:
-        """End of the parts' names; empty for the requested iteration and seed."""
+        """End of the runs' names; empty for the requested iteration and seed."""
         is_requested = self.iteration == self.verification.iteration
         return self.label if is_requested else f"{self.label}-{self.iteration}"
 
     def judge_iteration(self) -> Judgement:
-        """Train the parts and return the judgement; a run that fails gives `not comparable` with the reason."""
+        """Train the runs of the iteration, and return the judgement on their tensors and logs.
+
+        If a run fails, or tensors cannot be read or written, the judgement is `not comparable` with the reason.
+        """
         try:
             return self._compare_logs(self._judge_tensors())
         except VerifyError as error:
@@ -307,9 +321,10 @@ class _IterationVerification:
             )
 
     def _compare_logs(self, judgement: Judgement) -> Judgement:
-        """Return the judgement with what the logs print compared, if all tensors held.
+        """Compare the values that the logs of strategy and reference print, and return the judgement with the result.
 
-        The logs are compared once, for the iteration that was asked for and all iterations before it.
+        Logs are compared only if all tensors held, and only for the requested iteration and seed; else the judgement
+        is returned unchanged.
         """
         if judgement.verdict.verdict is not VerifyOutcome.HELD or self.suffix:
             return judgement
@@ -327,8 +342,8 @@ class _IterationVerification:
     def _judge_tensors(self) -> Judgement:
         """Train reference and strategy, and return the judgement on their tensors.
 
-        Further parts are trained if errors of earlier iterations carry over, if routing or initial weights differ, or
-        if errors may have spread from one module to others.
+        Further runs are trained if errors of earlier iterations may carry over, if expert choices or initial weights
+        differ, if an error may have spread from one module to others, or to name the wrong part of a gradient.
 
         Raises:
             VerifyError: A run failed, or the tensors cannot be compared.
@@ -371,7 +386,7 @@ class _IterationVerification:
         return judgement
 
     def _train_saving_run(self, saving: Launch) -> Launch:
-        """Train the run that saves a checkpoint; return the strategy's launch that resumes from it.
+        """Train the run `saving`, which saves a checkpoint; return the launch of the strategy that resumes from it.
 
         Raises:
             VerifyError: The run failed.
@@ -386,15 +401,25 @@ class _IterationVerification:
     def _explain_by_parts(
         self, judgement: Judgement, reference: Capture, ours: Capture
     ) -> Judgement:
-        """Return the judgement with the part of a gradient that is wrong, if the gradient alone does not say.
+        """Return the judgement with the wrong part of a gradient as the kind of the error.
 
-        The reference is trained again, with gradients by part, and once without each further loss.
+        The parts are the gradients of each micro batch and of each additional loss. The judgement is returned
+        unchanged if no part explains the error. The reference is trained once more to capture the gradient
+        of each micro batch. It is also trained once without each additional loss that the model has, with the
+        reference's inputs in every module, so that only the gradient of this loss is missing.
+
+        Args:
+            judgement: Judgement whose first wrong tensor is a gradient.
+            reference: Capture of the reference on one rank.
+            ours: Capture of the strategy that was judged.
 
         Raises:
             VerifyError: A run failed.
         """
         launch = self.verification.reference
         captures_without_loss: dict[str, Capture] = {}
+        # Earlier iterations without a loss lead to other weights, so the reference's weights, expert choices
+        # and module inputs replace those of the runs without a loss.
         inputs = self._tensor_folder("given-to-reference")
         write_forced(reference, reference, inputs)
         for name, flag in FURTHER_LOSSES.items():
@@ -406,7 +431,13 @@ class _IterationVerification:
         return explain_by_parts(judgement, ours, parts, captures_without_loss)
 
     def _measure_drift(self, reference: Capture) -> Drift:
-        """Train the reference with rounding errors in earlier iterations; return how far its tensors move."""
+        """Return the relative error that rounding in earlier iterations causes in each weight and optimizer state.
+
+        It is measured: the reference is trained `DRIFT_RUNS` times with weights that are changed by rounding.
+
+        Raises:
+            VerifyError: A run failed.
+        """
         launch = self.verification.reference
         names = (f"reference-drifted-{number}" for number in range(DRIFT_RUNS))
         captures = (self._capture(name, launch, drift=name) for name in names)
@@ -421,15 +452,15 @@ class _IterationVerification:
         drift: str = "",
         parts: str = "",
     ) -> Capture:
-        """Train a part and return the tensors that it captured.
+        """Train one run and return the tensors that it captured.
 
         Args:
-            part: Name of the part.
-            launch: The run.
-            probes: Number of rounding probes of the iteration.
-            forced: Folder of tensors that replace the run's own; None replaces nothing.
-            drift: Seed of the rounding changes of earlier iterations' weights; empty changes nothing.
-            parts: `1` captures gradients by part.
+            part: Name of the run, such as `reference`.
+            launch: Launch of the run.
+            probes: Number of times that the iteration is repeated with inputs changed by rounding.
+            forced: Folder of tensors that replace those that the run computes; None replaces nothing.
+            drift: Seed with which the weights of earlier iterations are changed by rounding; empty changes nothing.
+            parts: `1` also captures the gradient of each micro batch.
 
         Raises:
             VerifyError: The run failed.
@@ -449,12 +480,12 @@ class _IterationVerification:
         return read_capture(self._tensor_folder(part))
 
     def _tensor_folder(self, part: str) -> Path:
-        """Return the folder of a part's tensors."""
+        """Return the folder of the tensors of the run with the name `part`."""
         return self.scratch / f"{part}{self.suffix}"
 
 
 def _write_results(results: Path, judgement: Judgement) -> None:
-    """Write the verdict and its page into a folder.
+    """Write `verdict.json`, `junit.xml`, `first.npz` and `verify.html` into the folder `results`.
 
     Raises:
         LaunchError: The folder cannot be written; the message holds the verdict.
@@ -471,7 +502,9 @@ def _write_results(results: Path, judgement: Judgement) -> None:
 
 @contextmanager
 def _make_scratch_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder for the tensors, which take many times the model's size; remove it at the end.
+    """Yield a new folder `tensors` in `folder`, and remove it with its content at the end of the `with` block.
+
+    The captured tensors take many times the size of the model.
 
     Raises:
         LaunchError: The folder cannot be made.
@@ -517,7 +550,10 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
 
 
 def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
-    """Print where a strategy first differs, and annotate the line of the pull request on GitHub."""
+    """Print iteration, ranks and error of the first wrong tensor, and the other independent errors.
+
+    In a GitHub workflow, the source line of the wrong module is annotated in the pull request, too.
+    """
     path, _, line_number = (verdict.source or "").rpartition(":")
     if path and os.environ.get("GITHUB_ACTIONS"):
         say(console, f"::error file={path},line={line_number}::{verdict.line}")

@@ -69,11 +69,11 @@ class LaunchPair:
     resumed: str = ""
     """Strategy that saved the checkpoint from which the strategy resumes; `1` is its own, empty is none."""
     is_bf16: bool = False
-    """Whether both compute in bf16 instead of fp32."""
+    """True if strategy and reference compute in bf16, False for fp32."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Make variables under which `target` is the same verification."""
+        """Make variables that repeat this verification together with `target`; empty values are unset."""
         return {
             **self.job.variables,
             "DTYPE": "bf16" if self.is_bf16 else "",
@@ -95,20 +95,23 @@ class LaunchPair:
 
     @property
     def reference_strategy(self) -> str:
-        """Strategy of the reference, `native` or `hf`; for a resumed run its own strategy is the default."""
+        """Strategy of the reference, or `native` or `hf`.
+
+        If the request names none, it is the strategy itself for a resumed run, else `baseline`.
+        """
         return self.reference or (self.job.strategy if self.resumed else "baseline")
 
 
 def parse_pair(target: str, given: Namespace, options: Options) -> LaunchPair:
-    """Return the pair of a target and its arguments (REFERENCE=, EXTRA_B=, RESUMED=, DTYPE=, …).
+    """Return the verification that a make target and its variables (REFERENCE=, EXTRA_B=, RESUMED=, …) request.
 
     Args:
         target: `verify-<strategy>-<model>-<N>cpu`.
-        given: Arguments of the command; those that the command does not have count as unset.
+        given: Arguments of the command. An argument that the command does not know counts as unset.
         options: Make variables of both runs.
 
     Raises:
-        LaunchError: The target is not in the grammar.
+        LaunchError: The target does not have this form, or names an unknown strategy or model.
     """
     get_argument = vars(given).get
     return LaunchPair(
@@ -143,9 +146,9 @@ class Verification:
         return (self.reference, *saving, self.strategy)
 
     def fork_from_pool(self, pool: WarmPool) -> Verification:
-        """Return the verification with ranks that are forked from processes that have imported Megatron.
+        """Return the verification with launches whose ranks are forked from the pool's processes.
 
-        Importing Megatron takes most of the time of a short run.
+        These processes have imported Megatron already, which takes most of the time of a short run.
         """
         return replace(
             self,
@@ -156,16 +159,19 @@ class Verification:
 
     @property
     def may_drift(self) -> bool:
-        """True if the reference can train with weights changed by rounding, which only Megatron can."""
+        """True if the reference runs in Megatron, the only backend that can change weights by rounding."""
         return self.reference.spec.backend not in REIMPLEMENTATIONS.values()
 
     @property
     def mode(self) -> str | None:
-        """Differences of the two runs besides their strategies, as a sentence; None without differences."""
+        """Differences of the two runs besides their strategies, joined by `; `; None without differences."""
         return "; ".join(self._list_differences()) or None
 
     def _list_differences(self) -> Iterator[str]:
-        """Yield the differences of the two runs besides their strategies."""
+        """Yield a phrase for each difference of the two runs besides their strategies.
+
+        These can be the micro batch, the backend or the Megatron, and a checkpoint from which one run resumes.
+        """
         strategy, reference = self.strategy, self.reference
         size, reference_size = (
             launch.spec.batch.micro_batch_size for launch in (strategy, reference)
@@ -187,7 +193,10 @@ class Verification:
             )
 
     def shift_seed(self, number: int) -> Verification:
-        """Return the verification from the same weights with a seed that is larger by `number`."""
+        """Return the verification with a seed that is larger by `number` in both runs.
+
+        The runs start from the same initial weights as before, and train other batches.
+        """
 
         def add_to_seed(launch: Launch) -> Launch:
             seed = Flags(launch.flags).integer("--seed") + number
@@ -198,7 +207,7 @@ class Verification:
         )
 
     def add_saving_flags(self, launch: Launch, folder: Path) -> Launch:
-        """Return the launch, ended one iteration earlier with a checkpoint in `folder`."""
+        """Return the launch with flags that end it one iteration earlier and save a checkpoint in `folder`."""
         last_iteration = self.iteration - 1
         flags = merge_flags(
             launch.flags,
@@ -208,7 +217,7 @@ class Verification:
         return replace(launch, flags=flags, iterations=last_iteration)
 
     def add_resuming_flags(self, launch: Launch, folder: Path) -> Launch:
-        """Return the launch, resumed from the checkpoint that `add_saving_flags` saves in `folder`."""
+        """Return the launch with flags that resume it from the checkpoint of `add_saving_flags` in `folder`."""
         saving = saving_flags(Saving(self.iteration), launch.spec.parallelism, launch.entry)
         flags = merge_flags(
             drop_flags(launch.flags, flags_with_role("start")),
@@ -218,10 +227,14 @@ class Verification:
 
 
 def compose_pair(pair: LaunchPair) -> Verification:
-    """Compose the launches of a pair: they share weights and batches, and micro batches unless flags differ.
+    """Compose the launches of strategy and reference, and of the run that saves a checkpoint if one resumes.
+
+    All launches start from the same weights and train the same batches. Their micro batches are equal, too, unless
+    flags of the strategy alone change them.
 
     Raises:
-        LaunchError: The strategy does not fit its devices, or the two would do different work.
+        LaunchError: The target names GPUs, the strategy does not fit its devices or cannot be captured, or the two
+            runs would train something different.
     """
     job, options = pair.job, pair.job.options
     if job.device is not DeviceKind.CPU:
@@ -261,10 +274,10 @@ def compose_pair(pair: LaunchPair) -> Verification:
 
 
 def _make_shared_options(pair: LaunchPair) -> Options:
-    """Return the options that strategy and reference share.
+    """Return the options that strategy and reference share, with the defaults of a verification.
 
     Raises:
-        LaunchError: A resumed run has no iteration before the one that is compared.
+        LaunchError: The strategy resumes and ITERS= leaves no earlier iteration from which it could resume.
     """
     job, options = pair.job, pair.job.options
     iteration = options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
@@ -298,7 +311,11 @@ def _make_shared_options(pair: LaunchPair) -> Options:
 
 
 def _choose_micro_batches(pair: LaunchPair) -> int:
-    """Return the smallest number of micro batches, over all ranks, that suits strategy and reference."""
+    """Return the smallest number of micro batches per iteration, over all ranks, that both runs can train.
+
+    It is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES` and one per
+    pipeline stage; with an interleaved schedule the number is a multiple of twice the stages instead.
+    """
     all_degrees = [parse_strategy(pair.job.strategy, pair.job.devices)]
     reference = pair.reference_strategy
     if reference not in REIMPLEMENTATIONS:
@@ -311,10 +328,11 @@ def _choose_micro_batches(pair: LaunchPair) -> int:
 
 
 def _compose_reference(reference: str, job: Job) -> Launch:
-    """Return the launch of a reference: a strategy of Megatron, `native` or `hf`.
+    """Return the launch of a reference: a strategy in Megatron, or `native` or `hf` on one rank.
 
     Raises:
-        LaunchError: Rounding cannot be measured in the strategy, or the backend has no bf16 of Megatron's kind.
+        LaunchError: The strategy is Megatron-FSDP, for which responses cannot be measured, or a run of `native` or
+            `hf` would be in bf16, where they keep fp32 weights and Megatron does not.
     """
     if reference not in REIMPLEMENTATIONS:
         launch = compose_job(job.with_strategy(reference, _count_devices(reference, job)))
@@ -335,7 +353,11 @@ def _compose_reference(reference: str, job: Job) -> Launch:
 
 
 def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
-    """Return the reference; one of transformers gets the rows to which Megatron pads the vocabulary."""
+    """Return the reference, in transformers with a vocabulary that is padded as in the strategy.
+
+    Megatron pads the vocabulary to a multiple of ranks and a constant. A reference with another backend is returned
+    unchanged.
+    """
     if reference.spec.backend is not Backend.TRANSFORMERS:
         return reference
     multiple = Flags(strategy.flags).integer("--make-vocab-size-divisible-by")
@@ -345,12 +367,15 @@ def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
 
 
 def _count_devices(strategy: str, job: Job) -> int:
-    """Return the number of ranks of another strategy than the job's; baseline has one."""
+    """Return the number of ranks of a strategy that trains the job's model; `baseline` has one rank."""
     return 1 if strategy == "baseline" else count_devices(strategy, job.devices)
 
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
-    """Return the launch with the reference's initial checkpoint, if it would make one of its own."""
+    """Return the launch, which then starts from the reference's initial checkpoint.
+
+    The launch is returned unchanged if one of the two has no initial checkpoint, or if their models have other flags.
+    """
     old_path, new_path = launch.initial_checkpoint, reference.initial_checkpoint
     if old_path is None or new_path is None or launch.model.flags != reference.model.flags:
         return launch
@@ -366,13 +391,16 @@ def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
 
 
 def _name_megatron(launch: Launch) -> str:
-    """Return version and commit of the Megatron that a launch trains with."""
+    """Return version and commit of a launch's Megatron as text, such as `Megatron 0.17.0 (1a2b3c4)`.
+
+    The commit is left out if it is not known.
+    """
     commit = launch.entry.megatron_commit
     return f"Megatron {launch.entry.megatron_version}{f' ({commit})' if commit else ''}"
 
 
 def _refuse_other_work(strategy: Launch, reference: Launch) -> None:
-    """Raise LaunchError if strategy and reference would do different work."""
+    """Raise LaunchError if strategy and reference would train a different model, data, batch, precision or loss."""
     for name, value, reference_value in _list_shared_settings(strategy, reference):
         if value != reference_value:
             raise LaunchError(
@@ -384,7 +412,10 @@ def _refuse_other_work(strategy: Launch, reference: Launch) -> None:
 
 
 def _refuse_other_balance(strategy: Launch, reference: Launch) -> None:
-    """Raise LaunchError if the balancing loss of a model with experts is defined on different tokens."""
+    """Raise LaunchError if the loss that balances experts would be computed over different tokens.
+
+    Models without experts, and runs without this loss, are never refused.
+    """
     flags = Flags(strategy.flags)
     if not (strategy.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
         return
@@ -409,9 +440,10 @@ def _refuse_other_balance(strategy: Launch, reference: Launch) -> None:
 
 
 def _refuse_other_tokens(strategy: Launch, reference: Launch) -> None:
-    """Raise LaunchError if experts would get or drop different tokens.
+    """Raise LaunchError if experts would get or drop different tokens in the two runs.
 
-    Each rank decides over the tokens that it routes, so ranks that route another number decide differently.
+    With a capacity limit or with sinkhorn balancing, a rank chooses among all tokens that it routes at once. If the
+    ranks of the two runs route different numbers of tokens, they choose differently.
     """
     tokens, reference_tokens = _count_routed_tokens(strategy), _count_routed_tokens(reference)
     if tokens == reference_tokens:
@@ -444,7 +476,10 @@ def _count_routed_tokens(launch: Launch) -> int:
 def _list_shared_settings(
     strategy: Launch, reference: Launch
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield each setting that both must share: its name, the strategy's value and the reference's."""
+    """Yield each setting that must be equal in both runs: its name, the strategy's value and the reference's.
+
+    The settings are the model's sizes, and the flags of data, precision, global batch and gradient clipping.
+    """
     reference_shape = asdict(reference.model.shape)
     for name, value in asdict(strategy.model.shape).items():
         yield f"the model's {name}", value, reference_shape[name]

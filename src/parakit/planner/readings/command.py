@@ -94,7 +94,7 @@ def validate_arguments(parser: ArgumentParser) -> None:
 
 
 def _find_source(name: str, sources: set[str]) -> str:
-    """Return the source with a name, or the only one that contains it.
+    """Return the source with this name, or the only source whose name contains it in any case.
 
     Raises:
         MeasurementsError: No source contains the name, or several do; the message lists them.
@@ -109,7 +109,7 @@ def _find_source(name: str, sources: set[str]) -> str:
 
 
 def _print_errors(residuals: Residuals, errors: PredictionErrors, console: Console) -> None:
-    """Print errors by group, the largest errors, what intervals cover, regrets, and what was refused."""
+    """Print tables of the errors and intervals, how good the planner's choices are, and the refused rows."""
     if residuals.predicted:
         console.print(_MEANING, highlight=False)
     kinds = [*group_by_kind(residuals), *group_by_split(residuals)]
@@ -155,9 +155,14 @@ def _print_refused(residuals: Residuals, console: Console) -> None:
 def _print_regrets(
     choices: list[StrategyChoice], across_releases: list[StrategyChoice], console: Console
 ) -> None:
-    """Print how much slower the strategies that a plan takes are than the fastest measured ones.
+    """Print how much slower the planner's choices of strategies are than the fastest measured strategies.
 
-    Nothing is printed without choices. `across_releases` are the choices among different releases of the software.
+    Nothing is printed without choices.
+
+    Args:
+        choices: Choices among measurements with the same release of the software.
+        across_releases: Choices among measurements whose release may differ.
+        console: The terminal.
     """
     regrets = [choice.regret for choice in choices]
     if not regrets:
@@ -186,7 +191,10 @@ def _print_regrets(
 
 
 def _describe_regrets(source: str, choices: list[StrategyChoice]) -> str:
-    """Return the regrets of one source's choices, with the differences of repeated measurements, as a line."""
+    """Return a line on one source: the average and the worst time that the planner's choices lose.
+
+    If strategies were measured repeatedly, the line also states by how much these times differ.
+    """
     regrets = [choice.regret for choice in choices]
     line = f"  {len(regrets):3}  {source}: {mean(regrets):.1%}, at worst {max(regrets):.1%}"
     spreads = [spread for choice in choices for spread in choice.repeat_spreads]
@@ -199,7 +207,7 @@ def _describe_regrets(source: str, choices: list[StrategyChoice]) -> str:
 
 
 def _format_regrets(regrets: list[float]) -> str:
-    """Return average and worst regret as a phrase."""
+    """Return the average and the worst lost time as a phrase, such as `1.2% on average and 5.0% at worst`."""
     return f"{mean(regrets):.1%} on average and {max(regrets):.1%} at worst"
 
 
@@ -220,7 +228,7 @@ def _build_group_table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup
 
 
 def _build_largest_table(items: list[Residual]) -> TextTable:
-    """Return a table of measurements with large errors; its first cell is a heading where the columns do not fit."""
+    """Return a table with one row per measurement: run, published and predicted figure, error and main components."""
     header = "measurement, GPUs, strategy, metric, published, predicted, error, mostly"
     lines = tuple(
         (

@@ -19,9 +19,10 @@ _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 
 
 def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
-    """Return how a measurement's run was trained, by name of the fact, from `sources.yaml`.
+    """Return the facts of `sources.yaml` on how a measurement's run was trained, by name of the fact.
 
-    Facts of the source's cases that apply to the measurement replace those of the source, later cases first.
+    An entry of the file may have cases, which hold for some of the source's measurements only. The facts of a case that
+    applies replace the source's facts, and a later case replaces an earlier one.
     """
     facts = _read_source(measurement.source)
     release = container_release(measurement, facts)
@@ -34,7 +35,7 @@ def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
 def _case_applies(
     case: Mapping[str, Any], measurement: PublishedMeasurement, release: float
 ) -> bool:
-    """Return True if a measurement of a container's `release` meets all conditions of a case."""
+    """Return True if a measurement meets all conditions of a case; `release` is that of its container."""
     # The last part of `gpt2.md@9e64ede:390` is a line of the page; some cases apply to a range of lines.
     line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
     has_model = any(measurement.model.startswith(name) for name in case.get("model", [""]))
@@ -59,12 +60,18 @@ def facts_for_fields(kind: type, *facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def origin_of_source(source: str) -> str:
-    """Return the name under which a source's figures were first published; a fit without one leaves out both."""
+    """Return the source that first published the figures of `source`, or `source` itself if it is the first.
+
+    A fit without a source leaves out all sources with the same origin.
+    """
     return str(_read_source(source).get("origin", source))
 
 
 def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any]) -> float:
-    """Return the release of NVIDIA's container, such as 26.06, from the notes or the path; 0 if neither has it."""
+    """Return the release of NVIDIA's container that a measurement used, such as 26.06.
+
+    It is stated in the notes, or follows from the path by the source's fact `released`; 0 means that it is not known.
+    """
     noted = re.search(r"release (\d+\.\d+)", measurement.notes)
     if noted:
         return float(noted[1])
@@ -74,7 +81,10 @@ def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any
 
 @cache
 def model_facts(model: str) -> dict[str, Any]:
-    """Return the facts about a model from `models.yaml`, by the longest name that fits; empty if none does."""
+    """Return the facts about a model from `models.yaml`; empty if the file has no entry for it.
+
+    The entry is the one with the longest name with which the model's name begins.
+    """
     name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
     models = _read_facts("models")
     matches = [key for key in models if name.startswith(key)]
@@ -82,7 +92,11 @@ def model_facts(model: str) -> dict[str, Any]:
 
 
 def _read_source(source: str) -> dict[str, Any]:
-    """Return the facts of a source by the longest name that fits, with those of all sources as defaults."""
+    """Return the facts of a source from `sources.yaml`.
+
+    The entry is the one with the longest name with which the source's name begins. Facts that it lacks come from the
+    entry with the empty name, which has the defaults.
+    """
     sources = _read_facts("sources")
     longest = max((name for name in sources if source.startswith(name)), key=len)
     return {**sources[""], **sources[longest]}

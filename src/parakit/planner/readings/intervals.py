@@ -68,7 +68,7 @@ class ErrorFeatures:
 
 @dataclass(frozen=True)
 class _Error:
-    """The error of one prediction."""
+    """Error of one prediction of a published measurement."""
 
     value: float
     """Logarithm of predicted over published."""
@@ -87,7 +87,7 @@ class PredictionErrors:
 
     @staticmethod
     def collect(predicted: Iterable[Residual]) -> PredictionErrors:
-        """Return the errors of predicted measurements."""
+        """Return the errors of predicted measurements, grouped by the features of their runs."""
         errors: dict[ErrorFeatures, list[_Error]] = defaultdict(list)
         for item in predicted:
             configuration = hash(item.measured_run.spec)
@@ -106,9 +106,10 @@ class PredictionErrors:
         )
 
     def interval(self, item: Residual, level: float) -> tuple[float, float]:
-        """Return least and most of what may have been published, in the figure's own unit.
+        """Return the smallest and the largest figure to expect of a measurement, in the measurement's unit.
 
-        If the source leaves out a size, every run that fits is included.
+        The published figure lies between them with the probability `level`. If the source leaves out a size, the
+        interval includes every run that may have been measured.
         """
         low, high = self._intervals_of(item)[level]
         is_rate = item.seconds is not None and item.measurement.metric != "step_time_s"
@@ -118,20 +119,20 @@ class PredictionErrors:
         return smallest_value * exp(low), largest * exp(high)
 
     def covers(self, item: Residual, level: float, elsewhere: bool = False) -> bool:
-        """Return True if the published figure lies inside its interval.
+        """Return True if the published figure lies inside the interval of its prediction at a level.
 
-        If `elsewhere` is True, the interval is made from errors of other sources alone.
+        If `elsewhere` is True, the interval is made only from errors of other sources than the measurement's.
         """
         low, high = self._intervals_of(item, elsewhere)[level]
         return low <= log(1 + item.error) <= high
 
     def expected(self, spec: RunSpec, cluster: Cluster, seconds: float) -> TimeInterval | None:
-        """Return the interval for a predicted time per iteration; None if too few similar runs were measured."""
+        """Return the intervals of a predicted time per iteration; None if too few similar runs were measured."""
         near = self._nearest_errors(_compute_features(spec, cluster, seconds), lambda _: True)
         return TimeInterval(len(near), _compute_intervals(near)) if near else None
 
     def to_csv(self) -> str:
-        """Return the text of `errors.csv`: a line per features and source."""
+        """Return the text of `errors.csv`: one line per set of features and source, with all errors of both."""
         lines = []
         for features, errors in self._errors.items():
             values_by_source = defaultdict[str, list[float]](list)
@@ -149,10 +150,10 @@ class PredictionErrors:
         return "\n".join([",".join(_COLUMNS), *sorted(lines), ""])
 
     def _intervals_of(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
-        """Return the intervals of a measurement by level, without errors of its own configuration.
+        """Return the intervals of a measurement by level, from errors of other configurations.
 
-        If `elsewhere` is True, all errors of its source are left out. With too few similar errors, all intervals are
-        from half to twice the prediction.
+        If `elsewhere` is True, all errors of the measurement's source are left out, too. With too few similar errors,
+        all intervals reach from half to twice the prediction.
         """
         features, configuration = _features_of_residual(item), hash(item.measured_run.spec)
         left_out_source = item.measurement.source if elsewhere else ""
@@ -171,9 +172,10 @@ class PredictionErrors:
     def _nearest_errors(
         self, features: ErrorFeatures, keep: Callable[[_Error], bool]
     ) -> list[_Error]:
-        """Return the nearest errors for which `keep` is True, and all that are as near as the last of them.
+        """Return about `_NUM_NEAREST` errors of the runs that are most similar to a run with these features.
 
-        The list is empty if there are fewer than `_FEWEST_ERRORS`.
+        Only errors for which `keep` is True are returned. All errors of equally similar runs are returned together, so
+        that there may be more. The list is empty if there are fewer than `_FEWEST_ERRORS`.
         """
         if features not in self._by_distance:
             distances = ((_distance(features, other), other) for other in self._errors)
@@ -190,13 +192,13 @@ class PredictionErrors:
 
 @dataclass(frozen=True)
 class TimeInterval:
-    """Errors of similar predictions, as intervals by level."""
+    """Intervals of a predicted time by level, from the errors of similar predictions."""
 
     measurements: int
     errors: Mapping[float, Interval]
 
     def seconds(self, predicted: float, level: float) -> tuple[float, float]:
-        """Return least and most seconds to expect of a predicted time at a level."""
+        """Return the smallest and the largest time to expect if `predicted` seconds are predicted, at a level."""
         low, high = self.errors[level]
         return predicted * exp(-high), predicted * exp(-low)
 
@@ -215,10 +217,10 @@ def load_public_errors() -> PredictionErrors:
 
 
 def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
-    """Return the intervals that hold weighted fractions of errors, by level.
+    """Return for each level the interval that holds this fraction of the errors, by weight.
 
-    Ends of levels above 80% are at most `_MOST_STRETCH` times as far from the median as those of 80%, because of so few
-    errors they would be single errors.
+    A source with n errors has the weight √n. Above 80% the ends of an interval would depend on single errors, so they
+    are at most `_MOST_STRETCH` times as far from the median as those of the 80% interval.
     """
     num_by_source = Counter(error.source for error in errors)
     weighted = sorted((error.value, num_by_source[error.source] ** -0.5) for error in errors)
@@ -240,7 +242,11 @@ def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
 
 
 def _weighted_quantile(weighted: list[tuple[float, float]], weight_below: float) -> float:
-    """Return the value up to which `weight_below` of the weight lies; `weighted` has values in order and weights."""
+    """Return the smallest value at which the weights of all values up to it add up to `weight_below`.
+
+    `weighted` has pairs of value and weight, sorted by value. The largest value is returned if the weights of all
+    values are too small.
+    """
     remaining = weight_below
     for value, weight in weighted:
         remaining -= weight
@@ -250,13 +256,19 @@ def _weighted_quantile(weighted: list[tuple[float, float]], weight_below: float)
 
 
 def _features_of_residual(item: Residual) -> ErrorFeatures:
-    """Return the features of a measurement's run."""
+    """Return the features of the run that a measurement measured."""
     return _compute_features(item.measured_run.spec, item.measured_run.cluster, item.seconds)
 
 
 @lru_cache(4096)
 def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) -> ErrorFeatures:
-    """Return the features of a run and its predicted seconds per iteration; None as seconds is for memory."""
+    """Return the features of a run on which the error of its prediction depends.
+
+    Args:
+        spec: The run.
+        cluster: Cluster of the run.
+        seconds: Predicted seconds per iteration; None for a prediction of memory.
+    """
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
     is_sharded = layers == "dense" and spec.parallelism.sharding.shards_weights
@@ -288,7 +300,10 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
 
 
 def _distance(features: ErrorFeatures, other: ErrorFeatures) -> float:
-    """Return the distance of two runs: how much less an error of one tells about the other."""
+    """Return the distance of two runs. The larger it is, the less an error of one run tells about the other.
+
+    It adds up differences of kind, device, number of parameters and number of devices; 0 means no difference.
+    """
     device = _DEVICE_DISTANCE if features.device != other.device else 0.0
     doublings = abs(features.parameters - other.parameters) + abs(features.devices - other.devices)
     return _kind_distance(features.kind, other.kind) + device + _DOUBLING_DISTANCE * doublings
@@ -296,7 +311,7 @@ def _distance(features: ErrorFeatures, other: ErrorFeatures) -> float:
 
 @cache
 def _kind_distance(kind: tuple[str, ...], other: tuple[str, ...]) -> float:
-    """Return the distance of two kinds of runs, in which earlier words that differ count for more."""
+    """Return the distance of two kinds of runs: 0 for equal kinds, and more the earlier the words are that differ."""
     distance = 0.0
     for index, (word, other_word) in enumerate(zip(reversed(kind), reversed(other), strict=True)):
         if word != other_word:

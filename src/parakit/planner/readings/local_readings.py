@@ -133,13 +133,16 @@ class OwnRuns:
         """Return the logarithm of predicted over true time to expect of a run; 0 without measurements.
 
         It is the best linear estimate from the logarithms of the measurements' errors (kriging, or a Gaussian process).
-        Errors have a part that all runs here share, and a part that similar runs share. The estimate is the run's own
-        error where the same run was measured, and the mean of all errors for a run that resembles none.
+        All runs share one part of the error, and similar runs share another. So the estimate is close to the measured
+        error if the same run was measured, and close to the mean of all errors if the run is similar to none.
         """
         return self._estimate_bias(spec, self.residuals)
 
     def remaining(self) -> tuple[float, ...]:
-        """Return the error of each measurement after the others have corrected it; empty for fewer than three."""
+        """Return the error that remains of each measurement when the other measurements correct its prediction.
+
+        The result is empty for fewer than `_FEWEST_RUNS` measurements.
+        """
         if len(self.residuals) < _FEWEST_RUNS:
             return ()
         errors = []
@@ -150,7 +153,7 @@ class OwnRuns:
         return tuple(errors)
 
     def without(self, spec: RunSpec) -> OwnRuns:
-        """Return the measurements of other runs than `spec`, so that a prediction of the run can be tested."""
+        """Return the measurements without those of the run `spec`, so that a prediction of this run can be tested."""
         left_out = _drop_unmeasured(spec)
         return OwnRuns(
             tuple(
@@ -213,7 +216,7 @@ def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
 
 
 def _drop_unmeasured(spec: RunSpec) -> RunSpec:
-    """Return a run without what a row does not keep: its seed and its patch file."""
+    """Return a run without its seed and patch file, which a row of measurements does not store."""
     return replace(spec, seed=0, patch_file=None)
 
 
@@ -229,7 +232,7 @@ def _covariance(spec: RunSpec, other: RunSpec) -> float:
 
 
 def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
-    """Return the sizes of a run, all above 0, and its other choices."""
+    """Return what the similarity of two runs depends on: sizes, all above 0, and settings that are no numbers."""
     split, shape = spec.parallelism, spec.shape
     degrees = (split.tensor, split.pipeline, split.virtual_stages, split.context, split.expert)
     sizes = (spec.batch.micro_batch_size, shape.seq_length)
@@ -239,14 +242,19 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
 
 
 def _configuration_key(row: MeasurementRow) -> tuple[str, ...]:
-    """Return the cells by which a row is another configuration: all but the figure and the run's name."""
+    """Return a key that is equal for rows that measure the same configuration on the same machine.
+
+    It has all columns but the measured value and the name of the run folder.
+    """
     columns = [name for name in _COLUMNS if name not in ("url_or_path", "value")]
     machine = row.get("url_or_path", "").partition(":")[0]
     return (machine, *(row.get(name) or "" for name in columns))
 
 
 def _read_own_rows(path: Path) -> tuple[list[str], list[MeasurementRow]]:
-    """Return columns and rows of a file; a file that does not exist has all columns and no rows.
+    """Return the columns and the rows of a file of the user's own measurements.
+
+    A file that does not exist gives all columns and no rows. Columns that older files lack are added.
 
     Raises:
         MeasurementsError: The file is no table of measurements.

@@ -58,10 +58,10 @@ class Uncertainty:
     """Interval from the errors of similar published measurements; None if there are too few."""
 
     def interval(self, level: float = 0.80) -> tuple[float, float] | None:
-        """Return least and most seconds per iteration, or None if too few similar runs were measured.
+        """Return the smallest and the largest time to expect, in seconds; None if too few similar runs were measured.
 
-        The interval of the user's own runs holds all their errors, whatever the level. Without them it holds the
-        fraction `level` of similar published measurements.
+        With enough runs of the user, the interval holds the errors of all of these, whatever the level. Without them
+        it holds the fraction `level` of the errors of similar published measurements.
         """
         if self.own_errors:
             smallest_value = self.seconds / (1 + max(self.own_errors))
@@ -70,9 +70,9 @@ class Uncertainty:
 
     @property
     def warning(self) -> str:
-        """Sentence about a prediction that lies outside its own 80% interval; empty if it lies inside.
+        """Sentence that warns of a prediction outside of the 80% interval; empty if it lies inside.
 
-        The sentence is empty too if the prediction and an end of the interval are printed alike.
+        The sentence is also empty if the prediction and an end of the interval are equal in print.
         """
         interval = self.interval(_LEVELS[0])
         if interval is None or interval[0] <= self.seconds <= interval[1]:
@@ -163,8 +163,8 @@ def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> 
 
     Args:
         spec: The run.
-        cluster: Its cluster.
-        own: The user's own runs on the cluster's device; may be empty.
+        cluster: Cluster on which it runs.
+        own_runs: The user's own runs on the cluster's device; may be empty.
     """
     bias = own_runs.bias(spec)
     seconds = iteration_seconds(spec, cluster).total / exp(bias)
@@ -180,11 +180,11 @@ def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> 
 
 
 def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
-    """Return the nearest timed measurements on the same device with their distance, nearest first.
+    """Return the published times of the most similar runs on the same device, with their predictions.
 
-    Each is predicted with constants that were fitted without its source. Of repeated measurements of one
-    configuration only the nearest counts. At most `_MOST_NEIGHBOURS` are returned, none further than
-    `_MOST_DISTANCE`.
+    Each comes with its distance from the run, nearest first. It is predicted with constants that were fitted without
+    its source. Of repeated measurements of one configuration only the nearest is returned. At most `_MOST_NEIGHBOURS`
+    are returned, and none that is further away than `_MOST_DISTANCE`.
     """
     near: list[tuple[float, Residual]] = []
     configurations: set[tuple[object, ...]] = set()
@@ -224,7 +224,7 @@ def _order_by_distance(spec: RunSpec, cluster: Cluster) -> list[tuple[float, int
 
 
 def _configuration_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
-    """Return what is equal in two measurements of one configuration, such as by two releases."""
+    """Return a key that is equal for measurements of one configuration, for example with two software releases."""
     degrees = (
         measurement.gpus,
         measurement.tp,
@@ -239,9 +239,10 @@ def _configuration_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
 
 @cache
 def _timed_measurements() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
-    """Return the timed measurements of the file, and the published runs of the kit.
+    """Return all published measurements of times, each with its run or None.
 
-    The second value is the run of the kit's measurements; None for those of the file, which are not converted yet.
+    The measurements of the file come with None, because they are not converted to runs yet. The kit's published
+    measurements come with their runs.
     """
     timed = [
         (measurement, None)
@@ -254,10 +255,11 @@ def _timed_measurements() -> tuple[tuple[PublishedMeasurement, MeasuredRun | Non
 def _distance_in_doublings(
     measurement: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int
 ) -> float | None:
-    """Return the distance of a measurement from a run with so many `parameters`.
+    """Return how much a measured run differs from a planned run, in doublings.
 
-    It adds up the doublings between their sizes, 1 for another dtype, and `_EXPERTS_DISTANCE` for dense against
-    experts. None if the measurement states no parameters or no number of GPUs.
+    The distance adds up the doublings between the sizes of the two runs. Another dtype adds 1, and a mixture of experts
+    against a dense model `_EXPERTS_DISTANCE`. None means that the measurement does not state its parameters or GPUs.
+    `parameters` is the number of parameters of the planned run.
     """
     split, shape = spec.parallelism, spec.shape
     if measurement.params_b is None or measurement.gpus is None:

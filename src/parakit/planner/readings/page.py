@@ -42,7 +42,7 @@ def write_page(
 ) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg` into a folder and return their paths.
 
-    `stated` are the errors from which intervals are made.
+    `stated` are the errors of predictions from which intervals are made.
     """
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"
@@ -117,7 +117,7 @@ _COLUMNS = (
 
 
 def _values(item: Residual) -> tuple[float, float]:
-    """Return published and predicted seconds per iteration, or bytes."""
+    """Return the published and the predicted value of a measurement: seconds per iteration, or bytes of memory."""
     metric = item.measurement.metric
     if item.seconds is not None:
         return item.published_seconds, item.seconds
@@ -126,7 +126,10 @@ def _values(item: Residual) -> tuple[float, float]:
 
 
 def _draw_residuals(items: list[Residual], kinds: list[IntervalCoverage], path: Path) -> None:
-    """Write the picture: times, memory, and what intervals cover."""
+    """Draw predicted against published times and memory, and the fraction of measurements inside intervals.
+
+    The picture is written to `path` as SVG.
+    """
     generations = sorted({item.measured_run.cluster.device.generation for item in items})
     with svg_figure(path, "residuals", 13, 4.4, dpi=160) as figure:
         *panels, reliability = figure.subplots(1, 3)

@@ -1,4 +1,4 @@
-"""The published runs that the kit reproduces, in the form of the other published measurements."""
+"""Convert the published runs that the kit reproduces to the form of the other published measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def h200_figures() -> tuple[Figure, ...]:
 
 
 def h200_spec(strategy: str) -> RunSpec:
-    """Return the published gpt2-large run of a strategy."""
+    """Return the published run of gpt2-large with a strategy such as `dp2`."""
     model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
     return spec_from_model(model, split, scale_batch(model.batch, split))
 
@@ -44,7 +44,14 @@ def kit_runs() -> list[MeasuredRun]:
 
 
 def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> MeasuredRun:
-    """Return a run with a measurement of `seconds` per iteration."""
+    """Return a run together with a published measurement of it.
+
+    Args:
+        source: Name of the source.
+        spec: The run.
+        cluster: Cluster on which it was measured.
+        seconds: Measured seconds per iteration.
+    """
     split = spec.parallelism
     measurement = PublishedMeasurement(
         line=0,

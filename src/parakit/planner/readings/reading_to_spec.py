@@ -1,4 +1,8 @@
-"""Conversion of a published measurement to what the planner's formulas take: a run, its cluster and its execution."""
+"""Convert a published measurement to the input of the planner's formulas: a run, its cluster and its execution.
+
+Facts that the measurement does not state come from its "source", the publication or repository that it was taken from:
+`sources.yaml` has them by name, and the functions here get them as the mapping `source`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ _WORDS_IN_BRACKETS = re.compile(r"\s*\(.*\)")
 _GATED_COLUMNS = 64
 _DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4")
 _RECOMPUTED = ("none", "full", "selective", "per-op")
-"""Beginnings of a recompute cell that is no list of modules."""
+"""Beginnings of the column `recompute`, unless it has a list of modules."""
 _SHORT_MODULES = {"norm": "layernorm", "act": "moe_act"}
 """Megatron's names of modules, by the names in one source's tables."""
 _BLOCKS_ON_STAGES = "{} has layers of several kinds, and PP or CP"
@@ -79,7 +83,10 @@ class MeasuredRun:
     """Sizes that the source leaves out although times depend on them: `MICRO`, `VIRTUAL`. In `spec` they are 1."""
 
     def candidate_runs(self) -> Iterator[MeasuredRun]:
-        """Yield the runs that may have been measured, one for each value of the unstated sizes."""
+        """Yield every run that may have been measured: one per combination of values of the unstated sizes.
+
+        A measurement without unstated sizes yields its one run.
+        """
         spec, split = self.spec, self.spec.parallelism
         for size, (virtual, stages) in product(
             self._possible_micro_batches(), self._possible_schedules()
@@ -91,14 +98,20 @@ class MeasuredRun:
                 yield replace(self, spec=run, unstated=())
 
     def _possible_micro_batches(self) -> list[int]:
-        """Return the stated micro batch, or all that divide the samples of a data-parallel rank."""
+        """Return the stated micro batch, or if none is stated all that divide a data-parallel rank's samples.
+
+        At most _LARGEST_MICRO_BATCH samples are tried. Without a global batch, the micro batch is that of `spec`.
+        """
         global_batch = self.measurement.gbs
         if MICRO in self.unstated and global_batch:
             return divisors(global_batch // self.spec.parallelism.data, _LARGEST_MICRO_BATCH)
         return [self.spec.batch.micro_batch_size]
 
     def _possible_schedules(self) -> list[tuple[int, StageSplit]]:
-        """Return the stated number of virtual stages with its layers per stage, or all legal ones."""
+        """Return the possible numbers of virtual stages, each with the layers per stage.
+
+        It is the stated number alone, or if none is stated every number into which the layers can be split.
+        """
         spec, split = self.spec, self.spec.parallelism
         if VIRTUAL not in self.unstated:
             return [(split.virtual_stages, spec.stages)]
@@ -112,13 +125,13 @@ class MeasuredRun:
 
 
 def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
-    """Return the run and the cluster of a published measurement.
+    """Return the run and the cluster that a published measurement describes.
 
-    The run comes from the measurement's own flags, from the flags of a test case of Megatron, or else from its columns
-    and the facts of its source.
+    The run comes from the measurement's column `flags`. If that is empty, it comes from the flags of the test case of
+    Megatron that was measured, or else from the measurement's columns and the facts of its source.
 
     Raises:
-        RefusedError: The source states too little, contradicts itself, or trains what no formula knows.
+        RefusedError: The measurement states too little, contradicts itself, or trains what the formulas do not cover.
     """
     if measurement.metric == "matmul_tflops":
         return _matrix_product_run(measurement)
@@ -158,17 +171,17 @@ def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
 
 
 def _matrix_product_run(measurement: PublishedMeasurement) -> MeasuredRun:
-    """Return the run of a measured rate of one matrix product, which has only dtype and device."""
+    """Return a placeholder run for the measured rate of one matrix product; only its dtype and device matter."""
     shape = ModelShape(1, 16384, 128, 128, 128, 16384, 8192, 0)
     spec = RunSpec(shape, Parallelism(), Batch(1, 1), dtype=measurement.dtype.lower() or "bf16")
     return MeasuredRun(measurement, spec, _build_cluster(measurement.gpu, 1))
 
 
 def _refuse_unpredictable(measurement: PublishedMeasurement, source: dict[str, Any]) -> None:
-    """Raise an error if the source's facts refuse the measurement, or if its notes hold flags.
+    """Raise an error for a measurement that cannot be predicted.
 
     Raises:
-        RefusedError: One of both is so.
+        RefusedError: The source's facts state a reason, or the notes hold flags, as files of older versions do.
     """
     refused = source.get("refused")
     if refused:
@@ -206,7 +219,10 @@ def _read_cases() -> dict[str, str]:
 def _complete_measurement(
     measurement: PublishedMeasurement, source: dict[str, Any]
 ) -> PublishedMeasurement:
-    """Return a measurement with the sizes of its model where it states none, and the degrees of its source."""
+    """Return the measurement with missing sizes filled in from the facts about its model.
+
+    Parallel sizes and micro batch of the source's facts replace those of the measurement.
+    """
     sizes = facts_for_fields(PublishedMeasurement, model_facts(measurement.model))
     missing = {name: size for name, size in sizes.items() if getattr(measurement, name) is None}
     degrees = ("tp", "pp", "vpp", "ep", "mbs")
@@ -223,12 +239,17 @@ def _build_cluster(
     per_node: int | None = None,
     execution: Execution = Execution(),  # noqa: B008  frozen
 ) -> Cluster:
-    """Return the cluster of a source's GPU by name, with its usual links and nodes unless they are given.
+    """Return a cluster of GPUs, with the GPU's usual network and node size unless they are given.
 
-    `network` is in GB per second between nodes.
+    Args:
+        gpu: Name of the GPU as the source writes it.
+        gpus: Number of GPUs.
+        network: Bandwidth between nodes in GB per second; None takes the GPU's usual network.
+        per_node: GPUs per node; None takes the GPU's usual number.
+        execution: How the run is executed.
 
     Raises:
-        RefusedError: There is no such GPU.
+        RefusedError: The planner does not know the GPU.
     """
     try:
         device = device_by_key(_WORDS_IN_BRACKETS.sub("", gpu).replace(" ", "-").replace("_", "-"))
@@ -286,10 +307,10 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
 def _choose_dispatcher(
     measurement: PublishedMeasurement, source: dict[str, Any]
 ) -> TokenDispatcher:
-    """Return the token dispatcher of a measurement.
+    """Return the token dispatcher with which a measured run sent tokens to experts.
 
-    For sources whose dispatcher sends a token once per rank it is HybridEP if the notes say so or if NVLink joins more
-    devices than DeepEP knows, else DeepEP.
+    It is the one that the source's facts name, unless they say that a token is sent only once to each rank. Then it is
+    HybridEP if the notes say so or if NVLink joins more devices than DeepEP supports, and else DeepEP.
     """
     if not source["deduplicated"] or measurement.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])
@@ -310,7 +331,7 @@ def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
-    """Return the layers per stage where a source does not state them.
+    """Return the layers per stage of a run whose source does not state them: equal numbers as far as possible.
 
     With multi-token prediction they are those of Megatron-Bridge's recipe of DeepSeek V3
     (`recipes/deepseek/deepseek_v3.py: layout_map`).
@@ -397,12 +418,13 @@ def _stated_strategy(
 def _refuse_wrong_data(
     measurement: PublishedMeasurement, gpus: int, tensor: int, pipeline: int
 ) -> None:
-    """Raise an error if the stated data parallelism does not multiply to the GPUs.
+    """Raise an error if the product of the stated parallel sizes is not the number of GPUs.
 
-    Some sources count the ranks of expert parallelism in it, others do not. Nothing is checked if it is not stated.
+    Some sources count the expert-parallel ranks in the data-parallel size, others do not, so both products are right.
+    Nothing is checked if the source states no data-parallel size.
 
     Raises:
-        RefusedError: It does neither with expert parallelism nor without.
+        RefusedError: Neither product is the number of GPUs.
     """
     if measurement.dp is None:
         return
@@ -418,10 +440,12 @@ def _refuse_wrong_data(
 def _stated_tensor_and_pipeline(
     measurement: PublishedMeasurement, source: dict[str, Any], sharding: Sharding
 ) -> tuple[int, int]:
-    """Return tensor and pipeline parallel sizes; missing ones are 1 if weights are sharded.
+    """Return the stated tensor- and pipeline-parallel sizes; a missing size is 1 if data parallelism shards weights.
+
+    Known misprints of the pipeline-parallel size are corrected.
 
     Raises:
-        RefusedError: The source does not state them.
+        RefusedError: A size is missing and weights are not sharded.
     """
     tensor, pipeline = measurement.tp, measurement.pp
     misprints = source.get("misprinted_pipeline", {})
@@ -437,8 +461,16 @@ def _stated_tensor_and_pipeline(
 def _stated_batch(measurement: PublishedMeasurement, data: int, pipeline: int) -> Batch:
     """Return the batch of a measurement; a missing micro batch is 1.
 
+    A missing global batch is one micro batch per data-parallel rank.
+
+    Args:
+        measurement: The measurement.
+        data: Data-parallel size.
+        pipeline: Pipeline-parallel size.
+
     Raises:
-        RefusedError: The global batch is missing and does not follow, or is no multiple of the micro batches.
+        RefusedError: The global batch is missing although the time depends on it, or cannot be divided into micro
+            batches.
     """
     micro, global_batch = measurement.mbs or 1, measurement.gbs
     if global_batch is None:
@@ -459,12 +491,18 @@ def _stated_batch(measurement: PublishedMeasurement, data: int, pipeline: int) -
 
 
 def _parse_recompute(stated: str, fused: bool) -> Recompute:
-    """Return the recomputation that a cell states; `fused` is True for fused attention.
+    """Return the recomputation that a measurement's column `recompute` states.
 
-    Lists of modules are Megatron's. Operators that another trainer selects are not predicted.
+    The column has `none`, `full`, `selective`, `per-op`, or a list of modules as Megatron names them. Selective
+    recomputation with fused attention is none, because fused attention stores no scores that could be recomputed.
+    Recomputation per operator counts as none, too: the formulas do not cover it.
+
+    Args:
+        stated: Text of the column.
+        fused: True if attention is fused.
 
     Raises:
-        RefusedError: The cell is none of the known recomputations.
+        RefusedError: The text is none of these.
     """
     text = stated.lower()
     modules = [_SHORT_MODULES.get(name, name) for name in text.replace(",", " ").split()]
@@ -483,22 +521,34 @@ def _parse_recompute(stated: str, fused: bool) -> Recompute:
 
 
 def _parse_fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
-    """Return the fp8 recipe of a dtype's cell; an empty cell takes the source's."""
+    """Return the fp8 or fp4 recipe that the dtype of a published measurement names, such as `FP8-MX`.
+
+    A 16-bit or 32-bit dtype has the recipe `NONE`. If the measurement states no dtype, that is, `dtype` is
+    empty, the source's fact `unstated_bits` is read in its place. A plain `FP8` has the recipe of the source's
+    fact `fp8`.
+    """
     text = (dtype or source["unstated_bits"]).lower()
+    # "CS" stands for current scaling, which has one scale per tensor. `FP8-CS (FP8-MX)` names the recipe of
+    # the measurement first, and another in brackets.
+    has_current_scaling = "cs" in text
     if "fp4" in text:
         return Fp8Recipe.NVFP4
     if "fp8" not in text:
         return Fp8Recipe.NONE
-    if "mx" in text and "cs" not in text:
+    if has_current_scaling or "tensorwise" in text:
+        return Fp8Recipe.TENSORWISE
+    if "mx" in text:
         return Fp8Recipe.MXFP8
     if "block" in text or "rowwise" in text:
         return Fp8Recipe.BLOCKWISE
-    is_tensorwise = "cs" in text or "tensorwise" in text
-    return Fp8Recipe.TENSORWISE if is_tensorwise else Fp8Recipe(source["fp8"])
+    return Fp8Recipe(source["fp8"])
 
 
 def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any]) -> Execution:
-    """Return how a run without flags was executed, from its source's facts and its notes."""
+    """Return how the run of a measurement without flags was executed, from the source's facts and the notes.
+
+    The execution says, for example, which communication overlaps with computation and whether CUDA graphs are used.
+    """
     stated, is_eager = facts_for_fields(Execution, source), source["eager"]
     notes = measurement.notes.lower()
     has_graphs = container_release(measurement, source) >= source["graphs_since"]
@@ -565,7 +615,7 @@ def _golden_spec(measurement: PublishedMeasurement, case: list[str]) -> RunSpec:
 
 
 def parse_execution(flags: Flags) -> Execution:
-    """Return how a run with these flags of Megatron is executed."""
+    """Return how Megatron executes a run with these flags, such as which communication overlaps with computation."""
     execution_flags = flags_in_group("execution")
     switches = dict.fromkeys((flag.field for flag in execution_flags), False)
     for flag in execution_flags:

@@ -80,7 +80,7 @@ def compute_residuals(
     without: str | None = None,
     calibrate: Callable[[Device], Calibration] = lambda device: Calibration(),
 ) -> Residuals:
-    """Predict all measurements, and return those that cannot be predicted with the reason.
+    """Predict all measurements; return the predictions, and the reason for each one that cannot be predicted.
 
     Args:
         measurements: Measurements of a file.
@@ -106,13 +106,16 @@ def compute_residuals(
 
 
 def use_constants_without_source(run: MeasuredRun, source: str) -> MeasuredRun:
-    """Return a measured run on a cluster whose constants were fitted without a source."""
+    """Return a measured run whose prediction uses constants that were fitted without the measurements of `source`.
+
+    Measurements of other sources that repeat figures of `source` are left out of the fit, too.
+    """
     return replace(run, cluster=_refit_cluster(run.cluster, origin_of_source(source)))
 
 
 @lru_cache(maxsize=4096)
 def _refit_cluster(cluster: Cluster, without: str) -> Cluster:
-    """Return a cluster with the constants that were fitted without a source, or the cluster if they are the same."""
+    """Return the cluster with constants that were fitted without a source; unchanged if these are the same."""
     generation = cluster.device.generation
     constants, full_fit = load_constants(generation, without), load_constants(generation)
     return cluster if constants == full_fit else replace_constants(cluster, constants)
@@ -124,16 +127,16 @@ def replace_constants(cluster: Cluster, constants: Constants) -> Cluster:
 
 
 def compute_residual(run: MeasuredRun, flops_per_token: float | None = None) -> Residual:
-    """Return one measurement with its prediction and error.
+    """Predict one measurement, and return it with the prediction and its error.
 
     Args:
         run: The measured run.
-        flops_per_token: FLOPs per token of a source that prints both tokens and FLOPs; None takes the closed form.
+        flops_per_token: Model FLOPs per token as the source counts them; None computes them by a formula.
 
     Raises:
         UnevenSplitError: A degree does not divide what it splits.
         NoPeakError: The device has no rate in the run's dtype.
-        RefusedError: No device can have run so fast, or nobody trains so slowly.
+        RefusedError: The published figure exceeds the device's peak, or is too slow for any training.
     """
     if run.unstated:
         return _residual_of_fastest(run, flops_per_token)
@@ -155,10 +158,10 @@ def compute_residual(run: MeasuredRun, flops_per_token: float | None = None) -> 
 
 
 def _residual_of_fastest(run: MeasuredRun, flops_per_token: float | None) -> Residual:
-    """Return the residual of the fastest run that fits, over all values of the sizes that a source leaves out.
+    """Predict a measurement that leaves out sizes, with the sizes of the fastest run that fits into memory.
 
-    Published runs are tuned: where sources state these sizes, they are those of the fastest run that fits. If no run
-    fits, all of them count.
+    Published runs are tuned: sources that do state these sizes state those of the fastest run that fits. If no run
+    fits, the fastest of all is taken. The result also has the range of predictions of all these runs.
     """
     candidates = [
         (compute_residual(candidate, flops_per_token), candidate)
@@ -176,8 +179,10 @@ def _residual_of_fastest(run: MeasuredRun, flops_per_token: float | None) -> Res
 def _refuse_impossible_rate(spec: RunSpec, cluster: Cluster, seconds: float) -> None:
     """Raise an error if a run of `seconds` per iteration exceeds the device's peak, or is far too slow.
 
+    Runs on CPU cores are never refused, because no datasheet states the peak of a core.
+
     Raises:
-        RefusedError: It does or is. CPU cores have no datasheet, so their runs are never refused.
+        RefusedError: The rate is above the peak, or at most `_LEAST_MFU` of the peak.
     """
     if cluster.device.key == "cpu":
         return
@@ -191,7 +196,7 @@ def _refuse_impossible_rate(spec: RunSpec, cluster: Cluster, seconds: float) -> 
 
 
 def _fits(run: MeasuredRun) -> bool:
-    """Return True if a run leaves the reserve of its device free."""
+    """Return True if a run fits into its device's memory and leaves the planner's reserve free."""
     memory = find_peak_rank(run.spec)[1]
     return leaves_reserve(run.spec, memory, run.cluster)
 
@@ -199,7 +204,7 @@ def _fits(run: MeasuredRun) -> bool:
 def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | None) -> float:
     """Return the predicted rate per device in a measurement's unit: tokens/s, TFLOP/s, or percent of the peak.
 
-    None as FLOPs per token counts them as the source does.
+    `flops_per_token` are model FLOPs; None counts the FLOPs by a formula, as the source does.
     """
     measurement, spec, cluster = run.measurement, run.spec, run.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
@@ -219,9 +224,10 @@ def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | Non
 
 @lru_cache(maxsize=4096)
 def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
-    """Return the memory of the rank on which a metric is read.
+    """Return the predicted memory of the rank that a memory metric is about.
 
-    Megatron logs the bytes of the last rank; other metrics are those of the rank with the peak memory.
+    Metrics in bytes are from Megatron's log, which prints the last rank. All other metrics are about the rank with the
+    peak memory.
     """
     if metric.endswith("_bytes"):
         return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
@@ -260,7 +266,10 @@ def _seconds_per_iteration(spec: RunSpec, cluster: Cluster) -> float:
 def _stated_flops_per_token(
     measurements: Iterable[PublishedMeasurement],
 ) -> dict[tuple[object, ...], float]:
-    """Return the FLOPs per token of runs whose rate is published both in FLOPs and in tokens or steps, by run."""
+    """Return the FLOPs per token that sources have counted, by run.
+
+    Only runs are included whose rate is published both in FLOPs and in tokens or seconds per step.
+    """
     tokens: dict[tuple[object, ...], float] = {}
     flops: dict[tuple[object, ...], float] = {}
     for item in measurements:
@@ -275,7 +284,7 @@ def _stated_flops_per_token(
 
 
 def _run_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
-    """Return what two figures of one run have in common."""
+    """Return a key that is equal for two measurements (in different units) of one run."""
     origin = (measurement.source, measurement.where, measurement.notes)
     job = (measurement.model, measurement.gpu, measurement.gpus)
     degrees = (

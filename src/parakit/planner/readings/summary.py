@@ -1,4 +1,4 @@
-"""Errors of predictions in figures: by source, GPU and kind of run, the largest errors, and what was refused."""
+"""Summarise the errors of predictions: by source, GPU and kind of run, the largest errors, and refused rows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class ErrorGroup:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Mean, median, 90th percentile and fractions of the errors' sizes, and the median with its sign, by name.
+        """Statistics of the errors by name, such as `median_abs_error` and `within_10%`; empty without errors.
 
-        The result is empty if nothing is predicted.
+        All of them take the errors without sign, but for `median_error`.
         """
         sizes = sorted(map(abs, self.errors))
         if not sizes:
@@ -60,9 +60,9 @@ def metric_kind(metric: str) -> str:
 
 
 def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
-    """Return a group per source.
+    """Return the errors of each source as a group.
 
-    Memory is a group of its own if the source also has times. Measurements with an unstated size are a group too.
+    A source with times and memory has two groups. Measurements that leave out a size have another group per source.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
@@ -79,7 +79,7 @@ def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
 
 
 def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
-    """Return two groups per device, one of times and one of memory."""
+    """Return the errors of each device as two groups, one of times and one of memory."""
     return _build_groups(
         residuals.predicted,
         lambda item: (
@@ -89,9 +89,10 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
 
 
 def group_by_kind(residuals: Residuals) -> list[ErrorGroup]:
-    """Return a group per kind of run that the README names, in the README's order.
+    """Return the errors of each kind of run in the README's table as a group, in the table's order.
 
-    Times count where they are published in seconds or tokens, and memory where it is published in bytes.
+    Measurements of other kinds are left out, and so are times that are published as FLOPs and memory that is not from
+    Megatron's tests.
     """
     with_kind = filter(_kind_of_run, residuals.predicted)
     groups = {group.name: group for group in _build_groups(with_kind, _kind_of_run)}
@@ -131,7 +132,7 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
 def _kind_of_run(item: Residual) -> str:
-    """Return the kind of run of a measurement; empty if the README names none."""
+    """Return the kind of run of a measurement, as the README's table names it; empty if the table has no such kind."""
     measurement = item.measurement
     is_test = measurement.source == _TESTS
     if measurement.metric not in _DIRECT and not is_test:
@@ -150,10 +151,13 @@ def _kind_of_run(item: Residual) -> str:
 
 
 def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
-    """Return two groups of the kinds to which constants are fitted: held out of the fit, and used by the fit."""
+    """Return the errors of times that the fit of the constants used, and of similar times that were held out of it.
+
+    The result has up to two groups. Kinds of runs that no fit uses are left out.
+    """
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
-    used, held_out = "the other two thirds", "held out of the fit"
+    used, held_out = "used by the fit", "held out of the fit"
     return _build_groups(fitted, lambda item: held_out if item.measurement.is_held_out else used)
 
 
@@ -163,7 +167,10 @@ def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
 
 
 def describe_largest_parts(residual: Residual) -> str:
-    """Return the three largest parts of a predicted time or memory with their fractions; empty for single products."""
+    """Return the three largest components of a predicted time or memory as text, such as `compute 80%, bubble 9%`.
+
+    The text is empty for the rate of a single matrix product.
+    """
     measurement = residual.measurement
     if measurement.metric == "matmul_tflops":
         return ""
@@ -202,11 +209,11 @@ class StrategyChoice:
 
 
 def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> list[StrategyChoice]:
-    """Return the planner's choice in every group of two or more strategies of one job.
+    """Return for each job that was measured with two or more strategies the strategy that the planner would choose.
 
     Measurements are of one job if they have the same source, model, devices, batch, recomputation and software. If
     `across_releases` is True, the release of the container may differ. A strategy that was measured more than once
-    counts with its median.
+    counts with its median time.
     """
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
@@ -221,7 +228,7 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
 
 
 def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
-    """Return what is equal in measurements of one job that differ in strategy alone."""
+    """Return a key that is equal for measurements of one job with different strategies."""
     measurement, spec = item.measurement, item.measured_run.spec
     # The notes begin with the variant. Later parts may name another trainer.
     variant, *notes = measurement.notes.split(";")
@@ -237,7 +244,10 @@ def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
 
 
 def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
-    """Return the planner's choice among measurements of one job; None if they have one strategy alone."""
+    """Return the strategy that the planner would choose for a job, with its measured loss of time.
+
+    None means that all measurements have the same strategy.
+    """
     times: dict[RunSpec, list[float]] = defaultdict(list)
     for item in items:
         times[item.measured_run.spec].append(item.published_seconds)
@@ -265,7 +275,7 @@ def _format_full_percent(fraction: float | None) -> str:
 
 
 def _build_error_column(name: str, figure: str, text: Callable[[Any], str]) -> Column[ErrorGroup]:
-    """Return a column with one figure of error groups."""
+    """Return a table column that shows the statistic `figure` of each error group as `text` formats it."""
     return Column(name, lambda group: group.figures.get(figure), text)
 
 
@@ -281,7 +291,10 @@ ERROR_COLUMNS = (
 
 
 def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
-    """Return source, reason and lines of rows that are not predicted, most lines first."""
+    """Group the rows that are not predicted by source and reason; return both with the rows' lines in the file.
+
+    The group with the most rows comes first.
+    """
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for item in refused:
         lines[item.source, item.reason].append(item.line)
@@ -300,7 +313,10 @@ def drop_matrix_products(residuals: Residuals) -> list[Residual]:
 
 
 def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[IntervalCoverage]:
-    """Return how often intervals hold their measurement, per kind of run, for all times and for all memory."""
+    """Return the fraction of measurements that lie inside the intervals of their predictions.
+
+    There is one result per kind of run, one for all times and one for all memory.
+    """
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in drop_matrix_products(residuals):
         kind = _kind_of_run(item)
@@ -320,9 +336,9 @@ def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[In
 def _compute_coverage(
     items: list[Residual], errors: PredictionErrors, elsewhere: bool
 ) -> dict[float, float]:
-    """Return the fraction of measurements inside their intervals, by level.
+    """Return the fraction of measurements that lie inside the intervals of their predictions, by level.
 
-    If `elsewhere` is True, intervals are made from errors of other sources alone.
+    If `elsewhere` is True, an interval is made only from errors of other sources than the measurement's.
     """
     return {
         level: statistics.mean(errors.covers(item, level, elsewhere) for item in items)
@@ -344,7 +360,7 @@ class IntervalCoverage:
 
 
 def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
-    """Return a measurement with prediction, verdict on its memory and intervals as data for JSON."""
+    """Return a measurement as data for JSON: prediction, error, intervals, and whether its memory would fit."""
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.measurement)["unjudged"]
@@ -367,7 +383,7 @@ _ENCODED_FIGURES = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
 def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, Any]:
-    """Return the predictions of all measurements as `validate --json` prints them."""
+    """Return the predictions of all measurements, and the errors per source, as `validate --json` prints them."""
     return {
         "sources": {
             group.name: {
@@ -388,9 +404,9 @@ def _build_groups(
     name: Callable[[Residual], str],
     refused: Iterable[Refusal] = (),
 ) -> list[ErrorGroup]:
-    """Return groups of measurements with the same `name`, sorted by name.
+    """Group predicted measurements by the name that the function `name` gives them; return the groups by name.
 
-    Refused rows count in the group of their source.
+    Refused rows are counted in the group that is named as their source.
     """
     num_refused = Counter(item.source for item in refused)
     members: dict[str, list[Residual]] = {source: [] for source in num_refused}

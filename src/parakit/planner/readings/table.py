@@ -1,4 +1,4 @@
-"""The file of published measurements: one figure per line, with its source, strategy and batch.
+"""Read the file of published measurements: one figure per line, with its source, strategy and batch.
 
 `readings.csv.gz` holds facts from public repositories and papers, collected on 2026-11-21 and 23; `README.md` says what
 each column means. A file of the user's own measurements has the same columns, compressed or not.
@@ -133,7 +133,7 @@ class Refusal:
 def read_measurements(
     path: Path = MEASUREMENTS_FILE,
 ) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
-    """Return the measurements of a file in order, and its rows that cannot be read.
+    """Return the measurements of a file in order, and its unreadable rows with the reason.
 
     Raises:
         MeasurementsError: The file cannot be read, lacks a column, or has no row that can be read.
@@ -155,7 +155,9 @@ def read_measurements(
 
 
 def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """Return the columns of a file of measurements, and its rows: line in the file, and cells by column.
+    """Return the names of the columns of a file of measurements, and its rows.
+
+    A row is its line in the file and its cells by column. Missing cells and optional columns are empty.
 
     Raises:
         MeasurementsError: The file cannot be read, or lacks a column or names one twice.
@@ -228,7 +230,7 @@ class _RowCells:
     texts: Mapping[str, str]
 
     def error(self, column: str, expected: str) -> MeasurementsError:
-        """Return the error of a cell that is not what is expected."""
+        """Return an error which says that the cell of a column is not `expected`, such as `a number above 0`."""
         return MeasurementsError(
             f"row {self.line}, column {column}: '{self.texts[column]:.40}' is not {expected}; correct the "
             "cell, or leave it empty where it is not known"

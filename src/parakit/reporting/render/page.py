@@ -159,7 +159,10 @@ def list_provenance(entry: Entry) -> Mapping[str, str]:
 
 
 def _recorded_facts(record: RunRecord, megatron: str) -> dict[str, str | None]:
-    """Return the facts of a run's `run.json`."""
+    """Return what a run's `run.json` states about its host, code, data and command, as label and text for the page.
+
+    None as text means that the record does not state the fact. `megatron` is the text of the Megatron version.
+    """
     host, data = record.host, record.dataset
     software = sorted(record.software.items())
     environment_variables = sorted(record.environment.items())

@@ -214,7 +214,11 @@ def _power_sentences(report: Report) -> list[str]:
 
 
 def withheld_sentences(report: Report) -> list[str]:
-    """Return why rows are not compared in speed, one sentence per reason; empty if all are compared."""
+    """Return sentences on the rows whose speed is not compared with the reference's; empty if all are compared.
+
+    One sentence names all rows that other programs disturbed, and one all rows with more ranks than cores. Each
+    row with an impossible speed has a sentence.
+    """
     disturbed, oversubscribed = [], []
     for entry in report.entries:
         reason = why_withheld(entry.configuration)
@@ -235,11 +239,13 @@ def withheld_sentences(report: Report) -> list[str]:
             f"No speed is compared with {join_first_names(oversubscribed)}: with more ranks than cores,"
             " times say nothing about speed."
         )
-    return texts + [
+    # Each of these sentences states the row's speed, so that rows cannot share one.
+    texts += [
         speed_sentence(entry, report)
         for entry in report.entries
         if entry.speed and IMPOSSIBLE in entry.speed.caution
     ]
+    return texts
 
 
 def _speed_sentences(report: Report) -> list[str]:
