@@ -42,7 +42,7 @@ def test_flags_say_the_limit_and_below_zero_is_none() -> None:
     words = ["--moe-expert-capacity-factor", "1.25", "--moe-pad-expert-input-to-capacity"]
     assert parse_expert_load(Flags(words)) == PADDED
     assert parse_expert_load(Flags(["--moe-expert-capacity-factor", "-1"]), 1.3) == ExpertLoad(1.3)
-    with pytest.raises(ValueError, match="factor nan is no share of the mean; use a number above"):
+    with pytest.raises(ValueError, match="factor nan is not a finite number above 0; use"):
         parse_expert_load(Flags(["--moe-expert-capacity-factor", "nan"]))
     with pytest.raises(ValueError, match="contradicts --moe-router-force-load"):
         parse_expert_load(Flags(["--moe-router-force-load-balancing"]), 1.3)
@@ -70,5 +70,5 @@ def test_groups_of_experts_are_read_from_flags_and_more_than_there_are_is_refuse
     words = ["--moe-router-num-groups", "4", "--moe-router-group-topk"]
     assert parse_expert_load(Flags([*words, "2"])) == ExpertLoad(groups=4, groups_per_token=2)
     assert parse_expert_load(Flags(words[:2])) == BALANCED
-    with pytest.raises(ValueError, match="needs a --moe-router-num-groups of as many"):
+    with pytest.raises(ValueError, match="is 5 and --moe-router-num-groups is 4; use 1 or more"):
         parse_expert_load(Flags([*words, "5"]))

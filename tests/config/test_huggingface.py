@@ -202,7 +202,7 @@ def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "dense layers among those of experts"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "dense layers between layers with experts"),
         ({**QWEN3_MOE, "num_experts": 0}, "num_experts = 0; use a whole number of 1 or more"),
         ({**DEEPSEEK_V3, "n_shared_experts": "one"}, 'n_shared_experts = "one"; use a whole'),
         (

@@ -88,7 +88,7 @@ def test_an_unknown_model_names_the_near_ones() -> None:
 @pytest.mark.parametrize("name", ["t5", "bert-base", "megatron-bert"])
 def test_a_model_that_is_no_gpt_is_refused_by_its_entry(name: str) -> None:
     with pytest.raises(
-        UnknownModelError, match=r"is no GPT: .* pretrain_(t5|bert)\.py.* for example"
+        UnknownModelError, match=r"is no GPT, .* pretrain_(t5|bert)\.py.* for example"
     ):
         load_model(name)
 
@@ -134,7 +134,9 @@ def test_a_shape_that_no_model_has_is_refused_by_the_flag(words: str, message: s
 def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -> None:
     with pytest.raises(ValueError, match="--mtp-num-layers is -2; use 0 or more"):
         shape_from_flags("m", Flags([*DIMENSIONS, "--mtp-num-layers", "-2"]))
-    with pytest.raises(ValueError, match="--fp8-recipe foo is not one of Megatron's; use delayed"):
+    with pytest.raises(
+        ValueError, match="does not know the value foo of --fp8-recipe; use delayed"
+    ):
         parse_fp8_recipe(Flags(["--fp8-format", "hybrid", "--fp8-recipe", "foo"]))
 
 
@@ -173,7 +175,9 @@ def test_a_file_is_a_model_of_its_name(tmp_path: Path) -> None:
     mine.write_text(" ".join(DIMENSIONS))
     assert load_model("mine", str(mine)).shape.layers == 2
     assert load_model("gpt2-tiny", str(mine)).shape.layers == 4
-    with pytest.raises(UnknownModelError, match=r"A model of your own .*/models/mine\.args, and"):
+    with pytest.raises(
+        UnknownModelError, match=r"To use a model of your own, .*/models/mine\.args, or"
+    ):
         load_model("mine")
     with pytest.raises(UnknownModelError, match=r"There is no file gone/mine\.args; give"):
         load_model("mine", "gone/mine.args")
@@ -226,7 +230,9 @@ def test_layers_have_a_window_by_megatron_s_flags(words: str, window: int, share
 
 
 def test_a_window_of_no_two_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match="--window-size 128 is no pair of numbers, such as 127,0"):
+    with pytest.raises(
+        ValueError, match="--window-size 128 is no pair of numbers; write a pair such as 127,0"
+    ):
         shape_from_flags("m", Flags([*DIMENSIONS, "--window-size", "128"]))
 
 

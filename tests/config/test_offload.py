@@ -65,11 +65,14 @@ def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
     ("words", "message"),
     [
         (FINE, "needs --offload-modules; use some of attn_norm"),
-        (f"{FINE} --offload-modules mlp", "mlp is not one of Megatron's; use attn_norm"),
+        (
+            f"{FINE} --offload-modules mlp",
+            "does not know the value mlp of --offload-modules; use attn_norm",
+        ),
         (f"{FINE} --offload-modules fused_group_mlp", "needs --use-transformer-engine-op-fuser"),
         (
             f"{FINE} --offload-modules moe_act --activation-offload-fraction 2",
-            "--activation-offload-fraction is 0 to 1",
+            "0 to 1 for --activation-offload-fraction",
         ),
         ("--cpu-offloading-num-layers -1", "is -1; use 0 or more"),
     ],

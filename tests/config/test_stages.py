@@ -51,16 +51,16 @@ def test_layers_of_each_stage(
         (EVEN_SPLIT, 126, 8, 1, "they do not divide"),
         (BOTH, 126, 6, 1, "128 with embedding or loss counted do not divide"),
         (StageSplit(first=1, loss=True), 8, 4, 1, "excludes counting"),
-        (StageSplit(first=1), 9, 4, 1, "the 8 layers left do not divide over 3 other stages"),
+        (StageSplit(first=1), 9, 4, 1, "the other 8 layers do not divide over 3 other stages"),
         (StageSplit(first=4, last=3), 8, 2, 1, "1 layers are left for 0 other stages"),
         (StageSplit(last=3), 15, 4, 2, "2 virtual stages do not divide a stage's layers"),
         (StageSplit(layout="Et|tL"), 3, 2, 1, "it has 2 layers"),
         (StageSplit(layout="Et|t|tL"), 3, 2, 1, "it has 3 stages"),
-        (StageSplit(layout="Et|xL"), 1, 2, 1, "it is not E, layers t"),
-        (StageSplit(layout="Et|Lt"), 2, 2, 1, "it is not E, layers t"),
-        (StageSplit(layout="Et*1000000000000|tL"), 2, 2, 1, "it is not E, layers t"),
-        (StageSplit(layout="Et||tL"), 2, 3, 1, "they do not fill the stages"),
-        (StageSplit(layout="Et|tm|L"), 2, 3, 1, "depths are planned on the last stage alone"),
+        (StageSplit(layout="Et|xL"), 1, 2, 1, "it is not E, t for each layer"),
+        (StageSplit(layout="Et|Lt"), 2, 2, 1, "it is not E, t for each layer"),
+        (StageSplit(layout="Et*1000000000000|tL"), 2, 2, 1, "it is not E, t for each layer"),
+        (StageSplit(layout="Et||tL"), 2, 3, 1, "a stage between the ends has no layer"),
+        (StageSplit(layout="Et|tm|L"), 2, 3, 1, "MTP layers are planned on the last stage only"),
         (StageSplit(layout="Et|tL", loss=True), 2, 2, 1, "a layout excludes other ways"),
     ],
 )
@@ -87,17 +87,17 @@ def test_flags_are_read_back_and_count_for_virtual_stages() -> None:
 
 def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_there_are() -> None:
     """The layout of a functional test of Megatron's: 16 layers and one ahead on PP 2."""
-    words = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout")
-    words = (*words, "Et*3|(tt|)*6,tmL")
-    stages = parse_stage_split(Flags(words))
+    pipeline = ("--pipeline-model-parallel-size", "2")
+    arguments = (*pipeline, "--pipeline-model-parallel-layout", "Et*3|(tt|)*6,tmL")
+    stages = parse_stage_split(Flags(arguments))
     assert laid(stages, 16, 2, 4) == [(3, 2, 2, 2), (2, 2, 2, 1)]
     assert (
         stages.find_problem(16, 2, 4),
         stages.virtual_stages_in_layout(2),
         stages.mtp_layers_in_layout,
     ) == ("", 4, 1)
-    assert parallelism_from_flags(words, 2).virtual_stages == 4
-    assert parse_stage_split(Flags((*words[:2], *stages.flags))) == stages
+    assert parallelism_from_flags(arguments, 2).virtual_stages == 4
+    assert parse_stage_split(Flags((*pipeline, *stages.flags))) == stages
 
 
 def test_layouts_are_spread_with_fewer_layers_at_the_ends_or_filled_from_the_first() -> None:

@@ -58,19 +58,23 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
 @pytest.mark.parametrize(
     ("text", "devices", "message"),
     [
-        ("tp2", 4, "uses 2 devices, but 4 were named"),
+        ("tp2", 4, "needs 2 devices, not 4; use that number"),
         ("xp2", 2, "Unknown strategy 'xp2'"),
         ("tp", 2, "Unknown strategy 'tp'"),
-        ("zero3tp2", 4, "stands last, over the ranks of DP: tp2dp2-zero3"),
-        ("pp2dp2zero3", 4, "with PP that is pp2dp2-zero1, because no FSDP"),
+        ("zero3tp2", 4, "the sharding comes last; use tp2dp2-zero3"),
+        ("pp2dp2zero3", 4, "FSDP does not work with pipeline stages; use pp2dp2-zero1"),
         ("tp2sp2", 4, "names its TP degree twice"),
         ("tp0", 0, "degree of 0"),
-        ("dp2-zero9", 2, "ends in '-zero9'"),
-        ("tp2ep2-zero1-etp1", 4, "etp with a degree, for experts, and then one sharding of zero1"),
+        ("dp2-zero9", 2, "ends in the invalid suffix '-zero9'"),
+        (
+            "tp2ep2-zero1-etp1",
+            4,
+            "use -etp with a degree, -zero1, .* with -etp before the sharding",
+        ),
         ("tp2ep2-etp0", 4, "has a degree of 0"),
-        ("tp2ep2-etp1", 16, "uses 4 devices, but 16 were named"),
-        ("tp2ep2", 2, "uses 4 devices, but 2 were named"),
-        ("tp2ep4dp2-etp1", 8, "uses 16 devices, but 8 were named"),
+        ("tp2ep2-etp1", 16, "needs 4 devices, not 16; use that number"),
+        ("tp2ep2", 2, "needs 4 devices, not 2; use that number"),
+        ("tp2ep4dp2-etp1", 8, "needs 16 devices, not 8; use that number"),
         ("gpipe2dp2", 4, "Unknown strategy 'gpipe2dp2'"),
         ("gpipe2bw", 2, "Unknown strategy 'gpipe2bw'"),
         ("1f1b1", 1, "has 1 stage"),
@@ -181,7 +185,7 @@ def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_d
     split = parse_strategy("tp2pp2ep2dp2", 16)
     assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
     assert split.sequence_parallel, "experts under TP need it"
-    with pytest.raises(StrategyError, match="uses 4 device"):
+    with pytest.raises(StrategyError, match="needs 4 devices"):
         parse_strategy("ep2dp2", 2)
 
 

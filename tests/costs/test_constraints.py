@@ -116,7 +116,7 @@ def test_layers_that_do_not_divide_are_refused_with_the_flags_that_lay_them() ->
     stages = StageSplit(embedding=True, loss=True)
     assert refusals(shape, split, batch, stages=stages) == ()
     (found,) = refusals(shape, split, batch, stages=StageSplit(first=3))
-    assert "the 123 layers left do not divide over 7 other stages; use a PP of" in found
+    assert "the other 123 layers do not divide over 7 other stages; use a PP of" in found
 
 
 def test_an_unknown_context_communication_is_refused() -> None:

@@ -84,5 +84,7 @@ def test_every_so_manieth_layer_has_attention_or_a_list_says_which() -> None:
     assert of("2").linear_layers == of("[1,0]*2").linear_layers == (0, 2)
     assert of("4").linear_layers == (0, 1, 2)
     assert of("1").linear_layers == ()
-    with pytest.raises(ValueError, match=r"--linear-attention-freq \[1,0\] is .* list of 4 layers"):
+    with pytest.raises(
+        ValueError, match=r"--linear-attention-freq \[1,0\] is .* list for 4 layers"
+    ):
         of("[1,0]")

@@ -111,8 +111,8 @@ def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRu
     with pytest.raises(LaunchError) as refused:
         dry_run(target, extra=mine)
     assert str(refused.value).splitlines() == [
-        "--swigluu is no flag of Megatron (0.14 to 0.20); did you mean --swiglu?",
-        "--my-own-flag is no flag of Megatron (0.14 to 0.20); leave it out.",
+        "Megatron (0.14 to 0.20) has no flag --swigluu; did you mean --swiglu?",
+        "Megatron (0.14 to 0.20) has no flag --my-own-flag; leave it out.",
     ]
 
 
@@ -123,7 +123,7 @@ def test_a_checkout_may_have_flags_of_its_own(dry_run: DryRun, tmp_path: Path) -
     package.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\nmy_own_flag: int = 1\n")
     (checkout / "pretrain_gpt.py").write_text("pretrain()")
     target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
-    with pytest.raises(LaunchError, match=r"^--swigluu is no flag[^\n]*$"):
+    with pytest.raises(LaunchError, match=r"^Megatron [^\n]* has no flag --swigluu[^\n]*$"):
         dry_run(target, extra=mine, megatron_lm=checkout)
 
 

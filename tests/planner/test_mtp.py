@@ -65,7 +65,10 @@ def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -
     )
     assert [laid.layers_per_chunk(rank) for rank in (0, 3)] == [(4, 4, 4, 4), (4, 4, 4, 1 + 1)]
     assert front_loaded_layout(61, 32, 1).find_problem(61, 8, 4) == ""
-    assert front_loaded_layout(61, 40, 1).find_problem(61, 40, 1) == "they do not fill the stages"
+    assert (
+        front_loaded_layout(61, 40, 1).find_problem(61, 40, 1)
+        == "a stage between the ends has no layer"
+    )
 
 
 def test_a_depth_multiplies_its_layer_the_joined_projection_and_the_logits() -> None:

@@ -16,7 +16,7 @@ _FORCED = "--moe-router-force-load-balancing"
 _CAPACITY = "--moe-expert-capacity-factor"
 _PADDED = "--moe-pad-expert-input-to-capacity"
 _GROUPS = "--moe-router-num-groups"
-_GROUPS_TAKEN = "--moe-router-group-topk"
+_GROUPS_PER_TOKEN = "--moe-router-group-topk"
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class ExpertLoad:
     def expected_destinations(self, shape: ModelShape, destinations: int) -> float:
         """Return the mean number of destinations that one token is sent to.
 
-        `places` is the number of ranks or nodes, each of which holds the same number of experts.
-        The token's experts are drawn at random, in random groups if the router has groups.
+        `destinations` is the number of ranks or nodes, each of which holds the same number of
+        experts. The token's experts are drawn at random, in random groups if the router has groups.
         """
-        experts_per_token, groups_per_token = shape.experts_per_token, self.groups_per_token
         if destinations >= self.groups:
-            return _mean_filled_boxes(
-                experts_per_token, groups_per_token * destinations / self.groups
-            )
-        return _mean_filled_boxes(
-            _mean_filled_boxes(experts_per_token, groups_per_token), destinations
-        )
+            # Each group is spread over several destinations. The token reaches only those of its
+            # own groups.
+            reachable = self.groups_per_token * destinations / self.groups
+            return _mean_filled_boxes(shape.experts_per_token, reachable)
+        # Each destination holds several groups, so it matters how many groups the token reaches.
+        groups_reached = _mean_filled_boxes(shape.experts_per_token, self.groups_per_token)
+        return _mean_filled_boxes(groups_reached, destinations)
 
 
 def _mean_filled_boxes(balls: float, boxes: float) -> float:
@@ -114,16 +114,20 @@ def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
     if imbalance != 1 and flags.has(_FORCED):
         raise ValueError(f"IMBALANCE={imbalance:g} contradicts {_FORCED}; leave one of them out.")
     load = ExpertLoad(imbalance)
-    if (groups_per_token := flags.integer(_GROUPS_TAKEN)) != 0:
+    groups_per_token = flags.integer(_GROUPS_PER_TOKEN)
+    if groups_per_token != 0:
         groups = flags.integer(_GROUPS)
         if not 0 < groups_per_token <= groups:
             raise ValueError(
-                f"{_GROUPS_TAKEN} {groups_per_token} needs a {_GROUPS} of as many or more; it is {groups}."
+                f"{_GROUPS_PER_TOKEN} is {groups_per_token} and {_GROUPS} is {groups}; use 1 or more "
+                "groups per token, and at most as many as there are groups."
             )
         load = replace(load, groups=groups, groups_per_token=groups_per_token)
     capacity = flags.number(_CAPACITY, -1.0)
     if capacity < 0:
         return load
     if not 0 < capacity < inf:
-        raise ValueError(f"{_CAPACITY} {capacity:g} is no share of the mean; use a number above 0.")
+        raise ValueError(
+            f"{_CAPACITY} {capacity:g} is not a finite number above 0; use a number such as 1.25."
+        )
     return replace(load, capacity=capacity, pads_to_capacity=flags.has(_PADDED))

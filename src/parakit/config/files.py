@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
-try:  # libyaml's is ten times as fast, and not in every build of PyYAML.
+try:
+    # libyaml's loader is ten times as fast, but some builds of PyYAML lack it.
     from yaml import CSafeLoader as SafeLoader
 except ImportError:
     from yaml import SafeLoader  # type: ignore[assignment]

@@ -1,52 +1,57 @@
-"""Every flag that the kit knows, a line of `flags.csv` each: Megatron's, and the few of its own.
+"""The table of every flag that the kit knows (`flags.csv`, one row per flag): Megatron's, and a few of
+the kit's own.
 
-What a flag is stands there once. Sets of flags are queries of it (`of_role`, `planned`); readers take
-kinds, defaults and fields from it (`src/parakit/config/flags.py`). A test holds it against Megatron's parser.
+Other modules ask this table for a flag's kind, default and field, and for sets of flags by role. A
+test compares the table with Megatron's parser. Megatron's flags that need no row are names in
+`other_flags.csv`: all flags of 0.14 to 0.20. A name in neither file is no flag of Megatron.
 
-`kind` is `on` or `off` (a switch that makes something true or false), `whole`, `decimal`, `text`,
-`texts`, `numbers` or `backend`, `default` that of Megatron 0.19. `only_with` names flags, one of which
-it needs to say anything: `--fp16|--bf16`, `--optimizer=muon`. `recipe` is the fields of Megatron-Bridge
-that mean the same (`!` before one that holds the opposite), `joint` where several flags say them
-together, or the flag that it is another name of. `of_device` marks what is chosen for the devices at
-hand: what CPU ranks need says nothing about a GPU. `since` and `until` are the first and the last of
-0.14, 0.15 (at f4fa7d6b) and 0.16 to 0.19 that have it; empty where no other does.
+The columns:
 
-`field` is what the flag sets of `RunSpec` (`run.seed`) or of a part of it (`shape.layers`), by its own
-kind: such fields are read and written in one loop.
+- `name`, `unit`: The flag, and the unit of its value.
+- `kind`: Type of the value: `on` or `off` (a switch that makes something true or false), `whole`,
+  `decimal`, `text`, `texts`, `numbers` or `backend`.
+- `default`: The default of Megatron 0.19.
+- `only_with`: Flags of which at least one must be present for this flag to have an effect:
+  `--fp16|--bf16`, `--optimizer=muon`.
+- `recipe`: Fields of Megatron-Bridge with the same meaning. `!` precedes a field with the opposite
+  value. `joint` means that several flags together set the field. A flag's name means that this flag
+  is another name of that flag.
+- `of_device`: Marks flags that are chosen for the devices in use. Their value for CPU ranks does
+  not carry over to a GPU.
+- `since`, `until`: First and last Megatron version with the flag, of 0.14, 0.15 (at f4fa7d6b) and
+  0.16 to 0.19; empty means no limit.
+- `field`: Field of `RunSpec` (`run.seed`) or of one of its parts (`shape.layers`) that the flag
+  sets. Such fields are read and written in one loop.
+- `planned`: The planner's treatment. `counted`: formulas use the flag. `one strategy`: formulas use
+  the flag for a given strategy, and a search chooses the value. `parameters`: only parameter counts
+  use the flag. `neither`: the flag changes neither time nor memory. `MICRO_BATCH=` and the like:
+  the variable of make that states the same. Empty: no formula uses the flag.
+- `native`: The native backend's treatment. `ignored`: the flag chooses kernels or output.
+  `imported`: the config of an imported model states the value. A list such as `cosine|linear`: the
+  values that are implemented. Empty: the backend refuses the flag unless a field of
+  `parakit.native.settings` implements it.
+- `role`: One of these:
 
-`role` is one of
-    shape         which tensors a model has, and their values at the start
-    precision     the type that its products are computed in
-    architecture  what else its layers compute, and what a strategy changes of its tensors
-    parallelism   what a strategy's name says: degrees, virtual stages, sharding
-    stages        how layers are laid on pipeline stages
-    recompute     what is computed again in backward
-    offload       which activations wait on the host
-    overlap       what is sent beside arithmetic, and by which algorithm
-    kernel        how devices compute and send
-    batch         samples of a pass and of an update
-    schedule      learning rates and weight decay, and the iterations that they are made for
-    optimizer     the update, and the types of its states
-    data          which samples in which order, and what of them the loss counts
-    tokenizer     what made them
+    shape         which tensors a model has, and their initial values
+    precision     type in which matrix products are computed
+    architecture  what else layers compute, and how a strategy changes their tensors
+    parallelism   what a strategy's name states: degrees, virtual stages, sharding
+    stages        placement of layers on pipeline stages
+    recompute     what backward recomputes
+    offload       which activations are offloaded to the host
+    overlap       which communication overlaps with computation, and its algorithm
+    kernel        how devices compute and communicate
+    batch         samples per forward pass and per update
+    schedule      learning rate, weight decay, and the number of iterations that they are planned for
+    optimizer     the update, and the types of optimizer state
+    data          which samples, in which order, and which of their tokens the loss counts
+    tokenizer     the tokenizer that made the data
     logging       what is printed and evaluated
-    start         which weights and states training begins with
-    attempt       what one attempt of a run has for itself: where it writes and how, and when it ends
-    checkpoint    what else concerns saving and loading
+    start         initial weights and optimizer states
+    attempt       what differs between attempts of one run: where and how to save, and when to end
+    checkpoint    other flags of saving and loading
     system        processes, time limits, profiles, garbage collection
-    kit           no flag of Megatron: the native backend's own
-
-Flags of Megatron that the kit has nothing to say of are names alone, `other_flags.csv`: all that a
-parser of 0.14 to 0.20 has. What is in neither is no flag of Megatron.
-
-`planned` says what the planner makes of it: `counted`; `one strategy`, counted where one is given and
-chosen by a search; `parameters`, which alone are counted; `neither`, it changes neither time nor memory;
-`MICRO_BATCH=` and the like, which says the same; empty where no formula has it.
-
-`native` is what the native backend, which refuses flags that it does not implement, makes of one:
-`ignored`, it chooses kernels or output; `imported`, an imported model's config says it; or those of its
-values that the backend has, `cosine|linear`. An empty one says nothing: what is implemented is the
-fields of `parakit.native.settings`.
+    kit           flags of the native backend that Megatron does not have
 """
 
 from __future__ import annotations
@@ -93,34 +98,43 @@ class KnownFlag:
 
     def exists_in(self, version: tuple[int, int]) -> bool:
         """Return True if Megatron of this major and minor version has the flag."""
-        newer = bool(self.since) and version < parse_release(self.since)
-        return not newer and not (self.until and version > parse_release(self.until))
+        if self.since and version < parse_release(self.since):
+            return False
+        return not self.until or version <= parse_release(self.until)
 
 
 def _read_table() -> dict[str, KnownFlag]:
+    """Return the rows of `flags.csv` by flag name."""
     with (Path(__file__).parent / "flags.csv").open(newline="") as file:
-        return {line["name"]: _parse_row(line) for line in csv.DictReader(file, restval="")}
+        return {row["name"]: _parse_row(row) for row in csv.DictReader(file, restval="")}
 
 
-def _parse_row(line: dict[str, str]) -> KnownFlag:
-    group, _, field = line["field"].partition(".")
-    read: dict[str, Any] = {
-        "default": _parse_default(line["kind"], line["default"]),
-        "only_with": tuple(filter(None, line["only_with"].split("|"))),
-        "recipe": tuple(line["recipe"].split()),
-        "of_device": bool(line["of_device"]),
+def _parse_row(row: dict[str, str]) -> KnownFlag:
+    """Return the flag that one row of `flags.csv` describes."""
+    group, _, field = row["field"].partition(".")
+    parsed_columns: dict[str, Any] = {
+        "default": _parse_default(row["kind"], row["default"]),
+        "only_with": tuple(filter(None, row["only_with"].split("|"))),
+        "recipe": tuple(row["recipe"].split()),
+        "of_device": bool(row["of_device"]),
         "group": group,
         "field": field,
     }
-    return KnownFlag(**(line | read))
+    return KnownFlag(**(row | parsed_columns))
 
 
 def _parse_default(kind: str, text: str) -> Default:
+    """Return a default value in the type of its kind; None for an empty text."""
     if not text:
         return None
-    if kind in ("on", "off"):
-        return text == "true"
-    return int(text) if kind == "whole" else float(text) if kind == "decimal" else text
+    match kind:
+        case "on" | "off":
+            return text == "true"
+        case "whole":
+            return int(text)
+        case "decimal":
+            return float(text)
+    return text
 
 
 def parse_release(version: str) -> tuple[int, int]:

@@ -1,6 +1,8 @@
-"""Lists of Megatron flags: merged, picked, read and written; the last occurrence counts, as in argparse.
+"""Functions and a class for lists of Megatron flags (`["--num-layers", "2", "--swiglu"]`): merge, select,
+check, parse and write them.
 
-Kinds and defaults are those of the table (`src/parakit/config/flag_table.py`).
+If a flag occurs twice, the last occurrence counts, as in argparse. The type and the default of a
+flag's value come from the table of flags (`src/parakit/config/flag_table.py`).
 """
 
 from __future__ import annotations
@@ -42,27 +44,31 @@ def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
     merged: dict[str, list[str]] = {}
     for arguments in groups:
         merged |= values_by_flag(arguments)
-    return tuple(word for name, values in merged.items() for word in (name, *values))
+    return _join_values(merged)
+
+
+def _join_values(values: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a list of arguments: each flag, followed by its values."""
+    arguments: list[str] = []
+    for name, values_of_flag in values.items():
+        arguments += (name, *values_of_flag)
+    return tuple(arguments)
 
 
 def pick_flags(arguments: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """Return the flags in `words` that `names` contains, with their values."""
-    values_of_flags = values_by_flag(arguments).items()
-    return tuple(
-        word for name, values in values_of_flags if name in names for word in (name, *values)
-    )
+    """Return the flags in `arguments` that `names` contains, with their values."""
+    values = values_by_flag(arguments)
+    return _join_values({name: values[name] for name in values if name in names})
 
 
 def drop_flags(arguments: Sequence[str], names: Container[str]) -> tuple[str, ...]:
-    """Return the flags in `words` that `names` does not contain, with their values."""
-    values_of_flags = values_by_flag(arguments).items()
-    return tuple(
-        word for name, values in values_of_flags if name not in names for word in (name, *values)
-    )
+    """Return the flags in `arguments` that `names` does not contain, with their values."""
+    values = values_by_flag(arguments)
+    return _join_values({name: values[name] for name in values if name not in names})
 
 
 def unlisted_flags(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the flags in `words` that `flags.csv` has no row for."""
+    """Return the flags in `arguments` that `flags.csv` has no row for."""
     return tuple(name for name in values_by_flag(arguments) if name not in FLAGS)
 
 
@@ -72,21 +78,23 @@ def find_misspelled_flags(arguments: Sequence[str]) -> dict[str, str]:
     """
     sentences = {}
     for name in unlisted_flags(arguments):
-        if name not in FLAGS_WITHOUT_ROW:
-            megatrons = FLAGS_WITHOUT_ROW | FLAGS.keys() - flags_with_role("kit")
-            similar = difflib.get_close_matches(name, sorted(megatrons), n=1, cutoff=0.75)
-            hint = f"did you mean {similar[0]}?" if similar else "leave it out."
-            sentences[name] = f"{name} is no flag of Megatron (0.14 to 0.20); {hint}"
+        if name in FLAGS_WITHOUT_ROW:
+            continue
+        megatron_flags = FLAGS_WITHOUT_ROW | FLAGS.keys() - flags_with_role("kit")
+        similar = difflib.get_close_matches(name, sorted(megatron_flags), n=1, cutoff=0.75)
+        hint = f"did you mean {similar[0]}?" if similar else "leave it out."
+        sentences[name] = f"Megatron (0.14 to 0.20) has no flag {name}; {hint}"
     return sentences
 
 
 def refuse_misspelled_flags(arguments: Sequence[str]) -> None:
-    """Raise an error if `words` has flags that no supported Megatron has.
+    """Raise an error if `arguments` has flags that no supported Megatron has.
 
     Raises:
         ValueError: There are such flags; the message has one line per flag.
     """
-    if sentences := find_misspelled_flags(arguments):
+    sentences = find_misspelled_flags(arguments)
+    if sentences:
         raise ValueError("\n".join(sentences.values()))
 
 
@@ -94,16 +102,18 @@ def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> 
     """Raise a ValueError that names the first of `values` that is not in `known`, Megatron's values
     for the flag `name`.
     """
-    if unknown := sorted(set(values).difference(known)):
-        raise ValueError(f"{name} {unknown[0]} is not one of Megatron's; use {', '.join(known)}.")
+    unknown = sorted(set(values).difference(known))
+    if unknown:
+        raise ValueError(
+            f"Megatron does not know the value {unknown[0]} of {name}; use {', '.join(known)}."
+        )
 
 
 def drop_flags_newer_than(arguments: Sequence[str], megatron_version: str) -> tuple[str, ...]:
-    """Return the flags in `words` without those that this Megatron version does not have."""
+    """Return the flags in `arguments` without those that this Megatron version does not have."""
     release = parse_release(megatron_version)
-    return drop_flags(
-        arguments, {name for name, flag in FLAGS.items() if not flag.exists_in(release)}
-    )
+    missing = {name for name, flag in FLAGS.items() if not flag.exists_in(release)}
+    return drop_flags(arguments, missing)
 
 
 def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
@@ -121,10 +131,17 @@ def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
         if field_value == defaults.get(flag.field):
             continue
         arguments.append(flag.name)
-        if flag.kind == "texts":
-            arguments += sorted(field_value) if isinstance(field_value, frozenset) else field_value
-        elif flag.kind not in ("on", "off"):
-            arguments.append(f"{field_value:g}" if flag.kind == "decimal" else str(field_value))
+        match flag.kind:
+            case "on" | "off":
+                pass
+            case "texts":
+                # A set has no order of its own. Equal objects must give equal flags.
+                is_set = isinstance(field_value, frozenset)
+                arguments += sorted(field_value) if is_set else field_value
+            case "decimal":
+                arguments.append(f"{field_value:g}")
+            case _:
+                arguments.append(str(field_value))
     return tuple(arguments)
 
 
@@ -150,10 +167,13 @@ class Flags:
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return the flag's first value; if the flag is absent, `default` or Megatron's default."""
-        if values := self._values.get(name):
+        values = self._values.get(name)
+        if values:
             return values[0]
-        known = FLAGS[name].default if default is None and name in FLAGS else default
-        return known if isinstance(known, str) else ""
+        if default is not None:
+            return default
+        megatron_default = FLAGS[name].default if name in FLAGS else None
+        return megatron_default if isinstance(megatron_default, str) else ""
 
     def texts(self, name: str) -> list[str]:
         """Return all values of the flag; empty if it is absent."""
@@ -216,17 +236,22 @@ class Flags:
         return self.text(name) == value if is_value else self.has(name)
 
     def _parse_first_value[T: (int, float)](
-        self, name: str, default: T | None, parse: Callable[[Any], T], wanted: str
+        self, name: str, default: T | None, parse: Callable[[Any], T], valid_values: str
     ) -> T:
-        """Return the flag's first value parsed by `parse`, or the default; `wanted` describes a
-        valid value.
+        """Return the flag's first value parsed by `parse`; if the flag is absent, `default` or
+        Megatron's default.
+
+        `valid_values` describes a valid value in the error sentence.
         """
-        if not (values := self._values.get(name)):
-            return parse((FLAGS[name].default or 0) if default is None else default)
-        try:
-            return parse(values[0])
-        except ValueError:
-            raise ValueError(f"{name} {values[0][:40]} is not {wanted}.") from None
+        values = self._values.get(name)
+        if values:
+            try:
+                return parse(values[0])
+            except ValueError:
+                raise ValueError(f"{name} {values[0][:40]} is not {valid_values}.") from None
+        if default is not None:
+            return parse(default)
+        return parse(FLAGS[name].default or 0)
 
 
 def null_tokenizer_flags(entries: int, megatron_version: str) -> tuple[str, ...]:

@@ -55,15 +55,15 @@ _RANKS: dict[Group, Callable[[Parallelism], int]] = {
     Group.WORLD: lambda split: split.world_size,
 }
 
-# Descriptions that Megatron gives its groups (`parallel_state`). What is no `Group` carries nothing
-# that the planner counts.
+# Groups by the descriptions that Megatron gives them (`parallel_state`). Values that are texts are
+# groups whose communication the planner does not count.
 _GROUP_NAMES: dict[str, str] = {
     "TENSOR_MODEL_PARALLEL_GROUP": Group.TENSOR,
     "CONTEXT_PARALLEL_GROUP": Group.CONTEXT,
     "DATA_PARALLEL_GROUP": "dp",
     "DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Group.DATA_CONTEXT,
-    # With one instance of the distributed optimizer, which is the default, these are all ranks.
+    # By default there is one instance of the distributed optimizer, whose group has all ranks.
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": Group.WORLD,
     "PIPELINE_MODEL_PARALLEL_GROUP": Group.PIPELINE,
     "EMBEDDING_GROUP": Group.EMBEDDING,
@@ -79,7 +79,8 @@ _GROUP_NAMES: dict[str, str] = {
     "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": Group.EXPERT_MODEL,
     "default_pg": Group.WORLD,
 }
-# Weight rematerialisation (0.19) and gloo twins are the same split under another name.
+# Suffixes of groups with the same ranks as another group: gloo's copies, and those of weight
+# rematerialisation (0.19).
 _GROUP_SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
 

@@ -110,12 +110,11 @@ class UnknownHardwareError(ValueError):
 @cache
 def load_hardware() -> Hardware:
     """Return the devices and links of `hardware.yaml`; the file is read once."""
-    data = {
-        section: {
-            key: {"key": key} | _convert_to_base_units(entry) for key, entry in entries.items()
-        }
-        for section, entries in read_yaml(_FILE).items()
-    }
+    data: dict[str, dict[str, Any]] = {}
+    for section, entries in read_yaml(_FILE).items():
+        data[section] = {}
+        for key, entry in entries.items():
+            data[section][key] = {"key": key} | _convert_to_base_units(entry)
     return msgspec.convert(data, Hardware)
 
 
@@ -124,15 +123,11 @@ def find_device(name: str) -> Device | None:
 
     Only full names match: an H100 PCIe is not an H100 SXM.
     """
-    plain_name, devices = _normalise_driver_name(name), load_hardware().devices.values()
-    return next(
-        (
-            device
-            for device in devices
-            if plain_name in map(_normalise_driver_name, device.nvml_names)
-        ),
-        None,
-    )
+    plain_name = _normalise_driver_name(name)
+    for device in load_hardware().devices.values():
+        if plain_name in map(_normalise_driver_name, device.nvml_names):
+            return device
+    return None
 
 
 def device_by_key(key: str) -> Device:
@@ -142,13 +137,14 @@ def device_by_key(key: str) -> Device:
         UnknownHardwareError: No device has that key or name.
     """
     devices = load_hardware().devices
-    words_of_key = _key_words(key)
+    words_of_key = _split_key(key)
     for device in devices.values():
-        if words_of_key in map(_key_words, (device.key, *device.aliases)):
+        if words_of_key in map(_split_key, (device.key, *device.aliases)):
             return device
-    if (device_of_driver := find_device(key)) is None:
+    device_by_driver_name = find_device(key)
+    if device_by_driver_name is None:
         raise UnknownHardwareError(_format_hint("GPU", key, devices))
-    return device_of_driver
+    return device_by_driver_name
 
 
 def link_by_key(key: str) -> Link:
@@ -178,7 +174,7 @@ def _format_hint(kind: str, key: str, known: Mapping[str, object]) -> str:
     return f"There is no {kind} '{key}'; did you mean {' or '.join(similar)}?"
 
 
-def _key_words(key: str) -> frozenset[str]:
+def _split_key(key: str) -> frozenset[str]:
     """Return the words of a key in lower case, so that their order and separators do not matter."""
     return frozenset(re.split(r"[-_\s]+", key.casefold().strip()))
 
@@ -197,8 +193,9 @@ def _convert_to_base_units(entry: Any) -> Any:
     converted = {}
     for name, value in entry.items():
         unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
-        base, factor = _UNITS.get(unit, ("", 1))
-        converted[name.removesuffix(unit) + base] = (
-            value * factor if unit else _convert_to_base_units(value)
-        )
+        if unit:
+            base_unit, factor = _UNITS[unit]
+            converted[name.removesuffix(unit) + base_unit] = value * factor
+        else:
+            converted[name] = _convert_to_base_units(value)
     return converted

@@ -183,7 +183,8 @@ class _Config:
         """
         parameters = {"rope_theta": self.number("rope_theta", 10000)}
         for field in ("rope_scaling", "rope_parameters"):
-            if not isinstance(values := self.values.get(field) or {}, dict):
+            values = self.values.get(field) or {}
+            if not isinstance(values, dict):
                 self._refuse(field, "an object or null")
             parameters |= values
         return parameters
@@ -209,16 +210,17 @@ def _refuse_unsupported(config: _Config) -> None:
     """Raise a ConfigError if the model differs from the one that the flags can describe."""
     if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
         raise ConfigError(
-            f"{config.path} has dense layers among those of experts (decoder_sparse_step, "
-            "mlp_only_layers), which are not planned."
+            f"{config.path} has dense layers between layers with experts (decoder_sparse_step, "
+            "mlp_only_layers), which the planner does not support."
         )
     window = config.maybe("sliding_window")
-    if config.values["model_type"] == "gpt_oss":  # Its flags say which layers have one.
+    if config.values["model_type"] == "gpt_oss":
+        # Flags of Megatron describe which layers of GPT-OSS have a window.
         return
     if window and config.values.get("use_sliding_window", True) and window < config.sequence:
         raise ConfigError(
-            f"{config.path} has a sliding_window of {window}, and the planner knows full attention "
-            "alone; set it to null to plan that."
+            f"{config.path} has a sliding_window of {window}, but the planner supports full attention "
+            "only; set sliding_window to null to plan full attention."
         )
 
 
@@ -314,7 +316,8 @@ def _gpt_oss(config: _Config) -> dict[str, object]:
         "--disable-bias-linear": False,
         "--add-qkv-bias": False,
         "--softmax-type": "learnable",
-        "--window-size": f"{config.whole('sliding_window') - 1},0",  # A token sees itself, too.
+        # Megatron does not count the token itself, and Hugging Face does.
+        "--window-size": f"{config.whole('sliding_window') - 1},0",
         "--window-attn-skip-freq": 2,
         "--no-rope-fusion": True,
     }
@@ -428,12 +431,13 @@ _NO_COUNTERPART = {
 
 def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> None:
     """Raise a ConfigError if a flag is present or absent against what the family needs (`wanted`)."""
-    for flag, is_there in wanted.items():
-        if flags.has(flag) != is_there:
-            has, would = ("lacks", "has") if is_there else ("has", "lacks")
-            raise ConfigError(
-                f"The model {has} {flag}, which {family} {would}; it has no config.json of either."
-            )
+    for flag, is_needed in wanted.items():
+        if flags.has(flag) == is_needed:
+            continue
+        difference = f"lacks {flag}, which {family} has"
+        if not is_needed:
+            difference = f"has {flag}, which {family} lacks"
+        raise ConfigError(f"The model {difference}, so no config.json describes the model.")
 
 
 def _common_config(flags: Flags) -> dict[str, Any]:

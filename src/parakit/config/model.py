@@ -6,7 +6,7 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -378,26 +378,34 @@ def load_model(name: str, file: str | None = None) -> Model:
         UnknownModelError: No `.args` file has that name.
         ValueError: The file lacks a flag that defines the shape.
     """
-    wanted = ALIASES.get(name, name)
     if file and is_model_file(file) and model_name_of_file(file) == name:
         return find_model(file)
+    current_name = ALIASES.get(name, name)
     for family, path in _known_files():
-        if path.stem == wanted and family:
-            return model_from_flags(wanted, family, read_args_file(path))
-        if path.stem == wanted:
-            return replace(find_model(str(path)), source="")
-    if other := re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE):
-        raise UnknownModelError(
-            f"'{name}' is no GPT: the kit has no entry for pretrain_{other[1].lower()}.py, whose data, "
-            "losses and splits are others; train a decoder of that size, for example gpt3-345m, or "
-            "start the entry from the checkout itself and read its log with 'make report LOGS='."
+        if path.stem != current_name:
+            continue
+        if family:
+            return model_from_flags(current_name, family, read_args_file(path))
+        return replace(find_model(str(path)), source="")
+    raise UnknownModelError(_explain_unknown_model(name))
+
+
+def _explain_unknown_model(name: str) -> str:
+    """Return the error sentence for a name that no model has, with similar names or the reason."""
+    other_architecture = re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE)
+    if other_architecture:
+        script = f"pretrain_{other_architecture[1].lower()}.py"
+        return (
+            f"'{name}' is no GPT, and the kit trains GPT models only. It does not start Megatron's "
+            f"{script}, which has other data, losses and splits. Train a decoder of that size, for example "
+            f"gpt3-345m, or start {script} yourself and read its log with 'make report LOGS='."
         )
-    near = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
-    hint = " or ".join(near) if near else "one of " + ", ".join(model_names())
-    raise UnknownModelError(
-        f"There is no model '{name}'; did you mean {hint}? A model of your own is a file of Megatron's "
-        f"flags, examples/gpt3/models/{name}.args, and MODEL= takes the path of any .args file or "
-        "config.json: its name is the model's."
+    similar = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
+    hint = " or ".join(similar) if similar else "one of " + ", ".join(model_names())
+    return (
+        f"There is no model '{name}'; did you mean {hint}? To use a model of your own, write Megatron's "
+        f"flags to examples/gpt3/models/{name}.args, or give MODEL= the path of any .args file or "
+        "config.json."
     )
 
 
@@ -428,7 +436,7 @@ def find_model(text: str) -> Model:
     """
     if not is_model_file(text):
         return load_model(text)
-    path, name = Path(text).expanduser(), model_name_of_file(text)
+    name, path = model_name_of_file(text), Path(text).expanduser()
     arguments = read_config_flags(path) if path.suffix == ".json" else read_args_file(path)
     family = "moe" if Flags(arguments).has("--num-experts") else "gpt3"
     return replace(model_from_flags(name, family, arguments), source=text)
@@ -448,7 +456,7 @@ def model_from_flags(name: str, family: str, arguments: Sequence[str]) -> Model:
         shape=shape_from_flags(name, flags),
         batch=parse_batch(flags),
         dtype=parse_dtype(flags),
-        # A family may train all its models without.
+        # The training flags of a family may switch dropout off for all its models.
         dropout=Flags((*training_flags(family), *arguments)).number("--hidden-dropout"),
     )
 
@@ -461,9 +469,10 @@ def parse_batch(flags: Flags, replicas: int = 1) -> Batch:
 
 def parse_dtype(flags: Flags) -> str:
     """Return the dtype in the flags: `fp16`, `bf16` or `fp32`."""
-    return next(
-        (half.removeprefix("--") for half in HALF_PRECISION_FLAGS if flags.has(half)), "fp32"
-    )
+    for flag in HALF_PRECISION_FLAGS:
+        if flags.has(flag):
+            return flag.removeprefix("--")
+    return "fp32"
 
 
 def replace_vocabulary(model: Model, entries: int) -> Model:
@@ -500,14 +509,17 @@ def apply_flags_to_model(
 ) -> Model:
     """Return the model with another shape or precision, under its name.
 
-    Only the flags of `words` in `names` are applied. Raises as `model_from_flags` does.
+    Only the flags in `arguments` that `names` contains are applied. Raises as `model_from_flags`
+    does.
     """
     changes = pick_flags(arguments, names)
     if not changes:
         return model
-    other_half = any(half in changes for half in HALF_PRECISION_FLAGS)
-    kept = drop_flags(model.flags, HALF_PRECISION_FLAGS) if other_half else model.flags
-    return model_from_flags(model.name, model.family, merge_flags(kept, changes))
+    model_flags = model.flags
+    if any(flag in changes for flag in HALF_PRECISION_FLAGS):
+        # Megatron refuses --fp16 together with --bf16.
+        model_flags = drop_flags(model_flags, HALF_PRECISION_FLAGS)
+    return model_from_flags(model.name, model.family, merge_flags(model_flags, changes))
 
 
 def shape_from_flags(name: str, flags: Flags) -> ModelShape:
@@ -516,61 +528,99 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     Raises:
         ValueError: A flag that defines the shape is missing, or a dimension is too small.
     """
-    for needed in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
-        if not flags.has(needed):
-            raise ValueError(f"Model '{name}' lacks {needed}; add it to its .args file.")
+    for required in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+        if not flags.has(required):
+            raise ValueError(f"Model '{name}' lacks {required}; add it to the model's .args file.")
+    # Fields that the table of flags maps to one flag each. The other fields follow below.
     stated = flags.fields("shape")
-    for flag in flags_in_group("shape", "latent", "mamba", "linear"):
-        counted = flag.kind == "whole" and flag.field not in (*_FROM_ONE, *_OF_EXPERTS)
-        if counted and (value := flags.integer(flag.name)) < 0:
-            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
-    hidden, heads, layers = stated["hidden"], stated["heads"], stated["layers"]
-    learned = flags.text("--position-embedding-type") == "learned_absolute"
-    latent = flags.has("--multi-latent-attention")
-    columns = stated.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
-    derived = {
-        "query_groups": heads,
-        "head_width": hidden // max(1, heads),
-        "ffn_hidden": columns,
-        "expert_ffn_hidden": columns,
-    }
-    experts = stated.get("experts", 0)
-    with_experts = (
-        _parse_layer_pattern(flags, "--moe-layer-freq", layers, _is_multiple)
-        if experts
-        else range(layers)
-    )
-    linear = flags.text("--experimental-attention-variant") == GATED_DELTA_NET
-    window, windowed_fraction = _parse_window(flags), 1.0
-    if window and flags.has(_SKIPPED):
-        windowed_fraction = (
-            len(_parse_layer_pattern(flags, _SKIPPED, layers, _is_no_last_of_group)) / layers
-        )
+    _refuse_negative_dimensions(flags)
+    layers = stated["layers"]
+    has_learned_positions = flags.text("--position-embedding-type") == "learned_absolute"
     shape = ModelShape(
-        **(derived | stated),
-        positions=flags.integer("--max-position-embeddings") if learned else 0,
+        **(_derive_default_dimensions(stated, flags) | stated),
+        positions=flags.integer("--max-position-embeddings") if has_learned_positions else 0,
         gated=flags.has("--swiglu") or flags.has("--quick-geglu"),
         rms_norm=flags.text("--normalization") == "RMSNorm",
         sink=flags.text("--softmax-type") == "learnable",
-        # Fused experts clamp in their products, which other activations do in their own kernel.
-        clamps_activations=flags.has("--quick-geglu")
-        and flags.has("--activation-func-clamp-value")
-        and not flags.has("--use-transformer-engine-op-fuser"),
-        latent=LatentAttention(**({"query_rank": 0} | flags.fields("latent"))) if latent else None,
+        clamps_activations=_clamps_activations(flags),
+        latent=_parse_latent_attention(flags),
         load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
-        dense_layers=tuple(layer for layer in range(layers) if layer not in with_experts),
-        linear=LinearAttention(**flags.fields("linear")) if linear else None,
-        linear_layers=_parse_layer_pattern(
-            flags, "--linear-attention-freq", layers, _is_no_last_of_group
-        )
-        if linear
-        else (),
-        window=window,
-        windowed_fraction=windowed_fraction if window else 0.0,
+        dense_layers=_parse_dense_layers(flags, layers) if stated.get("experts", 0) else (),
+        linear=_parse_linear_attention(flags),
+        linear_layers=_parse_linear_layers(flags, layers),
+        window=_parse_window(flags),
+        windowed_fraction=_parse_windowed_fraction(flags, layers),
     )
-    _refuse_empty(name, shape)
+    _refuse_empty_dimensions(name, shape)
     return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
+
+
+def _refuse_negative_dimensions(flags: Flags) -> None:
+    """Raise a ValueError that names the first flag of the shape with a negative number.
+
+    Dimensions that must be at least 1, and the numbers of experts, have sentences of their own
+    (`_refuse_empty_dimensions`).
+    """
+    for flag in flags_in_group("shape", "latent", "mamba", "linear"):
+        if flag.kind != "whole" or flag.field in (*_FROM_ONE, *_OF_EXPERTS):
+            continue
+        value = flags.integer(flag.name)
+        if value < 0:
+            raise ValueError(f"{flag.name} is {value}; use 0 or more.")
+
+
+def _derive_default_dimensions(stated: Mapping[str, Any], flags: Flags) -> dict[str, int]:
+    """Return Megatron's defaults of the dimensions that it derives from others: query groups, head
+    width, and the widths of MLPs and experts.
+    """
+    hidden, heads = stated["hidden"], stated["heads"]
+    ffn_hidden = stated.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
+    return {
+        "query_groups": heads,
+        "head_width": hidden // max(1, heads),
+        "ffn_hidden": ffn_hidden,
+        "expert_ffn_hidden": ffn_hidden,
+    }
+
+
+def _clamps_activations(flags: Flags) -> bool:
+    """Return True if kernels of their own clamp the experts' activations.
+
+    Transformer Engine's fused experts clamp inside their matrix products instead.
+    """
+    has_limit = flags.has("--quick-geglu") and flags.has("--activation-func-clamp-value")
+    return has_limit and not flags.has("--use-transformer-engine-op-fuser")
+
+
+def _parse_latent_attention(flags: Flags) -> LatentAttention | None:
+    """Return the widths of latent attention; None if the flags choose plain attention."""
+    if not flags.has("--multi-latent-attention"):
+        return None
+    return LatentAttention(**({"query_rank": 0} | flags.fields("latent")))
+
+
+def _parse_dense_layers(flags: Flags, layers: int) -> tuple[int, ...]:
+    """Return the indices, from 0, of the layers without experts in a model with experts."""
+    with_experts = _parse_layer_pattern(flags, "--moe-layer-freq", layers, _is_multiple)
+    return tuple(layer for layer in range(layers) if layer not in with_experts)
+
+
+def _has_linear_attention(flags: Flags) -> bool:
+    """Return True if some layers have linear attention."""
+    return flags.text("--experimental-attention-variant") == GATED_DELTA_NET
+
+
+def _parse_linear_attention(flags: Flags) -> LinearAttention | None:
+    """Return the dimensions of linear attention; None if no layer has linear attention."""
+    return LinearAttention(**flags.fields("linear")) if _has_linear_attention(flags) else None
+
+
+def _parse_linear_layers(flags: Flags, layers: int) -> tuple[int, ...]:
+    """Return the indices, from 0, of the layers with linear attention."""
+    if not _has_linear_attention(flags):
+        return ()
+    return _parse_layer_pattern(flags, "--linear-attention-freq", layers, _is_no_last_of_group)
 
 
 _FROM_ONE = (
@@ -580,7 +630,17 @@ _FROM_ONE = (
 _OF_EXPERTS = ("experts", "experts_per_token", "expert_ffn_hidden")
 
 
-_SKIPPED = "--window-attn-skip-freq"
+_WINDOWED_LAYERS = "--window-attn-skip-freq"
+
+
+def _parse_windowed_fraction(flags: Flags, layers: int) -> float:
+    """Return the fraction of the layers that have the window; 0 without a window."""
+    if not _parse_window(flags):
+        return 0.0
+    if not flags.has(_WINDOWED_LAYERS):
+        return 1.0
+    windowed = _parse_layer_pattern(flags, _WINDOWED_LAYERS, layers, _is_no_last_of_group)
+    return len(windowed) / layers
 
 
 def _parse_window(flags: Flags) -> int:
@@ -593,7 +653,7 @@ def _parse_window(flags: Flags) -> int:
     text = flags.text("--window-size")
     pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", text.replace(" ", ""))
     if text and not pair:
-        raise ValueError(f"--window-size {text} is no pair of numbers, such as 127,0; correct it.")
+        raise ValueError(f"--window-size {text} is no pair of numbers; write a pair such as 127,0.")
     return max(0, int(pair[1]) + 1) if pair else 0
 
 
@@ -606,7 +666,7 @@ def default_ffn_hidden(hidden: int, swiglu: bool) -> int:
     return int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
 
 
-def _refuse_empty(name: str, shape: ModelShape) -> None:
+def _refuse_empty_dimensions(name: str, shape: ModelShape) -> None:
     """Raise a ValueError that names the first dimension that is too small or does not divide."""
     for flag in flags_in_group("shape"):
         value = getattr(shape, flag.field)
@@ -632,12 +692,12 @@ def _is_no_last_of_group(layer: int, every: int) -> bool:
 
 
 def _parse_layer_pattern(
-    flags: Flags, name: str, layers: int, by_number: Callable[[int, int], bool]
+    flags: Flags, name: str, layers: int, is_selected: Callable[[int, int], bool]
 ) -> tuple[int, ...]:
     """Return the indices, from 0, of the layers that a flag selects.
 
-    The flag's value is a Python list with 1 for selected layers, or a number, for which `by_number`
-    decides.
+    The flag's value is a Python list with 1 for selected layers, or a number. For a number,
+    `is_selected` tells from a layer's index and the number whether the layer is selected.
 
     Raises:
         ValueError: The value is neither, or the list has another number of layers.
@@ -648,13 +708,13 @@ def _parse_layer_pattern(
     except (SyntaxError, TypeError):
         pattern = None
     if isinstance(pattern, int) and pattern > 0:
-        return tuple(layer for layer in range(layers) if by_number(layer, pattern))
+        return tuple(layer for layer in range(layers) if is_selected(layer, pattern))
     if not isinstance(pattern, list) or len(pattern) != layers:
         raise ValueError(
-            f"{name} {text[:60]} is no number above 0 and no list of {layers} layers, "
-            "such as [0]*1+[1]*3; correct it."
+            f"{name} {text[:60]} is neither a number above 0 nor a list for {layers} layers; write a "
+            "number, or a list such as [0]*1+[1]*3."
         )
-    return tuple(layer for layer, mark in enumerate(pattern) if mark)
+    return tuple(layer for layer, selects in enumerate(pattern) if selects)
 
 
 def _evaluate_pattern(node: ast.expr) -> Any:
@@ -683,10 +743,12 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
         ValueError: The pattern has a block that the formulas do not know.
     """
     blocks = flags.text("--hybrid-layer-pattern")
-    if unknown := sorted(set(blocks) - {*BLOCKS, LINEAR}):
+    known = (*BLOCKS, LINEAR)
+    unknown = sorted(set(blocks).difference(known))
+    if unknown:
         raise ValueError(
-            f"--hybrid-layer-pattern {blocks} has the block '{unknown[0]}', which is not known; "
-            f"use blocks of {' '.join((*BLOCKS, LINEAR))}."
+            f"--hybrid-layer-pattern {blocks} has the unknown block '{unknown[0]}'; "
+            f"use blocks of {' '.join(known)}."
         )
     stated = flags.fields("mamba")
     mamba = Mamba(**({"heads": 2 * shape.hidden // stated["head_width"]} | stated))

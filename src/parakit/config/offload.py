@@ -77,11 +77,12 @@ def parse_offload(flags: Flags) -> Offload:
     refuse_unknown(_MODULES, modules, OFFLOAD_MODULES)
     if _FUSED in modules and not flags.has(_FUSER):
         raise ValueError(f"{_MODULES} {_FUSED} needs {_FUSER}; add it.")
-    if (
-        min(offload.min_elements, offload.kept_bytes_per_stage) < 0
-        or not 0 <= offload.fraction <= 1
-    ):
-        raise ValueError(f"{_LEAST} and {_DELTA} are 0 or more, {_FRACTION} is 0 to 1.")
+    has_negative_size = min(offload.min_elements, offload.kept_bytes_per_stage) < 0
+    if has_negative_size or not 0 <= offload.fraction <= 1:
+        raise ValueError(
+            f"The flags for offloading are out of range; use 0 or more for {_LEAST} and {_DELTA}, and 0 to "
+            f"1 for {_FRACTION}."
+        )
     return replace(offload, modules=tuple(name for name in OFFLOAD_MODULES if name in modules))
 
 

@@ -56,25 +56,31 @@ class Recompute:
             ValueError: The text has none of these forms.
         """
         parts = text.split()
-        if known := _NAMED.get(" ".join(parts)):
+        known = _NAMED.get(" ".join(parts))
+        if known is not None:
             return known
-        if parts[:1] == ["full"]:
-            if len(parts) == 3 and parts[1] in _METHODS and parts[2].isdecimal() and int(parts[2]):
-                return cls(method=parts[1], layers=int(parts[2]))
-        elif parts and RECOMPUTED_MODULES.issuperset(parts):
+        if parts and RECOMPUTED_MODULES.issuperset(parts):
             return cls(frozenset(parts))
+        if len(parts) == 3 and parts[0] == "full":
+            _, method, layers = parts
+            if method in _METHODS and layers.isdecimal() and int(layers) > 0:
+                return cls(method=method, layers=int(layers))
         raise ValueError(f"'{text}' is no way to recompute")
 
     def __str__(self) -> str:
-        details = (
-            f"full {self.method} {self.layers}" if self.method else " ".join(sorted(self.modules))
-        )
-        return next((name for name, known in _NAMED.items() if known == self), details)
+        for name, known in _NAMED.items():
+            if known == self:
+                return name
+        if self.method:
+            return f"full {self.method} {self.layers}"
+        return " ".join(sorted(self.modules))
 
     @property
     def granularity(self) -> str:
         """Value of `--recompute-granularity`; empty if nothing is recomputed."""
-        return "full" if self.method else "selective" if self.modules else ""
+        if self.method:
+            return "full"
+        return "selective" if self.modules else ""
 
     @property
     def is_full(self) -> bool:
@@ -114,7 +120,7 @@ _NAMED = {"none": Recompute.NONE, "selective": Recompute.SELECTIVE, "full": Reco
 
 _GRANULARITY, _MODULES = "--recompute-granularity", "--recompute-modules"
 _METHOD, _LAYERS = "--recompute-method", "--recompute-num-layers"
-_EXPERTS_TOO = "--moe-layer-recompute"
+_RECOMPUTE_EXPERTS = "--moe-layer-recompute"
 
 
 def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
@@ -137,13 +143,16 @@ def parse_recompute(flags: Flags) -> Recompute:
         method, layers = flags.text(_METHOD, "uniform"), flags.integer(_LAYERS, 1)
         if method not in _METHODS or layers < 1:
             raise ValueError(
-                f"{_METHOD} {method} {_LAYERS} {layers} is not one of Megatron's; use uniform or block, "
-                "and 1 layer or more."
+                f"Megatron does not accept {_METHOD} {method} {_LAYERS} {layers}; use uniform or block, and "
+                "1 layer or more."
             )
         return Recompute(method=method, layers=layers)
-    experts = flags.has(_EXPERTS_TOO)
-    if not (granularity == "selective" or flags.has("--recompute-activations") or experts):
+    recomputes_experts = flags.has(_RECOMPUTE_EXPERTS)
+    is_selective = granularity == "selective" or flags.has("--recompute-activations")
+    if not is_selective and not recomputes_experts:
         return Recompute.NONE
-    named = flags.names(_MODULES) if flags.has(_MODULES) else [_SCORES]
-    refuse_unknown(_MODULES, named, sorted(RECOMPUTED_MODULES))
-    return Recompute(frozenset(named + ["moe"] * experts))
+    modules = flags.names(_MODULES) if flags.has(_MODULES) else [_SCORES]
+    refuse_unknown(_MODULES, modules, sorted(RECOMPUTED_MODULES))
+    if recomputes_experts:
+        modules = [*modules, "moe"]
+    return Recompute(frozenset(modules))

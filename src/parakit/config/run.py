@@ -273,8 +273,8 @@ class RunSpec:
 
         0 if a foreign log states no micro batch size.
         """
-        together = self.batch.micro_batch_size * self.parallelism.data
-        return self.batch.global_batch_size // together if together else 0
+        samples = self.batch.micro_batch_size * self.parallelism.data
+        return self.batch.global_batch_size // samples if samples else 0
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -438,21 +438,22 @@ class RunSpec:
         There is one run per kind of layer (with experts, dense). Each run recomputes as many layers
         per stage as this rank does. The calls inside layers are computed from these runs.
         """
-        shape, some = self.shape, self.recompute.is_block_method
-        if self.stages == EVEN_SPLIT and not (some or shape.mtp_layers or shape.dense_layers):
+        shape, is_block_method = self.shape, self.recompute.is_block_method
+        has_unequal_layers = is_block_method or shape.mtp_layers or shape.dense_layers
+        if self.stages == EVEN_SPLIT and not has_unequal_layers:
             return (self,)
-        layers, again = (
-            self.num_layers_on_stage(pipeline_rank),
-            self.num_recomputed_layers(pipeline_rank),
-        )
-        dense, dense_again = self.count_dense_layers(pipeline_rank)
-        kinds = [(self, layers - dense, again - dense_again)]
+        layers = self.num_layers_on_stage(pipeline_rank)
+        recomputed = self.num_recomputed_layers(pipeline_rank)
+        dense, recomputed_dense = self.count_dense_layers(pipeline_rank)
+        specs = []
+        if layers > dense:
+            specs.append(self._build_even_spec(layers - dense, recomputed - recomputed_dense))
         if dense:
-            kinds.append((self.with_dense_layers, dense, dense_again))
-        return tuple(run._even(count, again) for run, count, again in kinds if count)
+            specs.append(self.with_dense_layers._build_even_spec(dense, recomputed_dense))
+        return tuple(specs)
 
-    def _even(self, layers: int, again: int) -> RunSpec:
-        """Return a run with `layers` layers of one kind on every stage, of which `again` are
+    def _build_even_spec(self, layers: int, recomputed: int) -> RunSpec:
+        """Return a run with `layers` layers of one kind on every stage, of which `recomputed` are
         recomputed.
         """
         total_layers = layers * self.parallelism.pipeline
@@ -463,7 +464,9 @@ class RunSpec:
         return replace(
             even_spec,
             parallelism=replace(self.parallelism, virtual_stages=1),
-            recompute=Recompute(method="block", layers=again) if again else Recompute.NONE,
+            recompute=Recompute(method="block", layers=recomputed)
+            if recomputed
+            else Recompute.NONE,
         )
 
     @cached_property
@@ -499,7 +502,7 @@ def _on_stages(shape: ModelShape, stages: StageSplit, pipeline: int, virtual: in
 def _count_layers_per_chunk(
     stages: StageSplit, layers: int, selected_layers: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, per pipeline rank, how many of the layers `some` each of its virtual stages has."""
+    """Return, per pipeline rank, how many of `selected_layers` each of its virtual stages has."""
     counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
     counts_by_rank: list[list[int]] = [[] for _ in counts]
     first = 0
@@ -541,10 +544,11 @@ def spec_from_flags(
     """
     flags = Flags(arguments)
     parallelism = parallelism_from_flags(arguments, devices)
-    # Of Megatron's own layers, for hosts without Transformer Engine, CPU ranks keep scores and
-    # GPUs use SDPA; their context parallelism gathers K and V (megatron_patches/no_te).
+    # Without Transformer Engine, Megatron runs its own layers. Their attention stores scores on CPU
+    # ranks and uses PyTorch's SDPA on GPUs. Under context parallelism they gather K and V
+    # (megatron_patches/no_te).
     on_cpu = device is DeviceKind.CPU
-    local = on_cpu or flags.text("--transformer-impl") == "local"
+    has_own_layers = on_cpu or flags.text("--transformer-impl") == "local"
     return RunSpec(
         **flags.fields("run"),
         shape=shape_from_flags(model, flags),
@@ -557,8 +561,8 @@ def spec_from_flags(
         recompute=parse_recompute(flags),
         offload=parse_offload(flags),
         fused_attention=not on_cpu or parallelism.context > 1,
-        fused_norms=not local,
-        cp_comm_type="all_gather" if local else _cp_comm_type(flags),
+        fused_norms=not has_own_layers,
+        cp_comm_type="all_gather" if has_own_layers else _parse_cp_comm_type(flags),
         stages=parse_stage_split(flags),
         token_dispatcher=parse_token_dispatcher(flags),
         expert_load=parse_expert_load(flags),
@@ -582,9 +586,12 @@ def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
         )
     except (ValueError, ZeroDivisionError):
         return None
-    # Somebody else's Megatron has no patches: its own layers keep the scores.
-    local = flags.text("--transformer-impl") == "local" and spec.parallelism.context == 1
-    return replace(spec, fused_attention=False) if local else spec
+    # Outside the kit, Megatron runs without the kit's patches, so Megatron's own layers store the
+    # scores on GPUs too.
+    has_own_layers = flags.text("--transformer-impl") == "local"
+    if has_own_layers and spec.parallelism.context == 1:
+        return replace(spec, fused_attention=False)
+    return spec
 
 
 def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...]:
@@ -596,12 +603,12 @@ def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...
         elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
             continue
         elif value not in ("None", "False", ""):
-            flag = _FLAGS_OF.get(name, "--" + name.replace("_", "-"))
+            flag = _FLAG_BY_ARGUMENT.get(name, "--" + name.replace("_", "-"))
             flags += [flag] if value == "True" else [flag, value]
     return tuple(flags)
 
 
-_FLAGS_OF = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+_FLAG_BY_ARGUMENT = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 """Flags of arguments whose name differs from the flag's (`dest` in `arguments.py`)."""
 
 
@@ -612,18 +619,20 @@ def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
         "--hidden-dropout": spec.dropout,
         f"--{spec.dtype}": spec.dtype != "fp32",
     }
-    layout = (*strategy_flags(spec.flagged_parallelism), *searched_flags(spec))
-    run = (
+    return (
+        *strategy_flags(spec.flagged_parallelism),
+        *searched_flags(spec),
         *format_fields_as_flags(spec.batch, "batch"),
         *format_flags(precision_flags),
         *format_fields_as_flags(spec, "run"),
+        *_state_flags(spec.state_types),
+        *offload_flags(spec.offload),
     )
-    return (*layout, *run, *_state_flags(spec.state_types), *offload_flags(spec.offload))
 
 
 _OFFLOAD, _OFFLOADED = "--optimizer-cpu-offload", "--optimizer-offload-fraction"
 _STATE_TYPES = ("fp32", "fp16", "bf16", "fp8")
-_TORCHS_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
+_TYPES_BY_TORCH_NAME = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint8": "fp8"}
 """Types as a log prints them. fp8 moments are bytes with separate scales (`map_dtype`)."""
 
 
@@ -644,17 +653,20 @@ def parse_state_types(flags: Flags) -> StateTypes:
         ValueError: Megatron does not have a type, or refuses the offload.
     """
     stated = flags.fields("state_types")
-    aware, offloaded = stated["precision_aware"], stated.get("offloaded_fraction", 0.0)
-    if not 0 <= offloaded <= 1:
-        raise ValueError(f"{_OFFLOADED} {offloaded:g} is no share of the optimizer; use 0 to 1.")
-    if offloaded and not aware:
+    offloaded_fraction = stated.get("offloaded_fraction", 0.0)
+    if not 0 <= offloaded_fraction <= 1:
+        raise ValueError(
+            f"{_OFFLOADED} {offloaded_fraction:g} is no fraction of the optimizer; use 0 to 1."
+        )
+    if offloaded_fraction and not stated["precision_aware"]:
         raise ValueError(f"{_OFFLOAD} needs --use-precision-aware-optimizer; add it.")
-    texts = (flag for flag in flags_in_group("state_types") if flag.kind == "text")
-    for flag in (each for each in texts if each.field in stated):
-        kind = stated[flag.field].removeprefix("torch.")
-        kind = _TORCHS_NAMES.get(kind, kind)
-        refuse_unknown(flag.name, [kind], _STATE_TYPES)
-        stated[flag.field] = kind if kind != "fp32" else ""
+    for flag in flags_in_group("state_types"):
+        if flag.kind != "text" or flag.field not in stated:
+            continue
+        torch_name = stated[flag.field].removeprefix("torch.")
+        state_type = _TYPES_BY_TORCH_NAME.get(torch_name, torch_name)
+        refuse_unknown(flag.name, [state_type], _STATE_TYPES)
+        stated[flag.field] = state_type if state_type != "fp32" else ""
     if flags.has("--grad-reduce-in-bf16"):
         stated["gradients"] = "bf16"
     return StateTypes(**stated)
@@ -666,10 +678,10 @@ def searched_flags(spec: RunSpec) -> tuple[str, ...]:
     These are recomputation, context parallelism's algorithm, and the placement of layers on stages.
     """
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
-    # CPU ranks gather keys and values whatever it says.
-    is_said = differs and spec.device is DeviceKind.GPU
-    context = ("--cp-comm-type", spec.cp_comm_type) if is_said else ()
-    return (*recompute_flags(spec.recompute), *context, *spec.stages.flags)
+    # CPU ranks gather keys and values whatever algorithm the flag names, so they need no flag.
+    needs_flag = differs and spec.device is DeviceKind.GPU
+    context_flags = ("--cp-comm-type", spec.cp_comm_type) if needs_flag else ()
+    return (*recompute_flags(spec.recompute), *context_flags, *spec.stages.flags)
 
 
 def adapt_to_cpu_ranks(spec: RunSpec) -> RunSpec:
@@ -696,7 +708,7 @@ def parse_fp8_recipe(flags: Flags) -> Fp8Recipe:
     return Fp8Recipe(recipe) if recipe in set(Fp8Recipe) else Fp8Recipe.TENSORWISE
 
 
-def _cp_comm_type(flags: Flags) -> str:
+def _parse_cp_comm_type(flags: Flags) -> str:
     """Return context parallelism's algorithm in the flags; `p2p` for algorithms that the kit does
     not know.
     """

@@ -43,8 +43,9 @@ def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | No
         SettingError: The text is not of the variable's kind.
     """
     try:
-        return (reader or _reader(setting.kind))(text)
-    except SettingError:  # A reader that has a sentence of its own.
+        return (reader or _choose_parser(setting.kind))(text)
+    except SettingError:
+        # The parser has already named the variable and the fix.
         raise
     except ValueError:
         raise SettingError(f"{setting.name}={text} is not {setting.kind}.") from None
@@ -57,11 +58,13 @@ def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[s
     Raises:
         SettingError: A text is not of its variable's kind.
     """
-    found = {setting: texts.get(setting.name) or setting.default for setting in known}
-    return {
-        setting.name.lower(): parse_setting(setting, value) if isinstance(value, str) else value
-        for setting, value in found.items()
-    }
+    values: dict[str, Any] = {}
+    for setting in known:
+        value = texts.get(setting.name) or setting.default
+        if isinstance(value, str):
+            value = parse_setting(setting, value)
+        values[setting.name.lower()] = value
+    return values
 
 
 def format_setting(value: object) -> str:
@@ -77,100 +80,116 @@ _NUMBER = re.compile(
 )
 
 
-def _reader(kind: str) -> Callable[[str], Any]:
+def _choose_parser(kind: str) -> Callable[[str], Any]:
     """Return the function that parses texts of a kind."""
-    if kind in _READERS:
-        return _READERS[kind]
-    if bounds := _NUMBER.fullmatch(kind):
-        return partial(_number, *bounds.groups())
-    return partial(_one_of, re.split(", | or ", kind))
+    if kind in _PARSERS:
+        return _PARSERS[kind]
+    bounds = _NUMBER.fullmatch(kind)
+    if bounds:
+        return partial(_parse_number, *bounds.groups())
+    return partial(_parse_choice, re.split(", | or ", kind))
 
 
-def _number(
+def _parse_number(
     whole: str | None,
-    begins: str | None,
+    lower_kind: str | None,
     lower: str | None,
     upper: str | None,
     below: str | None,
     text: str,
 ) -> int | float:
-    """Return the number in `text`; the other arguments are the bounds in the words of its kind.
+    """Return the number in `text`, a float unless `whole` is stated; raises ValueError if it is out
+    of bounds.
 
-    If there is an upper bound `most`, the text must consist of digits.
+    The bounds are parts of the kind's text (`a whole number from 0 to 10`). The lower bound is
+    allowed itself if `lower_kind` is `from`, and not if it is `above`. `upper` is the largest
+    allowed number, and `text` must then consist of digits. `below` is the smallest number that is
+    too large.
     """
     number = int(text) if whole else float(text)
-    first, last = float(lower or "-inf"), float(below or "inf")
-    is_in = (first < number if begins == "above" else first <= number) and number < last
-    if not is_in or (upper and not (text.isdecimal() and number <= int(upper))):
+    if lower and number < float(lower):
+        raise ValueError(text)
+    if lower and lower_kind == "above" and number == float(lower):
+        raise ValueError(text)
+    if not number < float(below or "inf"):
+        raise ValueError(text)
+    if upper and not (text.isdecimal() and number <= int(upper)):
         raise ValueError(text)
     return number
 
 
-def _one_of(choices: Sequence[str], text: str) -> str:
+def _parse_choice(choices: Sequence[str], text: str) -> str:
     """Return the text if it is one of the choices; raises ValueError if not."""
     if text not in choices:
         raise ValueError(text)
     return text
 
 
-def _switch(text: str) -> bool:
+def _parse_switch(text: str) -> bool:
     """Return True for `1` and False for `0`; raises ValueError for other texts."""
     if text not in ("0", "1"):
         raise ValueError(text)
     return text == "1"
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split_arguments(text: str) -> tuple[str, ...]:
     """Return the arguments in the text, split as a shell would."""
     return tuple(shlex.split(text))
 
 
-def _plain_name(text: str) -> str:
+def _parse_plain_name(text: str) -> str:
     """Return the text if it can name a file or folder; raises ValueError if not."""
     if not is_plain_name(text):
         raise ValueError(text)
     return text
 
 
-def _picture(text: str) -> Path:
+def _parse_picture_path(text: str) -> Path:
     """Return the path of a picture to write; raises SettingError if its folder does not exist."""
     path = Path(text)
     if path.is_dir():
         raise SettingError(f"SVG={text} is a folder; name a file in it.")
     if not path.parent.is_dir():
-        raise SettingError(f"SVG={text} lies in a folder that is not there; make {path.parent}.")
+        raise SettingError(
+            f"SVG={text} cannot be written, because the folder {path.parent} does not exist; make it."
+        )
     return path
 
 
-_DATA, _MADE = "owt-ds/", "_text_document"
+_DATA_FOLDER, _PREPARED_SUFFIX = "owt-ds/", "_text_document"
 """Folder that `make prepare-ds NAME=` writes to, and the suffix that it adds to the name."""
 
 
-def _prefix(text: str) -> str:
-    """Return the prefix of a data set, found by prefix or by name; the text's prefix if there is no
-    such file.
+def _find_data_prefix(text: str) -> str:
+    """Return the prefix of a data set, given by prefix or by name. Without such a data set, return
+    the prefix that `make prepare-ds` would write.
     """
-    plain = text.removesuffix(".bin").removesuffix(".idx")
-    named = plain if "/" in plain else _DATA + plain
-    known = (plain, plain + _MADE, named, named + _MADE)
-    unmade = plain if "/" in plain or plain.endswith(_MADE) else named + _MADE
-    return next((prefix for prefix in known if Path(f"{ROOT / prefix}.idx").is_file()), unmade)
+    prefix = text.removesuffix(".bin").removesuffix(".idx")
+    is_name = "/" not in prefix
+    in_folder = _DATA_FOLDER + prefix if is_name else prefix
+    candidates = (prefix, prefix + _PREPARED_SUFFIX, in_folder, in_folder + _PREPARED_SUFFIX)
+    for candidate in candidates:
+        if Path(f"{ROOT / candidate}.idx").is_file():
+            return candidate
+    if is_name and not prefix.endswith(_PREPARED_SUFFIX):
+        return in_folder + _PREPARED_SUFFIX
+    return prefix
 
 
 _NO_MEGATRON_DEEPSPEED = (
-    "a fork of an older Megatron-LM with flags and engines of its own, which the kit does not start; "
-    "BACKEND=deepspeed trains a plain model by DeepSpeed's ZeRO, BACKEND=megatron by Megatron's, and "
-    "'make report LOGS=' reads that fork's logs."
+    "a fork of an older Megatron-LM that the kit does not start, because it has other flags and "
+    "engines; use BACKEND=deepspeed for DeepSpeed's ZeRO or BACKEND=megatron for Megatron's, and read "
+    "the fork's logs with 'make report LOGS='."
 )
 
 
 _NO_DATA_PARALLEL = (
-    "torch.nn.DataParallel, one process over several CUDA devices, which splits nothing where there is "
-    "none; BACKEND=native trains dp2 by DistributedDataParallel, which PyTorch recommends in its place."
+    "torch.nn.DataParallel, one process for several CUDA devices, which the kit does not start; use "
+    "BACKEND=native, which trains dp2 with DistributedDataParallel, as PyTorch recommends."
 )
 
 
-def _backend(text: str) -> Backend:
+def _parse_backend(text: str) -> Backend:
     """Return the backend; raises SettingError for two backends of other projects that the kit does
     not start.
     """
@@ -181,7 +200,7 @@ def _backend(text: str) -> Backend:
     return Backend(text)
 
 
-def _checkout(text: str) -> Path:
+def _find_checkout(text: str) -> Path:
     """Return the folder of a Megatron-LM checkout; raises SettingError for Megatron-DeepSpeed."""
     folder = Path(text).expanduser().resolve()
     entry = folder / "pretrain_gpt.py"
@@ -192,22 +211,22 @@ def _checkout(text: str) -> Path:
     return folder
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_PARSERS: dict[str, Callable[[str], Any]] = {
     settings.TEXT: str,
-    settings.SWITCH: _switch,
-    settings.WORDS: _words,
-    "words": _words,
+    settings.SWITCH: _parse_switch,
+    settings.WORDS: _split_arguments,
+    "words": _split_arguments,
     settings.PATH: Path,
     settings.FOLDER: Path,
-    settings.CHECKOUT: _checkout,
-    settings.PLAIN_NAME: _plain_name,
-    "a file to write": _picture,
-    "a prefix": _prefix,
+    settings.CHECKOUT: _find_checkout,
+    settings.PLAIN_NAME: _parse_plain_name,
+    "a file to write": _parse_picture_path,
+    "a prefix": _find_data_prefix,
     settings.OPTIMIZER.kind: OptimizerName,
-    settings.BACKEND.kind: _backend,
+    settings.BACKEND.kind: _parse_backend,
     settings.RUNTIME.kind: RuntimeName,
     settings.RECOMPUTE.kind: Recompute.parse,
-    # What only the launcher can read, and refuses itself.
+    # Only the launcher can parse these texts. It refuses wrong ones itself.
     "an NGC tag": str,
     "1 or a strategy": str,
     "a rate such as 1gbps or 200mbps": str,

@@ -1,7 +1,8 @@
-"""Every variable of make, once: name, kind, meaning. `src/parakit/cli/commands.py` has who takes it.
+"""The list of make's variables: the name, the kind of value, the meaning and the default of each.
 
-Plain data that any Python from 3.6 on can read, because `make help` works before anything is set up.
-`setting.py` reads the values.
+`src/parakit/cli/commands.py` lists which command takes which variable, and `setting.py` parses the
+values. This module must run on every Python from 3.6 on, because `make help` prints the list before
+anything is set up.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,7 @@ NUMBER, SWITCH, TEXT = "a whole number above 0", "0 or 1", "a text"
 WORDS, PATH, FOLDER = "flags with closed quotes", "a file", "a folder"
 CHECKOUT = "a folder with pretrain_gpt.py"
 PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
-"""The kind of a name that becomes a file's or a folder's: it leads to no other folder."""
+"""Kind of a name for a file or a folder. Such a name has no slash, so it cannot point elsewhere."""
 
 
 class Setting(NamedTuple):
@@ -298,7 +299,7 @@ LEAVE_OUT = Setting(
 )
 READINGS = Setting("READINGS", PATH, "your own measurements (all but validate: readings/mine.csv)")
 
-# Weights from and to others, recipes.
+# Weights from and to other formats, and recipes.
 HF = Setting("HF", TEXT, "a folder with config.json and safetensors, or its name on the hub")
 TO = Setting("TO", TEXT, "the folder to write")
 CKPT = Setting(
@@ -349,7 +350,7 @@ TOKENIZER = Setting(
 )
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
 
-# What no variable is for.
+# Options without a variable of their own.
 ARGS = Setting(
     "ARGS", WORDS, 'further options of the command, as its --help lists them: "--hours 0.33"', ()
 )

@@ -48,12 +48,12 @@ class StageSplit:
 
     def virtual_stages_in_layout(self, pipeline: int) -> int:
         """Return the virtual stages per rank of a layout over `pipeline` ranks; 1 without a layout."""
-        return max(1, len(_stages_of_layout(self.layout)) // pipeline)
+        return max(1, len(_split_layout(self.layout)) // pipeline)
 
     @property
     def mtp_layers_in_layout(self) -> int:
         """Layers of multi-token prediction in the layout."""
-        return sum(stage.count("m") for stage in _stages_of_layout(self.layout))
+        return sum(stage.count("m") for stage in _split_layout(self.layout))
 
     def layers_per_chunk(
         self, layers: int, pipeline: int, virtual: int, rank: int
@@ -61,12 +61,14 @@ class StageSplit:
         """Return the layers of each virtual stage of a pipeline rank, rounded down if a degree does
         not divide.
         """
-        if self is EVEN_SPLIT:  # By far the most of a search's.
+        if self is EVEN_SPLIT:
+            # Nearly all splits of a search are even, so this case comes first.
             return (layers // pipeline // virtual,) * virtual
         if self.layout:
-            return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
-        whole = self._count_stage_layers(layers, pipeline, rank)
-        chunks = [whole // virtual] * virtual
+            stages_of_rank = _split_layout(self.layout)[rank::pipeline]
+            return tuple(stage.count("t") for stage in stages_of_rank)
+        layers_of_rank = self._count_stage_layers(layers, pipeline, rank)
+        chunks = [layers_of_rank // virtual] * virtual
         if self.embedding and rank == 0:
             chunks[0] -= 1
         if self.loss and rank == pipeline - 1:
@@ -75,56 +77,64 @@ class StageSplit:
 
     def find_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Return why Megatron refuses to place `layers` layers in this way; empty if it accepts."""
-        stages, all_layers = pipeline * virtual, layers + self.counted_ends
         if self.layout:
-            return self._layout_problem(layers, stages)
+            return self._find_layout_problem(layers, pipeline * virtual)
         if self.counted_ends and (self.first or self.last):
             return "a first or last stage of its own excludes counting embedding or loss"
         if min(self.first, self.last) < 0:
             return "a stage has at least one layer"
         if self.first or self.last:
-            return self._own_stages_problem(layers, pipeline, virtual)
-        if all_layers % stages:
-            with_ends = f"{all_layers} with embedding or loss counted"
-            return f"{with_ends if self.counted_ends else 'they'} do not divide"
-        smallest = self.layers_per_chunk(layers, pipeline, virtual, 0)[0]
-        last = self.layers_per_chunk(layers, pipeline, virtual, pipeline - 1)[-1]
-        return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
+            return self._find_end_stage_problem(layers, pipeline, virtual)
+        return self._find_even_split_problem(layers, pipeline, virtual)
 
-    def _layout_problem(self, layers: int, num_stages: int) -> str:
-        """Return why Megatron refuses the layout for `wanted` stages; empty if it accepts."""
-        stages = _stages_of_layout(self.layout)
+    def _find_even_split_problem(self, layers: int, pipeline: int, virtual: int) -> str:
+        """Return why the layers, and the ends that count as layers, do not divide over the virtual
+        stages; empty if they do.
+        """
+        all_layers = layers + self.counted_ends
+        if all_layers % (pipeline * virtual):
+            if self.counted_ends:
+                return f"{all_layers} with embedding or loss counted do not divide"
+            return "they do not divide"
+        first_chunk = self.layers_per_chunk(layers, pipeline, virtual, 0)[0]
+        last_chunk = self.layers_per_chunk(layers, pipeline, virtual, pipeline - 1)[-1]
+        if min(first_chunk, last_chunk) < 0:
+            return "a stage would have fewer than 0 layers"
+        return ""
+
+    def _find_layout_problem(self, layers: int, num_stages: int) -> str:
+        """Return why Megatron refuses the layout for `num_stages` stages; empty if it accepts."""
+        stages = _split_layout(self.layout)
         text = "".join(stages)
-        wrong = {
-            "a layout excludes other ways to lay layers": self.first
-            or self.last
-            or self.counted_ends,
-            "it is not E, layers t, depths m of multi-token prediction and L": not re.fullmatch(
-                "Et*m*L", text
-            ),
-            f"it has {len(stages)} stages": len(stages) != num_stages,
-            f"it has {text.count('t')} layers": text.count("t") != layers,
-            "depths are planned on the last stage alone": any("m" in s for s in stages[:-1]),
-            # A stage of its own may have the embedding, and one the loss.
-            "they do not fill the stages": not all("t" in stage for stage in stages[1:-1]),
-        }
-        return next((reason for reason, applies in wrong.items() if applies), "")
+        if self.first or self.last or self.counted_ends:
+            return "a layout excludes other ways to place layers"
+        if not re.fullmatch("Et*m*L", text):
+            return "it is not E, t for each layer, m for each MTP layer and L"
+        if len(stages) != num_stages:
+            return f"it has {len(stages)} stages"
+        if text.count("t") != layers:
+            return f"it has {text.count('t')} layers"
+        if any("m" in stage for stage in stages[:-1]):
+            return "MTP layers are planned on the last stage only"
+        # The first stage may have only the embedding, and the last one only the loss.
+        is_filled = all("t" in stage for stage in stages[1:-1])
+        return "" if is_filled else "a stage between the ends has no layer"
 
-    def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
+    def _find_end_stage_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Return why Megatron refuses the first or last stage's own number of layers; empty if it
         accepts.
         """
-        remaining_layers, stages = layers - self.first - self.last, pipeline - (self.first > 0)
-        stages -= self.last > 0
-        if stages < 0 or remaining_layers < 0 or (remaining_layers == 0) != (stages == 0):
-            return f"{remaining_layers} layers are left for {max(0, stages)} other stages"
-        if stages and remaining_layers % stages:
-            return f"the {remaining_layers} layers left do not divide over {stages} other stages"
-        end_stages = [count for count in (self.first, self.last) if count]
-        if any(
-            count % virtual
-            for count in (*end_stages, *([remaining_layers // stages] if stages else []))
-        ):
+        remaining_layers = layers - self.first - self.last
+        other_stages = pipeline - (self.first > 0) - (self.last > 0)
+        is_possible = other_stages >= 0 and remaining_layers >= 0
+        if not is_possible or (remaining_layers == 0) != (other_stages == 0):
+            return f"{remaining_layers} layers are left for {max(0, other_stages)} other stages"
+        if other_stages and remaining_layers % other_stages:
+            return f"the other {remaining_layers} layers do not divide over {other_stages} other stages"
+        layers_per_stage = [count for count in (self.first, self.last) if count]
+        if other_stages:
+            layers_per_stage.append(remaining_layers // other_stages)
+        if any(count % virtual for count in layers_per_stage):
             return f"{virtual} virtual stages do not divide a stage's layers"
         return ""
 
@@ -172,12 +182,13 @@ _REPEATED = re.compile(r"(?:\(([^()*]+)\)|([A-Za-z|]))\*([0-9]{1,3})(?![0-9*])")
 
 
 @lru_cache(maxsize=4096)
-def _stages_of_layout(layout: str) -> tuple[str, ...]:
+def _split_layout(layout: str) -> tuple[str, ...]:
     """Return the letters of each stage, with repetitions expanded.
 
     Commas are dropped. A `*` that repeats nothing is kept, so the layout is refused later.
     """
     text = layout.replace(",", "")
+    # Parentheses may be nested. Each pass expands one innermost group or letter.
     while match := _REPEATED.search(text):
         repeated = (match[1] or match[2]) * int(match[3])
         text = text[: match.start()] + repeated + text[match.end() :]
@@ -216,14 +227,16 @@ def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | 
     Embedding and loss count as layers if the sum is divisible, because each takes about as long as
     a layer. Otherwise the last stage, which computes the loss, gets fewer layers than the others.
     """
-    for counted in (
+    for split in (
         StageSplit(embedding=True, loss=True),
         StageSplit(loss=True),
         StageSplit(embedding=True),
     ):
-        ends = (counted.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
-        if not counted.find_problem(layers, pipeline, virtual) and all(map(sum, ends)):
-            return counted
+        if split.find_problem(layers, pipeline, virtual):
+            continue
+        ends = (split.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
+        if all(map(sum, ends)):
+            return split
     other_layers = -(-layers // (pipeline * virtual)) * virtual
     shorter = StageSplit(last=layers - (pipeline - 1) * other_layers)
     if shorter.last > 0 and not shorter.find_problem(layers, pipeline, virtual):

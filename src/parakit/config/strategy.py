@@ -290,9 +290,10 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
     """
     parallelism = _parse_grammar(text, devices, expert_tensor)
     if parallelism.world_size != devices:
+        needed = parallelism.world_size
         raise StrategyError(
-            f"Strategy '{text}' uses {parallelism.world_size} devices, but {devices} were named; "
-            "the degrees must multiply to the number of devices."
+            f"Strategy '{text}' needs {needed} {'device' if needed == 1 else 'devices'}, not {devices}; "
+            f"use that number, or degrees whose product is {devices}."
         )
     return parallelism
 
@@ -309,16 +310,16 @@ def strategy_name(parallelism: Parallelism) -> str:
         return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
     tensor = "sp" if parallelism.sequence_parallel else "tp"
     stages, expert = parallelism.virtual_stages, parallelism.expert
-    # Where EP does not divide DP, the number of devices says what DP is.
+    # If EP does not divide DP, the name leaves DP out: it follows from the number of devices.
     replicas = 1 if parallelism.data % expert else parallelism.data // expert
-    degrees = (
+    factors = (
         (tensor, parallelism.tensor, ""),
         ("cp", parallelism.context, ""),
         ("vpp" if stages > 1 else "pp", parallelism.pipeline, f"x{stages}" if stages > 2 else ""),
         ("ep", expert, ""),
         ("dp", replicas, ""),
     )
-    product = "".join(f"{word}{degree}{more}" for word, degree, more in degrees if degree > 1)
+    product = "".join(f"{name}{degree}{suffix}" for name, degree, suffix in factors if degree > 1)
     etp = f"etp{parallelism.expert_tensor}" if parallelism.expert_tensor else ""
     return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
 
@@ -339,11 +340,18 @@ def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
 
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
-    """Megatron's flags for a parallelism; data parallelism is what the other degrees leave over."""
-    # No stage knows the others' gradients when it makes its update, so there is no norm to clip by.
-    unclipped = {UNTIED: True, "--clip-grad": 0} if parallelism.schedule.is_asynchronous else {}
-    more = format_flags(unclipped | _SHARDING_FLAGS[parallelism.sharding])
-    return (*format_fields_as_flags(parallelism, "parallelism"), *more)
+    """Return Megatron's flags for a parallelism. Data parallelism has no flag: Megatron derives it
+    from the number of ranks and the other degrees.
+    """
+    further_flags: dict[str, object] = dict(_SHARDING_FLAGS[parallelism.sharding])
+    if parallelism.schedule.is_asynchronous:
+        # A stage updates its weights before other stages have their gradients, so there is no
+        # global gradient norm to clip by.
+        further_flags = {UNTIED: True, "--clip-grad": 0} | further_flags
+    return (
+        *format_fields_as_flags(parallelism, "parallelism"),
+        *format_flags(further_flags),
+    )
 
 
 def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelism:
@@ -361,17 +369,9 @@ def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelis
     if model_ranks < 1 or devices % model_ranks:
         raise StrategyError(
             f"TP {tensor} × PP {pipeline} × CP {context} = {model_ranks} does not divide "
-            f"{devices} devices; name a number of devices that is a multiple of it."
+            f"{devices} devices; use a multiple of {model_ranks} devices."
         )
-    stages = parse_stage_split(flags)
-    layers_a_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
-    layers = flags.integer("--num-layers") + stages.counted_ends
-    # Megatron prints the number it derived; a command line has one of the other three.
-    virtual = flags.integer(
-        "--virtual-pipeline-model-parallel-size", stages.virtual_stages_in_layout(pipeline)
-    )
-    virtual = layers // pipeline // layers_a_stage if layers_a_stage else virtual
-    degrees.setdefault("virtual_stages", virtual)
+    degrees.setdefault("virtual_stages", _parse_virtual_stages(flags, pipeline))
     parallelism = Parallelism(
         **degrees,
         data=devices // model_ranks,
@@ -379,10 +379,27 @@ def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelis
     )
     return replace(
         parallelism.with_expert_tensor(parallelism.expert_tensor),
-        # Megatron drops sequence parallelism silently where there is no tensor parallelism.
+        # Without tensor parallelism, Megatron drops sequence parallelism silently.
         sequence_parallel=parallelism.sequence_parallel and tensor > 1,
         schedule=PipelineSchedule(parallelism.schedule),
     )
+
+
+def _parse_virtual_stages(flags: Flags, pipeline: int) -> int:
+    """Return the virtual stages per rank, if no flag states them directly.
+
+    They follow from the layers per virtual stage, from the number that Megatron derives and prints
+    in a log, or from the layout of the pipeline; without any of these there is 1.
+    """
+    stages = parse_stage_split(flags)
+    layers_per_virtual_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
+    printed = flags.integer(
+        "--virtual-pipeline-model-parallel-size", stages.virtual_stages_in_layout(pipeline)
+    )
+    if not layers_per_virtual_stage:
+        return printed
+    layers = flags.integer("--num-layers") + stages.counted_ends
+    return layers // pipeline // layers_per_virtual_stage
 
 
 def scale_batch(model_batch: Batch, parallelism: Parallelism) -> Batch:
@@ -449,12 +466,15 @@ def _parse_sharding(flags: Flags) -> Sharding:
 
 def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
     """Return the parallelism of a strategy; `devices` is used if it names no degrees (`zero1`)."""
-    if scheduled := _parse_scheduled_pipeline(text):
-        return scheduled
+    scheduled_pipeline = _parse_scheduled_pipeline(text)
+    if scheduled_pipeline:
+        return scheduled_pipeline
     product, *suffixes = text.split("-")
-    named, sharding = _parse_suffixes(text, suffixes)
+    named_expert_tensor, sharding = _parse_suffixes(text, suffixes)
     if product in _SHARDED and not sharding:
-        product, sharding = f"dp{devices}" if devices > 1 else "baseline", product
+        # A sharding alone, such as `zero3`, is over all devices.
+        sharding = product
+        product = f"dp{devices}" if devices > 1 else "baseline"
     degrees = {} if product == "baseline" else _parse_degrees(product, text)
     expert = degrees.get("ep", 1)
     parallelism = Parallelism(
@@ -467,7 +487,7 @@ def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
         # Megatron refuses experts under tensor parallelism without sequence parallelism.
         sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
         sharding=Sharding(sharding),
-    ).with_expert_tensor(named or expert_tensor)
+    ).with_expert_tensor(named_expert_tensor or expert_tensor)
     return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
 
 
@@ -481,8 +501,8 @@ def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
     sharding = "-".join(suffixes[1:] if match else suffixes)
     if sharding and sharding not in _SHARDED:
         raise StrategyError(
-            f"Strategy '{text}' ends in '-{sharding}'; the suffixes are etp with a degree, for experts, "
-            f"and then one sharding of {', '.join(_SHARDED)}."
+            f"Strategy '{text}' ends in the invalid suffix '-{sharding}'; use -etp with a degree, -"
+            f"{', -'.join(_SHARDED[:-1])} or -{_SHARDED[-1]}, with -etp before the sharding."
         )
     degree = int(match[1]) if match else 0
     if match and degree < 1:
@@ -519,10 +539,11 @@ def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
         raise StrategyError(
             f"Strategy '{text}' has {virtual or stages} stages; use 2 or more, or baseline."
         )
+    schedule = PipelineSchedule.PIPEDREAM_2BW if buffered else PipelineSchedule(name)
     return Parallelism(
         pipeline=int(stages),
         virtual_stages=int(virtual or 2) if is_interleaved else 1,
-        schedule=PipelineSchedule.PIPEDREAM_2BW if buffered else PipelineSchedule(name),
+        schedule=schedule,
     )
 
 
@@ -533,10 +554,13 @@ def _parse_degrees(product: str, text: str) -> dict[str, int]:
     `vpp`.
     """
     factors = _FACTOR.findall(product)
-    if not _PRODUCT.fullmatch(product) or any(s and n != "vpp" for n, _, s in factors):
+    # Only `vpp` may be followed by `x` and a number of virtual stages.
+    has_wrong_stages = any(stages and name != "vpp" for name, _, stages in factors)
+    if not _PRODUCT.fullmatch(product) or has_wrong_stages:
         raise StrategyError(
             _explain_inner_sharding(product)
-            or f"Unknown strategy '{text}'; known are {', '.join(EXAMPLE_STRATEGIES)} and products of them."
+            or f"Unknown strategy '{text}'; use one of {', '.join(EXAMPLE_STRATEGIES)}, or a product of "
+            "degrees such as tp2pp2."
         )
     degrees: dict[str, int] = {}
     for name, degree, stages in factors:
@@ -560,14 +584,10 @@ def _explain_inner_sharding(product: str) -> str:
     product_without_sharding = product.replace(sharding, "", 1) if sharding else ""
     if not _FACTOR.match(product_without_sharding):
         return ""
-    example = (
-        product_without_sharding
-        if "dp" in product_without_sharding
-        else f"{product_without_sharding}dp2"
-    )
-    explanation = (
-        f"'{product}' has its sharding inside the product; it stands last, over the ranks of DP: "
-    )
+    example = product_without_sharding
+    if "dp" not in example:
+        example += "dp2"
+    explanation = f"'{product}' names its sharding between the degrees; the sharding comes last"
     if "pp" in product_without_sharding and sharding.wraps_modules:
-        return f"{explanation}with PP that is {example}-zero1, because no FSDP of Megatron's takes a pipeline."
-    return f"{explanation}{example}-{sharding}."
+        return f"{explanation}, and FSDP does not work with pipeline stages; use {example}-zero1."
+    return f"{explanation}; use {example}-{sharding}."

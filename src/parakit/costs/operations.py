@@ -85,11 +85,16 @@ def wire_bytes(
         return payload_bytes
     on_gloo = transport is Transport.GLOO
     if on_gloo and operation is Operation.REDUCE:
-        # Of all segments all but two go to the neighbour, then each rank but the root sends its chunk.
+        # gloo splits the tensor into segments. In the ring each rank sends all segments but two to
+        # its neighbour. Then each rank but the root sends its chunk to the root.
         segment = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
         segments = max(-(-payload_bytes // segment), 2 * ranks)
         segments = -(-segments // ranks) * ranks
         ring = payload_bytes * (segments - 2) // segments
         return ring + payload_bytes * (ranks - 1) // ranks**2
-    twice = operation is Operation.ALL_REDUCE or (on_gloo and operation is Operation.REDUCE_SCATTER)
-    return (2 if twice else 1) * (ranks - 1) * payload_bytes // ranks
+    # gloo has no reduce-scatter: torch runs an all-reduce in its place.
+    is_all_reduce = operation is Operation.ALL_REDUCE or (
+        on_gloo and operation is Operation.REDUCE_SCATTER
+    )
+    passes = 2 if is_all_reduce else 1
+    return passes * (ranks - 1) * payload_bytes // ranks

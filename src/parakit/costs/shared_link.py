@@ -35,11 +35,14 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
     """
     per_node, sent = parallelism.world_size // NUM_NODES, 0
     for call in calls:
-        # A ledger's group that Megatron does not have spans all ranks.
+        # A communication log may name a group that Megatron does not have. Such a group is taken to
+        # span all ranks.
         group = Group(call.group) if call.group in set(Group) else Group.WORLD
         stride, ranks = stride_and_ranks(parallelism, group)
         if stride * ranks > per_node:
-            sent += call.wire_bytes * max(1, per_node // min(ranks, max(1, per_node // stride)))
+            group_ranks_per_node = min(ranks, max(1, per_node // stride))
+            crossing_groups = max(1, per_node // group_ranks_per_node)
+            sent += call.wire_bytes * crossing_groups
     return 8 * sent / bits_per_second
 
 

@@ -218,14 +218,17 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
     for stage, counts in enumerate(held):
         first = pipeline_rank == 0 and stage == 0
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
-        sizes: dict[bool, list[int]] = {False: [], True: []}
+        untied_sizes: list[int] = []
+        tied_sizes: list[int] = []
         for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
-            sizes[end.component in tables].append(end.elements)
-        untied, experts = build_buffer(sizes[False]), Buffer()
+            sizes = tied_sizes if end.component in tables else untied_sizes
+            sizes.append(end.elements)
+        untied, experts = build_buffer(untied_sizes), Buffer()
         for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
-            of_all, of_experts = _layer_buffers(kind, *degrees)
-            untied, experts = untied + of_all * count, experts + of_experts * count
-        chunks.append(ChunkBuffers(untied, build_buffer(sizes[True]), experts))
+            layer_buffer, expert_buffer = _layer_buffers(kind, *degrees)
+            untied += layer_buffer * count
+            experts += expert_buffer * count
+        chunks.append(ChunkBuffers(untied, build_buffer(tied_sizes), experts))
     return chunks
 
 
@@ -401,13 +404,15 @@ def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> 
     queries = heads * (latent.head_width + latent.rotary_width)
     keys_and_values = heads * (latent.head_width + latent.value_width)
     down = tensor if latent.splits_down_projections else 1
-    normed = (1 if shape.rms_norm else 2) if shape.qk_norm else 0
+    norm_tensors = 0
+    if shape.qk_norm:
+        norm_tensors = 1 if shape.rms_norm else 2
     if latent.query_rank:
         yield _Tensor("attention", hidden * latent.query_rank // down)
-        yield from (_Tensor("norms", latent.query_rank),) * normed
+        yield from (_Tensor("norms", latent.query_rank),) * norm_tensors
     yield _Tensor("attention", (latent.query_rank or hidden) * queries)
     yield _Tensor("attention", hidden * (latent.key_value_rank + latent.rotary_width) // down)
-    yield from (_Tensor("norms", latent.key_value_rank),) * normed
+    yield from (_Tensor("norms", latent.key_value_rank),) * norm_tensors
     yield _Tensor("attention", latent.key_value_rank * keys_and_values)
     yield _Tensor("attention", heads * latent.value_width * hidden)
 
@@ -502,18 +507,22 @@ def _layer_buffers(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[Buffer, Buffer]:
     """Return the buffers of one layer's tensors without and with expert parallelism."""
-    sizes: dict[bool, list[int]] = {False: [], True: []}
+    other_sizes: list[int] = []
+    expert_sizes: list[int] = []
     for item in _layer_tensors(shape, tensor, expert, expert_tensor):
-        apart = expert > 1 and item.component == "experts"
-        sizes[apart] += [item.elements] * item.copies
-    return build_buffer(sizes[False]), build_buffer(sizes[True])
+        if expert > 1 and item.component == "experts":
+            expert_sizes += [item.elements] * item.copies
+        else:
+            other_sizes += [item.elements] * item.copies
+    return build_buffer(other_sizes), build_buffer(expert_sizes)
 
 
 def _refuse_uneven(spec: RunSpec) -> None:
     """Raise an UnevenSplitError that names the first dimension that a degree does not divide."""
     shape, split = spec.shape, spec.parallelism
     stages = split.pipeline * split.virtual_stages
-    # A group that several ranks share is cut as rows of one matrix.
+    # If several TP ranks share a query group, its rows are split like those of any matrix, so the
+    # number of groups need not be divisible.
     groups = 0 if split.tensor % shape.query_groups == 0 else shape.query_groups
     if spec.stages.find_problem(shape.layers, split.pipeline, split.virtual_stages):
         raise UnevenSplitError(

@@ -165,8 +165,11 @@ SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
             "8 experts, which EP 16 does not divide",
         ),
         (MIXTRAL | {"ep": "8", "gpus": "1", "dp": "1"}, "EP 8 lies inside DP x CP = 1"),
-        ({"tp": "1", "dp": "1", "pp": "8", "layers": "4"}, "they do not fill the stages"),
-        ({"tp": "1", "dp": "1", "pp": "8", "vpp": "1000000"}, "they do not fill the stages"),
+        ({"tp": "1", "dp": "1", "pp": "8", "layers": "4"}, "a stage between the ends has no layer"),
+        (
+            {"tp": "1", "dp": "1", "pp": "8", "vpp": "1000000"},
+            "a stage between the ends has no layer",
+        ),
         ({"dtype": "int3"}, "'int3' is none of bf16"),
         ({"recompute": "sometimes"}, "'sometimes' is none of none, full"),
         ({"recompute": "full block"}, "'full block' is neither full nor full uniform 2"),
@@ -180,7 +183,7 @@ SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
         ),
         (
             {"flags": f"{SAID} --micro-batch-size 1 --hybrid-layer-pattern MQ"},
-            "has the block 'Q', which is not known",
+            "has the unknown block 'Q'",
         ),
     ],
 )

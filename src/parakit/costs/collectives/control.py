@@ -33,10 +33,11 @@ def control_collectives(
     if pipeline_rank == spec.parallelism.pipeline - 1:
         step, loss = "training/training.py: train_step", "loss and its token count"
         yield _all_reduce_numbers(spec, Group.DATA_CONTEXT, loss, step, numbers=2)
-        if depths := spec.shape.total_mtp_layers:
+        mtp_layers = spec.shape.total_mtp_layers
+        if mtp_layers:
             ahead = "losses, right and all guesses of tokens ahead"
             yield _all_reduce_numbers(
-                spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=depths, calls=3
+                spec, Group.DATA_CONTEXT, ahead, _AHEAD, numbers=mtp_layers, calls=3
             )
     if spec.shape.experts:
         yield from _router_losses(spec, megatron)
@@ -52,7 +53,8 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
     """
     sharding = spec.parallelism.sharding
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if spec.parallelism.expert > 1 else [])
-    if sharding.is_torch_fsdp:  # Its gradients are DTensors, summed over their mesh.
+    if sharding.is_torch_fsdp:
+        # FSDP2's gradients are DTensors, whose norm is summed over the ranks of their mesh.
         groups = [Group.DATA_CONTEXT, Group.MODEL]
     elif sharding:
         groups = [Group.WORLD]
