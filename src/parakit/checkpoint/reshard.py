@@ -300,10 +300,10 @@ class _ReshardPlan:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors to write, by their new name, each with the pieces of the source.
+        """Tensors to write, by the name that they get in the new checkpoint. Their values are read from the source.
 
-        Main weights get the name that they have under the new sharding. An fp32 model stores its weights as
-        main weights under ZeRO-1, and has no main weights without it.
+        Only the names and number of main weights (the optimizer's fp32 copies of weights) depend on the sharding.
+        An fp32 model has main weights only under ZeRO-1, where they are equal to its weights.
         """
         tensors = dict(self._stored.tensors)
         if self._new.sharding == self._old.sharding:
@@ -316,11 +316,13 @@ class _ReshardPlan:
             if name.startswith(old_prefix)
         }
         if self._spec.dtype == "fp32":
+            main_weights = {}
+        if self._spec.dtype == "fp32" and self._new.sharding:
+            # The weights that are trained are those for which Adam has a first moment.
             moment_prefix = f"{_OPTIMIZER}exp_avg."
-            moments = [name for name in tensors if name.startswith(moment_prefix)]
-            trained_names = [name.removeprefix(moment_prefix) for name in moments]
-            is_sharded = bool(self._new.sharding)
-            main_weights = {name: tensors[name] for name in trained_names} if is_sharded else {}
+            for moment in [name for name in tensors if name.startswith(moment_prefix)]:
+                name = moment.removeprefix(moment_prefix)
+                main_weights[name] = tensors[name]
         for name, tensor in main_weights.items():
             tensors[f"{new_prefix}{name}"] = tensor
         return tensors

@@ -58,15 +58,26 @@ class StageSplit:
     def layers_per_chunk(
         self, layers: int, pipeline: int, virtual: int, rank: int
     ) -> tuple[int, ...]:
-        """Return the layers of each virtual stage of a pipeline rank, rounded down if a degree does
-        not divide.
+        """Return the number of transformer layers in each virtual stage (chunk) of a pipeline rank.
+
+        Numbers are rounded down if a degree does not divide the layers.
+
+        Args:
+            layers: Layers of the model.
+            pipeline: Number of pipeline ranks.
+            virtual: Virtual stages per rank.
+            rank: Pipeline rank.
         """
-        if self is EVEN_SPLIT:  # By far the most of a search's.
+        # A search of strategies asks for the even split far more often than for any other.
+        if self is EVEN_SPLIT:
             return (layers // pipeline // virtual,) * virtual
         if self.layout:
-            return tuple(s.count("t") for s in _stages_of_layout(self.layout)[rank::pipeline])
-        whole = self._count_stage_layers(layers, pipeline, rank)
-        chunks = [whole // virtual] * virtual
+            # A layout lists all virtual stages: first the first one of each rank. `t` is a layer.
+            stages_of_rank = _stages_of_layout(self.layout)[rank::pipeline]
+            return tuple(stage.count("t") for stage in stages_of_rank)
+        layers_per_chunk = self._count_stage_layers(layers, pipeline, rank) // virtual
+        chunks = [layers_per_chunk] * virtual
+        # Embedding and loss are counted as a layer each, but hold no transformer layer.
         if self.embedding and rank == 0:
             chunks[0] -= 1
         if self.loss and rank == pipeline - 1:
@@ -92,7 +103,7 @@ class StageSplit:
         return "a stage would have less than no layer" if min(smallest, last) < 0 else ""
 
     def _layout_problem(self, layers: int, num_stages: int) -> str:
-        """Return why Megatron refuses the layout for `wanted` stages; empty if it accepts."""
+        """Return why Megatron refuses the layout for this number of stages; empty if it accepts."""
         stages = _stages_of_layout(self.layout)
         text = "".join(stages)
         wrong = {
@@ -111,8 +122,9 @@ class StageSplit:
         return next((reason for reason, applies in wrong.items() if applies), "")
 
     def _own_stages_problem(self, layers: int, pipeline: int, virtual: int) -> str:
-        """Return why Megatron refuses the first or last stage's own number of layers; empty if it
-        accepts.
+        """Return why Megatron refuses a stated number of layers on the first or last pipeline rank.
+
+        The other ranks share the remaining layers evenly. The result is empty if Megatron accepts.
         """
         remaining_layers, stages = layers - self.first - self.last, pipeline - (self.first > 0)
         stages -= self.last > 0
@@ -129,8 +141,9 @@ class StageSplit:
         return ""
 
     def _count_stage_layers(self, layers: int, pipeline: int, rank: int) -> int:
-        """Return the layers of one pipeline rank; embedding and loss are included if they count as
-        layers.
+        """Return the number of layers on one pipeline rank, over all its virtual stages.
+
+        Embedding and loss are included if they count as layers.
         """
         if self.first and rank == 0:
             return self.first
@@ -150,11 +163,10 @@ def even_layout(layers: int, stages: int) -> StageSplit:
 
 
 def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
-    """Return a layout whose stages have the same number of layers until none is left for the last
-    stages.
+    """Return a layout in which the first stages have equally many layers, and the last stages the rest.
 
-    This makes room on the last stage for `depths` layers of multi-token prediction and for the
-    loss.
+    The last stages may have none. So the last stage has room for `depths` layers of multi-token
+    prediction and for the loss.
     """
     full_count = -(-layers // stages)
     return _layout(
@@ -173,9 +185,10 @@ _REPEATED = re.compile(r"(?:\(([^()*]+)\)|([A-Za-z|]))\*([0-9]{1,3})(?![0-9*])")
 
 @lru_cache(maxsize=4096)
 def _stages_of_layout(layout: str) -> tuple[str, ...]:
-    """Return the letters of each stage, with repetitions expanded.
+    """Parse a pipeline layout of Megatron, such as `Et*3|t*4|tL`, into the letters of each stage: `Ettt`, `tttt`, `tL`.
 
-    Commas are dropped. A `*` that repeats nothing is kept, so the layout is refused later.
+    Commas are dropped. A `*` without something to repeat stays in the result, so that
+    `find_problem` refuses the layout.
     """
     text = layout.replace(",", "")
     while match := _REPEATED.search(text):

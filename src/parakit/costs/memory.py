@@ -88,13 +88,14 @@ def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[int, ...]) -> int:
-    """Return the peak of the bytes in flight on a rank; `each` is the bytes per micro batch of each
-    chunk.
+    """Return the peak of the bytes in flight on a rank.
+
+    `bytes_per_chunk` has the bytes that one micro batch stores in each chunk of the rank.
     """
     chunks = chunks_in_flight(spec, pipeline_rank)
     if len(set(bytes_per_chunk)) == 1:
         return chunks * bytes_per_chunk[0]
-    # What is begun and ended repeats after a group of micro batches.
+    # The sequence of forward and backward passes repeats after each group of PP micro batches.
     steps = min(
         spec.microbatches * len(bytes_per_chunk),
         chunks + spec.parallelism.pipeline * len(bytes_per_chunk),
@@ -106,11 +107,11 @@ def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[i
 def _peak_bytes_in_flight(
     bytes_per_chunk: tuple[int, ...], pipeline: int, chunks: int, steps: int
 ) -> int:
-    """Return the peak of the bytes in flight for unequal chunks; forward and backward alternate
-    after warm-up.
+    """Return the peak of the bytes in flight on a rank whose chunks store different numbers of bytes.
 
-    Megatron runs PP micro batches through one chunk and then through the next; backward begins with
-    the last chunk (`get_schedule_table`).
+    The first `chunks` of the `steps` forward passes are the warm-up. After it, forward and backward
+    passes alternate. Megatron runs PP micro batches through one chunk and then through the next;
+    backward begins with the last chunk (`get_schedule_table`).
     """
     forwards = [bytes_per_chunk[step // pipeline % len(bytes_per_chunk)] for step in range(steps)]
     current = peak = sum(forwards[:chunks])
@@ -145,24 +146,26 @@ once, over the same published measurements.
 """
 
 _WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
-_OLDER_WORKSPACE_BYTES, _OLDER_FUSED_BYTES = 8_519_680, 4 * MIB
-_FIXED_WORKSPACE_BYTES = 32 * MIB
-_HANDLES, _GROUPED_STREAMS = 2, 4
+_OLDER_CUBLAS_BYTES, _OLDER_TRANSFORMER_ENGINE_BYTES = 8_519_680, 4 * MIB
+_DETERMINISTIC_CUBLAS_BYTES = 32 * MIB
+_CUBLAS_HANDLES, _GROUPED_STREAMS = 2, 4
 
 
 def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
-    """Return the bytes that matrix products hold in the allocator between iterations.
+    """Return the bytes of all workspaces of matrix products, which stay allocated between iterations.
 
-    cuBLAS has one workspace for each thread that launches products, forward's and backward's
-    (`aten/src/ATen/cuda/CublasHandlePool.cpp`: 32 MiB from Hopper on, 8.1 MiB before;
-    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which determinism needs, 32 MiB). Transformer Engine has one
-    of its own (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), and four
-    more for grouped products.
+    cuBLAS has two workspaces, because forward and backward run in different threads. Each has 32 MiB
+    from Hopper on and 8.1 MiB on older devices (`aten/src/ATen/cuda/CublasHandlePool.cpp`).
+    Deterministic runs set `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which gives 32 MiB on all devices.
+    Transformer Engine has one more workspace, of 32 MiB from Hopper on and 4 MiB on older devices
+    (`get_cublas_workspace_size_bytes`). With grouped products it has five.
     """
-    usual = _WORKSPACE_BYTES.get(generation, _OLDER_WORKSPACE_BYTES)
-    handle = _FIXED_WORKSPACE_BYTES if deterministic else usual
-    transformer_engine = _WORKSPACE_BYTES.get(generation, _OLDER_FUSED_BYTES)
-    return _HANDLES * handle + (1 + (_GROUPED_STREAMS if grouped else 0)) * transformer_engine
+    cublas_bytes = _WORKSPACE_BYTES.get(generation, _OLDER_CUBLAS_BYTES)
+    if deterministic:
+        cublas_bytes = _DETERMINISTIC_CUBLAS_BYTES
+    engine_bytes = _WORKSPACE_BYTES.get(generation, _OLDER_TRANSFORMER_ENGINE_BYTES)
+    num_engine_workspaces = 1 + _GROUPED_STREAMS if grouped else 1
+    return _CUBLAS_HANDLES * cublas_bytes + num_engine_workspaces * engine_bytes
 
 
 CPU_PROCESS_BYTES = 900 * MIB
@@ -349,19 +352,19 @@ def keeps_quantised_weights(spec: RunSpec) -> bool:
     return spec.quantised_weights and spec.fp8_recipe not in (Fp8Recipe.NONE, Fp8Recipe.NVFP4)
 
 
-def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, whole: int) -> int:
-    """Return the bytes of quantised linear weights, minus those of weights that they replace.
+def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, bytes_per_weight: int) -> int:
+    """Return the bytes of quantised linear weights, minus the bytes of weights that they replace.
 
-    Each module stores its weights twice, as forward and as backward reads them (row by row and
-    transposed), over an iteration's micro batches; biases are counted too. They are stored beside
-    weights of `whole` bytes or replace them. Weights that are gathered on demand store no quantised
-    copy (`--keep-fp8-transpose-cache` is off by default).
+    Each module stores quantised weights twice during an iteration: row by row for forward, and
+    transposed for backward. Biases are counted too. Weights of `bytes_per_weight` are stored as well,
+    unless `--fp8-param-gather` stores quantised weights only. Weights that are gathered on demand have
+    no quantised copy (`--keep-fp8-transpose-cache` is off by default), so the result is 0 for them.
     """
     if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
-    linear = parameters.attention + parameters.dense_mlp + parameters.experts
-    beside = 0 if keeps_quantised_weights(spec) else whole
-    return int((2 * FP8_RECIPE_BYTES[spec.fp8_recipe] - whole + beside) * linear)
+    num_linear_weights = parameters.attention + parameters.dense_mlp + parameters.experts
+    replaced_bytes = bytes_per_weight if keeps_quantised_weights(spec) else 0
+    return int((2 * FP8_RECIPE_BYTES[spec.fp8_recipe] - replaced_bytes) * num_linear_weights)
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -385,17 +388,21 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
-    They are the last group of each module, later replaced by the groups that backward reads next,
-    and the bytes that later stages keep on request.
+    These are the last group of each module's tensors, whose room the groups that backward reads next
+    take over, and the bytes that a flag keeps on the device (`kept_bytes_per_stage` per earlier stage).
     """
     chunks = spec.layers_per_chunk(pipeline_rank)
-    last = next((layers for layers in reversed(chunks) if layers), 0)
-    begun = offloaded_bytes(spec, last).freed - offloaded_bytes(spec, last, first=True).freed
-    asked = pipeline_rank * spec.offload.kept_bytes_per_stage
-    if not asked:
-        return begun
-    gone = tuple(offloaded_bytes(spec, layers).freed for layers in chunks)
-    return begun + min(asked, _bytes_in_flight(spec, pipeline_rank, gone) - begun)
+    last_chunk = next((layers for layers in reversed(chunks) if layers), 0)
+    last_group_bytes = (
+        offloaded_bytes(spec, last_chunk).freed
+        - offloaded_bytes(spec, last_chunk, first=True).freed
+    )
+    kept_bytes = pipeline_rank * spec.offload.kept_bytes_per_stage
+    if not kept_bytes:
+        return last_group_bytes
+    freed_per_chunk = tuple(offloaded_bytes(spec, layers).freed for layers in chunks)
+    freed_bytes = _bytes_in_flight(spec, pipeline_rank, freed_per_chunk)
+    return last_group_bytes + min(kept_bytes, freed_bytes - last_group_bytes)
 
 
 _HOST_STATE_BYTES = 4 + 4 + 8
@@ -584,14 +591,18 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
     return layers, weights + max(0, gradient - layers)
 
 
-def _allocator_bytes(spec: RunSpec, copies: int, last: bool) -> tuple[int, int]:
-    """Return the bytes that are never returned, and those in blocks that are empty at the peak.
+def _allocator_bytes(
+    spec: RunSpec, gradient_copy_bytes: int, is_last_stage: bool
+) -> tuple[int, int]:
+    """Return a rank's bytes outside of live tensors: the fixed bytes, and the reclaimable bytes.
 
-    The empty blocks are those of the update's `copies` of gradients and of the logits. The caching
-    allocator returns them to the device before it runs out (`c10/cuda/CUDACachingAllocator.cpp:
-    release_cached_blocks`).
+    Reclaimable bytes are in blocks that are empty at the peak. The gradient copies of the update have
+    left `gradient_copy_bytes` of them, and the last stage's logits the others. The caching allocator
+    returns such blocks to the device before it runs out of memory
+    (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`). CPU ranks have fixed bytes only.
     """
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES, 0
-    logits = LOGIT_SLACK_BYTES * logit_elements(spec) if last else 0
-    return DEVICE_BASE_BYTES + dispatcher_bytes(spec), copies + logits
+    logit_block_bytes = LOGIT_SLACK_BYTES * logit_elements(spec) if is_last_stage else 0
+    fixed_bytes = DEVICE_BASE_BYTES + dispatcher_bytes(spec)
+    return fixed_bytes, gradient_copy_bytes + logit_block_bytes

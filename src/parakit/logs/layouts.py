@@ -95,38 +95,57 @@ class LineLayout:
 
 
 def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
-    """Return the layout of a line with one iteration; None if the line cannot be read by column.
+    """Return the positions of all fields in a line that prints one iteration, for reading equal lines by column.
+
+    None means that such lines cannot be read by column: the line is torn, has no or several iterations, has a field
+    twice, or the layout would read another number than `format_` parses.
 
     Args:
         line: A line without its line end.
         format_: Format that parses the line.
     """
+    fields = _parse_only_iteration(line, format_)
+    layout = _make_layout(line, fields) if fields else None
+    return layout if layout is not None and _reads_equal_numbers(layout, line, fields) else None
+
+
+def _parse_only_iteration(line: bytes, format_: LineFormat) -> list[LineField]:
+    """Return the fields of the only iteration in a line, in the order of the line.
+
+    The list is empty if the line is torn, is not plain ASCII of a usual length, has no or several iterations, or has
+    an empty field or a field twice.
+    """
     if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
-        return None
+        return []
     text = line.decode("ascii")
     if len(format_.opening.findall(text)) != 1 or is_torn(text):
-        return None
+        return []
     iterations = format_.find(text)
     if len(iterations) != 1:
-        return None
-    parts = sorted(iterations[0].fields, key=lambda part: part.start)
-    names = [part.field for part in parts if part.field]
-    if len(set(names)) < len(names) or any(part.start >= part.stop for part in parts):
-        return None
-    layout = _make_layout(line, parts)
-    if layout is None:
-        return None
-    # The layout must give the same numbers for the line as the dialect.
+        return []
+    fields = sorted(iterations[0].fields, key=lambda field: field.start)
+    names = [field.field for field in fields if field.field]
+    is_readable = len(set(names)) == len(names) and all(
+        field.start < field.stop for field in fields
+    )
+    return fields if is_readable else []
+
+
+def _reads_equal_numbers(layout: LineLayout, line: bytes, fields: Sequence[LineField]) -> bool:
+    """Return True if a layout reads the same numbers from a line as the parser that found `fields`."""
     has_layout, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
     number_fields = {number.field for number in layout.numbers}
     is_equal = all(
-        columns[part.field][0] == part.value for part in parts if part.field in number_fields
+        columns[field.field][0] == field.value for field in fields if field.field in number_fields
     )
-    return layout if has_layout[0] and is_equal else None
+    return bool(has_layout[0]) and is_equal
 
 
 def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
-    """Return the layout of a line whose fields are `parts`, in order; None if no part is the iteration."""
+    """Return the layout of a line from its fields, which are sorted by position.
+
+    None means that no field is the number of the iteration, or that this number is not plain digits.
+    """
     numbers, constants, free = [], [], np.zeros(len(line), np.bool_)
     free[: parts[0].start] = True
     free[parts[-1].stop :] = True  # Bytes after the last field are not read.
@@ -158,7 +177,10 @@ def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
 
 
 def _locate_number(part: LineField, line: bytes) -> _Number | None:
-    """Return the positions of a part's digits; None if its value is no number of digits."""
+    """Return the positions of the digits of a field's number in a line.
+
+    None means that the field has no name or value, or that its value is not written in digits (`nan`), or in too many.
+    """
     if not part.field or part.value is None:
         return None
     match = _NUMBER.match(line, part.start, part.stop)
@@ -183,7 +205,10 @@ def _locate_number(part: LineField, line: bytes) -> _Number | None:
 
 
 def _compute_values(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return the number of each line, and whether it is exact to the last bit (per line, or for all)."""
+    """Return the value of one field in each line, and whether it is equal to the last bit to what `float` returns.
+
+    `lines` has one row of bytes per line. Of the truth values, there is one per line, or a single one for all lines.
+    """
     mantissa = _compute_integers(lines, number.digits)
     if find_dtype(number.field) is np.int64:
         return mantissa.astype(np.int64), np.ones(1, np.bool_)
@@ -247,7 +272,10 @@ class LogBlock:
             self.columns.known[name][lines] = True
 
     def sections(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield the sections of plain and of other lines: first line, line after the last, whether plain."""
+        """Yield the longest sections of lines that are all plain, or all not plain.
+
+        A section is the index of its first line, the index after its last line, and whether the lines are plain.
+        """
         edges = np.flatnonzero(self.plain[1:] != self.plain[:-1]) + 1
         bounds = [0, *edges.tolist(), len(self.plain)]
         for first, behind in pairwise(bounds):
@@ -271,7 +299,7 @@ class LayoutReader:
         self._failures = 0
 
     def block(self, data: bytes, numbers: Sequence[int]) -> LogBlock:
-        """Return complete lines as a block, in which all lines with a known or new layout are read."""
+        """Return complete lines as a block; lines with a known layout, or one learned here, are read by column."""
         block = LogBlock(data, numbers)
         for length in np.unique(block.stops - block.starts).tolist():
             for layout in self._layouts.get(length, ()):

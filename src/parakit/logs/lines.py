@@ -194,7 +194,10 @@ def _cut_line(line: str) -> list[str]:
 
 
 def _find_last_iteration(line: str, start: int, stop: int) -> int | None:
-    """Return where the last iteration between `start` and `stop` begins; None if there is none."""
+    """Return the index in `line` of the last printed iteration that begins from `start` to before `stop`.
+
+    A line has several iterations if their line ends were lost. None means that no iteration begins there.
+    """
     for line_format in load_line_formats():
         index = line.rfind(line_format.word, start, stop)
         # The word of a format is also in lines that are no iterations.

@@ -264,12 +264,16 @@ def assemble_region(
 def average_local_gradients(
     parts: list[ParameterPart], capture: Capture
 ) -> list[list[tuple[ParameterPart, Array]]]:
-    """Return the means of a parameter's local gradients over data- and context-parallel copies.
+    """Reduce a parameter's local gradients over data- and context-parallel ranks, as Megatron should.
 
-    Each inner list belongs to one region of the parameter and has one mean per group of copies, with the
-    first part of that group. The means of one region either add up to the gradient (a norm's, under
-    sequence parallelism) or are each the full gradient.
+    The result has one list per region of the parameter. A list has one reduced gradient for each tensor-parallel,
+    pipeline and expert-parallel rank that holds the region, together with the first local gradient that went into it.
+    Reduced gradients are means, or sums if the loss is per token.
+
+    The reduced gradients of one region may be equal: each of them is the region's full gradient. Or they may
+    differ, as those of a norm under sequence parallelism do: their sum is then the full gradient.
     """
+    # Data- and context-parallel ranks hold copies of the same part, so these two degrees are not in the key.
     copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
     for part in parts:
         rank, offset = part.rank_capture.rank, part.placement.global_offset
@@ -281,6 +285,7 @@ def average_local_gradients(
     regions: defaultdict[str, list[tuple[ParameterPart, Array]]] = defaultdict(list)
     for group in copies.values():
         total: Array = np.sum([part.values() for part in group], axis=0, dtype=np.float32)
+        # Slices cannot be keys of a dictionary in all Python versions, so their text is the key.
         regions[str(group[0].region())].append((group[0], total / divisor))
     return list(regions.values())
 

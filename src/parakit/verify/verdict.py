@@ -338,14 +338,18 @@ def _is_module_input(tensor_key: TensorKey) -> bool:
 
 
 def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgement:
-    """Return the judgement with the first module that is wrong by itself.
+    """Find the module that causes an error, by a run in which all modules get the reference's tensors as inputs.
 
-    If no module is wrong by itself and the first error is below twice its tolerance, the errors of several
-    modules have added up: the judgement of `forced` is returned, with the first error as a note. If the
-    first error is larger, the judgement is returned as not confirmed.
+    In that run no error spreads from one module to another. There are three results:
+
+    - A module is wrong in that run: the judgement is confirmed and names the first such module.
+    - No module is wrong, and the first error of `judgement` is at most _MAX_ACCUMULATED_RATIO times its
+      tolerance: errors of several modules have added up. The judgement of `forced` is returned, with a note on
+      that first error.
+    - No module is wrong, and that first error is larger: `judgement` is returned as not confirmed.
 
     Args:
-        judgement: Judgement of the strategy's own run.
+        judgement: Judgement on the strategy's run with its own inputs.
         reference: Capture of the reference.
         forced: Capture of the strategy's run with the reference's tensors as inputs of all modules.
     """
@@ -356,12 +360,12 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
         verdict = locate_error(judgement.verdict, first, compared, forced)
         also = list_independent_errors(verdict, first, compared, forced)
         return Judgement(replace(verdict, confirmed=True, also=also), judgement.compared, first)
-    spread = judgement.first
-    if spread is None or spread.ratio > _MAX_ACCUMULATED_RATIO:
+    accumulated = judgement.first
+    if accumulated is None or accumulated.ratio > _MAX_ACCUMULATED_RATIO:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
-    stage, name, slot = spread.key
+    stage, name, slot = accumulated.key
     forced_judgement = _judge_comparison(compared, forced)
-    added_up = f"{stage}, {name} {slot} at {spread.ratio:.2f}"
+    added_up = f"{stage}, {name} {slot} at {accumulated.ratio:.2f}"
     verdict = replace(forced_judgement.verdict, added_up=added_up)
     return replace(forced_judgement, verdict=verdict)
 

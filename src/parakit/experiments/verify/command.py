@@ -307,9 +307,10 @@ class _IterationVerification:
             )
 
     def _compare_logs(self, judgement: Judgement) -> Judgement:
-        """Return the judgement with what the logs print compared, if all tensors held.
+        """Compare also the values that the two logs print, and return the judgement with the result.
 
-        The logs are compared once, for the iteration that was asked for and all iterations before it.
+        Without this comparison the judgement is returned as it is: if a tensor is wrong, and for another
+        iteration or seed than the requested one, because the logs cover all iterations up to that one.
         """
         if judgement.verdict.verdict is not VerifyOutcome.HELD or self.suffix:
             return judgement
@@ -386,24 +387,35 @@ class _IterationVerification:
     def _explain_by_parts(
         self, judgement: Judgement, reference: Capture, ours: Capture
     ) -> Judgement:
-        """Return the judgement with the part of a gradient that is wrong, if the gradient alone does not say.
+        """Train the reference more often to find the part of a wrong gradient that is at fault.
 
-        The reference is trained again, with gradients by part, and once without each further loss.
+        A gradient is a sum over losses, micro batches and ranks. One run captures the gradient of each micro batch.
+        One further run per loss of FURTHER_LOSSES trains without that loss. The result is the judgement with the
+        missing or wrongly scaled part as its kind of error; it is unchanged if no part explains the error.
 
         Raises:
             VerifyError: A run failed.
         """
+        captures_without_loss = self._capture_without_losses(reference)
+        parts = self._capture("reference-parts", self.verification.reference, parts="1")
+        return explain_by_parts(judgement, ours, parts, captures_without_loss)
+
+    def _capture_without_losses(self, reference: Capture) -> dict[str, Capture]:
+        """Train the reference once without each of its further losses; return the captures by the loss's name.
+
+        Only a mixture-of-experts model has such losses, and only those with a positive coefficient.
+        """
         launch = self.verification.reference
-        captures_without_loss: dict[str, Capture] = {}
+        # Modules get the inputs of the complete run, so that only the losses differ.
         inputs = self._tensor_folder("given-to-reference")
         write_forced(reference, reference, inputs)
+        captures: dict[str, Capture] = {}
         for name, flag in FURTHER_LOSSES.items():
             if launch.model.shape.experts and Flags(launch.flags).number(flag) > 0:
                 without_loss = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
                 part = f"reference-without-{flag.removeprefix('--')}"
-                captures_without_loss[name] = self._capture(part, without_loss, forced=inputs)
-        parts = self._capture("reference-parts", launch, parts="1")
-        return explain_by_parts(judgement, ours, parts, captures_without_loss)
+                captures[name] = self._capture(part, without_loss, forced=inputs)
+        return captures
 
     def _measure_drift(self, reference: Capture) -> Drift:
         """Train the reference with rounding errors in earlier iterations; return how far its tensors move."""
@@ -517,7 +529,10 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
 
 
 def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
-    """Print where a strategy first differs, and annotate the line of the pull request on GitHub."""
+    """Print iteration, ranks, error and tolerance of the first wrong tensor, and the independent errors.
+
+    In a GitHub workflow, also print a command that shows the verdict at the line of code of the wrong module.
+    """
     path, _, line_number = (verdict.source or "").rpartition(":")
     if path and os.environ.get("GITHUB_ACTIONS"):
         say(console, f"::error file={path},line={line_number}::{verdict.line}")

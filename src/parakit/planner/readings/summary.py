@@ -202,7 +202,7 @@ class StrategyChoice:
 
 
 def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> list[StrategyChoice]:
-    """Return the planner's choice in every group of two or more strategies of one job.
+    """Return, for every job with two or more measured strategies, how good the planner's choice among them is.
 
     Measurements are of one job if they have the same source, model, devices, batch, recomputation and software. If
     `across_releases` is True, the release of the container may differ. A strategy that was measured more than once
@@ -221,7 +221,7 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
 
 
 def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
-    """Return what is equal in measurements of one job that differ in strategy alone."""
+    """Return a key that is equal for measurements of one job: all facts of a measurement but the strategy."""
     measurement, spec = item.measurement, item.measured_run.spec
     # The notes begin with the variant. Later parts may name another trainer.
     variant, *notes = measurement.notes.split(";")
@@ -237,21 +237,32 @@ def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
 
 
 def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
-    """Return the planner's choice among measurements of one job; None if they have one strategy alone."""
-    times: dict[RunSpec, list[float]] = defaultdict(list)
+    """Compare the strategy that the planner prefers for a job with the strategy that was measured as the fastest.
+
+    All `items` are measurements of one job and have a predicted time. The result has the preferred strategy and the
+    time that it loses against the fastest one. None means that only one strategy was measured.
+    """
+    published_times: dict[RunSpec, list[float]] = defaultdict(list)
+    predicted_times: dict[RunSpec, float] = {}
     for item in items:
-        times[item.measured_run.spec].append(item.published_seconds)
-    if len(times) < 2:
+        # A missing prediction must not count as 0 seconds, which would be the fastest.
+        assert item.seconds is not None, "evaluate_choices passes predicted times only"
+        published_times[item.measured_run.spec].append(item.published_seconds)
+        predicted_times[item.measured_run.spec] = item.seconds
+    if len(published_times) < 2:
         return None
-    predicted = {item.measured_run.spec: item.seconds or 0.0 for item in items}
-    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1].total)
+    preferred = choose_preferred(predicted_times, _peak_memory_bytes)
     chosen = next(item for item in items if item.measured_run.spec == preferred)
-    medians = {spec: statistics.median(measured) for spec, measured in times.items()}
+    medians = {spec: statistics.median(times) for spec, times in published_times.items()}
     regret = medians[preferred] / min(medians.values()) - 1
-    spreads = [
-        max(measured) / min(measured) - 1 for measured in times.values() if len(measured) > 1
-    ]
+    spreads = [max(times) / min(times) - 1 for times in published_times.values() if len(times) > 1]
     return StrategyChoice(len(items), chosen, regret, tuple(spreads))
+
+
+def _peak_memory_bytes(spec: RunSpec) -> int:
+    """Return the predicted bytes of the rank with the peak memory."""
+    _, memory = find_peak_rank(spec)
+    return memory.total
 
 
 def format_signed_percent(fraction: float | None) -> str:

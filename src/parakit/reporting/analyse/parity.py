@@ -289,7 +289,10 @@ def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> 
 
 
 def _find_reference_run(run: Run, rows: Sequence[Configuration]) -> Run | None:
-    """Return the first run with losses with which a run must agree; it may be the run itself."""
+    """Return the run whose losses a run must reproduce: the newest comparable run of the first row that has one.
+
+    It may be the run itself. None means that no row has a comparable run with losses.
+    """
     for row in rows:
         for reference in reversed(row.runs):
             if not _why_not_comparable(reference, run) and len(loss_points(reference)[0]):
@@ -374,7 +377,11 @@ def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -
 
 
 def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | None:
-    """Return the first iteration in which a token took another expert; None without routing records."""
+    """Return the first iteration in which an expert of one run got another number of tokens than in the other.
+
+    None means that the numbers never differ, that a run has no `routing.json`, or that in fp32 more tokens moved than
+    rounding can move (`find_routing_divergence`).
+    """
     record, other_record = reference.measurements.routing, other.measurements.routing
     if not record or not other_record:
         return None
