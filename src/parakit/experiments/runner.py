@@ -94,7 +94,11 @@ class Runner:
             self._train_all()
 
     def _train_all(self) -> None:
-        """Train every repeat of every cell that has no run yet, and print a line per repeat."""
+        """Train the missing repeats of all cells of the experiment, and print a line per repeat.
+
+        The other repeats of a cell are skipped once one has failed. A repeat is left out if it would probably take
+        longer than the rest of the time budget.
+        """
         cells, self._began = list(self.launches), time.monotonic()
         steps = order_repeats(cells)
         for step, (repeat, cell) in enumerate(steps, start=1):
@@ -123,7 +127,7 @@ class Runner:
         return self.experiment.budget_seconds - (time.monotonic() - self._began)
 
     def list_results(self) -> list[CellResult]:
-        """Return a result per cell, in order."""
+        """Return the results of all cells so far, in the order of the cells: run folders, and the failure if any."""
         results = []
         for cell, launch in self.launches.items():
             failure, folder = self._failures.get(cell, ("", None))
@@ -133,7 +137,11 @@ class Runner:
         return results
 
     def _list_runs(self, cell: Cell, launch: Launch) -> list[Path]:
-        """Return the run folders that count for a cell by now, newest first."""
+        """Return the folders of a cell's successful runs, newest first.
+
+        If the experiment accepts runs that were made before, these count too, and at most as many runs are returned
+        as the cell has repeats. Otherwise only runs of this process count.
+        """
         if not self.experiment.file.takes_finished:
             return self._runs.get(cell, [])[::-1]
         if launch.job.options.slurm is not None:
@@ -143,7 +151,10 @@ class Runner:
         return runs[: cell.repeats]
 
     def _train_once(self, cell: Cell, launch: Launch, title: str) -> str:
-        """Train one repeat of a cell, and record its folder, failure and time; return the outcome as text."""
+        """Train one repeat of a cell, and return its outcome as a text for the progress line.
+
+        The run's folder or its failure is stored for `list_results`, and its time for the estimates of later repeats.
+        """
         began, folder = time.monotonic(), None
         try:
             launch = launch.fork_from_pool(self._warm) if self.experiment.file.warm else launch
@@ -165,7 +176,10 @@ class Runner:
         return outcome
 
     def _format_title(self, cell: Cell, launch: Launch, number: int, repeat: int) -> str:
-        """Return the begin of a progress line: number of the cell, repeat if there are several, and name."""
+        """Return the beginning of a progress line, such as `[2/5] repeat 1 tp2`.
+
+        It has the number of the cell, the number of the repeat if a cell has several, and the cell's short name.
+        """
         backend, strategy = launch.spec.backend, cell.job.strategy
         short = strategy if backend == Backend.MEGATRON else f"{backend} {strategy}"
         # Cells of a sweep differ in more than strategy and backend.
@@ -291,7 +305,9 @@ def _find_candidate_folders(launch: Launch) -> list[Path]:
 
 
 def _read_attempts(folder: Path) -> list[RunRecord]:
-    """Return the record of each attempt of a run, oldest first; a run that was never resumed has one.
+    """Return the content of `run.json` of each attempt of a run, oldest first.
+
+    A run has one attempt, and one more for each time that it was resumed.
 
     Raises:
         OSError: A record is missing.
@@ -303,7 +319,11 @@ def _read_attempts(folder: Path) -> list[RunRecord]:
 
 
 def _stands_for(folder: Path, identity: Identity) -> bool:
-    """Return True if the run ended well and each of its attempts has an identity that stands for this one."""
+    """Return True if a finished run can be used in place of a launch with this identity.
+
+    The run must have ended well, and each of its attempts must have trained the same. A run whose files cannot be
+    read gives False.
+    """
     try:
         attempts, status = _read_attempts(folder), records.read_status(folder)
     except (

@@ -177,7 +177,10 @@ def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArra
 
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return iterations and losses of a run; a resumed run has the earlier iterations of its parent too."""
+    """Return the numbers of a run's iterations and their losses, as two arrays of equal length.
+
+    A resumed run includes earlier iterations from before the resumption, unless they were trained again.
+    """
     numbers, losses = single_step_losses(run.log.iterations)
     if not run.earlier_iterations:
         return numbers, losses
@@ -190,7 +193,7 @@ def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def loss_curve(run: Run) -> Curve:
-    """Return the loss by iteration of a run, with those of the run from which it resumed."""
+    """Return the losses of `loss_points` as a dictionary by iteration number."""
     numbers, losses = loss_points(run)
     return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
 
@@ -391,7 +394,10 @@ def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | N
 
 
 def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
-    """Return the fraction of a loss by which it may differ per iteration, in this precision."""
+    """Return the relative difference of losses that rounding may add per iteration, for a dtype.
+
+    It is larger if the two runs have different backends, or if the configuration of one is unknown.
+    """
     rate = ROUNDING_PER_ITERATION.get(dtype, 0.0)
     if reference.spec and other.spec and reference.spec.backend == other.spec.backend:
         return rate
@@ -399,9 +405,10 @@ def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
 
 
 def resumption_sentence(run: Run) -> str:
-    """Return whether iterations that were trained before and after a resumption print the same losses.
+    """Return a sentence on whether iterations that a resumed run trained twice have equal losses.
 
-    Empty if the run did not resume or trained no iteration twice.
+    A run trains iterations again that came after the checkpoint from which it resumed. The result is empty if the
+    run did not resume, or trained no iteration twice.
     """
     if not run.replaced_iterations:
         return ""
@@ -421,7 +428,11 @@ def resumption_sentence(run: Run) -> str:
 
 
 def _difference_of_repeats(row: Configuration) -> float | None:
-    """Return the units of the last digit by which exact repeats differ; None if they do not differ."""
+    """Return the largest difference between losses of repeats that must be equal, in units of the last printed digit.
+
+    Only repeats on CPU ranks must be equal. None means that no such repeats differ by more than rounding to the
+    printed digits allows.
+    """
     worst = 0.0
     for index, run in enumerate(row.runs):
         for repeat in row.runs[index + 1 :]:
