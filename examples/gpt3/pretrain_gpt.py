@@ -55,7 +55,11 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def refuse_what_is_not_covered(args: Namespace) -> None:
-    """Exit with the first option that needs upstream's own `pretrain_gpt.py`."""
+    """Exit with a message if this entry cannot train what was asked for; return nothing otherwise.
+
+    It refuses another version of megatron-core than the one it was written for, and the first option of
+    NOT_COVERED that is set, because only Megatron-LM's `pretrain_gpt.py` supports these options.
+    """
     version = importlib.metadata.version("megatron-core")
     if not version.startswith(WRITTEN_FOR):
         sys.exit(

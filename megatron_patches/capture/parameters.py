@@ -60,7 +60,7 @@ class ParameterMap:
         return self._names[id(parameter)]
 
     def parts(self, optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, OptimizerPart]]:
-        """Yield the parameters that this rank's optimizer updates at least a part of, and that part."""
+        """Yield each parameter that this rank's optimizer updates, fully or in part, with the updated part."""
         for parameter in self.parameters:
             part = _optimizer_part(optimizer, parameter)
             if part is not None:
@@ -69,7 +69,9 @@ class ParameterMap:
     def pieces(
         self, parameter: torch.Tensor, values: torch.Tensor, start: int | None = None
     ) -> Iterator[Piece]:
-        """Yield `values` in pieces with their positions.
+        """Yield the values of a parameter (weights, gradients or states) with their position in the full parameter.
+
+        There is one piece, or several for a parameter that checkpoints store in several parts.
 
         Args:
             parameter: The parameter that the values belong to.
@@ -102,10 +104,11 @@ class ParameterMap:
     def split(
         self, parameter: torch.Tensor, values: torch.Tensor, is_partial: bool
     ) -> Iterator[Piece]:
-        """Yield views of `values`, which have the parameter's shape, each with its position.
+        """Yield views of `values`, each with its position in the full parameter.
 
-        A parameter that checkpoints hold in parts gives one piece per part; their names end in `[0]`,
-        `[1]`. `is_partial` says that some elements have no value.
+        `values` have the parameter's shape on this rank. A parameter that checkpoints store in several parts, such as
+        gate and value of a gated MLP, gives one piece per part. The names of these pieces end in `[0]` and `[1]`.
+        `is_partial` is True if some elements of `values` are placeholders without a value (`spread`).
         """
         entry, name = self._entries[id(parameter)], self._names[id(parameter)]
         if not hasattr(entry, "build_fn"):
@@ -189,7 +192,10 @@ def _sharded_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPar
 
 
 def _full_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
-    """Return the full parameter as a part of an optimizer without sharding; None if it has it not."""
+    """Return the full parameter as the part that an unsharded optimizer updates.
+
+    The result is None if the optimizer does not update the parameter.
+    """
     master = getattr(parameter, "main_param", None)
     main = parameter if master is None else master
     for group in optimizer.param_groups:

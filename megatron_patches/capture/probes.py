@@ -95,14 +95,14 @@ class Probes:
     def _hook(
         self, module: torch.nn.Module, name: str, chunk: int, takes: bool, gives: bool
     ) -> None:
-        """Set the hooks before and after a module's forward pass.
+        """Add hooks to a module that capture its inputs before, and its outputs after, each forward pass.
 
         Args:
             module: The module.
-            name: Its global name.
-            chunk: Number of its chunk.
-            takes: Whether its inputs are captured.
-            gives: Whether its outputs are captured.
+            name: Global name of the module.
+            chunk: Number of the model chunk that the module is in.
+            takes: True if the module's inputs are captured.
+            gives: True if the module's outputs are captured.
         """
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(module.forward).parameters.values()
@@ -145,7 +145,10 @@ class Probes:
         self._handles.append(module.register_forward_hook(after))
 
     def _begin_call(self, name: str, chunk: int) -> _Call:
-        """Return the call that begins now; in a backward pass it is the earlier call that it repeats."""
+        """Return the description of the call of module `name` that begins now.
+
+        A call within a backward pass recomputes an earlier call. It gets that call's micro batch and number.
+        """
         # The id is -1 outside of a backward pass; inside of one, forward passes are recomputed.
         if torch._C._current_graph_task_id() == -1:
             micro_batch, caller = self._micro_batch[chunk], ""
@@ -167,26 +170,38 @@ class Probes:
         return replace(self._to_recompute[name].pop(0), recomputed=True)
 
     def _probe(self, value: Any, stage: CaptureStage, name: str, slot: str, call: _Call) -> Any:
-        """Return `value` with a tap for it and its gradient; values that are no activations unchanged.
+        """Capture an input or output of a module, and return the value that the module must use in its place.
 
-        A parameter that a module returns, such as the bias of a row-parallel linear, is written as it is.
+        An activation is returned with a tap, which captures the value in the forward pass and its gradient in the
+        backward pass, and may replace both. A parameter that a module returns, such as the bias of a row-parallel
+        linear, is captured without a gradient. Parameters that a module takes and values that are no tensors are not
+        captured.
+
+        Args:
+            value: The input or output.
+            stage: Stage under which the value is captured.
+            name: Global name of the module.
+            slot: Name of the input or output, such as `input.hidden_states`.
+            call: Call of the module in progress.
         """
         if not isinstance(value, torch.Tensor):
             return value
         is_parameter = isinstance(value, torch.nn.Parameter)
         if is_parameter and not slot.startswith("output"):
             return value
-        slot += CALLER_SEPARATOR + call.caller if call.caller else ""
+        if call.caller:
+            slot = f"{slot}{CALLER_SEPARATOR}{call.caller}"
         backward, position = CaptureStage.ACTIVATION_GRADIENTS, (call.micro_batch, call.number)
-        gradient_tensor_key = TensorKey(backward, name, slot, *position)
-        value_tensor_key = TensorKey(stage, name, slot, *position)
         if call.recomputed:
             # A recomputed value belongs to the backward pass.
-            value_tensor_key = TensorKey(backward, name, f"{RECOMPUTED_PREFIX}{slot}", *position)
+            value_key = TensorKey(backward, name, f"{RECOMPUTED_PREFIX}{slot}", *position)
+        else:
+            value_key = TensorKey(stage, name, slot, *position)
         if is_parameter:
-            self._sink.forward(value_tensor_key, value.detach())
+            self._sink.forward(value_key, value.detach())
             return value
-        return tap(self._sink, value, [(value_tensor_key, gradient_tensor_key)])
+        gradient_key = TensorKey(backward, name, slot, *position)
+        return tap(self._sink, value, [(value_key, gradient_key)])
 
 
 def global_names(

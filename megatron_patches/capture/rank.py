@@ -162,10 +162,11 @@ def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
 
 
 def _expert_sources(position: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the positions of the ranks that send tokens to this rank's experts, in the order of the rows.
+    """Return the positions of the ranks that send tokens to this rank's experts.
 
-    A position is the rank's number in its data-, context- and tensor-parallel group; `position` is this
-    rank's. All ranks must call this function together.
+    The order is that in which the tokens of these ranks follow one another in the experts' input tensor. A position
+    is a rank's number in its data-, context- and tensor-parallel group, and `position` is that of this rank.
+    All ranks must call this function together, because they exchange their positions.
     """
     from megatron.core import mpu
     from megatron.training import get_args
@@ -175,11 +176,16 @@ def _expert_sources(position: tuple[int, int, int]) -> tuple[tuple[int, int, int
     ranks = torch.distributed.get_process_group_ranks(
         mpu.get_expert_tensor_and_model_parallel_group()
     )
-    size = mpu.get_expert_tensor_parallel_world_size()
-    if get_args().moe_token_dispatcher_type != "allgather":
-        # Tokens are sent between expert-parallel ranks first, then gathered over tensor-parallel ranks.
-        ranks = [rank for number in range(size) for rank in ranks[number::size]]
-    return tuple(positions[rank] for rank in ranks)
+    if get_args().moe_token_dispatcher_type == "allgather":
+        return tuple(positions[rank] for rank in ranks)
+    # Other dispatchers send tokens between expert-parallel ranks first, and then gather them over
+    # tensor-parallel ranks. In the group, the tensor-parallel ranks are neighbours (stride 1), and
+    # expert-parallel ranks have a stride of the number of tensor-parallel ranks.
+    num_tensor_ranks = mpu.get_expert_tensor_parallel_world_size()
+    source_ranks: list[int] = []
+    for tensor_rank in range(num_tensor_ranks):
+        source_ranks += ranks[tensor_rank::num_tensor_ranks]
+    return tuple(positions[rank] for rank in source_ranks)
 
 
 def _describe_gaps(parameters: ParameterMap) -> Iterator[str]:

@@ -95,7 +95,10 @@ class InitialState:
 
 
 def describe_initial_weights(parameters: ParameterMap) -> list[InitialPiece]:
-    """Return digest, mean and deviation of each piece of the weights, before a checkpoint is loaded."""
+    """Return a digest, the mean and the standard deviation of this rank's part of each weight.
+
+    The capture calls this function before a checkpoint is loaded, to record how the weights were initialised.
+    """
     pieces = []
     for parameter in parameters.parameters:
         for piece in parameters.pieces(parameter, parameter.data):
@@ -162,9 +165,10 @@ class Snapshot:
 
 
 def perturb_weights(parameters: ParameterMap, seed: str) -> None:
-    """Change every weight in place by one rounding error, copies on several ranks in the same way.
+    """Move every weight in place to a neighbouring floating-point number, by one rounding error.
 
-    The changes depend on `seed` and on the position in the full parameter.
+    The direction depends on `seed` and on the weight's position in the full parameter. So all ranks that hold a copy
+    of a weight change it in the same way.
     """
     perturb(
         (f"{seed} {piece.placement.key} {piece.placement.global_offset}", piece.values)

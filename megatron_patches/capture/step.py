@@ -389,7 +389,10 @@ class _Watch:
         values: torch.Tensor,
         start: int | None = None,
     ) -> None:
-        """Write the values of a parameter in pieces; `start` is as in `ParameterMap.pieces`."""
+        """Write values of a parameter to the sink, with their position in the full parameter.
+
+        `start` is the index of the first value in the flattened parameter; None if every element has a value.
+        """
         for piece in self.parameters.pieces(parameter, values, start):
             sink.write_piece(stage, slot, piece)
 
@@ -442,7 +445,10 @@ class _Watch:
                 self.recording.write(tensor_key, fp64_scalar(float(part.group[key])))
 
     def _measure_states(self) -> Iterator[tuple[TensorKey, float]]:
-        """Yield the optimizer states of earlier iterations with their norms, piece by piece."""
+        """Yield the norm of each optimizer state before the captured update, with the key of its tensor.
+
+        Master copies of weights and states of one element are left out.
+        """
         for parameter, part in self.parameters.parts(self.optimizer):
             for name, values in part.states.items():
                 if name != "param" and values.numel() > 1:
@@ -466,11 +472,11 @@ class _Watch:
 def wrap_in_importers(
     owner: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Wrap a function in the modules beside its own that have a function of this name.
+    """Replace a function, during a `with` block, in all modules of its package that import it.
 
-    Optimizers of several modules import the function, and a patch file may have replaced it in one of
-    them, so each module's own function is wrapped. The function in its own module stays, because a
-    replacement that calls it would be noted twice.
+    `make` gets the function that a module has under `name` and returns the replacement. Each module's function is
+    wrapped separately, because a patch file may have replaced it in one of them. The function stays as it is in
+    `owner`, the module that defines it. Otherwise a replacement that calls it would be recorded twice.
     """
     package = owner.__name__.rpartition(".")[0]
     with ExitStack() as replacements:

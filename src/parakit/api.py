@@ -170,7 +170,7 @@ def report(
         runs: The folder that holds run folders.
         baseline: Folder of an earlier report, or its `results.json`, with which the rows are compared.
         device: Key of the device, such as `h100`, for logs that do not name a device.
-        all_conditions: True to include rows of older versions and of other machines.
+        all_conditions: True to include runs of older versions of the code or of Megatron, and of other machines.
         readings: CSV file of your own measurements, by which the predicted times are corrected.
 
     Raises:

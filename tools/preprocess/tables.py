@@ -17,7 +17,9 @@ _READ_BYTES = 1 << 20
 
 
 def table_blocks(slice_: Slice, offset: int, keys: Sequence[str]) -> Iterator[Block]:
-    """Yield the blocks of a slice, from row `offset` on; a damaged file ends with a block that is a problem.
+    """Read the rows of a slice of a parquet file, from row `offset` on, and yield them as blocks.
+
+    If the file is damaged, the last block has no rows and describes the problem.
 
     Raises:
         DatasetError: The file lacks a column.
@@ -42,7 +44,10 @@ def row_groups(name: str) -> list[int]:
 
 
 def row_block(rows: Any, keys: Sequence[str], end: int, read_bytes: int) -> Block:
-    """Return the block of a record batch (or table) that ends before row `end`."""
+    """Return a block with the columns of `keys` from a record batch or table.
+
+    `end` is the number in the file of the row after the batch, and `read_bytes` the bytes of the file read so far.
+    """
     return Block(
         end, rows.nbytes, read_bytes, tuple(_cast_to_bytes(rows.column(key)) for key in keys)
     )

@@ -134,10 +134,12 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def find_flaw(checkpoint: Checkpoint) -> str | None:
-    """Return what is wrong with a checkpoint's files; None if they are intact.
+    """Return a sentence on a missing or changed file of a checkpoint; None if all files are intact.
+
+    A checkpoint without a manifest is verified now, and a manifest is written into its folder.
 
     Raises:
-        LaunchError: The checkpoint cannot be checked, because the disk refuses to read or write.
+        LaunchError: A file cannot be read, or the manifest cannot be written.
     """
     try:
         check_unchanged(checkpoint)

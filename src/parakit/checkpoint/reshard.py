@@ -168,7 +168,9 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
 
 
 def _write_checkpoint(plan: _ReshardPlan, folder: Path, console: Console) -> str:
-    """Write the checkpoint to `folder` and return the summary line; if that fails, say that files stay.
+    """Write the checkpoint to `folder` and return the summary line for the terminal.
+
+    If the command is interrupted, print that the written files stay and that the command can be repeated.
 
     Raises:
         ReshardError: A piece of the source cannot be read.
@@ -189,7 +191,7 @@ def _write_checkpoint(plan: _ReshardPlan, folder: Path, console: Console) -> str
 
 
 def _parse_target_strategy(contents: Contents, strategy: str) -> Parallelism:
-    """Return the strategy to convert to, if the checkpoint can be converted to it.
+    """Parse STRATEGY=, and check that the checkpoint can be converted to it.
 
     Raises:
         ReshardError, StrategyError: The checkpoint or the strategy does not allow it; one sentence.
@@ -246,7 +248,7 @@ def _refuse_fixed_states(contents: Contents, old: Parallelism, new: Parallelism)
 
 
 def _begin_or_continue(unfinished: Path, job: _ReshardJob) -> None:
-    """Record the job in an unfinished folder, or check that the folder is of the same job.
+    """Write `job.json` into a new unfinished folder; in an existing one, check that it describes the same job.
 
     Raises:
         ReshardError: The folder is of another job.
@@ -300,10 +302,10 @@ class _ReshardPlan:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors to write, by their new name, each with the pieces of the source.
+        """Tensors to write, by the name that they get in the new checkpoint. Their values are read from the source.
 
-        Main weights get the name that they have under the new sharding. An fp32 model stores its weights as
-        main weights under ZeRO-1, and has no main weights without it.
+        Only the names and number of main weights (the optimizer's fp32 copies of weights) depend on the sharding.
+        An fp32 model has main weights only under ZeRO-1, where they are equal to its weights.
         """
         tensors = dict(self._stored.tensors)
         if self._new.sharding == self._old.sharding:
@@ -316,11 +318,13 @@ class _ReshardPlan:
             if name.startswith(old_prefix)
         }
         if self._spec.dtype == "fp32":
+            main_weights = {}
+        if self._spec.dtype == "fp32" and self._new.sharding:
+            # The weights that are trained are those for which Adam has a first moment.
             moment_prefix = f"{_OPTIMIZER}exp_avg."
-            moments = [name for name in tensors if name.startswith(moment_prefix)]
-            trained_names = [name.removeprefix(moment_prefix) for name in moments]
-            is_sharded = bool(self._new.sharding)
-            main_weights = {name: tensors[name] for name in trained_names} if is_sharded else {}
+            for moment in [name for name in tensors if name.startswith(moment_prefix)]:
+                name = moment.removeprefix(moment_prefix)
+                main_weights[name] = tensors[name]
         for name, tensor in main_weights.items():
             tensors[f"{new_prefix}{name}"] = tensor
         return tensors
@@ -376,7 +380,10 @@ class _ReshardPlan:
         return progress.summary(self._contents.parameters)
 
     def _pieces_by_file(self) -> Iterator[list[_TargetPiece]]:
-        """Yield the pieces of each file; a file is closed once it exceeds MIN_FILE_BYTES."""
+        """Yield the list of pieces that go into each file, in order.
+
+        The next file begins once a file has more than MIN_FILE_BYTES.
+        """
         pieces, size_bytes = list[_TargetPiece](), 0
         for piece in self.pieces:
             if size_bytes > MIN_FILE_BYTES:
@@ -387,10 +394,10 @@ class _ReshardPlan:
         yield pieces
 
     def _split(self, name: str, tensor: StoredTensor) -> Iterator[tuple[Shape, Shape]]:
-        """Yield the first index and the shape of each piece of a tensor.
+        """Yield for each piece of a tensor the index of its first element and its shape.
 
-        There is a piece per layer, expert and TP rank. Pieces above MAX_PIECE_BYTES are split further along
-        the dimension of TP; without one, along the first that is not stacked.
+        Each layer, expert and TP rank gets a piece. A piece above MAX_PIECE_BYTES is split further, along the
+        dimension that TP splits. If TP splits none, it is split along the first dimension of the layer's tensor.
         """
         shape = tensor.shape
         num_stacked = is_stacked(name) + (".experts.experts." in name)
@@ -414,10 +421,10 @@ class _ReshardPlan:
                 yield tuple(begin), tuple(size)
 
     def _split_axis(self, name: str, num_stacked: int) -> tuple[int, int]:
-        """Return the dimension along which the new strategy splits a tensor, and into how many pieces.
+        """Return the dimension along which TP of the new strategy splits a tensor, and the number of pieces.
 
-        Without a split, it is the first dimension that is not stacked, and 1. Gate and value of a gated MLP
-        are pieces of their own.
+        The first `num_stacked` dimensions stand for layers and experts. For a tensor that TP does not split, the
+        result is the dimension after them, and 1 piece. Gate and value of a gated MLP are separate pieces.
         """
         axis = tensor_parallel_axis(name)
         if axis is None:
@@ -427,10 +434,11 @@ class _ReshardPlan:
         return num_stacked + axis, ranks * (2 if is_gated else 1)
 
     def _write_objects(self, folder: Path, file_name: str) -> dict[str, StoredPart]:
-        """Write the objects that are no tensors to one file, and the common state; return their parts by name.
+        """Write everything that is not a tensor, and return where each object is stored, by its name.
 
-        The common state is converted. RNG states and states of the rerun machine are left out if the new
-        strategy cannot load them.
+        The objects go into the file `file_name`. The common state is converted to the new strategy, and is written
+        to COMMON_FILE if the source has that file. RNG states and states of the rerun machine are left out if the
+        new strategy cannot load them.
         """
         old, new = self._old, self._new
         dropped_prefixes = list[str]()
@@ -470,9 +478,9 @@ def _write_file(
     source: Path,
     progress: ConversionProgress,
 ) -> list[StoredPart]:
-    """Write a file of pieces, read it back, write its index, and return the pieces' parts.
+    """Write a file of pieces, check it by reading it back, and return where each piece is stored in it.
 
-    A file that has an index already is not written again.
+    The result is also written beside the file as its index. A file that has an index already is not written again.
 
     Raises:
         ReshardError: A piece is not read as it was written.

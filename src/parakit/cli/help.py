@@ -55,28 +55,31 @@ def _target_name(command: Command) -> str:
 
 
 def list_variables() -> "list[tuple[list[str], str]]":
-    """Return the names of variables that share a meaning, and the meaning with the commands that use it.
+    """Return the entries of the list of make variables: names of variables, and their help text.
 
-    A variable that commands use in different meanings is listed once per meaning. The order is that of SETTINGS.
+    The help text ends with the commands that take the variables, in brackets. Neighbours in SETTINGS with the same
+    help text share one entry. A variable with a different help text for some commands has one entry per text.
+    Variables that no public command takes are left out.
     """
     commands_by_use = {}  # type: dict[tuple[str, str], list[str]]
     for setting in SETTINGS:
         commands_by_use[setting.name, setting.help] = []
     for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
+            # A setting with an equivalent is an option of the program alone, not a make variable.
             if not setting.make_equivalent:
                 use = (setting.name, setting.help)
                 commands_by_use.setdefault(use, []).append(command.name)
     order = [setting.name for setting in SETTINGS]
     uses = []
-    for (name, meaning), names_of_commands in commands_by_use.items():
-        takers = _summarise_commands(names_of_commands)
+    for (name, help_text), command_names in commands_by_use.items():
+        takers = _summarise_commands(command_names)
         if takers:
-            uses.append((name, f"{meaning} [{takers}]"))
+            uses.append((name, f"{help_text} [{takers}]"))
     uses.sort(key=lambda use: order.index(use[0]))
     variables = []
-    for meaning, same_uses in groupby(uses, key=lambda use: use[1]):
-        variables.append(([name for name, _ in same_uses], meaning))
+    for help_text, equal_uses in groupby(uses, key=lambda use: use[1]):
+        variables.append(([name for name, _ in equal_uses], help_text))
     return variables
 
 

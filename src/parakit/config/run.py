@@ -471,8 +471,10 @@ class RunSpec:
 
     @cached_property
     def mtp_joining_spec(self) -> RunSpec:
-        """A run with one block per stage: the block that a layer of multi-token prediction begins
-        with.
+        """Run with which the costs of one block of multi-token prediction are estimated.
+
+        A layer of multi-token prediction (MTP) begins with a block that joins hidden states and
+        embedding. This run's model has that block alone, once per pipeline stage.
         """
         shape = replace(
             self.shape.with_only_block(MTP), layers=self.parallelism.pipeline, mtp_layers=0

@@ -278,12 +278,13 @@ class StrategyError(ValueError):
 
 
 def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Parallelism:
-    """Parse a strategy over `devices` ranks.
+    """Parse a strategy's name into the degrees of parallelism on `devices` ranks.
 
     Args:
         text: The strategy's name.
-        devices: Ranks that its degrees multiply to.
-        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 states none.
+        devices: Number of ranks, which must be the product of the degrees.
+        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 if no flag
+            states it.
 
     Raises:
         StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
@@ -325,16 +326,17 @@ def strategy_name(parallelism: Parallelism) -> str:
 
 
 def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
-    """Return how many ranks a strategy's degrees multiply to.
+    """Return the number of ranks of a strategy: the product of the degrees in its name.
 
     Args:
         text: The strategy's name.
-        otherwise: Ranks of a strategy that names no degrees (`zero1`), or whose EP lies over CP or TP
-            of so many.
-        expert_tensor: As in `parse_strategy`.
+        otherwise: Number of available ranks. It is the result if the name leaves the number of ranks
+            open: `zero1` has no degrees, and EP may lie inside CP or TP.
+        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 if no flag
+            states it.
 
     Raises:
-        StrategyError: It is not in the grammar.
+        StrategyError: The name is not in the grammar.
     """
     return _parse_grammar(text, otherwise, expert_tensor).world_size
 
@@ -403,17 +405,20 @@ def _parse_virtual_stages(flags: Flags, pipeline: int) -> int:
 
 
 def scale_batch(model_batch: Batch, parallelism: Parallelism) -> Batch:
-    """Return a model's own batch scaled for a strategy, as in the published runs.
+    """Return the batch of a model's baseline run, scaled for a strategy as in the published runs.
 
-    The global batch grows with all ranks, and the micro batch with the ranks that share one
-    replica, so each device keeps the work that it has in the baseline: baseline B/B, DP 2 B/2B,
-    others 2B/2B. A pipeline that needs as many micro batches as stages gets them.
+    The global batch size is multiplied by the number of ranks, and the micro batch size by the
+    number of ranks that share one replica. So each device has as much work as in the baseline.
+    For micro and global batch size B of the baseline, DP 2 gets B and 2B, and TP 2 gets 2B and 2B.
+
+    If the schedule needs one micro batch per pipeline stage, the micro batch size is not
+    multiplied by the pipeline's degree. The iteration then has that many times more micro batches.
     """
-    sharing = parallelism.world_size // parallelism.data
+    micro_batch_factor = parallelism.world_size // parallelism.data
     if parallelism.needs_micro_batch_per_stage:
-        sharing //= parallelism.pipeline
+        micro_batch_factor //= parallelism.pipeline
     return Batch(
-        micro_batch_size=model_batch.micro_batch_size * sharing,
+        micro_batch_size=model_batch.micro_batch_size * micro_batch_factor,
         global_batch_size=model_batch.global_batch_size * parallelism.world_size,
     )
 

@@ -26,27 +26,29 @@ from parakit.verify import (
 def inspect_checkpoint_or_capture(
     ckpt: str, compare: str | None, strategy: str | None, verify: bool, json: bool = False
 ) -> int:
-    """Print the contents of a checkpoint, or the differences of a capture from its reference; 1 if wrong.
+    """Print the contents of a checkpoint, or compare a capture with a reference capture and print the verdict.
+
+    A folder with a folder `rank-0` is a capture, and any other folder is taken for a checkpoint.
 
     Args:
         ckpt: Folder of a checkpoint or a capture.
-        compare: Folder that it is compared with; a capture needs one.
-        strategy: Strategy that a checkpoint is inspected for, or None.
-        verify: Whether a checkpoint's files are verified.
-        json: Whether the result is printed as JSON.
+        compare: Folder of another checkpoint or capture to compare with; None is possible for a checkpoint only.
+        strategy: Strategy for which a checkpoint is inspected; None if no other strategy is asked about.
+        verify: True to verify a checkpoint's files.
+        json: True to print the result as JSON.
 
     Returns:
-        Exit code: 0 if nothing is wrong.
+        Exit code: 0 if nothing is wrong. For a capture, it is the verdict's exit code.
 
     Raises:
-        ValueError: The folder is neither, or COMPARE= is missing.
+        ValueError: The folder is neither a checkpoint nor a capture, or COMPARE= is missing for a capture.
     """
-    capture = Path(ckpt).expanduser()
-    if not (capture / "rank-0").is_dir():
+    folder = Path(ckpt).expanduser()
+    if not (folder / "rank-0").is_dir():
         return inspect_command(ckpt, compare, strategy, verify, json)
     if compare is None:
         raise VerifyError(f"{ckpt} is a capture; name its reference, such as COMPARE=captures/one.")
-    verdict = judge_captures(Path(compare).expanduser(), capture).verdict
+    verdict = judge_captures(Path(compare).expanduser(), folder).verdict
     if json:
         print(msgspec.json.format(msgspec.json.encode(verdict)).decode())
         return verdict.exit_code

@@ -128,9 +128,9 @@ def find_departure(evidence: HangEvidence, ranks: Iterable[int]) -> Departure | 
 def _index_short_contexts(
     sequences: Mapping[int, CallSequence],
 ) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """Return where each short context occurs, as pairs of rank and index.
+    """Return the places at which each short context occurs, as pairs of a rank and an index in its sequence.
 
-    A key is a call together with the SHORTEST_CONTEXT calls before it.
+    A key of the result is the numbers of SHORTEST_CONTEXT calls and of the call after them, whose index is stored.
     """
     positions: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, sequence in sequences.items():
@@ -151,7 +151,17 @@ def _did_another_rank(
     sequences: Mapping[int, CallSequence],
     positions: Mapping[tuple[int, ...], Sequence[tuple[int, int]]],
 ) -> bool:
-    """Return True if another rank made the deviating call after a context that is at least as long."""
+    """Return True if another rank made the same call as the deviation, after the same calls before it.
+
+    At least `deviation.context_length` calls before it must be equal on both ranks. The call is then usual for
+    the job, though not for this rank.
+
+    Args:
+        rank: Rank of the deviation.
+        deviation: A call that never followed its context on this rank.
+        sequences: Calls of each rank.
+        positions: Ranks and indexes at which each short context occurs (`_index_short_contexts`).
+    """
     sequence, index = sequences[rank], deviation.position
     for other_rank, other_index in positions[_cut_short_context(sequence, index)]:
         if other_rank == rank:
@@ -165,7 +175,7 @@ def _did_another_rank(
 def _make_departure(
     rank: int, calls: tuple[RecordedCall, ...], sequence: CallSequence, deviation: _Deviation
 ) -> Departure:
-    """Return the departure of a rank, and decide whether it repeated a call or left one out."""
+    """Return the departure that a deviation is: either the rank repeated a call, or it left out the usual call."""
     index, usual_index, _ = deviation
     is_equal_to_previous = sequence[index] == sequence[index - 1]
     is_repeated = is_equal_to_previous and not _was_call_left_out(sequence, index, usual_index)
@@ -212,10 +222,11 @@ def follow_usual_order(evidence: HangEvidence, ranks: Iterable[int]) -> bool:
 def find_usual_next_call(
     evidence: HangEvidence, rank: int, other_ranks: Iterable[int]
 ) -> RecordedCall | None:
-    """Return the call that usually follows a rank's last calls, by its own past and that of others.
+    """Return the call that a rank would usually make next, judged by earlier calls of this rank and others.
 
-    The call after the longest equal context counts, the last one of several. None means that no context
-    of SHORTEST_CONTEXT calls came before.
+    The earlier calls are searched for the longest sequence that is equal to the rank's last calls, and the call
+    after that sequence is returned. Of several longest sequences, the last one counts. None means that no sequence of
+    SHORTEST_CONTEXT or more calls is equal.
     """
     sequences = _number_calls(evidence, {rank, *other_ranks})
     sequence = sequences[rank]

@@ -279,8 +279,9 @@ def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
 
 
 def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
-    """Return a verdict of no hang if calls came just before the dumps, or if no rank is in a call.
+    """Return the verdict on a job that may still work, because it shows no waiting ranks.
 
+    The verdict is SLOW if ranks made calls just before the dumps, and no hang or undecided if no rank is in a call.
     None means that ranks wait in calls, or that a watchdog reported a timeout.
     """
     if waits.evidence.timed_out:
@@ -594,7 +595,8 @@ def _judge_partly_completed_call(
 ) -> HangVerdict:
     """Return the verdict on a call that some ranks of the group completed and others did not.
 
-    All ranks of the group are suspects. The sentence has the number of calls that each rank entered.
+    All ranks of the group are suspects. The verdict's sentence lists the number of calls that each of them
+    entered in this group.
     """
     evidence = waits.evidence
     other_ranks = [rank for rank in group.ranks if rank not in ranks_that_completed]

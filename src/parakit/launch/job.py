@@ -166,7 +166,10 @@ def parse_devices(text: str, variable: str = "") -> tuple[int, DeviceKind]:
 
 
 def list_example_targets() -> tuple[str, ...]:
-    """Return the targets of the six named strategies for every model, as candidates for hints."""
+    """Return the `train-…` targets of the six published strategies for every model, on GPUs and on CPU ranks.
+
+    An error message about an unknown target suggests the nearest of these names.
+    """
     return tuple(
         f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
         for model in model_names()
@@ -176,9 +179,12 @@ def list_example_targets() -> tuple[str, ...]:
 
 
 def _split_strategy_and_model(middle: str, name: str, file_model: str | None) -> tuple[str, str]:
-    """Return strategy and model of a target's middle part, such as `tp2-gpt2-tiny`.
+    """Split the text between `train-` and the devices, such as `tp2-gpt2-tiny`; return strategy and model.
 
-    `file_model` is the name of the model in MODEL=; None if MODEL= names no file.
+    Args:
+        middle: The text to split. It ends with the name or an alias of a model.
+        name: The complete target, for the error message.
+        file_model: Name of the model that the file in MODEL= defines; None if MODEL= names no file.
 
     Raises:
         LaunchError: The model is unknown, or the strategy is not in the grammar.
@@ -189,16 +195,21 @@ def _split_strategy_and_model(middle: str, name: str, file_model: str | None) ->
             strategy = middle.removesuffix(f"-{model}")
             _check_strategy(strategy)
             return strategy, MODEL_ALIASES.get(model, model)
+    # No known model ends the text, so `load_model` raises an error here, which suggests similar names.
     strategy, _, model = middle.partition("-")
     try:
         load_model(model)
     except ValueError as error:
         raise LaunchError(f"Target '{name}': {error}") from None
+    _check_strategy(strategy)
     return strategy, model
 
 
 def _check_strategy(strategy: str) -> None:
-    """Raise if a strategy's name is not in the grammar; its degrees are checked against the devices later."""
+    """Raise a LaunchError if a strategy's name has a word that the grammar does not know.
+
+    The degrees are checked later, when the number of devices is known.
+    """
     try:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:
@@ -209,7 +220,7 @@ def _check_strategy(strategy: str) -> None:
 
 
 def _suggest_targets(name: str) -> str:
-    """Return the end of a refusal: the targets with the nearest names, or where targets are listed."""
+    """Return the last clause of an error message: the targets with similar names, or how to list all targets."""
     near = difflib.get_close_matches(name, (*list_example_targets(), *ALIASES), n=3, cutoff=0.3)
     return (
         f"the nearest are {', '.join(near)}"

@@ -167,33 +167,45 @@ def options_from_texts(texts: Mapping[str, str]) -> Options:
 
 
 def format_variables(options: Options) -> dict[str, str]:
-    """Return the options as make variables, without those at their defaults and without Slurm's."""
-    unset, saving, wandb, nodes = Options(), options.saving, options.wandb, options.nodes
+    """Return the make variables that set these options, as texts by name, in the order of RUN_SETTINGS.
+
+    Options with their default value and the variables of Slurm are left out.
+    """
+    defaults = Options()
+    value_by_setting: dict[Setting, object] = {}
+    for field, setting in _SETTING_BY_FIELD.items():
+        value = getattr(options, field)
+        if value != getattr(defaults, field):
+            value_by_setting[setting] = value
+    value_by_setting |= _collect_values_of_groups(options)
+    shown = (setting for setting in RUN_SETTINGS if value_by_setting.get(setting) not in (None, ""))
+    return {setting.name: format_setting(value_by_setting[setting]) for setting in shown}
+
+
+def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
+    """Return the values of variables that are no plain field of the options; None or empty for the default.
+
+    They are the variables of saving, W&B and several nodes, and those whose value is stored in another form.
+    """
+    saving, wandb, nodes = options.saving, options.wandb, options.nodes
     bits = options.link_bits_per_second
-    value_by_setting: dict[Setting, object] = {
-        setting: value
-        for field, setting in _SETTING_BY_FIELD.items()
-        if (value := getattr(options, field)) != getattr(unset, field)
-    }
-    value_by_setting |= {
+    values: dict[Setting, object] = {
         settings.NET: format_rate(bits) if bits else None,
         settings.FUSED: ",".join(options.fused),
         settings.PATCH_FILE: options.patch_file.path if options.patch_file else None,
     }
     if saving:
-        value_by_setting[settings.SAVE_EVERY] = saving.every
-        value_by_setting[settings.KEEP] = saving.keep if saving.keep != DEFAULT_KEEP else None
-        value_by_setting[settings.ASYNC_SAVE] = saving.asynchronous or None
+        values[settings.SAVE_EVERY] = saving.every
+        values[settings.KEEP] = saving.keep if saving.keep != DEFAULT_KEEP else None
+        values[settings.ASYNC_SAVE] = saving.asynchronous or None
     if wandb:
-        value_by_setting[settings.WANDB] = True
-        value_by_setting |= dict(
-            zip(WANDB_SETTINGS, (wandb.project, wandb.entity, wandb.mode), strict=True)
-        )
+        values[settings.WANDB] = True
+        wandb_values = (wandb.project, wandb.entity, wandb.mode)
+        values |= dict(zip(WANDB_SETTINGS, wandb_values, strict=True))
     if nodes:
         node_values = (nodes.count, nodes.rank, nodes.address, nodes.port, nodes.rendezvous)
-        value_by_setting |= dict(zip(settings.NODE_SETTINGS, node_values, strict=True))
-    shown = (setting for setting in RUN_SETTINGS if value_by_setting.get(setting) not in (None, ""))
-    return {setting.name: format_setting(value_by_setting[setting]) for setting in shown}
+        values |= dict(zip(settings.NODE_SETTINGS, node_values, strict=True))
+    return values
 
 
 _SETTING_BY_FIELD: dict[str, Setting] = {

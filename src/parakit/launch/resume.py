@@ -243,8 +243,8 @@ def _choose_parallelism(record: RunRecord, strategy: str | None, saved: Parallel
     """Return the parallelism to resume with: that of `strategy`, or the run's if `strategy` is None.
 
     Raises:
-        LaunchError: The run's backend saves nothing, or the checkpoint's sharding, which `saved` has,
-            differs.
+        LaunchError: The run's backend saves no checkpoints, or the strategy shards optimizer states
+            differently from `saved`, the parallelism that saved the checkpoint.
     """
     if record.spec.backend != Backend.MEGATRON:
         raise LaunchError(

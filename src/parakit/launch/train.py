@@ -185,9 +185,9 @@ def train_once(launch: Launch, console: Console, title: str) -> bool:
 def _train_as_node_0(
     launch: Launch, nodes: Nodes, console: Console, title: str
 ) -> tuple[Path, StatusRecord]:
-    """Wait for the other nodes, train as node 0, and record the run; return its folder and how it ended.
+    """Wait for the other nodes and train with them as node 0; return the run's folder and how the run ended.
 
-    Each node reports to the others what stops it, so nothing is checked before.
+    The launch is checked here and not before, so that node 0 can tell the other nodes why it cannot train.
 
     Raises:
         LaunchError: A node is missing, differs, or cannot train; nothing was written.
@@ -196,6 +196,7 @@ def _train_as_node_0(
         try:
             check_launch(launch)
         except LaunchError as error:
+            # The other nodes learn the reason only after they have joined. `refuse` raises a LaunchError.
             coordinator.gather()
             coordinator.refuse(f"Node 0: {error}")
         console.print(
@@ -210,7 +211,9 @@ def _train_as_node_0(
 
 
 def _train_as_worker(launch: Launch, nodes: Nodes, console: Console, title: str) -> bool:
-    """Join node 0's run and train this node's ranks; return True if they ended with exit code 0.
+    """Wait for node 0, and train this node's ranks of its run; return True if they ended with exit code 0.
+
+    A problem of this node is sent to node 0, which then refuses the run on all nodes.
 
     Raises:
         LaunchError: Node 0 is not reached or refuses the run, or this machine cannot train.

@@ -79,7 +79,10 @@ def classify_log(
 
 
 def _is_finished(log: ScrapedLog) -> bool:
-    """Return True if the log says that training ended as planned, or has its last iteration."""
+    """Return True if training ended as planned: the log prints a planned exit, or the last planned iteration.
+
+    An exit because of SIGTERM is not a planned one.
+    """
     if log.exit_reason is not None:
         return "SIGTERM" not in log.exit_reason
     if not log.iterations:

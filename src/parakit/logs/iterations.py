@@ -292,7 +292,10 @@ def _find_first_iteration(
 
 
 class TableBuilder:
-    """Builder of a table from lines in the order of a log. Of lines with one number the last counts."""
+    """Builder of a table of iterations from the lines of a log, in their order.
+
+    If several lines have the same iteration number, the last of them counts.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[Columns] = []
@@ -306,7 +309,7 @@ class TableBuilder:
         return self._count
 
     def append(self, line: Iteration, log_line: int) -> None:
-        """Add an iteration; `log_line` is the number of its line in the file."""
+        """Append the iteration that a line of the log prints; `log_line` is the number of that line in the file."""
         if self.first is None:
             self.first = line.iteration
         self._recent.append((line, log_line))
@@ -316,13 +319,16 @@ class TableBuilder:
             self._flush()
 
     def extend(self, lines: Columns) -> None:
-        """Add lines that are stored by column, with rising numbers."""
+        """Append several lines at once, which are stored as columns.
+
+        There must be at least one line. The caller has checked that their iteration numbers ascend.
+        """
         self._flush()
         if self.first is None:
             self.first = int(lines.values["iteration"][0])
         self._chunks.append(lines)
         self._count += lines.count
-        (self.last,) = lines.rows(lines.count - 1, lines.count)
+        self.last = next(lines.rows(lines.count - 1, lines.count))
 
     def build(self) -> tuple[IterationTable, IterationTable]:
         """Return the table, and a table of the lines that later ones replaced.

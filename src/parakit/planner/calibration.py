@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,23 @@ _STATED = re.compile(
     re.IGNORECASE,
 )
 _NUMBERS = ("rate", "rows", "columns", "inner")
+_BISECTION_STEPS = 40
+"""Number of halvings of the interval from 0 to 1, after which it is narrower than any measurement."""
 _WITH_PRODUCTS = ("matmul_fp8", "attention")
 """Constants that change by the same factor as `matmul`, because the tensor cores' clock decides all of them."""
+
+
+@dataclass(frozen=True)
+class _StatedProduct:
+    """A matrix product whose rate the user states in CALIBRATE=."""
+
+    dtype: str
+    rows: int
+    columns: int
+    inner: int
+    """Size of the dimension over which the product sums."""
+    rate: float
+    """Floating-point operations per second."""
 
 
 def load_calibration(path: Path | None) -> Calibration:
@@ -83,19 +98,13 @@ def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> C
     """
     products = []
     for part in text.split(","):
-        stated = _STATED.fullmatch(part)
-        if stated is None or not all(float(stated[number]) for number in _NUMBERS):
-            raise RequestError(
-                f"CALIBRATE has '{part.strip()}', which is no rate of a product; write it as "
-                '"700 TFLOP/s on 4096x4096x4096", with "in fp8" where it is.'
-            )
-        products.append(((stated["dtype"] or dtype).lower(), stated))
+        products.append(_parse_stated_product(part, dtype))
     calibration = replace(cluster.calibration, source=f"'{text.strip()}', as CALIBRATE= states")
     # Products in fp8 come last, because the time of their tiles depends on the rate of the other products.
-    for product_dtype, stated in sorted(products, key=lambda product: product[0] == "fp8"):
-        constants, name = cluster.constants, "matmul_fp8" if product_dtype == "fp8" else "matmul"
+    for product in sorted(products, key=lambda product: product.dtype == "fp8"):
+        constants, name = cluster.constants, "matmul_fp8" if product.dtype == "fp8" else "matmul"
         calibrated = replace(cluster, calibration=calibration)
-        fraction = _solve_peak_fraction(name, calibrated, dtype, stated)
+        fraction = _solve_peak_fraction(name, calibrated, dtype, product)
         changed: dict[str, Any] = {name: fraction}
         if name == "matmul":
             factor = fraction / constants.matmul
@@ -104,26 +113,47 @@ def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> C
     return calibration
 
 
-def _solve_peak_fraction(name: str, cluster: Cluster, dtype: str, stated: re.Match[str]) -> float:
-    """Return the value of the constant `name` with which the stated product has its rate, by bisection.
+def _parse_stated_product(text: str, dtype: str) -> _StatedProduct:
+    """Parse one product of CALIBRATE=, such as `700 TFLOP/s on 4k x 4k x 4k in fp8`.
+
+    `dtype` is that of the run. The product has it if the text states no dtype.
 
     Raises:
-        RequestError: The product is faster than the device's peak allows.
+        RequestError: The text has another form, or a number is 0.
     """
+    match = _STATED.fullmatch(text)
+    if match is None or not all(float(match[number]) for number in _NUMBERS):
+        raise RequestError(
+            f"CALIBRATE has '{text.strip()}', which is no rate of a product; write it as "
+            '"700 TFLOP/s on 4096x4096x4096", with "in fp8" where it is.'
+        )
     rows, columns, inner = (
-        int(stated[size]) * (1024 if stated[size + "_k"] else 1)
+        int(match[size]) * (1024 if match[size + "_k"] else 1)
         for size in ("rows", "columns", "inner")
     )
-    rate = float(stated["rate"]) * (1e15 if stated["unit"] in "pP" else 1e12)
+    rate = float(match["rate"]) * (1e15 if match["unit"] in "pP" else 1e12)
+    return _StatedProduct((match["dtype"] or dtype).lower(), rows, columns, inner, rate)
+
+
+def _solve_peak_fraction(name: str, cluster: Cluster, dtype: str, product: _StatedProduct) -> float:
+    """Find by bisection the value of a calibration constant with which a matrix product gets its stated rate.
+
+    The constant is a fraction of the device's peak rate, `matmul` or `matmul_fp8`. `dtype` is that of the run.
+
+    Raises:
+        RequestError: The stated rate is above the rate that `product_seconds` predicts for the full peak.
+    """
+    rows, columns, inner, rate = product.rows, product.columns, product.inner, product.rate
+    stated_seconds = 2 * rows * columns * inner / rate
     recipe = Fp8Recipe.TENSORWISE if name == "matmul_fp8" else Fp8Recipe.NONE
     low, high = 0.0, 1.0
-    for _ in range(40):
+    for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         constant: dict[str, Any] = {name: middle}
-        tried = replace(cluster, calibration=replace(cluster.calibration, **constant))
-        achieved = compute_device_rates(tried, dtype, recipe)
-        seconds = product_seconds(rows, inner, columns, 2, achieved, quantized=bool(recipe))
-        if seconds < 2 * rows * columns * inner / rate:
+        tried_cluster = replace(cluster, calibration=replace(cluster.calibration, **constant))
+        rates = compute_device_rates(tried_cluster, dtype, recipe)
+        seconds = product_seconds(rows, inner, columns, 2, rates, quantized=bool(recipe))
+        if seconds < stated_seconds:
             high = middle
         else:
             low = middle

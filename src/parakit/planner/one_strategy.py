@@ -14,9 +14,16 @@ from parakit.config import settings
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags
 from parakit.config.hardware import device_by_key
+from parakit.config.run import RunSpec
 from parakit.config.setting import SettingError, parse_setting, refuse_renamed
 from parakit.config.stages import parse_stage_split
-from parakit.config.strategy import Batch, StrategyError, count_devices, parse_strategy
+from parakit.config.strategy import (
+    Batch,
+    Parallelism,
+    StrategyError,
+    count_devices,
+    parse_strategy,
+)
 from parakit.costs import find_violations, host_bytes
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
@@ -82,11 +89,33 @@ class TimedStrategy(Presented):
 
 
 def time_strategy(options: PlanOptions) -> TimedStrategy:
-    """Return the prediction of the strategy that the options name.
+    """Predict time and memory of one strategy, which STRATEGY= names, on the model and cluster of the options.
 
     Raises:
-        RequestError: The strategy does not multiply to the devices, or Megatron refuses it.
-        ValueError: As `request_from_options`.
+        RequestError: The strategy does not multiply to the number of devices, or Megatron refuses it.
+        ValueError: Other options are wrong, as for `build_request`.
+    """
+    parallelism = _parse_named_strategy(options)
+    request = build_request(replace(options, gpus=parallelism.world_size))
+    spec = _build_spec(options, request, parallelism)
+    problems = find_violations(spec)
+    if problems:
+        raise RequestError(" ".join(problems))
+    if options.imbalance:
+        refuse_imbalance(options.imbalance, spec.shape, parallelism.expert)
+    return TimedStrategy(
+        request,
+        evaluate_configuration(request, spec),
+        list_ignored_flags(request, is_one_strategy=True),
+    )
+
+
+def _parse_named_strategy(options: PlanOptions) -> Parallelism:
+    """Return the degrees of the strategy that STRATEGY= names, checked against the devices that the options name.
+
+    Raises:
+        RequestError: The strategy is not in the grammar, does not multiply to the number of devices, or splits
+            experts otherwise than Megatron's flag states.
     """
     assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
@@ -101,40 +130,42 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
                 f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named_devices:,}; "
                 "leave GPUS= out, or give it another DP."
             )
-        split = parse_strategy(options.strategy, devices, expert_tensor)
-        if expert_tensor and split.effective_expert_tensor != expert_tensor:
-            raise RequestError(
-                f"The strategy {options.strategy} splits each expert over {split.effective_expert_tensor} "
-                f"and {EXPERT_TENSOR} over {expert_tensor}; leave one of them out."
-            )
+        parallelism = parse_strategy(options.strategy, devices, expert_tensor)
     except StrategyError as error:
         raise RequestError(str(error)) from None
-    request = build_request(replace(options, gpus=devices))
+    if expert_tensor and parallelism.effective_expert_tensor != expert_tensor:
+        raise RequestError(
+            f"The strategy {options.strategy} splits each expert over {parallelism.effective_expert_tensor} "
+            f"and {EXPERT_TENSOR} over {expert_tensor}; leave one of them out."
+        )
+    return parallelism
+
+
+def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism) -> RunSpec:
+    """Return the run that the strategy trains, with the batch, recomputation and flags of the request.
+
+    Recomputation flags in EXTRA= win over RECOMPUTE=. A layout of stages in the flags gives the number of virtual
+    stages, unless the strategy names it.
+    """
     template, flags = request.template, Flags(request.extra)
-    micro = options.micro_batch or request.model.batch.micro_batch_size
-    degree = ("--pipeline-model-parallel-size", str(split.pipeline))
+    micro_batch_size = options.micro_batch or request.model.batch.micro_batch_size
+    degree = ("--pipeline-model-parallel-size", str(parallelism.pipeline))
     stages = parse_stage_split(Flags([*request.model.flags, *request.extra, *degree]))
-    if split.virtual_stages == 1:
-        split = replace(split, virtual_stages=stages.virtual_stages_in_layout(split.pipeline))
+    if parallelism.virtual_stages == 1:
+        virtual_stages = stages.virtual_stages_in_layout(parallelism.pipeline)
+        parallelism = replace(parallelism, virtual_stages=virtual_stages)
     has_recompute_flags = any(map(flags.has, flags_with_role("recompute")))
-    recompute = options.recompute or template.recompute
-    spec = replace(
+    recompute = template.recompute
+    if options.recompute and not has_recompute_flags:
+        recompute = options.recompute
+    comm_type = flags.text("--cp-comm-type", list_cp_comm_types(template, parallelism)[0])
+    return replace(
         template,
-        parallelism=split,
-        batch=Batch(micro, request.global_batch),
-        recompute=template.recompute if has_recompute_flags else recompute,
+        parallelism=parallelism,
+        batch=Batch(micro_batch_size, request.global_batch),
+        recompute=recompute,
         stages=stages,
-        cp_comm_type=flags.text("--cp-comm-type", list_cp_comm_types(template, split)[0]),
-    )
-    problems = find_violations(spec)
-    if problems:
-        raise RequestError(" ".join(problems))
-    if options.imbalance:
-        refuse_imbalance(options.imbalance, spec.shape, split.expert)
-    return TimedStrategy(
-        request,
-        evaluate_configuration(request, spec),
-        list_ignored_flags(request, is_one_strategy=True),
+        cp_comm_type=comm_type,
     )
 
 

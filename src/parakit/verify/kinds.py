@@ -135,7 +135,10 @@ def _residual_limit(error: float, tolerance: float) -> float:
 
 
 def _find_wrong_norm(tensors: Sequence[ComparedTensor], limit: float) -> Iterator[ErrorKind]:
-    """Yield a kind if ranks have different norms: each may have the norm of its own part."""
+    """Yield kinds of error if ranks have different gradient norms.
+
+    The first kind is a missing sum of squares: each rank has the norm of the part of the gradients that it holds.
+    """
     norms = {float(tensor.ours.reshape(-1)[0]) for tensor in tensors}
     if len(norms) > 1:
         total_norm = np.array([sum(norm**2 for norm in norms) ** 0.5])
@@ -145,18 +148,24 @@ def _find_wrong_norm(tensors: Sequence[ComparedTensor], limit: float) -> Iterato
 
 
 def _find_factor(tensor: ComparedTensor, limit: float, rank: CapturedRank) -> Iterator[ErrorKind]:
-    """Yield a kind if the tensor is a multiple of the reference, by a least-squares fit."""
+    """Yield one kind, such as `factor ×TP`, if the tensor is the reference times a constant factor.
+
+    The factor is found by least squares. Nothing is yielded if the scaled reference differs by more than `limit`, or
+    if the factor explains too little of the error. `rank` gives the parallel degrees that a factor is named after.
+    """
     ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
     square = float(reference @ reference)
     if square == 0:
         return
     factor = float(ours @ reference) / square
-    if factor == 0 or relative_error(ours / factor, reference) > limit:
+    if factor == 0:
         return
-    # An update is compared row by row, so its full tensor may be right but for rounding. A factor of 1
-    # would then leave all of the error unexplained.
-    error_left = relative_error(ours / factor, reference)
-    if error_left > _UNEXPLAINED_FRACTION * relative_error(ours, reference):
+    remaining_error = relative_error(ours / factor, reference)
+    if remaining_error > limit:
+        return
+    # `limit` is taken from the error of the worst row for an update. The error of the full tensor may be
+    # smaller than that, down to rounding. A factor of about 1 would then fit, and explain nothing.
+    if remaining_error > _UNEXPLAINED_FRACTION * relative_error(ours, reference):
         return
     yield ErrorKind(f"factor {name_factor(factor, rank)}", factor)
 

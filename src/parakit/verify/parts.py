@@ -37,7 +37,7 @@ class _Sum:
 
 
 def needs_parts(judgement: Judgement) -> bool:
-    """Return True if the first wrong tensor is a gradient whose kind explains nothing."""
+    """Return True if the first wrong tensor is a gradient, and the verdict's kind of error does not explain it."""
     first, kind = judgement.first, judgement.verdict.kind or ""
     if first is None or first.worst is None or first.key[0] not in _GRADIENTS:
         return False
@@ -47,7 +47,10 @@ def needs_parts(judgement: Judgement) -> bool:
 def explain_by_parts(
     judgement: Judgement, strategy: Capture, parts: Capture, without: Mapping[str, Capture]
 ) -> Judgement:
-    """Return the judgement with the wrong part as its kind; unchanged if no sum explains the gradient.
+    """Return the judgement with the part of the wrong gradient that is at fault, as the verdict's kind of error.
+
+    The reference's gradient is split into sums of parts, in turn by loss, rank, micro batch and iteration. The
+    first split in which wrong factors of some parts explain the error counts. The judgement is unchanged if none does.
 
     Args:
         judgement: A judgement for which `needs_parts` is true.
@@ -80,9 +83,9 @@ def _list_sums(
     parts: Capture,
     without: Mapping[str, Capture],
 ) -> Iterator[_Sum]:
-    """Yield the ways to write the reference's tensor as a sum: by losses, ranks, micro batches, iterations.
+    """Yield splits of the reference's tensor into parts whose sum it is: by loss, rank, micro batch, iteration.
 
-    An activation gradient is a sum of losses alone.
+    An activation gradient is split by loss only.
     """
     stage = key[0]
     losses = _split_by_loss(key, tensor, strategy, without)

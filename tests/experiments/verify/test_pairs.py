@@ -20,6 +20,7 @@ from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.run import Backend
 from parakit.config.setting import SettingError
+from parakit.experiments.verify import pairs
 from parakit.experiments.verify.command import keep_log, run_verification, train_and_judge
 from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair, parse_pair
 from parakit.launch.compose import Launch
@@ -161,6 +162,12 @@ def test_the_batch_suits_the_ranks_of_the_layout_and_of_its_reference(
     pair = composed(f"{name}-gpt2-tiny-2cpu", reference=reference)
     sizes = {one.spec.batch.global_batch_size for one in pair.launches}
     assert sizes == {batch}
+
+
+def test_an_interleaved_reference_of_a_longer_pipeline_gets_a_multiple_of_its_stages() -> None:
+    job = parse_target("train-pp5-gpt2-tiny-5cpu", Options())
+    # 5 micro batches, one per stage of the strategy, would be no multiple of the reference's 2 stages.
+    assert pairs._choose_micro_batches(LaunchPair(job, "vpp2")) == 8
 
 
 def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(

@@ -117,10 +117,10 @@ def recipe_from_flags(arguments: Iterable[str], spec: RunSpec) -> Recipe:
 
 
 def _refuse_other_trainers(spec: RunSpec) -> None:
-    """Raise a RecipeError for what Megatron-Bridge cannot train.
+    """Raise a RecipeError if Megatron-Bridge cannot train the run.
 
-    That is a run of another backend, a pipeline schedule of the native backend, and a model whose
-    learned positions are not as many as the tokens of a sequence.
+    It cannot train a run of another backend, a pipeline schedule of the native backend, or a model
+    whose number of learned positions differs from the tokens per sequence.
     """
     if spec.backend != Backend.MEGATRON:
         raise RecipeError(
@@ -141,9 +141,11 @@ def _refuse_other_trainers(spec: RunSpec) -> None:
 
 
 def _normalize_flags(flags: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
-    """Return equivalent flags: each once, by the name that the table has, with implied switches.
+    """Return flags with the same meaning in a canonical form, which the table of flags and fields knows.
 
-    The number of virtual stages is always said by `--num-virtual-stages-per-pipeline-rank`.
+    Synonyms and abbreviations are replaced, repeated flags are merged, and switches that Megatron sets because
+    of other flags are added. Of the flags that state virtual stages, only
+    `--num-virtual-stages-per-pipeline-rank` remains, with the number of the spec.
     """
     merged = merge_flags(tuple(_SYNONYMS.get(argument, argument) for argument in flags))
     for abbreviation, meaning in _ABBREVIATIONS.items():
@@ -152,6 +154,8 @@ def _normalize_flags(flags: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
     merged = merge_flags(merged, implied_switches(Flags(merged)))
     virtual_stages = spec.parallelism.virtual_stages
     merged = drop_flags(merged, (*_OTHER_VIRTUAL_STAGES, _VIRTUAL_STAGES))
+    # Without tensor parallelism, Megatron switches the flag off (`validate_args`), so the spec does not
+    # have it. Megatron Core's configuration, which Bridge fills itself, would refuse it.
     if not spec.parallelism.sequence_parallel:
         merged = drop_flags(merged, ("--sequence-parallel",))
     if virtual_stages > 1:
@@ -160,7 +164,7 @@ def _normalize_flags(flags: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
 
 
 def _collect_fields(arguments: tuple[str, ...], spec: RunSpec) -> dict[str, Value]:
-    """Return all fields that the flags say, also those with Bridge's default."""
+    """Return Megatron-Bridge's fields by name with the values that the flags give, also default values."""
     flags = Flags(arguments)
     fields: dict[str, Value] = {}
     for flag in FLAGS_WITH_FIELDS:

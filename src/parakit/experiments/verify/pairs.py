@@ -320,10 +320,15 @@ def _choose_micro_batches(pair: LaunchPair) -> int:
     reference = pair.reference_strategy
     if reference not in REIMPLEMENTATIONS:
         all_degrees.append(parse_strategy(reference, _count_devices(reference, pair.job)))
-    # The interleaved schedule needs a multiple of the pipeline's stages.
+    # Megatron's interleaved schedule refuses micro batches that are no multiple of the stages. Twice the
+    # number of stages lets the schedule leave its warm-up.
     interleaved = [2 * degrees.pipeline for degrees in all_degrees if degrees.virtual_stages > 1]
     per_replica = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
-    per_replica = max(per_replica, *(degrees.pipeline for degrees in all_degrees))
+    num_stages = max(degrees.pipeline for degrees in all_degrees)
+    if num_stages > per_replica:
+        # Rounding up keeps the multiple that the interleaved schedule of the other run needs.
+        multiple = math.lcm(*interleaved)
+        per_replica = math.ceil(num_stages / multiple) * multiple
     return math.lcm(*(degrees.data for degrees in all_degrees)) * per_replica
 
 

@@ -150,7 +150,12 @@ class Coordinator(BackgroundThread, NodeGroup):
         raise LaunchError(reason)
 
     def find_failure(self) -> str | None:
-        """Return how another node failed; None if none did. What the other nodes have logged is copied on the way."""
+        """Return why another node failed, in one sentence; None if no node failed.
+
+        Node 0 calls this method repeatedly while it trains. Each call also appends new log lines of the other nodes to
+        the run's log. The cause of the first failed node that reports one is stored in `cause`, and is returned
+        from then on. A failed node without a cause gives its exit code.
+        """
         if self._files is not None:
             self._files.append_new_output()
         failed = {

@@ -33,9 +33,9 @@ class _Request:
 def interruptible() -> Iterator[None]:
     """Turn the first request to stop in the `with` block into `Interrupted`; later requests are ignored.
 
-    A signal's handler runs wherever the main thread is. Python drops an exception from a finalizer or from the
-    callback of a weak reference, of which every import makes one. So work that waits calls
-    `raise_if_stop_requested`, which raises a request that was dropped.
+    The signal's handler raises `Interrupted` in the code that the main thread executes at that moment. Python
+    drops the exception if that code is a finalizer or the callback of a weak reference, as imports use them. So
+    loops that wait must call `raise_if_stop_requested`, which raises the exception for a dropped request.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - signal's signature

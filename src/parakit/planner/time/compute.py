@@ -304,17 +304,21 @@ def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> f
 
 
 def _seconds_with_host_update(rate: DeviceRates, on_device: float, num_offloaded: int) -> float:
-    """Return the seconds of an update of which the host computes `num_offloaded` parameters.
+    """Return the seconds of an optimizer step in which the host CPU updates `num_offloaded` parameters.
 
-    The host's update is one kernel that is bound by its memory, and runs concurrently with the device's, which takes
-    `on_device` seconds. Gradients move, the host updates and weights move one after another, or with
-    `overlap_offload` tensor by tensor concurrently (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
+    The device updates the other parameters at the same time, in `on_device` seconds. The host's update takes as long
+    as its memory takes to move weights, gradients and Adam's state.
+
+    Without `overlap_offload`, the gradients move to the host before the update, and the weights move back after it.
+    With it, transfers and updates of different tensors overlap, so the slowest of them takes all of the time
+    (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
     """
-    one_way = num_offloaded * _OFFLOADED_BYTES / rate.known_host.link_bytes_per_second
-    on_host = num_offloaded * _ADAM_BYTES / rate.known_host.memory_bytes_per_second
+    transfer_seconds = num_offloaded * _OFFLOADED_BYTES / rate.known_host.link_bytes_per_second
+    host_seconds = num_offloaded * _ADAM_BYTES / rate.known_host.memory_bytes_per_second
     if rate.execution.overlap_offload:
-        return max(on_device, one_way, on_host)
-    return max(on_device, on_host) + 2 * one_way
+        # The link moves gradients and weights at the same time, in opposite directions.
+        return max(on_device, transfer_seconds, host_seconds)
+    return max(on_device, host_seconds) + 2 * transfer_seconds
 
 
 class _Product(NamedTuple):

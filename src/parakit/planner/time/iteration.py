@@ -580,27 +580,35 @@ def _moved_weight_fraction(spec: RunSpec) -> float:
 
 
 def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: float) -> float:
-    """Return the exposed seconds of weights and gradients that move layer by layer, overlapped with computation.
+    """Return the exposed seconds per iteration of ZeRO-2, ZeRO-3 and FSDP2, which communicate layer by layer.
 
-    ZeRO-2, ZeRO-3 and FSDP2 do this; the result is 0 for other shardings. Calls of the optimizer's phase are exposed.
-    The result includes the kernels that copy weights out of buffers and add unfused gradients up.
+    The result is 0 for other shardings. It is the sum of:
+
+    - all-gathers and reduce-scatters, as far as the `compute_seconds` of forward and backward do not overlap with
+      them;
+    - the gather of the first layer and the reduction of the last layer, which nothing overlaps with;
+    - collectives in the optimizer step, which nothing overlaps with;
+    - kernels that copy weights out of buffers and add up unfused gradients.
     """
     if not spec.parallelism.sharding.overlaps_by_default:
         return 0.0
     calls, weight_fraction = list(gradient_collectives(spec, 0)), _moved_weight_fraction(spec)
     reductions = _select_calls_in_phase(calls, Phase.BACKWARD)
     gathers = _select_calls_in_phase(calls, Phase.FORWARD)
-    exposed = _select_calls_in_phase(calls, Phase.OPTIMIZER)
+    optimizer_calls = _select_calls_in_phase(calls, Phase.OPTIMIZER)
     gradient_bytes = sum(call.total_payload_bytes for call in reductions)
     weight_bytes = weight_fraction * sum(call.total_payload_bytes for call in gathers)
     copied_bytes = _UNFUSED_PASSES * gradient_bytes + _COPY_OUT_PASSES * weight_bytes
-    copying = copied_bytes / _get_rates(spec, cluster).bytes_per_second
-    moving = _call_seconds(spec, cluster, reductions)
-    moving += weight_fraction * _call_seconds(spec, cluster, gathers)
+    copy_seconds = copied_bytes / _get_rates(spec, cluster).bytes_per_second
+    layer_seconds = _call_seconds(spec, cluster, reductions)
+    layer_seconds += weight_fraction * _call_seconds(spec, cluster, gathers)
     # The first layer that is gathered and the last that is reduced have no computation to overlap with.
-    ends = moving / max(1, spec.shape.layers + spec.shape.mtp_layers)
-    overlapped = exposed_seconds(moving - ends, compute_seconds, cluster.constants.contention)
-    return weight_fraction * _call_seconds(spec, cluster, exposed) + copying + ends + overlapped
+    end_seconds = layer_seconds / max(1, spec.shape.layers + spec.shape.mtp_layers)
+    middle_seconds = exposed_seconds(
+        layer_seconds - end_seconds, compute_seconds, cluster.constants.contention
+    )
+    optimizer_seconds = weight_fraction * _call_seconds(spec, cluster, optimizer_calls)
+    return optimizer_seconds + copy_seconds + end_seconds + middle_seconds
 
 
 def _call_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:

@@ -78,7 +78,7 @@ def build_row_identity_from_parts(
 
 
 def build_row_identity(run: Run) -> RowIdentity:
-    """Return the identity of a run that was read."""
+    """Return the configuration and device by which a run is grouped with its repeats."""
     return build_row_identity_from_parts(run.name, run.device, run.spec, run.record, run.arguments)
 
 
@@ -104,20 +104,30 @@ def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[C
 
 
 def _group_repeats(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return groups of runs with one identity, each from the oldest to the newest run."""
+    """Return groups of runs that repeat one another, each from the oldest to the newest run.
+
+    Runs of the kit are repeats if they trained the same configuration on the same kind of device. Foreign logs are
+    repeats only if the user has given them one name (`repeats_name`), so any other foreign log is a group of its own.
+    """
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run.record.created_utc if run.record else ""):
         if run.repeats_name:
             groups[(run.repeats_name,)].append(run)
         else:
-            # Two foreign logs are repeats only if the user says so (`repeats_name`).
+            # The name keeps foreign logs with equal configurations apart.
             foreign_name = run.name if run.is_foreign else ""
             groups[build_row_identity(run), foreign_name].append(run)
     return list(groups.values())
 
 
 def _build_rows(members: Sequence[Run], all_conditions: bool) -> list[Configuration]:
-    """Return the rows of runs with one identity, the runs from the oldest to the newest."""
+    """Return the report's rows of runs that repeat one another.
+
+    Args:
+        members: The runs, from the oldest to the newest.
+        all_conditions: True returns rows for all conditions, such as versions of the code. False returns rows for
+            the newest conditions only, and counts the runs under older ones.
+    """
     running = [run for run in members if run.is_running]
     # If no run has ended, the newest running one is the row's run.
     ended = [run for run in members if not run.is_running] or [running.pop()]

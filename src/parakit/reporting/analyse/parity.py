@@ -177,7 +177,10 @@ def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArra
 
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return iterations and losses of a run; a resumed run has the earlier iterations of its parent too."""
+    """Return the numbers of a run's iterations and their losses, as two arrays of equal length.
+
+    A resumed run includes earlier iterations from before the resumption, unless they were trained again.
+    """
     numbers, losses = single_step_losses(run.log.iterations)
     if not run.earlier_iterations:
         return numbers, losses
@@ -190,7 +193,7 @@ def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def loss_curve(run: Run) -> Curve:
-    """Return the loss by iteration of a run, with those of the run from which it resumed."""
+    """Return the losses of `loss_points` as a dictionary by iteration number."""
     numbers, losses = loss_points(run)
     return dict(zip(numbers.tolist(), losses.tolist(), strict=True))
 
@@ -289,7 +292,10 @@ def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> 
 
 
 def _find_reference_run(run: Run, rows: Sequence[Configuration]) -> Run | None:
-    """Return the first run with losses with which a run must agree; it may be the run itself."""
+    """Return the run whose losses a run must reproduce: the newest comparable run of the first row that has one.
+
+    It may be the run itself. None means that no row has a comparable run with losses.
+    """
     for row in rows:
         for reference in reversed(row.runs):
             if not _why_not_comparable(reference, run) and len(loss_points(reference)[0]):
@@ -374,7 +380,11 @@ def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -
 
 
 def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | None:
-    """Return the first iteration in which a token took another expert; None without routing records."""
+    """Return the first iteration in which an expert of one run got another number of tokens than in the other.
+
+    None means that the numbers never differ, that a run has no `routing.json`, or that in fp32 more tokens moved than
+    rounding can move (`find_routing_divergence`).
+    """
     record, other_record = reference.measurements.routing, other.measurements.routing
     if not record or not other_record:
         return None
@@ -384,7 +394,10 @@ def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | N
 
 
 def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
-    """Return the fraction of a loss by which it may differ per iteration, in this precision."""
+    """Return the relative difference of losses that rounding may add per iteration, for a dtype.
+
+    It is larger if the two runs have different backends, or if the configuration of one is unknown.
+    """
     rate = ROUNDING_PER_ITERATION.get(dtype, 0.0)
     if reference.spec and other.spec and reference.spec.backend == other.spec.backend:
         return rate
@@ -392,9 +405,10 @@ def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
 
 
 def resumption_sentence(run: Run) -> str:
-    """Return whether iterations that were trained before and after a resumption print the same losses.
+    """Return a sentence on whether iterations that a resumed run trained twice have equal losses.
 
-    Empty if the run did not resume or trained no iteration twice.
+    A run trains iterations again that came after the checkpoint from which it resumed. The result is empty if the
+    run did not resume, or trained no iteration twice.
     """
     if not run.replaced_iterations:
         return ""
@@ -414,7 +428,11 @@ def resumption_sentence(run: Run) -> str:
 
 
 def _difference_of_repeats(row: Configuration) -> float | None:
-    """Return the units of the last digit by which exact repeats differ; None if they do not differ."""
+    """Return the largest difference between losses of repeats that must be equal, in units of the last printed digit.
+
+    Only repeats on CPU ranks must be equal. None means that no such repeats differ by more than rounding to the
+    printed digits allows.
+    """
     worst = 0.0
     for index, run in enumerate(row.runs):
         for repeat in row.runs[index + 1 :]:

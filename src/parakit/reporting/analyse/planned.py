@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,42 +87,59 @@ class OwnMeasurements:
 
 
 def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
-    """Return a row for each configuration that the kit trained, from the runs whose times are its own.
+    """Return the measured times of the runs that the kit trained, as one row per configuration.
 
-    Runs that did not end well, that other programs slowed down or whose times scatter widely are left
-    out. A configuration that the planner has no form for is skipped without a reason.
+    A row has the median time of a configuration's usable runs. The names of all other runs are returned
+    too, by the reason why they are left out: they did not end well, were resumed or slowed down by other
+    programs, or their times scatter widely. Configurations that the planner cannot predict, and runs on
+    an unknown device or without a record, are in neither list.
     """
-    rows: list[MeasurementRow] = []
+    measurement_rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)
     impossible_names = _find_impossible_rows(entries)
     for entry in entries:
         device = _find_device(entry.run)
-        if entry.run.record is None or device is None or not _has_form(entry):
+        if entry.run.record is None or device is None or not _can_planner_predict(entry):
             continue
-        usable: list[Run] = []
-        row = entry.configuration
-        for run in (*row.runs, *row.failed_before, *row.running):
-            if reason := _why_no_measurement(run, entry.run.name in impossible_names):
+        usable_runs = []
+        configuration = entry.configuration
+        is_impossible = entry.run.name in impossible_names
+        for run in (*configuration.runs, *configuration.failed_before, *configuration.running):
+            reason = _why_no_measurement(run, is_impossible)
+            if reason:
                 left_out[reason].append(run.name)
             else:
-                usable.append(run)
-        time = estimate_pooled_runs(usable) if usable else None
+                usable_runs.append(run)
+        time = estimate_pooled_runs(usable_runs) if usable_runs else None
         if time is None or time.low is None or time.high is None:
             continue
         if (time.high - time.low) / 2 >= _UNSTEADY * time.median:
-            left_out["times that scatter widely"] += [run.name for run in usable]
+            left_out["times that scatter widely"] += [run.name for run in usable_runs]
             continue
-        run, seconds = usable[-1], time.median / _MILLISECONDS
-        if run.spec is not None and run.record is not None:
-            with suppress(RefusedError):
-                rows.append(
-                    build_measurement_row(run.spec, run.record.argv, device, run.name, seconds)
-                )
-    return OwnMeasurements(tuple(rows), left_out)
+        row = _build_row(usable_runs[-1], device, time.median / _MILLISECONDS)
+        if row is not None:
+            measurement_rows.append(row)
+    return OwnMeasurements(tuple(measurement_rows), left_out)
+
+
+def _build_row(run: Run, device: Device, seconds: float) -> MeasurementRow | None:
+    """Return the row of a run with its configuration and `seconds` per iteration.
+
+    None means that the run has no record, or that the planner refuses its configuration.
+    """
+    if run.spec is None or run.record is None:
+        return None
+    try:
+        return build_measurement_row(run.spec, run.record.argv, device, run.name, seconds)
+    except RefusedError:
+        return None
 
 
 def _why_no_measurement(run: Run, is_impossible: bool) -> str:
-    """Return why a run's time is no measurement of its configuration; empty if it is one."""
+    """Return why a run's time does not measure its configuration; empty if it does.
+
+    `is_impossible` is True if the ratio of this time to another row's cannot be true.
+    """
     if run.status.status is not Status.OK:
         return run.status.status.value.replace("_", " ")
     if run.record is not None and run.record.resumptions:
@@ -134,7 +150,7 @@ def _why_no_measurement(run: Run, is_impossible: bool) -> str:
 
 
 def _find_impossible_rows(entries: Iterable[Entry]) -> set[str]:
-    """Return the names of both rows of each impossible ratio of times."""
+    """Return the names of rows whose times have an impossible ratio: both rows of each such pair."""
     names = set()
     for entry in entries:
         if entry.speed and IMPOSSIBLE in entry.speed.caution:
@@ -143,20 +159,20 @@ def _find_impossible_rows(entries: Iterable[Entry]) -> set[str]:
 
 
 _UNSTEADY = 0.25
-"""Half width of an interval, relative to its median, from which on a time is no measurement.
+"""Largest half width of a time's interval, relative to the median, with which the time counts as a measurement.
 
-The run then measured other work on the machine.
+A run with a wider interval measured other work on the machine, too.
 """
 
 
 def _is_timed(entry: Entry) -> bool:
-    """Return True if the row's time is that of its strategy on its device, and would repeat."""
+    """Return True if the row has a time that no other program disturbed, and the planner can predict it."""
     is_disturbed = why_withheld(entry.configuration) == DISTURBED
-    return entry.estimate is not None and not is_disturbed and _has_form(entry)
+    return entry.estimate is not None and not is_disturbed and _can_planner_predict(entry)
 
 
-def _has_form(entry: Entry) -> bool:
-    """Return True if the planner's closed forms describe the row's run."""
+def _can_planner_predict(entry: Entry) -> bool:
+    """Return True if the planner's formulas cover the row's run, which must be Megatron's and unpatched."""
     spec = entry.run.spec
     return (
         spec is not None

@@ -66,37 +66,40 @@ def cost_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[st
 
 
 def answer_costs(subjects: Sequence[Subject]) -> str:
-    """Return in at most two sentences which strategies pay most, and for which part."""
-    payers: dict[str, list[str]] = {}
-    unnamed = sum(subject.split != Parallelism() for subject in subjects)
+    """Return at most two sentences on the largest cost of each strategy beyond baseline's fair time.
+
+    The first sentence lists the strategies by the part of the iteration that costs most, such as gradient
+    sync. The second one counts the strategies without a cost above noise. If there is no cost at all, a
+    single sentence says why.
+    """
+    costs_by_part: dict[str, list[str]] = {}
     largest = largest_costs(subjects)
     for subject in subjects:
         if subject.run.name in largest:
             amount, part = largest[subject.run.name]
-            payers.setdefault(part, []).append(f"{subject.label} {amount}")
-            unnamed -= 1
-    if not payers:
+            costs_by_part.setdefault(part, []).append(f"{subject.label} {amount}")
+    if not costs_by_part:
         return (
             "No cost can be named: times are within noise, or a time record or baseline is missing."
         )
-    parts = sorted(payers.items(), key=lambda item: -len(item[1]))
+    parts = sorted(costs_by_part.items(), key=lambda item: -len(item[1]))
     costs = [f"{_join_payers(names)} for {part}" for part, names in parts]
     text = f"Beyond baseline's work divided over their ranks they pay per iteration: {'; '.join(costs)}."
-    if unnamed:
-        text += (
-            f" For {plural(unnamed, 'other row')} no cost is above noise, or a record is missing."
-        )
+    num_strategies = sum(subject.split != Parallelism() for subject in subjects)
+    num_without_cost = num_strategies - sum(map(len, costs_by_part.values()))
+    if num_without_cost:
+        text += f" For {plural(num_without_cost, 'other row')} no cost is above noise, or a record is missing."
     return text
 
 
 def _join_payers(names: Sequence[str]) -> str:
-    """Return the first names of strategies, and how many more there are."""
+    """Return the first _MAX_PAYERS names joined to a text, which ends with the number of further names."""
     more = len(names) - _MAX_PAYERS
     return joined([*names[:_MAX_PAYERS], *([f"{more} more"] if more > 0 else [])])
 
 
 def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
-    """Return the seconds of each part beyond its fair time, the largest cost first.
+    """Return the seconds that each part of an iteration takes beyond its fair time, the largest first.
 
     The fair time of a part is `share` times the reference's time for it. Times are means over ranks. The
     costs sum to the difference of the iterations, except for the clock readings between phases.
@@ -212,15 +215,15 @@ def _compare_with_fair_time(
 
 
 def _noise_fraction(comparison: TimeComparison) -> float:
-    """Return how far the ratio's interval reaches from the ratio towards 1."""
+    """Return the distance from the ratio of times to the end of its interval that is nearer to 1."""
     end = comparison.low if comparison.ratio > 1 else comparison.high
     return abs(comparison.ratio - (end or comparison.ratio))
 
 
 def _explain_slow_arithmetic(subject: Subject, pair: _TimePair, costs: Costs) -> str:
-    """Return why arithmetic takes another time than its fair time; empty if it is no large part.
+    """Return a sentence on why forward and backward take more or less than their fair time.
 
-    Arithmetic is forward and backward without communication.
+    The time of communication inside of them does not count. The result is empty if another part costs more.
     """
     extra = costs[_FORWARD] + costs[_BACKWARD]
     if extra < -_DOUBTFUL_FRACTION * pair.fair_seconds:
@@ -284,7 +287,10 @@ def _split_iteration(times: TimeRecord) -> dict[str, float]:
 
 
 def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Yield for what the stages of a pipeline wait; nothing without a pipeline."""
+    """Yield sentences on a pipeline's bubble: its ideal, the measured waits and their causes.
+
+    Nothing is yielded for a run without pipeline stages.
+    """
     spec, evidence = subject.evidence.configuration, subject.evidence
     if subject.split.pipeline == 1:
         return
@@ -310,7 +316,7 @@ def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
 
 
 def _explain_unequal_stages(spec: RunSpec, evidence: PredictionEvidence, stages: StageTimes) -> str:
-    """Return how long 1F1B idles over stages of the measured times, and what that leaves unexplained."""
+    """Return how long 1F1B idles because stages take unequal times, and how much idle time remains unexplained."""
     work = joined([milliseconds(seconds) for seconds in stages.seconds])
     idle = [stages.idle_over_work(stage) for stage in range(len(stages.seconds))]
     idle_text = joined([f"{fraction:.1%} on stage {stage}" for stage, fraction in enumerate(idle)])

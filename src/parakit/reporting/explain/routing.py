@@ -143,7 +143,11 @@ def compute_rank_loads(
 
 
 def _exchange_wait_seconds(communication: CommunicationRecord | None) -> dict[int, float]:
-    """Return per rank the seconds per iteration in calls that exchange tokens; empty without a record."""
+    """Return the seconds per iteration that each rank waits in calls that exchange tokens, by rank.
+
+    These are the calls of forward and backward in groups of several ranks to which routers send tokens.
+    The result is empty without a communication log.
+    """
     waits = {}
     for rank in communication.ranks if communication else ():
         waits[rank.rank] = sum(
@@ -161,7 +165,7 @@ def _num_experts(record: RoutingRecord) -> int:
 
 
 def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
-    """Return the work of each layer's busiest rank over the mean rank's, over all layers.
+    """Return the tokens of each layer's busiest rank, summed over layers, over those of a mean rank.
 
     The other ranks wait for the busiest one in every layer. A rank that is busiest in one layer and idle
     in the next has an even total, and is still waited for.
@@ -176,7 +180,7 @@ def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
 
 
 def _tokens_by_expert_index(record: RoutingRecord, split: Parallelism) -> dict[int, _BlockWork]:
-    """Return per block of ranks that exchange tokens the tokens of each expert-parallel index."""
+    """Return the tokens of each expert-parallel index, by block of ranks that exchange tokens with each other."""
     work: dict[int, _BlockWork] = defaultdict(_BlockWork)
     for rank in record.ranks:
         block_work = work[rank.rank // (split.expert * split.effective_expert_tensor)]

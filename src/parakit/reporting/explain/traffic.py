@@ -31,16 +31,19 @@ _PASSES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def traffic_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Yield what the busiest rank sends, measured and in closed form; nothing for a single rank."""
+    """Yield a sentence on the bytes that the busiest rank of a run sends, measured and predicted.
+
+    Nothing is yielded for a run of a single rank.
+    """
     if subject.split.world_size > 1:
         sent = _describe_sent_bytes(subject.evidence.calls)
         yield f"{subject.label}: {sent}{_compare_with_nccl(subject)}"
 
 
 def answer_traffic(subjects: Sequence[Subject]) -> str:
-    """Return which strategy sends most and least, and whether the closed forms agree.
+    """Return sentences on which strategies send most and least bytes, and whether the predicted calls agree.
 
-    Empty if no run of several ranks left a communication log.
+    The result is empty if no run of several ranks left a communication log.
     """
     sent_bytes: dict[str, int] = {}
     labels_of_deviating: list[str] = []
@@ -70,7 +73,7 @@ def _busiest_rank(calls: Sequence[CallComparison]) -> CallComparison:
 
 
 def _describe_sent_bytes(calls: Sequence[CallComparison]) -> str:
-    """Return the busiest rank's bytes and largest groups of calls, and whether the closed form agrees."""
+    """Return sentences on the busiest rank: its bytes, its largest groups of calls, and the predicted ones."""
     if not calls:
         return "there is no comm.json, so the bytes that it sends are not known."
     rank = _busiest_rank(calls)
@@ -117,7 +120,10 @@ def _describe_deviations(deviations: Sequence[Unattributed]) -> str:
 
 
 def _compare_with_nccl(subject: Subject) -> str:
-    """Return what the calls would send by NCCL's rings; empty if gloo sends about as much."""
+    """Return a sentence on the bytes that NCCL's ring algorithms would send for the calls of a gloo run.
+
+    The result is empty if gloo sends about as many, or if one of the two numbers is unknown.
+    """
     sent, nccl = subject.entry.sent_bytes, subject.entry.nccl_bytes
     if sent is None or nccl is None or abs(sent - nccl) <= _NOTABLE_DIFFERENCE * nccl:
         return ""
@@ -125,7 +131,10 @@ def _compare_with_nccl(subject: Subject) -> str:
 
 
 def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """Yield a comparison of CP with TP and with SP on as many ranks; nothing without CP or such runs."""
+    """Yield comparisons of a context-parallel run with the TP run and the SP run of equal ranks and batch.
+
+    Nothing is yielded for a run without context parallelism, or if there is no such run to compare with.
+    """
     spec = subject.evidence.configuration
     counterparts = _find_tensor_parallel(subject, subjects)
     for counterpart in counterparts:
@@ -145,7 +154,10 @@ def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator
 
 
 def _find_tensor_parallel(subject: Subject, subjects: Sequence[Subject]) -> list[Subject]:
-    """Return the TP row and the SP row with a CP row's ranks and batch; empty without CP."""
+    """Return the rows that use TP or SP in place of CP, with equal ranks and batch: none, one or two.
+
+    The result is empty for a row without CP.
+    """
     split = subject.split
     if split.context == 1:
         return []
@@ -156,9 +168,10 @@ def _find_tensor_parallel(subject: Subject, subjects: Sequence[Subject]) -> list
 
 
 def answer_context(subjects: Sequence[Subject]) -> str:
-    """Return how many bytes CP sends in its passes relative to TP and SP, and the gradients it adds.
+    """Return sentences that compare the bytes of one CP run in forward and backward with those of TP and SP.
 
-    Empty if there is no such pair of rows with communication logs.
+    The first CP run with a TP or SP run to compare with counts. The sentences also have the bytes of gradients that
+    CP sums in addition. The result is empty if no such pair of runs left communication logs.
     """
     for subject in subjects:
         traffic = _measure_traffic(subject)
@@ -215,7 +228,10 @@ def _measure_traffic(subject: Subject) -> _Traffic | None:
 
 
 def _compare_traffic(subject: Subject, other: Subject) -> str:
-    """Return bytes, calls and waiting of two rows beside each other, as the end of a sentence."""
+    """Return the end of a sentence that compares bytes, calls and waiting time of two rows.
+
+    If one of them has no communication log, the end says that.
+    """
     traffic, counterpart = _measure_traffic(subject), _measure_traffic(other)
     if traffic is None or counterpart is None:
         return ": a comm.json is missing."

@@ -202,14 +202,22 @@ def _draw_groups(
 
 
 def _assign_lanes(groups: list[list[DrawnRank]]) -> list[int]:
-    """Return a lane for each group, so that groups in one lane do not overlap horizontally."""
+    """Return the number of the lane in which each group of ranks is drawn, from 0.
+
+    Groups in one lane do not overlap horizontally. Each group gets the first lane that is free at its first rank.
+    The ranks of a group, and the groups by their first rank, must be in ascending order.
+    """
     lanes: list[int] = []
-    lane_ends: list[int] = []
+    last_rank_by_lane: list[int] = []
     for members in groups:
         first, last = members[0].number, members[-1].number
-        free_lanes = (lane for lane, end in enumerate(lane_ends) if end < first)
-        lane = next(free_lanes, len(lane_ends))
-        lane_ends[lane : lane + 1] = [last]
+        for lane, lane_end in enumerate(last_rank_by_lane):
+            if lane_end < first:
+                last_rank_by_lane[lane] = last
+                break
+        else:
+            lane = len(last_rank_by_lane)
+            last_rank_by_lane.append(last)
         lanes.append(lane)
     return lanes
 
