@@ -58,15 +58,8 @@ class StageSplit:
     def layers_per_chunk(
         self, layers: int, pipeline: int, virtual: int, rank: int
     ) -> tuple[int, ...]:
-        """Return the number of transformer layers in each virtual stage (chunk) of a pipeline rank.
-
-        Numbers are rounded down if a degree does not divide the layers.
-
-        Args:
-            layers: Layers of the model.
-            pipeline: Number of pipeline ranks.
-            virtual: Virtual stages per rank.
-            rank: Pipeline rank.
+        """Return the layers of each virtual stage of a pipeline rank, rounded down if a degree does
+        not divide.
         """
         if self is EVEN_SPLIT:
             # Nearly all splits of a search are even, so this case comes first.
@@ -146,9 +139,8 @@ class StageSplit:
         return ""
 
     def _count_stage_layers(self, layers: int, pipeline: int, rank: int) -> int:
-        """Return the number of layers on one pipeline rank, over all its virtual stages.
-
-        Embedding and loss are included if they count as layers.
+        """Return the layers of one pipeline rank; embedding and loss are included if they count as
+        layers.
         """
         if self.first and rank == 0:
             return self.first
@@ -168,10 +160,11 @@ def even_layout(layers: int, stages: int) -> StageSplit:
 
 
 def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
-    """Return a layout in which the first stages have equally many layers, and the last stages the rest.
+    """Return a layout whose stages have the same number of layers until none is left for the last
+    stages.
 
-    The last stages may have none. So the last stage has room for `depths` layers of multi-token
-    prediction and for the loss.
+    This makes room on the last stage for `depths` layers of multi-token prediction and for the
+    loss.
     """
     full_count = -(-layers // stages)
     return _layout(
@@ -192,8 +185,7 @@ _REPEATED = re.compile(r"(?:\(([^()*]+)\)|([A-Za-z|]))\*([0-9]{1,3})(?![0-9*])")
 def _split_layout(layout: str) -> tuple[str, ...]:
     """Return the letters of each stage, with repetitions expanded.
 
-    Commas are dropped. A `*` without something to repeat stays in the result, so that
-    `find_problem` refuses the layout.
+    Commas are dropped. A `*` that repeats nothing is kept, so the layout is refused later.
     """
     text = layout.replace(",", "")
     # Parentheses may be nested. Each pass expands one innermost group or letter.

@@ -111,11 +111,11 @@ def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[i
 def _peak_bytes_in_flight(
     bytes_per_chunk: tuple[int, ...], pipeline: int, chunks: int, steps: int
 ) -> int:
-    """Return the peak of the bytes in flight on a rank whose chunks store different numbers of bytes.
+    """Return the peak of the bytes in flight for unequal chunks; forward and backward alternate
+    after warm-up.
 
-    The first `chunks` of the `steps` forward passes are the warm-up. After it, forward and backward
-    passes alternate. Megatron runs PP micro batches through one chunk and then through the next;
-    backward begins with the last chunk (`get_schedule_table`).
+    Megatron runs PP micro batches through one chunk and then through the next; backward begins with
+    the last chunk (`get_schedule_table`).
     """
     chunk_by_step = [step // pipeline % len(bytes_per_chunk) for step in range(steps)]
     stored_by_forward = [bytes_per_chunk[chunk] for chunk in chunk_by_step]
@@ -157,13 +157,13 @@ _CUBLAS_HANDLES, _GROUPED_STREAMS = 2, 4
 
 
 def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
-    """Return the bytes of all workspaces of matrix products, which stay allocated between iterations.
+    """Return the bytes that matrix products hold in the allocator between iterations.
 
-    cuBLAS has two workspaces, because forward and backward run in different threads. Each has 32 MiB
-    from Hopper on and 8.1 MiB on older devices (`aten/src/ATen/cuda/CublasHandlePool.cpp`).
-    Deterministic runs set `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which gives 32 MiB on all devices.
-    Transformer Engine has one more workspace, of 32 MiB from Hopper on and 4 MiB on older devices
-    (`get_cublas_workspace_size_bytes`). With grouped products it has five.
+    cuBLAS has one workspace for each thread that launches products, forward's and backward's
+    (`aten/src/ATen/cuda/CublasHandlePool.cpp`: 32 MiB from Hopper on, 8.1 MiB before;
+    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which determinism needs, 32 MiB). Transformer Engine has one
+    of its own (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), and four
+    more for grouped products.
     """
     cublas_workspace = _WORKSPACE_BYTES.get(generation, _OLDER_CUBLAS_BYTES)
     if deterministic:
@@ -406,8 +406,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
-    These are the last group of each module's tensors, whose room the groups that backward reads next
-    take over, and the bytes that a flag keeps on the device (`kept_bytes_per_stage` per earlier stage).
+    They are the last group of each module, later replaced by the groups that backward reads next,
+    and the bytes that later stages keep on request.
     """
     layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
     last_layers = next((layers for layers in reversed(layers_per_chunk) if layers), 0)

@@ -313,9 +313,7 @@ def _find_candidate_folders(launch: Launch) -> list[Path]:
 
 
 def _read_attempts(folder: Path) -> list[RunRecord]:
-    """Return the content of `run.json` of each attempt of a run, oldest first.
-
-    A run has one attempt, and one more for each time that it was resumed.
+    """Return the record of each attempt of a run, oldest first; a run that was never resumed has one.
 
     Raises:
         OSError: A record is missing.

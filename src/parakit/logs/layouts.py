@@ -109,41 +109,28 @@ def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
         line: A line without its line end.
         format_: Format of the log's iteration lines.
     """
-    fields = _parse_only_iteration(line, format_)
-    layout = _make_layout(line, fields) if fields else None
-    return layout if layout is not None and _reads_equal_numbers(layout, line, fields) else None
-
-
-def _parse_only_iteration(line: bytes, format_: LineFormat) -> list[LineField]:
-    """Return the fields of the only iteration in a line, in the order of the line.
-
-    The list is empty if the line is torn, is not plain ASCII of a usual length, has no or several iterations, or has
-    an empty field or a field twice.
-    """
     if not _SHORTEST <= len(line) <= _LONGEST or not _PLAIN.match(line):
-        return []
+        return None
     text = line.decode("ascii")
     if len(format_.opening.findall(text)) != 1 or is_torn(text):
-        return []
+        return None
     iterations = format_.find(text)
     if len(iterations) != 1:
-        return []
-    fields = sorted(iterations[0].fields, key=lambda field: field.start)
-    names = [field.field for field in fields if field.field]
-    is_readable = len(set(names)) == len(names) and all(
-        field.start < field.stop for field in fields
-    )
-    return fields if is_readable else []
-
-
-def _reads_equal_numbers(layout: LineLayout, line: bytes, fields: Sequence[LineField]) -> bool:
-    """Return True if a layout reads the same numbers from a line as the parser that found `fields`."""
+        return None
+    parts = sorted(iterations[0].fields, key=lambda part: part.start)
+    names = [part.field for part in parts if part.field]
+    if len(set(names)) < len(names) or any(part.start >= part.stop for part in parts):
+        return None
+    layout = _make_layout(line, parts)
+    if layout is None:
+        return None
+    # The layout must give the same numbers for the line as the dialect.
     has_layout, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
     number_fields = {number.field for number in layout.numbers}
     is_equal = all(
-        columns[field.field][0] == field.value for field in fields if field.field in number_fields
+        columns[part.field][0] == part.value for part in parts if part.field in number_fields
     )
-    return bool(has_layout[0]) and is_equal
+    return layout if has_layout[0] and is_equal else None
 
 
 def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:

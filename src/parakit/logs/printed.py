@@ -55,38 +55,24 @@ def parse_printed_spec(
         spec = spec_from_printed_arguments(arguments)
     except (ArithmeticError, ValueError):
         return None
-    if spec is None or not _has_possible_sizes(spec):
+    if spec is None:
         return None
-    # A batch size that is not printed has got a default in `spec`. Here, 0 stands for an unknown size.
+    # Sizes that no model can have are damaged.
+    parts = _, split, batch = tuple(
+        {name: size for name, size in vars(part).items() if type(size) is int}
+        for part in (spec.shape, spec.parallelism, spec.batch)
+    )
+    sizes = [size for part in parts for size in part.values()]
+    least = min(split["expert"], split["virtual_stages"], *batch.values())
+    if least < 1 or min(sizes) < 0 or max(sizes) > _LARGEST or not 0 <= spec.dropout <= 1:
+        return None
+    # A batch size of 0 stands for an unknown one. The log prints the size of the tokenizer's vocabulary.
     micro = spec.batch.micro_batch_size if "micro_batch_size" in arguments else 0
     printed = spec.batch.global_batch_size if "global_batch_size" in arguments else 0
     name = _known_shapes().get(_without_read_vocabulary_size(spec.shape), "")
     shape = replace(spec.shape, vocabulary=_read_vocabulary_size(arguments))
     known = Batch(micro, global_batch_size or printed)
-    return _apply_deepspeed(replace(spec, model=name, shape=shape, batch=known), arguments)
-
-
-def _has_possible_sizes(spec: RunSpec) -> bool:
-    """Return False if a size, degree, batch size or dropout is one that no run can have, so the log is damaged."""
-    sizes: list[int] = []
-    for part in (spec.shape, spec.parallelism, spec.batch):
-        sizes += [value for value in vars(part).values() if type(value) is int]
-    # The other degrees are at least 1 in any case (`_do_degrees_fit_ranks`). Sizes of 0 mean that a model lacks a part.
-    split, batch = spec.parallelism, spec.batch
-    positive_sizes = (
-        *(split.expert, split.virtual_stages),
-        *(batch.micro_batch_size, batch.global_batch_size),
-    )
-    return (
-        min(positive_sizes) >= 1
-        and min(sizes) >= 0
-        and max(sizes) <= _LARGEST
-        and 0 <= spec.dropout <= 1
-    )
-
-
-def _apply_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:
-    """Return the spec with DeepSpeed's backend and ZeRO stage; unchanged if DeepSpeed did not train the run."""
+    spec = replace(spec, model=name, shape=shape, batch=known)
     stage = arguments.get("zero_optimization_stage")
     if stage is None and arguments.get("deepspeed") != "True":
         return spec
@@ -154,7 +140,6 @@ def _known_shapes() -> dict[ModelShape, str]:
 
 
 def _without_read_vocabulary_size(shape: ModelShape) -> ModelShape:
-    """Return the shape with fixed vocabulary sizes, so that shapes with other vocabularies are equal."""
     return replace(shape, vocabulary=0, vocabulary_multiple=1)
 
 

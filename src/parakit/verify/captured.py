@@ -276,7 +276,6 @@ def average_local_gradients(
         with the part of the group's first rank. If several groups hold one region, such as the tensor-parallel
         ranks of a norm, their means either add up to the gradient or are each the full gradient.
     """
-    # Data- and context-parallel ranks hold copies of the same part, so these two degrees are not in the key.
     copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
     for part in parts:
         rank, offset = part.rank_capture.rank, part.placement.global_offset
@@ -288,7 +287,6 @@ def average_local_gradients(
     regions: defaultdict[str, list[tuple[ParameterPart, Array]]] = defaultdict(list)
     for group in copies.values():
         total: Array = np.sum([part.values() for part in group], axis=0, dtype=np.float32)
-        # Slices cannot be keys of a dictionary in all Python versions, so their text is the key.
         regions[str(group[0].region())].append((group[0], total / divisor))
     return list(regions.values())
 

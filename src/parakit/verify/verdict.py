@@ -391,12 +391,12 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
         verdict = locate_error(judgement.verdict, first, compared, forced)
         also = list_independent_errors(verdict, first, compared, forced)
         return Judgement(replace(verdict, confirmed=True, also=also), judgement.compared, first)
-    accumulated = judgement.first
-    if accumulated is None or accumulated.ratio > _MAX_ACCUMULATED_RATIO:
+    spread = judgement.first
+    if spread is None or spread.ratio > _MAX_ACCUMULATED_RATIO:
         return replace(judgement, verdict=replace(judgement.verdict, confirmed=False))
-    stage, name, slot = accumulated.key
+    stage, name, slot = spread.key
     forced_judgement = _judge_comparison(compared, forced)
-    added_up = f"{stage}, {name} {slot} at {accumulated.ratio:.2f}"
+    added_up = f"{stage}, {name} {slot} at {spread.ratio:.2f}"
     verdict = replace(forced_judgement.verdict, added_up=added_up)
     return replace(forced_judgement, verdict=verdict)
 

@@ -416,28 +416,19 @@ class _IterationVerification:
         Raises:
             VerifyError: A run failed.
         """
-        captures_without_loss = self._capture_without_losses(reference)
-        parts = self._capture("reference-parts", self.verification.reference, parts="1")
-        return explain_by_parts(judgement, ours, parts, captures_without_loss)
-
-    def _capture_without_losses(self, reference: Capture) -> dict[str, Capture]:
-        """Train the reference once without each of its further losses; return the captures by the loss's name.
-
-        Only a mixture-of-experts model has such losses, and only those with a positive coefficient.
-        """
         launch = self.verification.reference
         captures_without_loss: dict[str, Capture] = {}
         # Earlier iterations without a loss lead to other weights, so the reference's weights, expert choices
         # and module inputs replace those of the runs without a loss.
         inputs = self._tensor_folder("given-to-reference")
         write_forced(reference, reference, inputs)
-        captures: dict[str, Capture] = {}
         for name, flag in FURTHER_LOSSES.items():
             if launch.model.shape.experts and Flags(launch.flags).number(flag) > 0:
                 without_loss = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
                 part = f"reference-without-{flag.removeprefix('--')}"
-                captures[name] = self._capture(part, without_loss, forced=inputs)
-        return captures
+                captures_without_loss[name] = self._capture(part, without_loss, forced=inputs)
+        parts = self._capture("reference-parts", launch, parts="1")
+        return explain_by_parts(judgement, ours, parts, captures_without_loss)
 
     def _measure_drift(self, reference: Capture) -> Drift:
         """Return the relative error that rounding in earlier iterations causes in each weight and optimizer state.

