@@ -86,7 +86,7 @@ def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
     code, text = swept(options)
     assert (code, machine.trained) == (0, ALL)
     skipped = "2 cells skipped (megatron dp2 gpt2-tiny 1cpu, native dp2 gpt2-tiny 1cpu)"
-    assert f"{skipped}: Strategy 'dp2' uses 2 devices" in text
+    assert f"{skipped}: Strategy 'dp2' needs 2 devices" in text
     folder = options.runs.parent / "reports" / "sweep"
     assert {path.name for path in folder.iterdir()} == {
         *("cells.json", "sweep.md", "sweep.json", "sweep.svg")

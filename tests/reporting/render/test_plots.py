@@ -98,7 +98,7 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
     assert len(times.series) == MAX_SERIES
     assert times.text.endswith(f"The first {MAX_SERIES} of {MAX_SERIES + 3} rows.")
     assert max(len(series.x) for series in times.series) <= MAX_POINTS
-    assert write_headline(report).startswith(f"Of {MAX_SERIES + 3} rows none is faster than")
+    assert write_headline(report).startswith(f"None of the {MAX_SERIES + 2} other rows whose speed")
     assert sum(" time per token" in text for text in write_sentences(report)) <= 3
     (argument,) = arguments_table(report, 9).cells
     assert argument[0] == "variant"

@@ -117,14 +117,17 @@ def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
 
 def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
     """Return the labels of rows that the runs do not show to be slower than the fastest row."""
-    other_rows = [entry for entry in members if entry is not best]
-    comparisons = [
-        compare_speed(best.configuration, entry.configuration).judged_time for entry in other_rows
-    ]
-    verdicts = adjust_verdicts([comparison for comparison in comparisons if comparison])
+    compared_rows, comparisons = [], []
+    for entry in members:
+        if entry is best:
+            continue
+        comparison = compare_speed(best.configuration, entry.configuration).judged_time
+        if comparison:  # None: one of the two rows has no time.
+            compared_rows.append(entry)
+            comparisons.append(comparison)
     return [
         entry.label
-        for entry, comparison in zip(other_rows, verdicts, strict=True)
+        for entry, comparison in zip(compared_rows, adjust_verdicts(comparisons), strict=True)
         if comparison.verdict is not TimeVerdict.SLOWER
     ]
 
@@ -141,10 +144,12 @@ def _describe_none_faster(members: Sequence[Entry]) -> str:
     result = joined(counts)
     if verdicts.count(TimeVerdict.NOISE) == len(compared):
         result = "all within noise"
-    return (
-        f"Of {len(members)} rows none is faster{_per_device_text(members)} than {reference.label}"
-        f" ({number(reference.time_ms)} ms per iteration): {result}."
-    )
+    per_device = _per_device_text(members)
+    if len(compared) == 1:
+        subject = f"The other row is not faster{per_device}"
+    else:
+        subject = f"None of the {len(compared)} other rows whose speed is compared is faster{per_device}"
+    return f"{subject} than {reference.label} ({number(reference.time_ms)} ms per iteration): {result}."
 
 
 def _per_device_text(members: Sequence[Entry]) -> str:
